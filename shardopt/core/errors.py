@@ -1,0 +1,39 @@
+"""Error messages of one form: who, what, every offending leaf with its numbers, the remedy."""
+
+from collections.abc import Sequence
+
+MAX_LISTED = 8
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss became NaN or infinite.
+
+    Attributes:
+      step: the step whose loss was not finite, counted from 0.
+      position: how many batches had been drawn before that step's batch, counted from 0.
+    """
+
+    def __init__(self, message: str, *, step: int, position: int):
+        super().__init__(message)
+        self.step, self.position = step, position
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used: it is damaged, incomplete, or of another model."""
+
+
+def complaint(who: str, what: str, offenders: Sequence[str] = (), fix: str = "") -> str:
+    """Format an error: `who: what`, one indented line an offender (at most eight), `Fix: ...`."""
+    lines = [f"{who}: {what}"]
+    lines += [f"  {offender}" for offender in offenders[:MAX_LISTED]]
+    if len(offenders) > MAX_LISTED:
+        lines.append(f"  ... and {len(offenders) - MAX_LISTED} more")
+    if fix:
+        lines.append(f"Fix: {fix}")
+    return "\n".join(lines)
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 leaf`, `2 leaves`, `3 axes`."""
+    irregular = {"leaf": "leaves", "axis": "axes", "batch": "batches", "parameter leaf": "parameter leaves"}
+    return f"{count} {noun if count == 1 else irregular.get(noun, noun + 's')}"

@@ -1,0 +1,74 @@
+"""The values that strategies take and return."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+PyTree = Any
+
+
+class TrainState(NamedTuple):
+    """All that a training run carries from one step to the next.
+
+    Attributes:
+      step: int32 scalar, the number of steps taken.
+      params: the parameter pytree, trainable and frozen leaves alike.
+      opt_state: the state of the wrapped optax transformation (over the trainable leaves).
+      rng: uint32 key data; step `n` uses `fold_in(rng, n)`.
+    """
+
+    step: Any
+    params: PyTree
+    opt_state: PyTree
+    rng: Any
+
+
+class Weighted(NamedTuple):
+    """A loss (or metric) as a total and the weight it is to be divided by.
+
+    The loss of a step is `sum(total) / sum(weight)` over the whole global batch, however it is cut
+    into devices and micro-batches, so padded or masked tokens count exactly. The weight is treated
+    as a constant: it must not depend on the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([1.0, 1.0, 0.0])
+      >>> Weighted(total=(jnp.array([2.0, 4.0, 9.0]) * mask).sum(), weight=mask.sum())
+      Weighted(total=Array(6., dtype=float32), weight=Array(2., dtype=float32))
+    """
+
+    total: Any
+    weight: Any
+
+
+class Updated(NamedTuple):
+    """New values for frozen leaves (batch statistics, counters), returned by a loss in its aux dict.
+
+    `values` is a nested dict that follows the parameter pytree, holding only the leaves that change:
+    `aux = {"accuracy": acc, "stats": so.Updated({"batch_stats": new_stats})}`. Floating leaves take
+    the mean over devices and micro-batches, integer leaves the maximum.
+    """
+
+    values: PyTree
+
+
+LossFn = Callable[..., Any]
+Rules = Any
+"""`[(regex, PartitionSpec), ...]`, or a callable `(path, shape) -> PartitionSpec`."""
+
+
+def is_array_like(leaf: Any) -> bool:
+    """Return whether a leaf has a shape and a dtype: a numpy or jax array, or an abstract one."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """Return the tree with `jax.ShapeDtypeStruct` leaves, reading no data."""
+
+    def one(leaf):
+        if not is_array_like(leaf):
+            leaf = jax.numpy.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(one, tree)
