@@ -1,0 +1,35 @@
+"""Eight fake CPU devices, strict jax, shapes checked by beartype: set before anything imports jax."""
+
+import os
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("shardopt", "beartype.beartype")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    """Run the test in double precision."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def mesh_of():
+    """Return a function from axis sizes to a mesh over the first devices that they need."""
+    import math
+
+    import shardopt as so
+
+    def make(**sizes):
+        return so.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+    return make
