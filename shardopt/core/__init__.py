@@ -1,1 +1,16 @@
-"""To be filled."""
+"""What everything else stands on: the train state, the optimizer contract, losses, errors."""
+
+from shardopt.core.block_model import BlockModel
+from shardopt.core.errors import CheckpointError, NonFiniteLossError
+from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.core.types import TrainState, Updated, Weighted
+
+__all__ = [
+    "BlockModel",
+    "CheckpointError",
+    "NonFiniteLossError",
+    "ShardedOptimizer",
+    "TrainState",
+    "Updated",
+    "Weighted",
+]

@@ -1,0 +1,140 @@
+"""The plan of a parameter leaf: which dim goes over which axis, and why one stays whole."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from shardopt.core.block_model import BLOCKS
+from shardopt.core.errors import complaint, plural
+from shardopt.partition.paths import leaves_with_paths
+from shardopt.partition.rules import match_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Where one parameter leaf can live. Not a pytree: a tree of plans mirrors the parameters.
+
+    Attributes:
+      path: its key path, "blocks/attention/qkv".
+      shape: its whole shape, with the stacked dim where there is one.
+      dtype: its dtype.
+      tensor: its split over the tensor axis alone, one entry a dim.
+      dim: the dim that is split over data wherever a placement splits it; None if it stays whole.
+      reason: why `dim` is None; empty otherwise.
+      stacked: whether dim 0 counts blocks.
+      trainable: whether the optimizer updates it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    tensor: PartitionSpec
+    dim: int | None
+    reason: str
+    stacked: bool
+    trainable: bool
+
+    def spec(self, *, split: bool) -> PartitionSpec:
+        """Return the full spec: tensor, and data as well if `split`."""
+        entries = list(self.tensor)
+        if split and self.dim is not None:
+            entries[self.dim] = "data"
+        return PartitionSpec(*entries)
+
+    def data_spec(self, *, split: bool) -> PartitionSpec:
+        """Return the split over data alone, for the per-device view."""
+        return PartitionSpec(*("data" if split and dim == self.dim else None for dim in range(len(self.shape))))
+
+
+def plan_leaves(
+    abstract_params: Any,
+    *,
+    who: str,
+    mesh: Mesh,
+    rules: Any,
+    stacked: bool,
+    min_shard_elements: int,
+    is_trainable: Callable[[str], bool],
+) -> Any:
+    """Plan every leaf: rules place tensor, and data takes the largest dim it divides.
+
+    Args:
+      abstract_params: the parameters, of which only shape and dtype are read.
+      who: the function that the user called, for messages.
+      mesh: the mesh.
+      rules: see `match_rules`; for stacked leaves they speak of one block.
+      stacked: whether the leaves of "blocks" are stacked along dim 0.
+      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay whole over data.
+      is_trainable: whether a floating leaf with this key path is trained.
+
+    Returns:
+      A tree like the parameters, of `LeafPlan`.
+
+    Raises:
+      ValueError: if rules do not fit, a dim named by a rule is not divisible by the axis size, or the tensor
+        axis is above 1 and no leaf is split over it.
+    """
+    leaves = leaves_with_paths(abstract_params)
+    is_stacked = [stacked and path.split("/")[0] == BLOCKS for path, _ in leaves]
+    shapes = [leaf.shape[1:] if one else leaf.shape for (_, leaf), one in zip(leaves, is_stacked, strict=True)]
+    paths = [path for path, _ in leaves]
+    specs = match_rules(rules, list(zip(paths, shapes, strict=True)), who=who)
+    _check_tensor(who, paths, shapes, specs, mesh.shape.get("tensor", 1))
+    plans = []
+    for (path, leaf), shape, spec, block in zip(leaves, shapes, specs, is_stacked, strict=True):
+        dim, reason = _data_dim(shape, spec, mesh.shape["data"], min_shard_elements)
+        plans.append(
+            LeafPlan(
+                path=path,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                tensor=PartitionSpec(*([None] if block else []), *spec),
+                dim=None if dim is None else dim + block,
+                reason=reason,
+                stacked=block,
+                trainable=jnp.issubdtype(leaf.dtype, jnp.inexact) and is_trainable(path),
+            )
+        )
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
+
+
+def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
+    """Return the largest free dim divisible by an axis size, the first of equals; None if there is none."""
+    free = [dim for dim, length in enumerate(shape) if length and length % size == 0 and not taken[dim]]
+    return max(free, key=lambda dim: shape[dim], default=None)
+
+
+def _data_dim(shape: tuple[int, ...], spec: PartitionSpec, size: int, least: int) -> tuple[int | None, str]:
+    elements = 1
+    for length in shape:
+        elements *= length
+    taken = tuple(entry is not None for entry in spec)
+    if elements < least:
+        return None, f"{elements} elements, fewer than min_shard_elements={least}"
+    dim = largest_divisible_dim(shape, size, taken)
+    if dim is not None:
+        return dim, ""
+    if largest_divisible_dim(shape, size, (False,) * len(shape)) is not None:
+        return None, f"shape {shape}: the only dim divisible by data={size} is split over tensor"
+    return None, f"shape {shape}: no dim is divisible by data={size}"
+
+
+def _check_tensor(who: str, paths: list[str], shapes: list[Any], specs: list[PartitionSpec], size: int) -> None:
+    uneven, used = [], False
+    for path, shape, spec in zip(paths, shapes, specs, strict=True):
+        for dim, entry in enumerate(spec):
+            if entry is not None:
+                used = True
+                if shape[dim] % size:
+                    uneven.append(f"{path}: shape {shape}; dim {dim} is {shape[dim]}, remainder {shape[dim] % size}")
+    if uneven:
+        what = f"{plural(len(uneven), 'parameter leaf')} cannot be split over mesh axis 'tensor' (size {size})."
+        raise ValueError(complaint(who, what, uneven, "pad the dim, change the rule, or choose another tensor size."))
+    if size > 1 and not used:
+        what = f"mesh axis 'tensor' (size {size}) is above 1, but nothing is split over it."
+        fix = "give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with tensor=1."
+        raise ValueError(complaint(who, what, fix=fix))

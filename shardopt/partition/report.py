@@ -1,0 +1,102 @@
+"""What lives where, as a table: specs, bytes a device, and every leaf that stays whole with the reason."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardopt.partition.plan import LeafPlan
+
+
+class ReportRow(NamedTuple):
+    """One parameter leaf: `params` and `opt_state` are its specs; bytes are those of the parameter alone."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    params: PartitionSpec
+    opt_state: PartitionSpec
+    bytes_whole: int
+    bytes_per_device: int
+    whole_because: str
+
+
+class Report(NamedTuple):
+    """The placement of a parameter tree and its optimizer state; `str` gives a table.
+
+    Attributes:
+      rows: one a parameter leaf.
+      params_bytes: parameter bytes on each device.
+      opt_state_bytes: optimizer state bytes on each device.
+    """
+
+    rows: tuple[ReportRow, ...]
+    params_bytes: int
+    opt_state_bytes: int
+
+    @property
+    def whole(self) -> tuple[ReportRow, ...]:
+        """The leaves that stay whole over data although the strategy splits."""
+        return tuple(row for row in self.rows if row.whole_because)
+
+    def __str__(self) -> str:
+        head = ("leaf", "shape", "parameters", "optimizer state", "bytes a device", "whole because")
+        table = [head] + [
+            (
+                row.path,
+                f"{row.dtype}{list(row.shape)}",
+                str(row.params),
+                str(row.opt_state),
+                f"{row.bytes_per_device:,}",
+                row.whole_because,
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
+        return "\n".join(line.rstrip() for line in [*lines, total])
+
+
+def report(
+    plans: Any, specs: Any, abstract_state: Any, *, mesh: Mesh, params_split: bool, state_split: bool
+) -> Report:
+    """Build the report of a train state's `specs` (a `TrainState` of `PartitionSpec`)."""
+    rows = []
+    for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):
+        params, state = plan.spec(split=params_split), plan.spec(split=state_split)
+        bytes_whole = math.prod(plan.shape) * plan.dtype.itemsize
+        rows.append(
+            ReportRow(
+                path=plan.path,
+                shape=plan.shape,
+                dtype=str(plan.dtype),
+                params=params,
+                opt_state=state if plan.trainable else PartitionSpec(),
+                bytes_whole=bytes_whole,
+                bytes_per_device=bytes_whole // shards(params, mesh),
+                whole_because=plan.reason if state_split and mesh.shape["data"] > 1 else "",
+            )
+        )
+    return Report(
+        rows=tuple(rows),
+        params_bytes=sum(row.bytes_per_device for row in rows),
+        opt_state_bytes=device_bytes(abstract_state.opt_state, specs.opt_state, mesh),
+    )
+
+
+def device_bytes(tree: Any, specs: Any, mesh: Mesh) -> int:
+    """Return the bytes that a tree placed by `specs` takes on each device."""
+    leaves = jax.tree.leaves(tree)
+    placed = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize // shards(spec, mesh)
+        for leaf, spec in zip(leaves, placed, strict=True)
+    )
+
+
+def shards(spec: PartitionSpec, mesh: Mesh) -> int:
+    """Return into how many pieces a spec cuts a leaf."""
+    named = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
+    return math.prod(mesh.shape[axis] for axis in named)
