@@ -1,6 +1,28 @@
 """shardopt: turn any optax optimizer into a distributed one."""
 
-from shardopt.core.types import TrainState, Updated, Weighted
+from shardopt.core import (
+    BlockModel,
+    CheckpointError,
+    NonFiniteLossError,
+    ShardedOptimizer,
+    TrainState,
+    Updated,
+    Weighted,
+)
 from shardopt.mesh import initialize, make_mesh
+from shardopt.strategies import ddp, fsdp, zero
 
-__all__ = ["TrainState", "Updated", "Weighted", "initialize", "make_mesh"]
+__all__ = [
+    "BlockModel",
+    "CheckpointError",
+    "NonFiniteLossError",
+    "ShardedOptimizer",
+    "TrainState",
+    "Updated",
+    "Weighted",
+    "ddp",
+    "fsdp",
+    "initialize",
+    "make_mesh",
+    "zero",
+]

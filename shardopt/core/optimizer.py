@@ -17,6 +17,8 @@ class ShardedOptimizer(NamedTuple):
       init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
         gives the `jax.stages.Lowered` program, also for abstract arguments.
+      evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
+        nothing donated.
       synchronize: `synchronize(state) -> state`, with all copies of the state equal.
       specs: `specs(abstract_params) -> TrainState` of `PartitionSpec`, without allocating anything.
       abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct` that carry
@@ -29,6 +31,7 @@ class ShardedOptimizer(NamedTuple):
 
     init: Callable[..., Any]
     step: Callable[..., Any]
+    evaluate: Callable[..., Any]
     synchronize: Callable[..., Any]
     specs: Callable[..., Any]
     abstract_state: Callable[..., Any]

@@ -1,1 +1,7 @@
-"""To be filled."""
+"""Ring 1: strategies that equal single-device training, presets of one placement table."""
+
+from shardopt.strategies.ddp import ddp
+from shardopt.strategies.fsdp import fsdp
+from shardopt.strategies.zero import zero
+
+__all__ = ["ddp", "fsdp", "zero"]

@@ -1,0 +1,70 @@
+"""Checking a batch and putting its rows where they are needed."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from shardopt.core.errors import complaint, plural
+from shardopt.core.types import PyTree, is_array_like
+from shardopt.mesh import data_axes
+from shardopt.partition.paths import leaves_with_paths
+from shardopt.strategies.gradients import batch_spec
+from shardopt.strategies.recipe import Recipe
+
+
+def batch_sharding(recipe: Recipe) -> NamedSharding:
+    """Return how every batch leaf [global batch, ...] is placed: rows over replica and data."""
+    return NamedSharding(recipe.mesh, batch_spec(recipe))
+
+
+def check_batch(recipe: Recipe, batch: PyTree) -> None:
+    """Refuse a batch that cannot be cut into devices and micro-batches.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      ValueError: if there is no leaf, a leaf has no dims, sizes differ, or the size is not divisible by
+        replica * data * micro_batches.
+    """
+    leaves = leaves_with_paths(batch)
+    if strange := [f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not is_array_like(leaf)]:
+        raise TypeError(complaint(recipe.who, "batch leaves must be arrays [global batch, ...].", strange))
+    sizes = {leaf.shape[0] if leaf.shape else None for _, leaf in leaves}
+    listed = [f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in leaves]
+    if len(sizes) != 1 or None in sizes:
+        what = "batch leaves must share their first dim, the global batch."
+        raise ValueError(complaint(recipe.who, what, listed, "give every leaf the shape [global batch, ...]."))
+    (size,) = sizes
+    devices = int(np.prod([recipe.mesh.shape[axis] for axis in data_axes(recipe.mesh)]))
+    pieces = devices * recipe.micro_batches
+    if not size or size % pieces:
+        cut = f"{plural(devices, 'device')} along {' x '.join(data_axes(recipe.mesh))}"
+        if recipe.micro_batches > 1:
+            cut += f" x {plural(recipe.micro_batches, 'micro-batch').replace('batchs', 'batches')}"
+        fix = f"use a batch of {max(pieces, size // pieces * pieces)} or {(size // pieces + 1) * pieces}"
+        if recipe.micro_batches > 1:
+            fix += ", or other micro_batches"
+        if not size or size < pieces:
+            fix = f"use a batch of {pieces}, or fewer pieces"
+        what = f"a global batch of {size} is not divisible by {cut} = {pieces}."
+        raise ValueError(complaint(recipe.who, what, fix=fix + "."))
+
+
+def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
+    """Put each leaf's rows on the devices that need them; leaves already placed so are returned as they are.
+
+    A numpy leaf holds the whole global batch on every process; only rows for local devices are copied.
+    """
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if isinstance(leaf, jax.Array) and (leaf.sharding == sharding or not leaf.is_fully_addressable):
+            return leaf
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, sharding)
+        rows = np.asarray(leaf)
+        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+    return jax.tree.map(place, batch)

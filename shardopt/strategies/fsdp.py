@@ -1,0 +1,88 @@
+"""Fully sharded data parallel: parameters, gradients and optimizer state all split."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.core.types import LossFn, Rules
+from shardopt.strategies.build import build
+from shardopt.strategies.placement import ZERO_3
+from shardopt.strategies.recipe import Recipe
+
+
+def fsdp(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    loss_fn: LossFn,
+    *,
+    micro_batches: int = 1,
+    rules: Rules = (),
+    min_shard_elements: int = 1024,
+    gather_dtype: Any = None,
+    frozen: Sequence[str] = (),
+) -> ShardedOptimizer:
+    """Train data parallel with every copy split; weights are gathered where they are used.
+
+    A step computes g = scatter_sum_d grad L_d(gather(p)) and updates each shard with its own part of g.
+
+    **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
+    transformation. With `gather_dtype`, equal to one device that computes in that dtype with fp32 masters.
+
+    **Placement**: parameters, gradients and optimizer state split over data (16/N bytes a parameter with fp32
+    Adam) and over tensor by rule. With a `BlockModel` one block is whole at a time, in the layer scan and again
+    in the backward pass; its outer parameters are whole from the forward to the backward pass. With any other
+    loss the whole weights are not kept for the backward pass either. A replica axis holds copies of the shards
+    (hybrid sharding).
+
+    **Communication** a step, per device, for Psi parameter bytes over N data devices: all-gather in the forward
+    and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch (weights that
+    the backward pass does not need, and the outer ones of a BlockModel, are gathered once). The gathers halve
+    with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
+    all-reduce of the 1/N shards over replica, after the last micro-batch.
+
+    Args:
+      tx: any optax transformation; see `ddp`.
+      mesh: from `make_mesh`.
+      loss_fn: see `ddp`; a `BlockModel` is gathered block by block.
+      micro_batches: see `ddp`.
+      rules: see `ddp`.
+      min_shard_elements: see `zero`.
+      gather_dtype: what floating parameters, split or whole, are cast to before they travel and are used.
+      frozen: see `ddp`; frozen leaves are split too.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: as `ddp`, and if `gather_dtype` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2)
+      >>> opt = so.fsdp(optax.adamw(1e-3), so.make_mesh(), loss_fn)
+      >>> state = opt.init(lambda rng: {"w": jnp.ones((64, 32))}, jax.random.key(0))
+      >>> state.params["w"].addressable_shards[0].data.shape
+      (8, 32)
+
+    References:
+      Rajbhandari et al., "ZeRO", 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+      Parallel", 2023.
+    """
+    return build(
+        Recipe(
+            "fsdp",
+            tx,
+            mesh,
+            loss_fn,
+            ZERO_3,
+            micro_batches=micro_batches,
+            rules=rules,
+            min_shard_elements=min_shard_elements,
+            gather_dtype=gather_dtype,
+            frozen=frozen,
+        )
+    )

@@ -1,0 +1,94 @@
+"""Where every leaf of a train state lives, worked out once for a parameter structure."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardopt.core.block_model import as_block_model
+from shardopt.core.errors import complaint, plural
+from shardopt.core.types import PyTree, TrainState
+from shardopt.partition import LeafPlan, plan_leaves, state_specs
+from shardopt.strategies.recipe import Recipe
+
+
+class Layout(NamedTuple):
+    """The placement of one parameter structure.
+
+    Attributes:
+      treedef: the structure of the parameters.
+      plans: a `LeafPlan` a leaf, in that order.
+      abstract: the train state as shapes and dtypes.
+      specs: the train state as `PartitionSpec`.
+    """
+
+    treedef: Any
+    plans: tuple[LeafPlan, ...]
+    abstract: TrainState
+    specs: TrainState
+
+    def trainable(self, params: PyTree) -> PyTree:
+        """Return the parameters with None in place of the frozen leaves."""
+        leaves = self.treedef.flatten_up_to(params)
+        kept = [leaf if plan.trainable else None for leaf, plan in zip(leaves, self.plans, strict=True)]
+        return self.treedef.unflatten(kept)
+
+    def merge(self, leaves: Sequence[Any], trained: Sequence[Any]) -> PyTree:
+        """Return `leaves` as a parameter tree, with `trained` in the places of the trainable ones."""
+        new = iter(trained)
+        merged = [next(new) if plan.trainable else leaf for leaf, plan in zip(leaves, self.plans, strict=True)]
+        return self.treedef.unflatten(merged)
+
+
+def make_layout(recipe: Recipe, abstract_params: PyTree) -> Layout:
+    """Place a parameter structure as the recipe says; touches no device."""
+    plans = plan_leaves(
+        abstract_params,
+        who=recipe.who,
+        mesh=recipe.mesh,
+        rules=recipe.rules,
+        stacked=as_block_model(recipe.loss_fn) is not None,
+        min_shard_elements=recipe.min_shard_elements,
+        is_trainable=lambda path: not any(re.search(pattern, path) for pattern in recipe.frozen),
+    )
+    treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
+    _check_frozen(recipe, flat)
+    layout = Layout(treedef, flat, abstract=None, specs=None)  # type: ignore[arg-type]
+    trainable = layout.trainable(abstract_params)
+    opt_state = jax.eval_shape(recipe.tx.init, trainable)
+    trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
+    split = recipe.placement.opt_state
+    opt_specs = state_specs(
+        opt_state,
+        list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
+        split=split,
+        data_size=recipe.mesh.shape["data"],
+        min_shard_elements=recipe.min_shard_elements,
+    )
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    param_specs = treedef.unflatten([plan.spec(split=recipe.placement.params) for plan in flat])
+    return layout._replace(
+        abstract=TrainState(step, abstract_params, opt_state, key),
+        specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
+    )
+
+
+def shardings(mesh: Any, specs: PyTree) -> PyTree:
+    """Return a tree of `NamedSharding` from one of `PartitionSpec`."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def _check_frozen(recipe: Recipe, plans: tuple[LeafPlan, ...]) -> None:
+    idle = [repr(one) for one in recipe.frozen if not any(re.search(one, plan.path) for plan in plans)]
+    if idle:
+        known = ", ".join(plan.path for plan in plans[:8])
+        what = f"{plural(len(idle), 'pattern')} of frozen matched no parameter."
+        raise ValueError(complaint(recipe.who, what, idle, f"match a key path, such as: {known}."))
+    if not any(plan.trainable for plan in plans):
+        what = f"none of the {plural(len(plans), 'parameter leaf')} is trainable."
+        raise ValueError(complaint(recipe.who, what, fix="pass floating leaves that frozen does not match."))

@@ -1,0 +1,80 @@
+"""What a ring-1 strategy was asked for, checked before anything else happens."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+from shardopt.core.block_model import as_block_model
+from shardopt.core.errors import complaint
+from shardopt.core.optimizer import check_optimizer
+from shardopt.core.types import LossFn, Rules
+from shardopt.mesh import AXES
+from shardopt.partition.rules import check_rules
+from shardopt.strategies.placement import Placement
+
+
+class Recipe(NamedTuple):
+    """The checked arguments of a strategy; see `fsdp` for what each means."""
+
+    who: str
+    tx: optax.GradientTransformation
+    mesh: Mesh
+    loss_fn: LossFn
+    placement: Placement
+    micro_batches: int = 1
+    rules: Rules = ()
+    min_shard_elements: int = 1
+    gather_dtype: Any = None
+    frozen: Sequence[str] = ()
+
+
+def check_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe, its mesh with Auto axes, or refuse it.
+
+    Raises:
+      TypeError: if the optimizer, mesh, loss, rules, or a number is of the wrong kind.
+      ValueError: if a number is out of range, the mesh lacks data or has an idle axis, or a rule cannot be used.
+    """
+    who = recipe.who
+    check_optimizer(who, recipe.tx)
+    mesh = _check_mesh(who, recipe.mesh)
+    if as_block_model(recipe.loss_fn) is None and not callable(recipe.loss_fn):
+        what = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
+        raise TypeError(f"{who}: {what}, got {type(recipe.loss_fn).__name__}.")
+    check_count(who, "micro_batches", recipe.micro_batches, least=1)
+    check_count(who, "min_shard_elements", recipe.min_shard_elements, least=1)
+    check_rules(recipe.rules, who=who)
+    if isinstance(recipe.frozen, str) or not all(isinstance(pattern, str) for pattern in recipe.frozen):
+        raise TypeError(f"{who}: frozen must be a sequence of regular expressions, got {recipe.frozen!r}.")
+    if recipe.gather_dtype is not None and not jnp.issubdtype(jnp.dtype(recipe.gather_dtype), jnp.floating):
+        what = f"gather_dtype must be a floating dtype, got {jnp.dtype(recipe.gather_dtype)}."
+        raise ValueError(complaint(who, what, fix="use jnp.bfloat16, or None to gather what is stored."))
+    return recipe._replace(mesh=mesh)
+
+
+def check_count(who: str, name: str, value: Any, *, least: int) -> None:
+    """Refuse what is not an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{who}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
+    if value < least:
+        raise ValueError(f"{who}: {name} must be at least {least}, got {value}.")
+
+
+def _check_mesh(who: str, mesh: Any) -> Mesh:
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
+    if "data" not in mesh.axis_names:
+        what = f"the mesh has axes {mesh.axis_names}, none of them 'data'."
+        raise ValueError(complaint(who, what, fix="make the mesh with so.make_mesh(data=...)."))
+    known = {"replica", "data", "tensor"}
+    for axis, size in mesh.shape.items():
+        if size > 1 and axis not in known:
+            what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
+            fix = "make the mesh with pipeline=1." if axis in AXES else "use the axes data, tensor, pipeline, replica."
+            raise ValueError(complaint(who, what, fix=fix))
+    # jax.make_mesh makes Explicit axes; the partitioner can only be left the tensor axis if it is Auto.
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

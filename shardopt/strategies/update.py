@@ -1,0 +1,63 @@
+"""The global view: one optax update, placed by sharding constraints."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardopt.core.errors import complaint
+from shardopt.core.types import PyTree
+from shardopt.strategies.gradients import Differentiated
+from shardopt.strategies.layout import Layout, shardings
+from shardopt.strategies.recipe import Recipe
+
+
+def apply_update(recipe: Recipe, layout: Layout, params: PyTree, opt_state: PyTree, step: Differentiated) -> Any:
+    """Return (new params, new optimizer state).
+
+    Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own
+    shard; constraining the result to where parameters live is what gathers them for ZeRO 1 and 2. The wrapped
+    transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they always do.
+    """
+    recipe_mesh = recipe.mesh
+    state_split = layout.merge(
+        [None] * len(layout.plans),
+        [plan.spec(split=recipe.placement.opt_state) for plan in layout.plans if plan.trainable],
+    )
+    place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(recipe_mesh, specs))  # noqa: E731
+    grads, shards = place(step.grads, state_split), place(layout.trainable(params), state_split)
+    tx = optax.with_extra_args_support(recipe.tx)
+    updates, opt_state = tx.update(grads, opt_state, shards, value=step.loss, grad=grads)
+    shards = optax.apply_updates(shards, updates)
+    new = layout.merge(layout.treedef.flatten_up_to(params), jax.tree.leaves(shards))
+    new = _replace_updated(recipe, layout, new, step.updates)
+    return place(new, layout.specs.params), place(opt_state, layout.specs.opt_state)
+
+
+def global_norm(tree: PyTree) -> Any:
+    """Return the Euclidean norm of all leaves together, summed in fp32 at least."""
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in wide), start=jnp.zeros(())))
+
+
+def _replace_updated(recipe: Recipe, layout: Layout, params: PyTree, updates: dict[str, Any]) -> PyTree:
+    if not updates:
+        return params
+    frozen = {plan.path: plan for plan in layout.plans if not plan.trainable}
+    problems = [f"{path}: not a frozen parameter leaf" for path in updates if path not in frozen]
+    problems += [
+        f"{path}: shape {value.shape}, the parameter has {frozen[path].shape}"
+        for path, value in updates.items()
+        if path in frozen and value.shape != frozen[path].shape
+    ]
+    if problems:
+        fix = "return so.Updated with the parameters' own nesting, for leaves named by frozen= or of integer type."
+        raise ValueError(complaint(recipe.who, "so.Updated does not fit the parameters.", problems, fix))
+    leaves = layout.treedef.flatten_up_to(params)
+    return layout.treedef.unflatten(
+        [
+            updates[plan.path].astype(plan.dtype) if plan.path in updates else leaf
+            for leaf, plan in zip(leaves, layout.plans, strict=True)
+        ]
+    )
