@@ -1,13 +1,13 @@
 """Making split leaves whole, and reducing whole gradients into splits: each the other's transpose."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardopt.collectives.per_device import with_tensor_shards
+from shardopt.collectives.per_device import shard_by_shard
 
 
 def gather(
@@ -36,13 +36,7 @@ def gather(
 
     def forward(xs):
         cast = [x.astype(dtype) if dtype is not None and i in floating else x for i, x in enumerate(xs)]
-        return with_tensor_shards(move, cast, specs)
-
-    def move(xs, positions):
-        return [
-            x if dims[i] is None else jax.lax.all_gather(x, axis, axis=dims[i], tiled=True)
-            for x, i in zip(xs, positions, strict=True)
-        ]
+        return _where_split(_all_gather, cast, dims, specs, axis)
 
     # Written out rather than derived: deriving it would reduce the gradients in `dtype`.
     def backward(_, cotangents):
@@ -62,11 +56,30 @@ def scatter_sum(
     leaves: Sequence[Any], dims: Sequence[int | None], specs: Sequence[PartitionSpec], *, axis: str
 ) -> list[Any]:
     """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
+    scatter = lambda x, axis, dim: jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)  # noqa: E731
+    return _where_split(scatter, leaves, dims, specs, axis)
 
-    def scatter(xs, positions):
-        return [
-            x if dims[i] is None else jax.lax.psum_scatter(x, axis, scatter_dimension=dims[i], tiled=True)
-            for x, i in zip(xs, positions, strict=True)
-        ]
 
-    return with_tensor_shards(scatter, leaves, specs)
+def _where_split(
+    move: Callable[[Any, str, int], Any],
+    leaves: Sequence[Any],
+    dims: Sequence[int | None],
+    specs: Sequence[PartitionSpec],
+    axis: str,
+) -> list[Any]:
+    """Apply a collective to the leaves that have a dim, leaving the others as they are."""
+    results = list(leaves)
+    split = {i: dim for i, dim in enumerate(dims) if dim is not None}
+    run = lambda xs: [move(x, axis, dim) for x, dim in zip(xs, split.values(), strict=True)]  # noqa: E731
+    moved = shard_by_shard(run, [leaves[i] for i in split], [specs[i] for i in split])
+    for i, x in zip(split, moved, strict=True):
+        results[i] = x
+    return results
+
+
+def _all_gather(x: Any, axis: str, dim: int) -> Any:
+    """Gather half-precision floats as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2):
+        return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+    bits = jax.lax.all_gather(jax.lax.bitcast_convert_type(x, jnp.uint16), axis, axis=dim, tiled=True)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)

@@ -43,38 +43,25 @@ def sum_over(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[Partiti
     if not axes:
         return list(leaves)
     specs = [PartitionSpec()] * len(leaves) if specs is None else specs
-    return with_tensor_shards(lambda xs, _: [jax.lax.psum(x, tuple(axes)) for x in xs], leaves, specs)
+    return shard_by_shard(lambda xs: [jax.lax.psum(x, tuple(axes)) for x in xs], leaves, specs)
 
 
-def with_tensor_shards(
-    f: Callable[[list[Any], list[int]], list[Any]], leaves: Sequence[Any], specs: Sequence[PartitionSpec]
+def shard_by_shard(
+    f: Callable[[list[Any]], list[Any]], leaves: Sequence[Any], specs: Sequence[PartitionSpec]
 ) -> list[Any]:
-    """Apply a collective to leaves, those that are split over tensor shard by shard.
+    """Apply a collective to leaves in a nested region that is manual over the tensor axis as well.
 
-    The partitioner does not split a manual collective over an axis left to it: it gathers the operand over tensor
-    first. So leaves that are split over tensor go through a nested region that is manual over tensor as well.
+    The partitioner does not split a manual collective over an axis that is left to it: it would gather the operand
+    over tensor first. (XLA:CPU moreover aborts on a half-precision sum while some axis is left to the partitioner.)
 
     Args:
-      f: maps arrays, and their positions in `leaves`, to as many arrays.
+      f: maps arrays to as many arrays, not moving their tensor split.
       leaves: local arrays.
       specs: how each leaf is split over the tensor axis.
     """
-    split = [i for i, spec in enumerate(specs) if names_tensor(spec)]
-    whole = [i for i in range(len(leaves)) if i not in set(split)]
-    results = dict(zip(whole, f([leaves[i] for i in whole], whole), strict=True))
-    if split:
-        split_specs = [specs[i] for i in split]
-        inner = jax.shard_map(
-            lambda *xs: f(list(xs), split),
-            in_specs=tuple(split_specs),
-            out_specs=split_specs,
-            axis_names={TENSOR},
-            check_vma=False,
-        )
-        results |= dict(zip(split, inner(*[leaves[i] for i in split]), strict=True))
-    return [results[i] for i in range(len(leaves))]
-
-
-def names_tensor(spec: PartitionSpec) -> bool:
-    """Return whether a spec splits some dim over the tensor axis."""
-    return any(entry == TENSOR or (isinstance(entry, tuple) and TENSOR in entry) for entry in spec)
+    if not leaves:
+        return []
+    inner = jax.shard_map(
+        lambda *xs: f(list(xs)), in_specs=tuple(specs), out_specs=list(specs), axis_names={TENSOR}, check_vma=False
+    )
+    return inner(*leaves)

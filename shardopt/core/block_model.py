@@ -10,7 +10,7 @@ from shardopt.core.types import PyTree
 
 BLOCKS = "blocks"
 GATHERED = "shardopt_gathered"
-"""The `checkpoint_name` of weights gathered for the moment: never saved for the backward pass."""
+"""The `checkpoint_name` of weights gathered for the moment."""
 
 
 class BlockModel(NamedTuple):
@@ -101,6 +101,14 @@ def takes_rng(fn: Any) -> bool:
         return False
 
 
+def save_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Say, as a `jax.checkpoint` policy, that the backward pass recomputes weight gathers and nothing else.
+
+    Both the gather and its named result are refused: a saved gather would make recomputing the name free.
+    """
+    return primitive.name != "all_gather" and params.get("name") != GATHERED
+
+
 def _indices(count: int) -> jax.Array:
     return jax.numpy.arange(count)
 
@@ -111,6 +119,6 @@ def _remat(body: Callable[..., Any], remat: Any, *, gathers: bool) -> Callable[.
     if remat is not None:
         return jax.checkpoint(body, policy=remat)
     if gathers:
-        # Saving all but the gathered weights: without it the scan would stack every block's whole weights.
-        return jax.checkpoint(body, policy=jax.checkpoint_policies.save_anything_except_these_names(GATHERED))
+        # Without this the scan would stack every block's whole weights for the backward pass.
+        return jax.checkpoint(body, policy=save_all_but_gathers)
     return body

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import gather, per_device, scatter_sum, sum_over
-from shardopt.core.block_model import BLOCKS, GATHERED, as_block_model, call, run_blocks, takes_rng
+from shardopt.core.block_model import BLOCKS, GATHERED, as_block_model, call, run_blocks, save_all_but_gathers, takes_rng
 from shardopt.core.types import PyTree, Weighted
 from shardopt.mesh import data_axes
 from shardopt.partition import LeafPlan
@@ -115,8 +115,7 @@ def whole_loss(recipe: Recipe, layout: Layout, params: PyTree, batch: PyTree, ke
         return loss_parts(recipe.who, call(loss_fn, key, 0, _gather(recipe, params, plans), batch))
 
     # The backward pass gathers again what it needs rather than keeping every whole weight from the forward pass.
-    policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-    return jax.checkpoint(gathered_loss, policy=policy)(params)
+    return jax.checkpoint(gathered_loss, policy=save_all_but_gathers)(params)
 
 
 def finish(parts: LossParts) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -176,9 +175,10 @@ def _sum_parts(parts: LossParts, axes: tuple[str, ...]) -> LossParts:
     """Add parts up, over stacked micro-batches and over devices; updates take the mean, integers the maximum."""
 
     def update(value):
-        if jnp.issubdtype(value.dtype, jnp.inexact):
-            return jax.lax.pmean(value.mean(0), axes)
-        return jax.lax.pmax(value.max(0), axes)
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return jax.lax.pmax(value.max(0), axes)
+        wide = value.astype(jnp.promote_types(value.dtype, jnp.float32)).mean(0)
+        return (sum_over([wide], axes)[0] / jax.lax.axis_size(axes)).astype(value.dtype)
 
     sums, treedef = jax.tree.flatten((parts.loss, parts.metrics))
     loss, metrics = treedef.unflatten(sum_over([x.sum(0) for x in sums], axes))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core.errors import complaint
-from shardopt.core.types import Updated, Weighted, is_array_like
+from shardopt.core.types import Updated, Weighted
 from shardopt.partition.paths import leaves_with_paths
 
 RESERVED = ("loss", "grad_norm")
@@ -46,32 +46,35 @@ def loss_parts(who: str, returned: Any) -> LossParts:
     updates = [leaf for value in aux.values() if isinstance(value, Updated) for leaf in leaves_with_paths(value.values)]
     metrics = {name: value for name, value in aux.items() if not isinstance(value, Updated)}
     return LossParts(
-        loss=_scalar(who, _weighted(main)),
+        loss=_scalar(who, main),
         metrics={name: _stopped(_weighted(value)) for name, value in metrics.items()},
         updates={path: jax.lax.stop_gradient(value) for path, value in updates},
     )
 
 
 def _weighted(value: Any) -> Weighted:
-    if isinstance(value, Weighted):
-        return Weighted(jnp.asarray(value.total), jax.lax.stop_gradient(jnp.asarray(value.weight)))
-    if not is_array_like(value):
-        value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        value = value.astype(jnp.float32)
-    return Weighted(value, jnp.ones((), value.dtype))
+    total, weight = value if isinstance(value, Weighted) else (value, 1.0)
+    total, weight = _wide(jnp.asarray(total)), jnp.asarray(weight)
+    return Weighted(total, jax.lax.stop_gradient(weight.astype(total.dtype)))
+
+
+def _wide(x: Any) -> Any:
+    """Sums over a global batch are kept in fp32 at least, also of integers and of half-precision losses."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _stopped(value: Weighted) -> Weighted:
     return Weighted(jax.lax.stop_gradient(value.total), value.weight)
 
 
-def _scalar(who: str, loss: Weighted) -> Weighted:
+def _scalar(who: str, main: Any) -> Weighted:
+    dtype = jnp.asarray(main.total if isinstance(main, Weighted) else main).dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{who}: loss_fn must return a real floating number, got dtype {dtype}.")
+    loss = _weighted(main)
     for name, value in loss._asdict().items():
         if value.shape != ():
             what = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
             fix = "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
             raise ValueError(complaint(who, what, fix=fix))
-    if not jnp.issubdtype(loss.total.dtype, jnp.floating):
-        raise TypeError(f"{who}: loss_fn must return a real floating number, got dtype {loss.total.dtype}.")
-    return Weighted(loss.total, loss.weight.astype(loss.total.dtype))
+    return loss

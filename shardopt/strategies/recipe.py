@@ -76,5 +76,8 @@ def _check_mesh(who: str, mesh: Any) -> Mesh:
             what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
             fix = "make the mesh with pipeline=1." if axis in AXES else "use the axes data, tensor, pipeline, replica."
             raise ValueError(complaint(who, what, fix=fix))
-    # jax.make_mesh makes Explicit axes; the partitioner can only be left the tensor axis if it is Auto.
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    # The same devices with every axis there, and Auto: jax.make_mesh makes Explicit axes, and the partitioner can
+    # only be left the tensor axis if it is Auto.
+    names = mesh.axis_names + tuple(axis for axis in ("pipeline", "tensor") if axis not in mesh.axis_names)
+    grid = mesh.devices.reshape(mesh.devices.shape + (1,) * (len(names) - mesh.devices.ndim))
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
