@@ -1,0 +1,162 @@
+"""A training state as one string of bytes that describes itself and vouches for itself.
+
+Layout, with integers little-endian:
+
+- 8 bytes magic, u32 format version, u32 zero, u64 length of the header, u64 length of everything;
+- the header in JSON: strategy, record of the state (see `meta`), offset and length of each leaf;
+- the leaves' values, little-endian, each from a multiple of 64 bytes on;
+- the SHA-256 of all that comes before, 32 bytes.
+"""
+
+import hashlib
+import json
+import struct
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardopt.checkpoint.leaves import check_leaves, describe, dtype_of, place, plain, unplain
+from shardopt.checkpoint.match import check_match
+from shardopt.checkpoint.meta import Meta, describe_state, from_json, to_json
+from shardopt.checkpoint.paths import leaves_by_path
+from shardopt.checkpoint.save import check_step
+from shardopt.checkpoint.target import target_state
+from shardopt.core.errors import CheckpointError, complaint
+from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.core.types import TrainState
+
+_MAGIC, _VERSION = b"shardopt", 1
+_PRELUDE = struct.Struct("<8sIIQQ")
+_ALIGN, _DIGEST = 64, hashlib.sha256().digest_size
+
+
+def to_bytes(opt: ShardedOptimizer, state: TrainState) -> bytes:
+    """Return a training state as bytes: strategy, mesh, tree, all values, and a checksum over everything.
+
+    The whole state is gathered to the host, leaf by leaf; for more than fits there use `save`. With several
+    processes all must call it, and all get the same bytes. There is no pickle in it: reading runs no code.
+
+    Args:
+      opt: the optimizer that the state belongs to.
+      state: pytree of arrays.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      ValueError: if `state` was donated to a later step.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, shardopt as so
+      >>> opt = so.fsdp(optax.adam(0.1), so.make_mesh(), lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
+      >>> data = so.to_bytes(opt, opt.init({"w": jnp.ones((64, 32))}))
+      >>> so.from_bytes(opt, data).params["w"].shape
+      (64, 32)
+    """
+    check_leaves("to_bytes", state)
+    meta = describe_state(state, check_step("to_bytes", None, state))
+    spans, pieces, offset = [], [], 0
+    for leaf in leaves_by_path(state).values():
+        raw = _raw(_on_host(plain(leaf)))
+        padding = -len(raw) % _ALIGN
+        spans.append([offset, len(raw)])
+        pieces += [raw, bytes(padding)]
+        offset += len(raw) + padding
+    about = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
+    header = json.dumps(about).encode()
+    header += b" " * (-(_PRELUDE.size + len(header)) % _ALIGN)
+    total = _PRELUDE.size + len(header) + offset + _DIGEST
+    pieces = [_PRELUDE.pack(_MAGIC, _VERSION, 0, len(header), total), header, *pieces]
+    checksum = hashlib.sha256()
+    for piece in pieces:
+        checksum.update(piece)
+    return b"".join([*pieces, checksum.digest()])
+
+
+def from_bytes(
+    opt: ShardedOptimizer, data: bytes | bytearray | memoryview, *, abstract_params: Any = None
+) -> TrainState:
+    """Return the training state that `to_bytes` packed, placed as `opt` places it.
+
+    Nothing is placed before everything is checked: length, magic, version, checksum, header, every leaf's key
+    path, shape and dtype.
+
+    Args:
+      opt: any strategy on any mesh.
+      data: what `to_bytes` returned.
+      abstract_params: the parameters, where `opt` has not seen them; see `restore`.
+
+    Raises:
+      TypeError: if `data` is not bytes.
+      CheckpointError: if `data` is damaged, of another format, or of another model. It is a ValueError.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(complaint("from_bytes", f"data must be bytes, got {type(data).__name__}."))
+    meta, raws = _unpack(memoryview(data).cast("B"))
+    target = target_state("from_bytes", opt, meta, abstract_params)
+    check_match("from_bytes", f"the state of step {meta.step}", meta.leaves, target)
+    wanted = leaves_by_path(target)
+    hosts = dict(zip(meta.leaves, raws, strict=True))
+    leaves = []
+    for path, leaf in wanted.items():
+        stored = plain(leaf)
+        host = _array(hosts[path], stored.shape, stored.dtype)
+        leaves.append(unplain(place(stored, host.__getitem__), describe(leaf)))
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
+
+
+def _raw(array: np.ndarray) -> bytes:
+    return (array.byteswap() if sys.byteorder == "big" else array).tobytes()
+
+
+def _array(raw: memoryview, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    array = np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+    return array.byteswap() if sys.byteorder == "big" else array
+
+
+def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
+    """Check the bytes from the outside in; return the record and the bytes of each leaf."""
+    least = _PRELUDE.size + _DIGEST
+    if len(data) < least:
+        raise _refusal(f"data is {len(data)} bytes long, the least that to_bytes returns is {least}.")
+    magic, version, zero, header_length, total = _PRELUDE.unpack(data[: _PRELUDE.size])
+    if magic != _MAGIC:
+        raise _refusal(f"data does not begin with {_MAGIC!r} but with {bytes(magic)!r}.")
+    if version != _VERSION:
+        fix = "use the version of shardopt that wrote it, or a newer one."
+        raise _refusal(f"data has format version {version}, this version of shardopt reads {_VERSION}.", fix=fix)
+    if total != len(data):
+        raise _refusal(f"data is {len(data)} bytes long, {total} were written.")
+    if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        raise _refusal("the bytes are not those that were written (their SHA-256 differs).")
+    body = data[_PRELUDE.size : -_DIGEST]
+    try:
+        header = json.loads(bytes(body[:header_length]))
+        spans, record = header["spans"], header["state"]
+        meta = from_json("from_bytes", "the header", record)
+        raws = [body[header_length + start : header_length + start + length] for start, length in spans]
+        sizes = [_size(leaf) for leaf in meta.leaves.values()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _refusal(f"the header does not make sense ({type(error).__name__}: {error}).") from error
+    if zero or header_length > len(body) or [len(raw) for raw in raws] != sizes:
+        raise _refusal("the header does not fit the data.")
+    return meta, raws
+
+
+def _size(leaf: Any) -> int:
+    stored = plain(jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf)))
+    return stored.size * np.dtype(stored.dtype).itemsize
+
+
+def _refusal(
+    what: str, fix: str = "read the data again from where it came from, or use another copy."
+) -> CheckpointError:
+    return CheckpointError(complaint("from_bytes", what, fix=fix))

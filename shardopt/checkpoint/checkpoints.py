@@ -1,0 +1,262 @@
+"""`Checkpoints`: a training run's checkpoints, written in the background, the old ones deleted."""
+
+import contextlib
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from shardopt.checkpoint import lock, store
+from shardopt.checkpoint.agree import from_first, raise_together
+from shardopt.checkpoint.meta import read_meta
+from shardopt.checkpoint.restore import load
+from shardopt.checkpoint.save import check_step
+from shardopt.checkpoint.steps import committed, discard, run_folder, step_folder, tidy
+from shardopt.checkpoint.write import failed, start
+from shardopt.core.errors import CheckpointError, complaint
+from shardopt.core.optimizer import ShardedOptimizer
+
+_WHO = "Checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints of one training run: asynchronous, atomic, rotating.
+
+    `save` copies the state to the host and returns; a thread writes it and then deletes what is no longer to be
+    kept. A write that fails is logged at once and raised by the next `save`, `wait` or `close`.
+
+    From its construction to `close` it is the only writer of the folder: a second one, in whatever process, is
+    refused, and a writer that died, however it died, is followed without ado.
+
+    With several processes all construct it and call its methods in the same order; process 0 does the deleting.
+
+    Attributes:
+      directory: the folder of the run.
+      every: how many steps lie between checkpoints.
+      keep: how many of the newest checkpoints are kept; None for all.
+      best: the metric by which one more checkpoint is kept, the best one; None for no such.
+      mode: "min" if the smaller metric is the better one, else "max".
+      resume: whether a run goes on from the newest checkpoint.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
+      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(), lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
+      >>> state = opt.init({"w": jnp.ones((4, 2))})
+      >>> with so.Checkpoints(tempfile.mkdtemp(), every=2, keep=2, best="loss") as checkpoints:
+      ...     for step in range(1, 9):
+      ...         state, metrics = opt.step(state, jnp.ones((8, 4)))
+      ...         if checkpoints.due(step):
+      ...             checkpoints.save(state, step=step, metrics={"loss": abs(step - 2)}, extra={"position": step})
+      ...     checkpoints.wait()
+      ...     checkpoints.steps(), checkpoints.best_step(), checkpoints.restore(opt)[1]
+      ([2, 6, 8], 2, {'position': 8})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: int,
+        keep: int | None,
+        *,
+        best: str | None = None,
+        mode: str = "min",
+        resume: bool = True,
+    ):
+        """Become the writer of a folder, which is made if it does not exist.
+
+        Args:
+          directory: the folder of the run.
+          every: steps between checkpoints, at least 1.
+          keep: how many of the newest checkpoints to keep, at least 1; None for all.
+          best: a metric's name: the best checkpoint by it is kept as well. Checkpoints saved without this metric,
+            or with a NaN, do not compete.
+          mode: "min" or "max".
+          resume: False refuses a folder that holds checkpoints already, so that two runs do not mix.
+
+        Raises:
+          TypeError: if an argument is of the wrong kind.
+          ValueError: if `every` or `keep` is below 1, or `mode` is neither "min" nor "max".
+          CheckpointError: if another job writes to the folder, or `resume` is False and it holds checkpoints.
+        """
+        _check_count("every", every)
+        if keep is not None:
+            _check_count("keep", keep)
+        if mode not in ("min", "max"):
+            raise ValueError(complaint(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
+        self.directory = run_folder(_WHO, directory)
+        self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
+        self._lock: int | None = None
+        self._release: Callable[[], Any] = lambda: None
+        self._pending: Future[None] | None = None
+        from_first(self._open)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
+        self._writer: Any = store.open_writer()
+
+    def due(self, step: int) -> bool:
+        """Return whether a checkpoint is to be saved after this step."""
+        return step > 0 and step % self.every == 0
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        metrics: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Copy a state to the host and write it in the background; wait for an earlier write first.
+
+        When this returns the state may be donated. A checkpoint of the same step is replaced.
+
+        Args:
+          state: pytree of arrays.
+          step: the number of the checkpoint.
+          metrics: scalars; `best` looks here.
+          extra: JSON, given back by `restore`; with several processes that of process 0 is kept.
+
+        Raises:
+          TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
+          ValueError: if the state was donated, or `step` is negative.
+          CheckpointError: if an earlier write failed; if this one cannot begin; if the folder was deleted; if it
+            holds later steps than this one.
+        """
+        number = check_step(_WHO, step, state)
+        self.wait()
+        from_first(lambda: self._prepare(number))
+        finish = start(_WHO, self._writer, self.directory, state, step=number, metrics=metrics, extra=extra)
+        self._pending = self._thread.submit(self._finish, finish, number)
+
+    def wait(self) -> None:
+        """Wait until what was saved is committed.
+
+        Raises:
+          CheckpointError: if it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            raise_together(pending.exception())
+
+    def close(self) -> None:
+        """Wait, then let go of the folder. Closing twice is harmless.
+
+        Raises:
+          CheckpointError: if the last write failed; the folder is let go of all the same.
+        """
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._writer.close()
+            self._release()
+            self._lock = None
+
+    def steps(self) -> list[int]:
+        """Return the steps of the committed checkpoints, ascending."""
+        return committed(self.directory)
+
+    def latest(self) -> int | None:
+        """Return the newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Return the step with the best metric (of equals the earliest), or None where nothing competes."""
+        if self.best is None:
+            return None
+        sign = 1.0 if self.mode == "min" else -1.0
+        scores = [(sign * value, step) for step in self.steps() if not math.isnan(value := self._metric(step))]
+        return min(scores)[1] if scores else None
+
+    def restore(self, opt: ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return the state of a checkpoint, by default the newest, and its `extra`; see `shardopt.restore`."""
+        self.wait()
+        state, meta = load(_WHO, self.directory, opt, step=step)
+        return state, meta.extra
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))  # what went wrong first must stay in front
+
+    def _open(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = lock.acquire(_WHO, self.directory)
+            self._release = weakref.finalize(self, os.close, self._lock)
+            tidy(self.directory)
+        except OSError as error:
+            what = f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
+            raise CheckpointError(complaint(_WHO, what, fix="choose a folder that you may write to.")) from error
+        if not self.resume and (steps := self.steps()):
+            self._release()
+            what = f"{self.directory} holds checkpoints up to step {steps[-1]}, but resume is False."
+            raise CheckpointError(
+                complaint(_WHO, what, fix="choose an empty folder, or resume=True to go on from there.")
+            )
+
+    def _prepare(self, step: int) -> None:
+        if self._lock is None:
+            raise CheckpointError(complaint(_WHO, "save was called after close.", fix="make a new Checkpoints."))
+        if not lock.holds(self.directory, self._lock):
+            what = f"step {step} cannot be saved: {self.directory} was deleted or replaced while the job ran."
+            raise CheckpointError(complaint(_WHO, what, fix="bring it back, or make a new Checkpoints elsewhere."))
+        if later := [other for other in self.steps() if other > step]:
+            what = (
+                f"step {step} cannot be saved: {self.directory} holds later ones ({', '.join(map(str, later[-8:]))})."
+            )
+            fix = (
+                "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
+            )
+            raise CheckpointError(complaint(_WHO, what, fix=fix))
+        try:
+            tidy(self.directory)
+        except OSError as error:
+            raise failed(_WHO, self.directory, step, error) from error
+
+    def _finish(self, finish: Callable[[], None], step: int) -> None:
+        """Commit and rotate, on the thread."""
+        try:
+            finish()
+            if jax.process_index() == 0:
+                for old in surplus(self.steps(), self.keep, self.best_step()):
+                    discard(self.directory, old)
+        except Exception as error:
+            failure = error if isinstance(error, CheckpointError) else failed(_WHO, self.directory, step, error)
+            logging.getLogger(__name__).error("%s", failure)  # said now, in case nobody ever waits
+            raise failure from error
+
+    def _metric(self, step: int) -> float:
+        with contextlib.suppress(CheckpointError):
+            return float(read_meta(_WHO, step_folder(self.directory, step)).metrics.get(str(self.best), math.nan))
+        return math.nan
+
+
+def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
+    """Return the steps that are neither among the newest `keep` nor the best.
+
+    Example:
+      >>> surplus([10, 20, 30, 40], keep=2, best=10)
+      [20]
+    """
+    newest = set(steps if keep is None else steps[-keep:])
+    return [step for step in steps if step not in newest and step != best]
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(complaint(_WHO, f"{name} must be an integer, got {value!r} ({type(value).__name__})."))
+    if value < 1:
+        raise ValueError(complaint(_WHO, f"{name} must be at least 1, got {value}."))

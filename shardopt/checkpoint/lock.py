@@ -1,0 +1,65 @@
+"""One writer a folder: a lock that the kernel lets go of when its holder dies, however it dies."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+
+from shardopt.core.errors import CheckpointError, complaint
+
+NAME = ".lock"
+
+
+def acquire(who: str, directory: Path) -> int:
+    """Become the writer of a folder, and return the descriptor that holds the lock; closing it lets go.
+
+    Raises:
+      CheckpointError: if another writer lives.
+    """
+    path = directory / NAME
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise CheckpointError(_refusal(who, directory)) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+                os.close(descriptor)
+                raise
+            text = f"{who}: the file system of {directory} has no locks, so a second job writing there goes unnoticed."
+            warnings.warn(text, stacklevel=3)
+        if holds(directory, descriptor):
+            break
+        os.close(descriptor)  # somebody deleted the file between open and flock: what we locked is no longer it
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(me).encode(), 0)
+    return descriptor
+
+
+def holds(directory: Path, descriptor: int) -> bool:
+    """Return whether the descriptor still stands for the lock file of the folder, which may have been deleted."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), (directory / NAME).stat())
+    return False
+
+
+def _refusal(who: str, directory: Path) -> str:
+    holder = {"host": "an unknown host", "pid": "unknown", "since": "unknown"}
+    with contextlib.suppress(OSError, ValueError):  # the holder may be writing its lines at this moment
+        holder |= json.loads((directory / NAME).read_text())
+    if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()):
+        what = f"{directory} is already being written to by this very process, since {holder['since']}."
+        return complaint(who, what, fix="close() the other Checkpoints first, or use another directory.")
+    what = (
+        f"{directory} is already being written to by process {holder['pid']} on {holder['host']}, "
+        f"since {holder['since']}."
+    )
+    return complaint(who, what, fix="stop that job, or use another directory.")

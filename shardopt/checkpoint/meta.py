@@ -1,0 +1,120 @@
+"""What is known of a checkpoint besides its numbers: `shardopt.json` in the step's folder."""
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardopt.checkpoint.leaves import Leaf, describe, dtype_of
+from shardopt.checkpoint.paths import LeafPath, leaves_by_path
+from shardopt.checkpoint.tree import describe_structure
+from shardopt.core.errors import CheckpointError, complaint
+
+NAME = "shardopt.json"
+_FORMAT = 1
+
+
+class Meta(NamedTuple):
+    """The record of a checkpoint.
+
+    Attributes:
+      step: the step it was saved at.
+      mesh_shape: the mesh it was saved from, for people to read: it binds nobody.
+      leaves: shape and dtype of every leaf by path, in the order of `jax.tree.leaves`.
+      params: the structure of the parameters, see `describe_structure`; None if the state has none.
+      metrics: what was measured at this step.
+      extra: whatever the caller wanted kept, for instance the position in the data.
+    """
+
+    step: int
+    mesh_shape: dict[str, int]
+    leaves: dict[LeafPath, Leaf]
+    params: Any
+    metrics: dict[str, float]
+    extra: dict[str, Any]
+
+
+def describe_state(
+    state: Any, step: int, metrics: Mapping[str, Any] | None = None, extra: dict[str, Any] | None = None
+) -> Meta:
+    """Return the record of a state.
+
+    Raises:
+      TypeError: if `extra` cannot be written as JSON, or a metric is not a number.
+    """
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        what = f"extra must be JSON (dicts, lists, strings, numbers, true, false, null): {error}."
+        raise TypeError(complaint("checkpoint", what, fix="convert arrays with .tolist().")) from error
+    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(state))
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    params = getattr(state, "params", None)
+    return Meta(
+        step=step,
+        mesh_shape={} if mesh is None else dict(mesh.shape),
+        leaves={path: describe(leaf) for path, leaf in leaves_by_path(state).items()},
+        params=None if params is None else describe_structure(jax.tree.structure(params)),
+        metrics={name: float(np.asarray(value)) for name, value in (metrics or {}).items()},
+        extra=extra or {},
+    )
+
+
+def to_json(meta: Meta) -> dict[str, Any]:
+    """Return the record as JSON, with the versions that wrote it."""
+    leaves = {"/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)} for path, leaf in meta.leaves.items()}
+    return {"format": _FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
+
+
+def from_json(who: str, where: str, record: Any) -> Meta:
+    """Return the record that `to_json` wrote.
+
+    Raises:
+      CheckpointError: if it is of another format, or not a record at all.
+    """
+    try:
+        if record["format"] != _FORMAT:
+            what = f"{where} has format {record['format']}, this version of shardopt reads {_FORMAT}."
+            raise CheckpointError(
+                complaint(who, what, fix="use the version of shardopt that wrote it, or a newer one.")
+            )
+        leaves = {
+            tuple(path.split("/")): Leaf(tuple(leaf["shape"]), leaf["dtype"]) for path, leaf in record["leaves"].items()
+        }
+        for leaf in leaves.values():
+            dtype_of(leaf)
+        return Meta(**{name: record[name] for name in Meta._fields if name != "leaves"}, leaves=leaves)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{where} is not a record of a checkpoint ({type(error).__name__}: {error})."
+        raise CheckpointError(complaint(who, what, fix="bring the file back from a copy.")) from error
+
+
+def write_meta(folder: Path, meta: Meta) -> None:
+    """Write the record into a step's folder."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in to_json(meta).items()]
+    (folder / NAME).write_text("{\n" + ",\n".join(lines) + "\n}\n")  # one line a field: for people too
+
+
+def read_meta(who: str, folder: Path) -> Meta:
+    """Read the record of a step's folder."""
+    try:
+        record = json.loads((folder / NAME).read_text())
+    except (OSError, ValueError):
+        record = None
+    return from_json(who, f"{folder.name}/{NAME}", record)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in ("shardopt", "jax", "optax", "orbax-checkpoint"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a source folder
+            versions[package] = "unknown"
+    return versions

@@ -1,0 +1,78 @@
+"""The only file that calls orbax: a state goes out as nested dicts of arrays, and comes back shard by shard."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardopt.checkpoint.leaves import describe, place, plain, unplain
+from shardopt.checkpoint.paths import leaves_by_path, nest, unnest
+
+_ITEM = "state"
+"""The folder of the arrays in a step's folder; for `orbax.checkpoint.CheckpointManager`, the name of the item."""
+
+_CHUNK_BYTES = 16 * 2**20
+"""Arrays are stored in chunks of at most this size, so that reading a shard of an array that was saved whole
+takes memory for the shard and not for the array."""
+
+
+def open_writer() -> Any:
+    """Return an orbax checkpointer that writes in the background."""
+    import orbax.checkpoint as ocp
+
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))
+
+
+def start_writing(writer: Any, folder: Path, state: Any) -> None:
+    """Copy the state to the host and begin to write it to a new folder; all processes must call it."""
+    import orbax.checkpoint as ocp
+
+    leaves = {path: plain(leaf) for path, leaf in leaves_by_path(state).items()}
+    nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})  # orbax takes no empty arrays
+    how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), nested)
+    writer.save(folder, ocp.args.Composite(state=ocp.args.PyTreeSave(nested, save_args=how)))
+
+
+def barrier(name: str) -> None:
+    """Wait until all processes are here; may be called on any thread."""
+    import orbax.checkpoint as ocp
+
+    ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=20 * 60 * 1000)
+
+
+def read(folder: Path, target: Any) -> Any:
+    """Return the target's pytree, filled from a step's folder; each process reads the shards of its own devices.
+
+    Args:
+      folder: the step's folder.
+      target: pytree of `jax.ShapeDtypeStruct` with shardings, known to fit what is stored.
+    """
+    import orbax.checkpoint as ocp
+
+    wanted = leaves_by_path(target)
+    stored = {path: plain(leaf) for path, leaf in wanted.items()}
+    filled = {path: leaf for path, leaf in stored.items() if leaf.size}
+    nested = nest(filled)
+    how = jax.tree.map(
+        lambda leaf: ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+        ),
+        nested,
+    )
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_gigabytes_at_once(filled))
+    with ocp.Checkpointer(handler) as reader:
+        found = reader.restore(folder / _ITEM, ocp.args.PyTreeRestore(item=nested, restore_args=how))
+    arrays = dict(zip(filled, unnest(found, list(filled)), strict=True))
+    for path, leaf in stored.items():
+        if path not in arrays:
+            arrays[path] = place(leaf, lambda index, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[index])
+    leaves = [unplain(arrays[path], describe(leaf)) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _gigabytes_at_once(leaves: dict[Any, Any]) -> int:
+    """Bound the host memory of reads in flight; one read, rounded up to chunks, must always fit."""
+    largest = max((leaf.size * leaf.dtype.itemsize for leaf in leaves.values()), default=0)
+    return max(4, math.ceil(2 * largest / 1e9))

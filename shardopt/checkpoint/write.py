@@ -1,0 +1,100 @@
+"""A checkpoint is written: arrays by orbax, then the record, then the manifest, then one rename."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardopt.checkpoint import store
+from shardopt.checkpoint.agree import share
+from shardopt.checkpoint.leaves import check_leaves
+from shardopt.checkpoint.manifest import digest, file_sizes, write_manifest
+from shardopt.checkpoint.meta import Meta, describe_state, write_meta
+from shardopt.checkpoint.steps import publish, staging_folder, step_folder
+from shardopt.core.errors import CheckpointError, complaint
+
+_serials = itertools.count()
+
+
+def start(who: str, writer: Any, directory: Path, state: Any, **about: Any) -> Callable[[], None]:
+    """Copy a state to the host and begin to write it; return what waits for the end and commits it.
+
+    All processes must call both, in the same order. The state may be donated as soon as this returns.
+
+    Args:
+      who: the function that complains.
+      writer: from `store.open_writer`, idle.
+      directory: the folder of the run, which exists.
+      state: pytree of arrays.
+      **about: `step`, `metrics` and `extra`, see `Meta`.
+    """
+    check_leaves(who, state)
+    meta = describe_state(state, **about)
+    try:
+        store.start_writing(writer, staging_folder(directory, meta.step), state)
+    except Exception as error:
+        raise failed(who, directory, meta.step, error) from error
+    serial = next(_serials)  # the same in every process, because all save in the same order
+
+    def finish() -> None:
+        try:
+            _finish(writer, directory, meta, serial)
+        except Exception as error:
+            raise failed(who, directory, meta.step, error) from error
+
+    return finish
+
+
+def failed(who: str, directory: Path, step: int, error: Exception) -> CheckpointError:
+    """Return the error for a write that failed."""
+    cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    what = f"step {step} could not be written to {directory} ({cause})."
+    fix = "make room or bring the folder back, then save again; checkpoints that were committed before are untouched."
+    return CheckpointError(complaint(who, what, fix=fix))
+
+
+def _finish(writer: Any, directory: Path, meta: Meta, serial: int) -> None:
+    """Wait for orbax, sum up the files, commit. A process that fails still meets the others at each barrier."""
+    folder, first = staging_folder(directory, meta.step), jax.process_index() == 0
+    failures: list[Exception] = []
+
+    def stage(name: str, action: Callable[[], None]) -> None:
+        if not failures:
+            try:
+                action()
+            except Exception as error:
+                failures.append(error)
+        store.barrier(f"shardopt.{serial}.{name}")
+
+    def commit() -> None:
+        if first:
+            digests: dict[str, str] = {}
+            for rank in range(jax.process_count()):
+                part = _part(directory, meta.step, rank)
+                digests |= json.loads(part.read_text())
+                part.unlink()
+            if digests.keys() != file_sizes(folder).keys():
+                raise OSError("the processes do not see the same files; is the folder on a file system that all share?")
+            write_manifest(folder, digests)
+            publish(directory, meta.step)
+
+    def sum_up() -> None:
+        digests = {name: digest(folder / name, sync=True) for name in share(file_sizes(folder))}
+        _part(directory, meta.step, jax.process_index()).write_text(json.dumps(digests))
+
+    stage("written", writer.wait_until_finished)
+    stage("recorded", lambda: write_meta(folder, meta) if first else None)
+    stage("summed", sum_up)
+    stage("committed", commit)
+    if failures:
+        raise failures[0]
+    if folder.exists() or not step_folder(directory, meta.step).exists():
+        raise OSError("another process failed; its message has the reason")
+
+
+def _part(directory: Path, step: int, rank: int) -> Path:
+    """Return where a process leaves its digests for process 0: beside the staging folder, so no file of it."""
+    return directory / f".saving-{step}.digests-{rank}"
