@@ -1,6 +1,5 @@
 """The values that strategies take and return."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +52,8 @@ class Updated(NamedTuple):
     values: PyTree
 
 
-LossFn = Callable[..., Any]
+LossFn = Any
+"""`(params, batch) -> loss`, or a `BlockModel`; see `shardopt.ddp`."""
 Rules = Any
 """`[(regex, PartitionSpec), ...]`, or a callable `(path, shape) -> PartitionSpec`."""
 

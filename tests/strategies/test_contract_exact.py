@@ -1,0 +1,75 @@
+"""Contract 1: ten steps of every strategy equal single-device training on the union batch."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.pairwise import all_pairs
+from support.problems import MODELS, problem
+from support.reference import OPTIMIZERS, relative_difference, train
+
+import shardopt as so
+
+STRATEGIES = {
+    "ddp": so.ddp,
+    "zero1": lambda *args, **kw: so.zero(*args, stage=1, min_shard_elements=8, **kw),
+    "zero2": lambda *args, **kw: so.zero(*args, stage=2, min_shard_elements=8, **kw),
+    "zero3": lambda *args, **kw: so.zero(*args, stage=3, min_shard_elements=8, **kw),
+    "fsdp": lambda *args, **kw: so.fsdp(*args, min_shard_elements=8, **kw),
+}
+MESHES = [
+    {"data": 8},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "tensor": 4},
+    {"replica": 2, "data": 4},
+    {"data": 1},
+]
+FACTORS = {
+    "strategy": list(STRATEGIES),
+    "mesh": MESHES,
+    "optimizer": list(OPTIMIZERS),
+    "model": list(MODELS),
+    "weighted": [False, True],
+    "micro_batches": [1, 4],
+    "dtype": ["float64", "float32"],
+}
+ROWS = all_pairs(FACTORS)
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
+
+
+def row_id(row) -> str:
+    mesh = ",".join(f"{axis}{size}" for axis, size in row["mesh"].items())
+    loss = "weighted" if row["weighted"] else "plain"
+    return f"{row['strategy']}-{mesh}-{row['optimizer']}-{row['model']}-{loss}-m{row['micro_batches']}-{row['dtype']}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_equals_one_device_on_the_union_batch(row, mesh_of):
+    with jax.enable_x64(True):
+        case = problem(row["model"], weighted=row["weighted"], dtype=jnp.dtype(row["dtype"]))
+        tx = OPTIMIZERS[row["optimizer"]]()
+        rules = case.rules if row["mesh"].get("tensor", 1) > 1 else ()
+        opt = STRATEGIES[row["strategy"]](
+            tx, mesh_of(**row["mesh"]), case.loss_fn, micro_batches=row["micro_batches"], rules=rules
+        )
+        expected, final = train(tx, case.reference, case.params, case.batches)
+        state = opt.init(case.params)
+        found = []
+        for batch in case.batches:
+            state, metrics = opt.step(state, batch)
+            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        tolerance = TOLERANCE[row["dtype"]]
+        assert relative_difference(state.params, final) <= tolerance
+        np.testing.assert_allclose(found, expected, rtol=tolerance)
+        assert int(state.step) == len(case.batches)
+
+
+def test_the_rows_cover_every_pair():
+    for a in FACTORS:
+        for b in FACTORS:
+            if a < b:
+                seen = {(str(row[a]), str(row[b])) for row in ROWS}
+                assert len(seen) == len(FACTORS[a]) * len(FACTORS[b]), (a, b)
+    assert len(ROWS) < math.prod(map(len, FACTORS.values())) / 20

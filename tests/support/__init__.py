@@ -1,0 +1,1 @@
+"""What tests share: problems, single-device references, rows that cover every pair."""

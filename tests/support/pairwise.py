@@ -1,0 +1,35 @@
+"""Rows such that every pair of values of every two factors occurs in at least one."""
+
+import itertools
+import random
+
+
+def all_pairs(factors: dict[str, list], allowed=lambda row: True, seed: int = 0) -> list[dict]:
+    """Cover all pairs greedily: of some random rows around an uncovered pair, keep the one that covers most."""
+    draw = random.Random(seed)
+    names = list(factors)
+    open_pairs = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(factors[a]))
+        for j in range(len(factors[b]))
+    }
+    rows = []
+    while open_pairs:
+        target = min(open_pairs)
+        tries = []
+        for _ in range(60):
+            row = {name: draw.randrange(len(values)) for name, values in factors.items()} | dict(target)
+            if allowed({name: factors[name][i] for name, i in row.items()}):
+                tries.append(row)
+        if not tries:
+            open_pairs.discard(target)  # the two exclude each other
+            continue
+        best = max(tries, key=lambda row: len(_pairs(row, names) & open_pairs))
+        open_pairs -= _pairs(best, names)
+        rows.append({name: factors[name][i] for name, i in best.items()})
+    return rows
+
+
+def _pairs(row: dict[str, int], names: list[str]) -> set:
+    return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations(names, 2)}

@@ -1,0 +1,51 @@
+"""Single-device training in plain jax and optax: what every ring-1 strategy is compared with."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+OPTIMIZERS = {
+    "momentum": lambda: optax.sgd(0.05, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=1e-2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, weight_decay_rate=1e-3),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
+}
+
+
+def train(tx, loss_fn, params, batches: Sequence):
+    """Return the losses, gradient norms and final parameters of plain training on whole batches."""
+    trained = [i for i, leaf in enumerate(jax.tree.leaves(params)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    treedef = jax.tree.structure(params)
+
+    def split(tree):
+        return treedef.unflatten([x if i in trained else None for i, x in enumerate(jax.tree.leaves(tree))])
+
+    def merge(tree):
+        new = iter(jax.tree.leaves(tree))
+        return treedef.unflatten([next(new) if i in trained else x for i, x in enumerate(jax.tree.leaves(params))])
+
+    @jax.jit
+    def step(part, opt_state, batch):
+        loss, grads = jax.value_and_grad(lambda part: loss_fn(merge(part), batch))(part)
+        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, part, value=loss, grad=grads)
+        return optax.apply_updates(part, updates), opt_state, loss, optax.tree.norm(grads)
+
+    part, opt_state, history = split(params), tx.init(split(params)), []
+    for batch in batches:
+        part, opt_state, loss, norm = step(part, opt_state, batch)
+        history.append((float(loss), float(norm)))
+    return history, jax.device_get(merge(part))
+
+
+def relative_difference(found, expected) -> float:
+    """Return the largest difference of any leaf, relative to that leaf's largest magnitude."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
+        scale = np.max(np.abs(b)) or 1.0
+        worst = max(worst, float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))) / scale))
+    return worst
