@@ -1,1 +1,6 @@
-"""To be filled."""
+"""Models to train: users of the library, which nothing in it imports but the command line."""
+
+from shardopt.models import gpt
+from shardopt.models.sampling import sample
+
+__all__ = ["gpt", "sample"]

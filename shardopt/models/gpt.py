@@ -1,0 +1,221 @@
+"""A decoder-only GPT as pure functions: rotary positions, RMS norm, SwiGLU, blocks stacked and scanned."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shardopt.core.block_model import BlockModel
+from shardopt.core.errors import complaint, plural
+from shardopt.core.types import Weighted
+from shardopt.models import layers
+
+Params = dict[str, Any]
+Tokens = Int[Array | np.ndarray, "B T"]
+
+rules = (
+    ("^blocks/attention/qkv$", P(None, None, "tensor", None)),
+    ("^blocks/attention/out$", P("tensor", None, None)),
+    ("^blocks/mlp/up$", P(None, None, "tensor")),
+    ("^blocks/mlp/down$", P("tensor", None)),
+    ("^(embedding|head)$", P("tensor", None)),
+)
+"""Tensor rules: heads, hidden units and the vocabulary are split; each block then needs two sums over the axis.
+
+The first product of attention and mlp is split by column, the second by row (Shoeybi, Patwary, Puri, LeGresley,
+Casper and Catanzaro, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+2019, section 3). Specs speak of one block, without the stacked dim.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT. Immutable and hashable.
+
+    Attributes:
+      vocab_size: number of token ids; 256 for bytes.
+      dim: width of the residual stream.
+      num_layers: number of blocks.
+      num_heads: attention heads; `dim` is cut into this many, of even width.
+      mlp_multiple: hidden units of the mlp, in multiples of `dim`.
+      max_length: longest sequence that `sample` may build.
+      rope_base: slowest wavelength of the rotary positions, over 2 pi.
+      tied: whether the output projection is the embedding itself; otherwise it is a leaf "head".
+      param_dtype: dtype that `init` creates.
+      dtype: dtype of activations and products; None follows the parameters as they arrive.
+
+    Raises:
+      ValueError: if a size is not positive, `num_heads` does not divide `dim`, or heads have odd width.
+    """
+
+    vocab_size: int = 256
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    mlp_multiple: int = 3
+    max_length: int = 1024
+    rope_base: float = 10_000.0
+    tied: bool = False
+    param_dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike | None = None
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "dim", "num_layers", "num_heads", "mlp_multiple", "max_length", "rope_base")
+        wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) <= 0]
+        if not wrong and self.dim % (2 * self.num_heads):
+            wrong = [f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width"]
+        if wrong:
+            fix = "choose positive sizes, and dim a multiple of 2 * num_heads."
+            raise ValueError(complaint("GPTConfig", f"{plural(len(wrong), 'size')} cannot be used.", wrong, fix))
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def hidden(self) -> int:
+        """Hidden units of the mlp."""
+        return self.mlp_multiple * self.dim
+
+
+def init(config: GPTConfig, rng: jax.Array) -> Params:
+    """Draw parameters: normal, so that the loss starts at that of a uniform guess; norms are ones.
+
+    The deviation is 0.02, that of the last product of each branch 0.02 / sqrt(2 num_layers), and that of a tied
+    embedding 1 / dim.
+
+    Args:
+      config: the shape of the model, L blocks of width D with H heads of width K and F hidden units.
+      rng: a jax random key.
+
+    Returns:
+      A dict of "embedding" [V, D], "norm" [D], "head" [V, D] unless tied, and "blocks" with "attention/norm"
+      [L, D], "attention/qkv" [L, D, 3, H, K], "attention/out" [L, H, K, D], "mlp/norm" [L, D], "mlp/up"
+      [L, D, 2, F] and "mlp/down" [L, F, D].
+
+    Example:
+      >>> import jax
+      >>> config = GPTConfig(dim=32, num_layers=2)
+      >>> params = init(config, jax.random.key(0))
+      >>> params["blocks"]["attention"]["qkv"].shape
+      (2, 32, 3, 4, 8)
+      >>> sum(leaf.size for leaf in jax.tree.leaves(params)) == num_parameters(config)
+      True
+    """
+    L, D, H, K, F = config.num_layers, config.dim, config.num_heads, config.head_dim, config.hidden
+    keys = iter(jax.random.split(rng, 6))
+
+    def normal(*shape: int, scale: float = 0.02) -> Array:
+        return scale * jax.random.normal(next(keys), shape, config.param_dtype)
+
+    def ones(*shape: int) -> Array:
+        return jnp.ones(shape, config.param_dtype)
+
+    last = 0.02 / (2 * L) ** 0.5  # 2L branches are added up: their sum keeps the variance of one
+    # A tied embedding is its own head: at 0.02 each token would predict itself with a logit of 0.02 D.
+    params = {
+        "embedding": normal(config.vocab_size, D, scale=1 / D if config.tied else 0.02),
+        "blocks": {
+            "attention": {"norm": ones(L, D), "qkv": normal(L, D, 3, H, K), "out": normal(L, H, K, D, scale=last)},
+            "mlp": {"norm": ones(L, D), "up": normal(L, D, 2, F), "down": normal(L, F, D, scale=last)},
+        },
+        "norm": ones(D),
+    }
+    if not config.tied:
+        params["head"] = normal(config.vocab_size, D)
+    return params
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Return the number of parameters: V D (twice if untied) + L (4 D^2 + 3 D F + 2 D) + D."""
+    V, L, D, F = config.vocab_size, config.num_layers, config.dim, config.hidden
+    return V * D * (1 if config.tied else 2) + L * (4 * D * D + 3 * D * F + 2 * D) + D
+
+
+def model(config: GPTConfig, *, remat: Any = None) -> BlockModel:
+    """Return the GPT as a `BlockModel`: the mean cross-entropy of the next token, in nats.
+
+    A batch is a dict of "tokens", integers [B, T + 1], whose first T are the input and whose last T are the
+    targets; and, if wanted, "weights" [B, T], one a target (0 leaves it out), which make the loss a
+    `so.Weighted`: the weighted mean over the whole global batch. A token id outside the vocabulary makes the
+    loss NaN.
+
+    Args:
+      config: the shape of the model.
+      remat: what the backward pass recomputes, as in `BlockModel`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> config = GPTConfig(dim=32, num_layers=2)
+      >>> params = init(config, jax.random.key(0))
+      >>> loss = model(config).loss_fn(params, {"tokens": jnp.arange(68).reshape(4, 17)})
+      >>> bool(abs(loss - jnp.log(256)) < 0.05)
+      True
+    """
+
+    def embed(outer: Params, batch: Any) -> Float[Array, "B T D"]:
+        return embed_tokens(config, outer, _tokens_of(batch)[:, :-1])
+
+    def block(one_block: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return apply_block(config, one_block, x)[0]
+
+    def loss(outer: Params, x: Float[Array, "B T D"], batch: Any) -> Float[Array, ""] | Weighted:
+        nats = layers.cross_entropy(logits_of(config, outer, x), _tokens_of(batch)[:, 1:])
+        if "weights" not in batch:
+            return jnp.mean(nats)
+        weights = jnp.asarray(batch["weights"], nats.dtype)
+        return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
+
+    return BlockModel(embed, block, loss, remat)
+
+
+def embed_tokens(config: GPTConfig, outer: Params, tokens: Tokens) -> Float[Array, "B T D"]:
+    """Return the embedding of every token; NaN for an id outside the vocabulary."""
+    embedding = _cast(outer["embedding"], config)
+    return jnp.take(embedding, jnp.asarray(tokens, jnp.int32), axis=0, mode="fill", fill_value=jnp.nan)
+
+
+def apply_block(
+    config: GPTConfig,
+    one_block: Params,
+    x: Float[Array, "B T D"],
+    cache: layers.KVCache | None = None,
+    start: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "B T D"], layers.KVCache | None]:
+    """Add the attention branch, then the mlp branch; return x and the cache as `layers.attention` leaves it."""
+    attention, mlp = _cast(one_block["attention"], config), _cast(one_block["mlp"], config)
+    normed = layers.rms_norm(x, attention["norm"])
+    mixed, cache = layers.attention(attention, normed, rope_base=config.rope_base, cache=cache, start=start)
+    x = x + mixed
+    return x + layers.swiglu(mlp, layers.rms_norm(x, mlp["norm"])), cache
+
+
+def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Return the logits of the next token, in float32 at least: bfloat16 would cost a digit of the loss."""
+    norm, head = _cast((outer["norm"], outer["embedding" if config.tied else "head"]), config)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum("btd,vd->btv", layers.rms_norm(x, norm), head, preferred_element_type=wide)
+
+
+def _cast(tree: Any, config: GPTConfig) -> Any:
+    return tree if config.dtype is None else jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
+
+
+def _tokens_of(batch: Any) -> Int[Array, "B S"]:
+    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+    wanted = "gpt: a batch is a dict with integer tokens [B, T + 1], T at least 1"
+    if tokens is None:
+        got = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise TypeError(f"{wanted}; got {got}.")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{wanted}; got tokens of {tokens.dtype}.")
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(f"{wanted}; got tokens of shape {tokens.shape}.")
+    return jnp.asarray(tokens, jnp.int32)

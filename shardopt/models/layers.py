@@ -1,0 +1,141 @@
+"""The parts a transformer block is made of, as pure functions that keep heads and hidden units unmixed.
+
+Suffixes: B sequences, T positions, S cached positions, D width, H heads, K width of a head, F hidden units.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the positions seen so far, of one block (or stacked: one more dim in front).
+
+    Attributes:
+      key: [B, S, H, K], rotated already.
+      value: [B, S, H, K].
+    """
+
+    key: Array
+    value: Array
+
+
+def rms_norm(x: Float[Array, "*batch D"], scale: Float[Array, " D"]) -> Float[Array, "*batch D"]:
+    """Scale every vector to root mean square one, then by a learned factor a component.
+
+    Statistics are taken in float32 at least.
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    return (wide * inverse).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
+
+
+def rotate(x: Float[Array, "B T H K"], positions: Int[Array, " T"], base: float) -> Float[Array, "B T H K"]:
+    """Turn component pair i of the vector at position t by the angle t * base^(-2i/K).
+
+    The product of a rotated query and a rotated key then depends on the distance of their positions only.
+
+    References:
+      Su, Lu, Pan, Murtadha, Wen and Liu, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+      2021, equation 34; the pairs here are components i and i + K/2.
+    """
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = base ** (-jnp.arange(half, dtype=wide) / half)
+    angles = positions.astype(wide)[:, None] * frequencies[None, :]
+    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
+
+
+def attention(
+    weights: dict[str, Array],
+    x: Float[Array, "B T D"],
+    *,
+    rope_base: float,
+    cache: KVCache | None = None,
+    start: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    """Return causal self-attention with rotary positions, and the cache with what these T positions add to it.
+
+    Heads are a dim of their own in both weights, so a tensor axis that takes it splits the projections, the
+    softmax and the sum over heads with no reshape in between.
+
+    Args:
+      weights: "qkv" [D, 3, H, K] and "out" [H, K, D].
+      x: T positions, the first of which is `start`.
+      rope_base: slowest wavelength of the rotary positions, over 2 pi.
+      cache: keys and values of earlier positions, to attend to as well; None when there are none.
+      start: position of `x[:, 0]`, 0 without a cache.
+    """
+    qkv = jnp.einsum("btd,dchk->cbthk", x, weights["qkv"])
+    positions = start + jnp.arange(x.shape[1])
+    query, key, value = rotate(qkv[0], positions, rope_base), rotate(qkv[1], positions, rope_base), qkv[2]
+    if cache is not None:
+        cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
+        key, value = cache.key, cache.value
+    visible = jnp.arange(key.shape[1])[None, :] <= positions[:, None]
+    if x.dtype == jnp.float64:
+        mixed = _double_precision_attention(query, key, value, visible)
+    elif cache is None:
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    else:
+        mixed = jax.nn.dot_product_attention(query, key, value, mask=visible[None, None])
+    return jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), cache
+
+
+def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Return silu(x @ gate) * (x @ up) @ down; `weights` holds "up" [D, 2, F] (gate first) and "down" [F, D].
+
+    References:
+      Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
+    """
+    gate_and_up = jnp.einsum("btd,dcf->cbtf", x, weights["up"])
+    return jnp.einsum("btf,fd->btd", jax.nn.silu(gate_and_up[0]) * gate_and_up[1], weights["down"])
+
+
+def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return -log softmax(logits)[target] in nats.
+
+    The target's logit is picked by a mask and a sum rather than an index, so that a vocabulary split over the
+    tensor axis is reduced where it lies instead of being gathered.
+    """
+    is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
+    picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def _double_precision_attention(query: Array, key: Array, value: Array, visible: Array) -> Array:
+    """`jax.nn.dot_product_attention` takes its softmax in float32, also of float64."""
+    logits = jnp.einsum("bthk,bshk->bhts", query, key) / query.shape[-1] ** 0.5
+    masked = jnp.where(visible[None, None], logits, -jnp.inf)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(masked, axis=-1), value)
+
+
+def _attend(query: Array, key: Array, value: Array, positions: Array) -> Array:
+    """Mix the values that each query may see: those at its own position and before."""
+    if query.dtype == jnp.float64:
+        return _attend_in_float64(query, key, value, positions)
+    if query.shape[1] == key.shape[1]:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return jax.nn.dot_product_attention(query, key, value, mask=_visible(positions, key.shape[1])[None, None])
+
+
+def _attend_in_float64(query: Array, key: Array, value: Array, positions: Array) -> Array:
+    """Do the same in double precision, where jax.nn takes the softmax in float32 nevertheless."""
+    scores = jnp.einsum("bthk,bshk->bhts", query, key) / query.shape[-1] ** 0.5
+    scores = jnp.where(_visible(positions, key.shape[1])[None, None], scores, -jnp.inf)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), value)
+
+
+def _visible(positions: Array, length: int) -> Array:
+    return jnp.arange(length)[None, :] <= positions[:, None]
+
+
+def _write(old: Array, new: Array, start: Array | int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)

@@ -1,0 +1,68 @@
+"""Layers against what their papers say of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardopt.models import layers
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 7, 100])
+def test_rotated_products_depend_on_the_distance_only(shift):
+    query, key = draw(0, 1, 5, 2, 8), draw(1, 1, 5, 2, 8)
+    same = jnp.broadcast_to(query[:, :1], query.shape), jnp.broadcast_to(key[:, :1], key.shape)
+
+    def products(offset):
+        positions = offset + jnp.arange(5)
+        rotated = [layers.rotate(x, positions, 10_000.0) for x in same]
+        return jnp.einsum("bthk,bshk->bhts", *rotated)
+
+    here, there = products(0), products(shift)
+    np.testing.assert_allclose(here, there, atol=1e-4)
+    np.testing.assert_allclose(np.diagonal(here[0, 0], 1), here[0, 0, 0, 1], atol=1e-4)  # a Toeplitz matrix
+    assert abs(here[0, 0, 0, 1] - here[0, 0, 0, 4]) > 1e-2
+
+
+def test_rotation_is_the_papers():
+    x = draw(0, 1, 3, 1, 4)
+    t, frequencies = 2, 10_000.0 ** (-np.array([0.0, 2.0]) / 4)
+    pairs = np.asarray(x[0, t, 0, :2]) + 1j * np.asarray(x[0, t, 0, 2:])
+    turned = pairs * np.exp(1j * t * frequencies)
+    rotated = layers.rotate(x, jnp.arange(3), 10_000.0)[0, t, 0]
+    np.testing.assert_allclose(rotated, np.concatenate([turned.real, turned.imag]), rtol=1e-5)
+
+
+def test_rms_norm_has_unit_mean_square_whatever_the_scale_of_its_input():
+    x = 1e3 * draw(0, 2, 3, 64)
+    normed = layers.rms_norm(x, jnp.full(64, 2.0))
+    np.testing.assert_allclose(jnp.mean(normed**2, axis=-1), 4.0, rtol=1e-5)
+    np.testing.assert_allclose(normed, layers.rms_norm(x / 1e3, jnp.full(64, 2.0)), rtol=1e-4)
+
+
+def test_swiglu_gates_with_the_first_of_the_two():
+    weights = {"up": draw(0, 4, 2, 6), "down": draw(1, 6, 4)}
+    x = draw(2, 1, 3, 4)
+    gate, up = x @ weights["up"][:, 0], x @ weights["up"][:, 1]
+    np.testing.assert_allclose(
+        layers.swiglu(weights, x), (gate / (1 + jnp.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_cross_entropy_is_minus_the_log_probability_of_the_target():
+    logits, targets = 5 * draw(0, 2, 3, 7), jnp.array([[0, 6, 3], [1, 1, 5]])
+    log_probs = jax.nn.log_softmax(logits)
+    expected = -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(layers.cross_entropy(logits, targets), expected, rtol=1e-5)
+
+
+def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
+    x = draw(0, 1, 4, 2, 8).astype(jnp.bfloat16)
+    assert layers.rotate(x, jnp.arange(4), 1e4).dtype == jnp.bfloat16
+    normed = layers.rms_norm(x[..., 0, :], jnp.ones(8, jnp.bfloat16))
+    assert normed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(jnp.mean(normed.astype(jnp.float32) ** 2, axis=-1), 1, rtol=1e-2)
