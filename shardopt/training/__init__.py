@@ -1,1 +1,18 @@
-"""To be filled."""
+"""Training: the loop, early stopping, loggers, and hyperparameters between steps."""
+
+from shardopt.training.early_stopping import EarlyStopping
+from shardopt.training.evaluation import evaluation
+from shardopt.training.fit import FitResult, fit
+from shardopt.training.hyperparams import hyperparams, with_hyperparams
+from shardopt.training.loggers import jsonl, tensorboard
+
+__all__ = [
+    "EarlyStopping",
+    "FitResult",
+    "evaluation",
+    "fit",
+    "hyperparams",
+    "jsonl",
+    "tensorboard",
+    "with_hyperparams",
+]

@@ -1,0 +1,90 @@
+"""An `evaluate` function for `fit`: the mean of each metric over a fixed set of batches."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.core.errors import complaint
+from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.training.meter import count_examples
+
+
+def evaluation(
+    opt: ShardedOptimizer, batches: Iterable[Any], *, prefix: str = "val_"
+) -> Callable[[Any], dict[str, float]]:
+    """Return `evaluate(state) -> metrics`: loss and aux metrics of `opt.evaluate`, averaged over batches.
+
+    With batches b of n_b examples, a metric is sum_b n_b m_b / sum_b n_b. For a loss that is a mean over examples
+    this is the mean over all examples. For a `Weighted` loss m_b is already divided by the weight of its own batch, so
+    batches of uneven weight count by their examples, not by their weight.
+
+    Args:
+      opt: the optimizer whose loss it is.
+      batches: a list of batches, or anything that can be iterated anew each time; with several processes the same
+        batches on each.
+      prefix: put before the name of each metric, since training reports "loss" too.
+
+    Raises:
+      TypeError: if `batches` is an iterator, which would be empty the second time.
+      ValueError: by the returned function, if there are no batches.
+    """
+    if iter(batches) is batches:
+        what = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
+        raise TypeError(complaint("evaluation", what, fix="pass list(itertools.islice(batches, n))."))
+
+    def evaluate(state: Any) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        examples = 0
+        # Fetched one batch late: the device works on one while the host prepares the next, and holds no more than two.
+        waiting = None
+        for batch in batches:
+            ready, waiting = waiting, (count_examples(batch), opt.evaluate(state, batch))
+            examples += _add(totals, ready)
+        examples += _add(totals, waiting)
+        if not examples:
+            raise ValueError(
+                complaint("evaluation", "there are no examples in batches.", fix="pass at least one batch.")
+            )
+        return {prefix + name: total / examples for name, total in totals.items()}
+
+    return evaluate
+
+
+def measure(evaluate: Callable[[Any], Mapping[str, Any]], state: Any, taken: Collection[str]) -> dict[str, float]:
+    """Call the user's `evaluate` and return its metrics as numbers.
+
+    Raises:
+      TypeError: if it does not return a dict of numbers.
+      ValueError: if a name is among `taken`, the names that training reports.
+    """
+    returned = evaluate(state)
+    if not isinstance(returned, Mapping):
+        what = f"evaluate must return a dict of numbers, got {type(returned).__name__}."
+        raise TypeError(complaint("fit", what, fix='return {"val_loss": ...}.'))
+    values = jax.device_get(dict(returned))
+    if strange := [f"{name!r}: {value!r:.80}" for name, value in values.items() if not _is_number(value)]:
+        raise TypeError(
+            complaint("fit", "evaluate must return a dict of numbers.", strange, "reduce each to one number.")
+        )
+    if clash := sorted(set(values) & set(taken)):
+        what = f"evaluate returned {', '.join(map(repr, clash))}, which training reports too."
+        raise ValueError(complaint("fit", what, fix=f"give it another name, such as {f'val_{clash[0]}'!r}."))
+    return {name: float(values[name]) for name in returned}
+
+
+def _is_number(value: Any) -> bool:
+    array = np.asarray(value)
+    return array.shape == () and (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool)
+
+
+def _add(totals: dict[str, float], measured: tuple[int, Mapping[str, Any]] | None) -> int:
+    """Add the metrics of one batch to the totals, in double precision, and return its size."""
+    if measured is None:
+        return 0
+    size, metrics = measured
+    for name, value in jax.device_get(metrics).items():
+        totals[name] = totals.get(name, 0.0) + size * float(value)
+    return size

@@ -1,0 +1,213 @@
+"""The training loop."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from shardopt.training.agree import agree
+from shardopt.training.arguments import check_arguments
+from shardopt.training.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
+from shardopt.training.evaluation import measure
+from shardopt.training.finite import check_state
+from shardopt.training.loggers import Log, open_log
+from shardopt.training.meter import Meter, count_examples
+from shardopt.training.position import END, Stream
+from shardopt.training.progress import show_progress
+from shardopt.training.resume import begin, pack
+from shardopt.training.signals import SIGNALS, catch_signals
+
+
+class FitResult(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+      state: the last train state.
+      step: steps taken in all, earlier runs included.
+      stopped: "completed" (num_steps reached), "early" (early stopping), "sigterm", "interrupted" (Ctrl-C) or
+        "exhausted" (no more batches).
+      history: what was logged in this call, `{"step": n, "loss": ..., ...}` each.
+      best: `{"step": n, metric: value}`, the best that early stopping saw, earlier runs included; None without it.
+    """
+
+    state: Any
+    step: int
+    stopped: str
+    history: list[dict[str, float]]
+    best: dict[str, float] | None
+
+
+def fit(
+    opt: Any,
+    state: Any,
+    batches: Iterable[Any],
+    *,
+    num_steps: int,
+    evaluate: Callable[[Any], Mapping[str, Any]] | None = None,
+    evaluate_every: int | None = None,
+    early_stopping: EarlyStopping | None = None,
+    checkpoints: Any = None,
+    log: Log | Sequence[Log] | None = None,
+    log_every: int = 10,
+    agree_every: int = 10,
+    progress: bool = True,
+) -> FitResult:
+    """Train until `num_steps` steps have been taken in all, or something ends the run before.
+
+    Each step is state, metrics = opt.step(state, batch). The host looks at a step's loss while the device is already
+    at the next one, and waits for the device only where it must: for an evaluation, a checkpoint, early stopping on a
+    training metric, and at the end.
+
+    **Resuming.** With `checkpoints.resume` and a checkpoint newer than `state`, the run goes on from it: train state,
+    data position and early stopping, so that it equals an unbroken run (bit for bit on the same mesh). Data that
+    keeps its own state (a grain dataset or iterator: `get_state`, `set_state`) is put back by it; of any other a
+    fresh iterator must be passed, from which the batches already used are drawn and dropped. A state as new as the
+    last checkpoint is continued as it is, with the batches as they are.
+
+    **Ends.** At `num_steps`, early stopping, SIGTERM, a first Ctrl-C (a second one raises KeyboardInterrupt) and the
+    end of the batches, the step is finished, a checkpoint is saved and written out, and `fit` returns; signals are
+    noticed in the main thread only. A last evaluation runs too, unless a signal is in a hurry.
+
+    **Several processes.** All call `fit` alike. Each must draw equally many batches. A verdict of one of them (a
+    signal, early stopping) stops all at the same step: they ask each other every `agree_every` steps and at each
+    evaluation. Progress and logs come from the first process only.
+
+    Args:
+      opt: what `so.ddp`, `so.zero` or `so.fsdp` returns.
+      state: the state to start from. It is used up: its memory goes to the next state.
+      batches: an iterable of batches, pytrees with leaves [global batch, ...]; drawn one at a time, never ahead.
+      num_steps: the step count, as in `state.step`, to train to: from step 40 to 100 there are 60 steps to take.
+      evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`. It must not
+        donate the state, and runs on every process. Names that training reports are refused.
+      evaluate_every: steps between evaluations; by default one with each checkpoint. One is made at the end anyway.
+      early_stopping: when to stop for lack of improvement. It observes training metrics every `log_every` steps and
+        those of `evaluate` at each evaluation, other than one made only because the run ends.
+      checkpoints: a `so.Checkpoints`. A state that is not finite is never saved.
+      log: `log(step, metrics)`, or a sequence of such: `so.training.jsonl`, `so.training.tensorboard` or any
+        function. A metric that arrives later at the same step (a last evaluation) comes in a call of its own.
+      log_every: steps between reports. Metrics are those of `opt.step`, and steps_per_second and examples_per_second
+        since the report before, without compilation, evaluation and saving.
+      agree_every: steps between the questions of several processes to each other; without effect for one.
+      progress: show a progress bar on a terminal, lines elsewhere, on standard error. What is said about resuming
+        is printed in any case.
+
+    Returns:
+      A `FitResult`.
+
+    Raises:
+      NonFiniteLossError: if the loss is NaN or infinite, at the latest one step after, or if an update made the
+        state so, before it would be saved and at the end.
+      TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
+      ValueError: if a count is out of range, the state was donated before, the folder has checkpoints but
+        `checkpoints.resume` is not set, the batches cannot be put back to the saved position, a metric is not a
+        scalar, `evaluate` takes the name of a training metric, or early stopping watches a metric that is not there.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: ((batch["x"] * params["w"] - batch["y"]) ** 2).mean()
+      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn)
+      >>> batch = {"x": np.ones(4, np.float32), "y": np.full(4, 3, np.float32)}
+      >>> result = fit(opt, opt.init({"w": jnp.zeros(())}), [batch] * 50, num_steps=40, progress=False)
+      >>> result.stopped, result.step, round(float(result.state.params["w"]), 3)
+      ('completed', 40, 3.0)
+    """
+    check_arguments(
+        opt,
+        state,
+        batches,
+        num_steps=num_steps,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        early_stopping=early_stopping,
+        checkpoints=checkpoints,
+        log=log,
+        log_every=log_every,
+        agree_every=agree_every,
+        progress=progress,
+    )
+    evaluation_scheduled = evaluate is not None and (evaluate_every is not None or checkpoints is not None)
+    with ExitStack() as cleanup:
+        received = cleanup.enter_context(catch_signals())
+        display = cleanup.enter_context(show_progress(num_steps, shown=progress))
+        write = cleanup.enter_context(open_log(log))
+        if checkpoints is not None:
+            cleanup.callback(checkpoints.wait)
+
+        stream, meter, history = Stream(batches), Meter(checkpoints), []
+        state, seen = begin(opt, state, stream, early_stopping, checkpoints, display.say)
+        step = int(state.step)
+        saved = None if checkpoints is None else checkpoints.latest()
+        measured: dict[str, float] = {}
+        display.advance(step)
+
+        def report(step: int, metrics: dict[str, float]) -> None:
+            if history and history[-1]["step"] == step:
+                history[-1].update(metrics)
+            else:
+                history.append({"step": step, **metrics})
+            write(step, metrics)
+            display.report(step, metrics)
+
+        def check(metrics: dict[str, float]) -> None:
+            check_state(state, metrics, step=step - 1, position=stream.drawn - 1, checkpoints=checkpoints)
+
+        def save(metrics: dict[str, float]) -> None:
+            nonlocal saved
+            if checkpoints is not None and saved != step:
+                checkpoints.save(state, step=step, metrics=metrics, extra=pack(stream, early_stopping, seen))
+                saved = step
+
+        stopped = agree(received(), out_of_patience(early_stopping, seen), due=True)
+        while stopped is None and step < num_steps:
+            batch = stream.draw()
+            if batch is END:
+                stopped = "exhausted"
+                break
+            state, arriving = opt.step(state, batch)
+            step += 1
+            logging, measured = step % log_every == 0, {}
+            saving = checkpoints is not None and checkpoints.due(step)
+            scheduled = saving if evaluate_every is None else step % evaluate_every == 0
+            evaluating = evaluate is not None and (scheduled or step == num_steps)
+            late = meter.push(step, stream.drawn - 1, arriving, examples=count_examples(batch), wanted=logging)
+            if late is not None:
+                report(*late)
+            display.advance(step)
+
+            if saving or evaluating or (logging and early_stopping is not None):
+                metrics = meter.settle()
+                if evaluate is not None and evaluating:
+                    measured = measure(evaluate, state, taken=metrics)
+                if logging or evaluating:
+                    report(step, metrics | measured)
+                if evaluating or not evaluation_scheduled:
+                    check_metric(early_stopping, known=metrics | measured)
+                observed = (metrics if logging else {}) | (measured if scheduled else {})
+                seen = update(early_stopping, seen, step, observed)
+                if saving:
+                    check(metrics)
+                    save(metrics | measured)
+                meter.restart()
+            due = evaluating or step % agree_every == 0
+            stopped = agree(received(), out_of_patience(early_stopping, seen), due=due)
+
+        stopped = agree(received(), stopped, due=True) or "completed"
+        if metrics := meter.settle():  # empty if there was no step to take
+            fresh = {} if history and history[-1]["step"] == step else metrics
+            if evaluate is not None and not measured and stopped not in SIGNALS:
+                measured = measure(evaluate, state, taken=metrics)
+                fresh = fresh | measured
+            if fresh:
+                report(step, fresh)
+            check(metrics)
+        save(metrics | measured)
+        if stopped != "completed":
+            display.say(f"Stopped at step {step} of {num_steps}: {_REASON[stopped]}.")
+    return FitResult(state, step, stopped, history, best(early_stopping, seen))
+
+
+_REASON = {
+    "exhausted": "there are no more batches",
+    "early": "early stopping",
+    "interrupted": "interrupted from the keyboard",
+    "sigterm": "SIGTERM",
+}

@@ -1,0 +1,137 @@
+"""Reading and setting what `optax.inject_hyperparams` keeps in the optimizer state."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardopt.core.errors import complaint
+
+_REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
+
+
+def hyperparams(state: Any) -> dict[str, Any]:
+    """Return the hyperparameters of `optax.inject_hyperparams` states, wherever they are in the optimizer state.
+
+    Args:
+      state: a `TrainState`.
+
+    Returns:
+      {name: value}, numbers on the host (numpy arrays for those with a shape). A name that several injected states
+      share is preceded by their key paths: "0/learning_rate", "1/learning_rate".
+
+    Raises:
+      ValueError: if the state has no injected hyperparameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from shardopt import TrainState
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.25)
+      >>> params = {"w": jnp.zeros(2)}
+      >>> hyperparams(TrainState(jnp.int32(0), params, tx.init(params), jax.random.key_data(jax.random.key(0))))
+      {'learning_rate': 0.5, 'momentum': 0.25}
+    """
+    found = _find("hyperparams", state)
+    values = jax.device_get({name: one.value for name, one in found.items()})
+    return {name: value.item() if np.ndim(value) == 0 else value for name, value in values.items()}
+
+
+def with_hyperparams(state: Any, **values: Any) -> Any:
+    """Return the state with other hyperparameters, to be called between steps.
+
+    Shapes, dtypes and placement stay, so the next step runs the program that is already compiled. Every other leaf is
+    shared with the state passed in: use only the returned one from here on. With several processes all must set the
+    same values.
+
+    Args:
+      state: a `TrainState`.
+      **values: new values by the names that `hyperparams` gives; pass those with a path as `**{"0/learning_rate": 1e-3}`.
+
+    Returns:
+      A state of the same kind.
+
+    Raises:
+      TypeError: if a value is not a number or an array of numbers.
+      ValueError: if the state has no injected hyperparameters, a name is unknown or follows a schedule (which would
+        overwrite it at the next step), a shape differs, or a value is NaN or does not fit its dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from shardopt import TrainState
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+      >>> params = {"w": jnp.zeros(2)}
+      >>> state = TrainState(jnp.int32(0), params, tx.init(params), jax.random.key_data(jax.random.key(0)))
+      >>> hyperparams(with_hyperparams(state, learning_rate=0.25))
+      {'learning_rate': 0.25}
+    """
+    who = "with_hyperparams"
+    found = _find(who, state)
+    if unknown := sorted(set(values) - set(found)):
+        fix = f"choose from {', '.join(sorted(found))}."
+        raise ValueError(complaint(who, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
+    if scheduled := sorted(name for name in values if found[name].scheduled):
+        what = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
+        raise ValueError(complaint(who, what, fix="inject a number instead of the schedule, and set it as you go."))
+    new = {found[name].path: _like(name, found[name].value, value) for name, value in values.items()}
+    opt_state = jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path, leaf), state.opt_state)
+    return state._replace(opt_state=opt_state)
+
+
+class _Injected(NamedTuple):
+    path: tuple[Any, ...]
+    value: Any
+    scheduled: bool
+
+
+def _find(who: str, state: Any) -> dict[str, _Injected]:
+    if not hasattr(state, "opt_state"):
+        raise TypeError(f"{who}: state must be a TrainState, got {type(state).__name__}.")
+    found = list(_walk((), state.opt_state))
+    if not found:
+        raise ValueError(complaint(who, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
+    count = Counter(name for _, name, _ in found)
+    return {name if count[name] == 1 else f"{prefix}/{name}".lstrip("/"): one for prefix, name, one in found}
+
+
+def _walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, str, _Injected]]:
+    """Yield (path of the injected state, name, hyperparameter); an inner state may hold injected ones again."""
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_injected):
+        if not _is_injected(node):
+            continue
+        here = (*prefix, *path)
+        scheduled = getattr(node, "hyperparams_states", {})
+        field = jax.tree_util.GetAttrKey("hyperparams")
+        for name, value in node.hyperparams.items():
+            full = (*here, field, jax.tree_util.DictKey(name))
+            text = jax.tree_util.keystr(here, simple=True, separator="/")
+            yield text, name, _Injected(full, value, name in scheduled)
+        yield from _walk((*here, jax.tree_util.GetAttrKey("inner_state")), node.inner_state)
+
+
+def _is_injected(node: Any) -> bool:
+    return hasattr(node, "hyperparams") and hasattr(node, "inner_state")
+
+
+def _like(name: str, old: Any, value: Any) -> Any:
+    """Return the value as an array with the shape, dtype and placement of the one it replaces."""
+    who = "with_hyperparams"
+    numeric = isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(value, bool)
+    given = np.asarray(jax.device_get(value)) if numeric else None
+    if given is None or not jax.numpy.issubdtype(given.dtype, jax.numpy.number):
+        raise TypeError(f"{who}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+    if given.shape != old.shape:
+        raise ValueError(f"{who}: {name} has shape {old.shape}, got {given.shape}.")
+    if np.isnan(given).any():
+        raise ValueError(f"{who}: {name} must not be NaN.")
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = given.astype(old.dtype)
+    exact = jax.numpy.issubdtype(old.dtype, jax.numpy.integer)
+    if not np.array_equal(cast, given) if exact else not np.array_equal(np.isinf(cast), np.isinf(given)):
+        raise ValueError(f"{who}: {name} has dtype {old.dtype}, which cannot hold {value!r}.")
+    if not isinstance(old, jax.Array):
+        return cast
+    if jax.process_count() > 1:
+        return jax.make_array_from_callback(cast.shape, old.sharding, lambda index: cast[index])
+    return jax.device_put(cast, old.sharding)

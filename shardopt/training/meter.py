@@ -1,0 +1,116 @@
+"""Metrics on their way from the device, looked at one step late so that the host never holds the device up."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from shardopt.core.errors import complaint
+from shardopt.core.types import is_array_like
+from shardopt.training.finite import check_loss
+
+
+class Meter:
+    """Takes the metrics of each step as device arrays, and gives them back as numbers once they have arrived.
+
+    `push` hands in a step just dispatched and settles the one before: its loss is checked, and if it was wanted
+    all its metrics are fetched, in one transfer. `settle` does the same for the newest step, and so waits for the
+    device: it is for moments that wait anyway, such as a checkpoint.
+
+    Metrics come with `steps_per_second` and `examples_per_second` since the last ones fetched. The clock starts
+    when the first step is done, so compilation does not count.
+    """
+
+    def __init__(self, checkpoints: Any = None):
+        self._checkpoints = checkpoints
+        self._pending: _Pending | None = None
+        self._settled: dict[str, float] = {}
+        self._since: float | None = None
+        self._steps = self._examples = 0
+
+    def push(
+        self, step: int, position: int, metrics: Mapping[str, Any], *, examples: int, wanted: bool
+    ) -> tuple[int, dict[str, float]] | None:
+        """Hand in a step and settle the one before.
+
+        Args:
+          step: steps taken, this one included.
+          position: batches drawn before this step's.
+          metrics: scalar arrays, still being computed.
+          examples: the size of its batch.
+          wanted: whether all metrics of this step are to be reported.
+
+        Returns:
+          (step, metrics) of the step before if it was wanted and has not been settled yet, or else None.
+
+        Raises:
+          NonFiniteLossError: if the loss of the step before is not finite.
+          ValueError: if a metric is not a scalar.
+        """
+        if self._pending is None and not self._settled:
+            _check_metrics(metrics)
+        late, self._pending = self._pending, _Pending(step, position, metrics, examples, wanted)
+        if late is None:
+            return None
+        fetched = self._fetch(late, everything=late.wanted)
+        return (late.step, fetched) if late.wanted else None
+
+    def settle(self) -> dict[str, float]:
+        """Return the metrics of the newest step, waiting for it; empty if there was no step.
+
+        Raises:
+          NonFiniteLossError: if its loss is not finite.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._settled = self._fetch(pending, everything=True)
+        return self._settled
+
+    def restart(self) -> None:
+        """Begin a new measurement of speed: time since the last one was not spent on training."""
+        if self._since is not None:
+            self._since, self._steps, self._examples = time.perf_counter(), 0, 0
+
+    def _fetch(self, pending: "_Pending", *, everything: bool) -> dict[str, float]:
+        chosen = {"loss": pending.metrics["loss"]} | (dict(pending.metrics) if everything else {})
+        fetched = jax.device_get(chosen)
+        values = {name: fetched[name].item() for name in chosen}  # jax sorts dicts; the loss shall come first
+        check_loss(values["loss"], step=pending.step - 1, position=pending.position, checkpoints=self._checkpoints)
+        return values | self._speed(pending.examples, finished=everything)
+
+    def _speed(self, examples: int, *, finished: bool) -> dict[str, float]:
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+            return {}
+        self._steps, self._examples = self._steps + 1, self._examples + examples
+        if not finished:
+            return {}
+        seconds, steps, seen = max(now - self._since, 1e-9), self._steps, self._examples
+        self._since, self._steps, self._examples = now, 0, 0
+        return {"steps_per_second": steps / seconds, "examples_per_second": seen / seconds}
+
+
+class _Pending(NamedTuple):
+    step: int
+    position: int
+    metrics: Mapping[str, Any]
+    examples: int
+    wanted: bool
+
+
+def count_examples(batch: Any) -> int:
+    """Return the first dim of the first leaf that has one: the global batch."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    strange = [
+        f"metrics[{name!r}]: {f'shape {value.shape}' if is_array_like(value) else type(value).__name__}"
+        for name, value in metrics.items()
+        if not is_array_like(value) or value.shape != ()
+    ]
+    if strange:
+        fix = "reduce it to one number in the aux dict of loss_fn."
+        raise ValueError(complaint("fit", "metrics must be scalars.", strange, fix))

@@ -1,0 +1,215 @@
+"""A run that is broken off and resumed equals one that never was, bit for bit, data and early stopping included."""
+
+import re
+
+import grain
+import numpy as np
+import pytest
+
+import shardopt as so
+from shardopt.training import EarlyStopping, fit
+
+
+def of_list(batches):
+    return iter(batches)
+
+
+def of_grain(batches):
+    """An iterator of dict state, that reads ahead in a thread."""
+    source = grain.MapDataset.source(batches).shuffle(seed=3).repeat()
+    return iter(source.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+
+
+def of_grain_dataset(batches):
+    return grain.MapDataset.source(batches).shuffle(seed=3).repeat().to_iter_dataset()
+
+
+def of_map_dataset(batches):
+    return grain.MapDataset.source(batches).shuffle(seed=3)
+
+
+def of_loader(batches):
+    """A loader of bytes state."""
+    sampler = grain.samplers.IndexSampler(len(batches), grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3)
+    return grain.DataLoader(data_source=batches, sampler=sampler, worker_count=0)
+
+
+@pytest.mark.parametrize("source", [of_list, of_grain, of_grain_dataset, of_map_dataset, of_loader])
+def test_resumed_equals_unbroken(opt, new_state, batches, memory, same, source):
+    unbroken = fit(opt, new_state(), source(batches), num_steps=30, progress=False)
+    checkpoints = memory(10)
+    fit(opt, new_state(), source(batches), num_steps=13, checkpoints=checkpoints, progress=False)
+    for target in (20, 30):
+        checkpoints = memory(10, disk=checkpoints.disk, resume=True)
+        resumed = fit(opt, new_state(), source(batches), num_steps=target, checkpoints=checkpoints, progress=False)
+    assert sorted(checkpoints.disk) == [10, 13, 20, 30]
+    assert same(resumed.state, unbroken.state)
+
+
+@pytest.mark.parametrize("kill_at", [5, 9, 10, 11, 19, 26])
+@pytest.mark.parametrize("source", [of_list, of_grain])
+def test_killed_between_checkpoints(opt, new_state, batches, memory, same, metrics_at, source, kill_at):
+    """Steps since the last checkpoint are taken again, with the same batches and the same losses."""
+
+    class Killed:
+        def __init__(self):
+            self.inner = iter(source(batches))
+            if source is of_grain:
+                self.get_state, self.set_state = self.inner.get_state, self.inner.set_state
+            self.left = kill_at
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise SystemExit
+            self.left -= 1
+            return next(self.inner)
+
+    unbroken = fit(opt, new_state(), source(batches), num_steps=30, log_every=1, progress=False)
+    checkpoints = memory(5)
+    with pytest.raises(SystemExit):
+        fit(opt, new_state(), Killed(), num_steps=30, checkpoints=checkpoints, progress=False)
+    again = memory(5, disk=checkpoints.disk, resume=True)
+    resumed = fit(opt, new_state(), source(batches), num_steps=30, log_every=1, checkpoints=again, progress=False)
+    assert same(resumed.state, unbroken.state)
+    losses = metrics_at(resumed.history, "loss")
+    assert min(losses) == (kill_at // 5 * 5 if kill_at % 5 else kill_at) + 1
+    assert losses.items() <= metrics_at(unbroken.history, "loss").items()
+
+
+@pytest.mark.parametrize("broken_at", [1, 6, 9, 12, 13, 15, 18])
+@pytest.mark.parametrize("metric", ["val", "error"])
+def test_early_stopping_resumes(opt, new_state, batches, memory, metrics_at, broken_at, metric):
+    """The validation metric is lowest at step 9; the training metric stops wherever it stops."""
+    options = {
+        "evaluate": lambda state: {"val": abs(int(state.step) - 9.5)},
+        "evaluate_every": 3,
+        "log_every": 2,
+        "early_stopping": EarlyStopping(metric, patience=3, min_delta=0.1),
+        "progress": False,
+    }
+    unbroken = fit(opt, new_state(), of_list(batches), num_steps=40, **options)
+    assert unbroken.stopped == "early"
+    checkpoints = memory(4)
+    fit(opt, new_state(), of_list(batches), num_steps=broken_at, checkpoints=checkpoints, **options)
+    again = memory(4, disk=checkpoints.disk, resume=True)
+    resumed = fit(opt, new_state(), of_list(batches), num_steps=40, checkpoints=again, **options)
+    assert (resumed.step, resumed.stopped, resumed.best) == (unbroken.step, "early", unbroken.best)
+    if metric == "val":
+        assert (resumed.step, resumed.best) == (18, {"step": 9, "val": 0.5})
+
+
+def test_resuming_what_was_stopped_early_takes_no_step(opt, new_state, batches, memory, same):
+    rule = EarlyStopping("constant", patience=2)
+
+    def run(checkpoints, rule):
+        return fit(
+            opt,
+            new_state(),
+            of_list(batches),
+            num_steps=40,
+            evaluate=lambda state: {"constant": 1.0},
+            checkpoints=checkpoints,
+            early_stopping=rule,
+            progress=False,
+        )
+
+    first = run(checkpoints := memory(4), rule)
+    assert (first.step, first.stopped) == (12, "early")
+    second = run(memory(4, disk=checkpoints.disk, resume=True), rule)
+    assert (second.step, second.stopped) == (12, "early")
+    assert same(second.state, checkpoints.disk[12][0])
+    patient = run(memory(4, disk=checkpoints.disk, resume=True), EarlyStopping("constant", patience=4))
+    assert (patient.step, patient.stopped) == (20, "early")
+
+
+def test_other_metric_starts_afresh(opt, new_state, batches, memory, capsys):
+    def evaluate(state):
+        return {"a": 1.0, "b": -float(state.step)}
+
+    def run(checkpoints, metric, target):
+        return fit(
+            opt,
+            new_state(),
+            of_list(batches),
+            num_steps=target,
+            evaluate=evaluate,
+            checkpoints=checkpoints,
+            early_stopping=EarlyStopping(metric, patience=2),
+            progress=False,
+        )
+
+    run(checkpoints := memory(4), "a", 8)
+    result = run(memory(4, disk=checkpoints.disk, resume=True), "b", 24)
+    assert (result.stopped, result.best) == ("completed", {"step": 24, "b": -24.0})
+    said = "Early stopping starts counting afresh: the checkpoint knows nothing of 'b' (min).\n"
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_said(opt, new_state, batches, memory, capsys):
+    checkpoints = memory(5)
+    first = fit(opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False)
+    assert capsys.readouterr().err == ""
+    again = memory(5, disk=checkpoints.disk, resume=True)
+    fit(opt, new_state(), of_list(batches), num_steps=10, checkpoints=again, progress=False)
+    assert capsys.readouterr().err == "Resuming from step 5 in /runs/a, the data by drawing 5 batches.\n"
+    fit(opt, new_state(), of_grain(batches), num_steps=15, checkpoints=again, progress=False)
+    assert capsys.readouterr().err == "Resuming from step 10 in /runs/a, the data by drawing 10 batches.\n"
+    fit(opt, new_state(), of_grain(batches), num_steps=20, checkpoints=again, progress=False)
+    assert capsys.readouterr().err == "Resuming from step 15 in /runs/a, the data from its saved state.\n"
+    later = fit(opt, first.state, of_list(batches), num_steps=25, progress=False)
+    fit(opt, later.state, of_list(batches), num_steps=26, checkpoints=again, progress=False)
+    said = "Going on from the state given (step 25); the last checkpoint, of step 20, is not newer.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_no_position_is_said(opt, new_state, batches, memory, capsys):
+    checkpoints = memory(5, resume=True)
+    state = fit(opt, new_state(), of_list(batches), num_steps=5, progress=False).state
+    checkpoints.save(state, step=5, extra={})
+    checkpoints.wait()
+    fit(opt, new_state(), of_list(batches), num_steps=6, checkpoints=checkpoints, progress=False)
+    said = "Resuming from step 5 in /runs/a, the data from its beginning: the checkpoint holds no position.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_the_state_passed_is_freed_before_restoring(opt, new_state, batches, memory):
+    checkpoints = memory(5)
+    fit(opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False)
+    again, state, freed = memory(5, disk=checkpoints.disk, resume=True), new_state(), []
+    restore = again.restore
+
+    def watch(opt, *, step):
+        freed.append(all(leaf.is_deleted() for leaf in state.params.values()))
+        return restore(opt, step=step)
+
+    again.restore = watch
+    fit(opt, state, of_list(batches), num_steps=10, checkpoints=again, progress=False)
+    assert freed == [True]
+
+
+def test_a_used_folder_is_refused(opt, new_state, batches, memory):
+    checkpoints = memory(5)
+    state = fit(opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False).state
+    message = (
+        "fit: /runs/a already has checkpoints, the last of step 5.\n"
+        "Fix: pass resume=True to so.Checkpoints to go on from there, or choose another folder."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(opt, state, of_list(batches), num_steps=10, checkpoints=memory(5, disk=checkpoints.disk), progress=False)
+    assert not state.step.is_deleted()
+
+
+def test_onto_another_strategy(opt, new_state, batches, memory, mesh_of, loss_fn):
+    """Same trajectory up to summation order, whatever the mesh."""
+    other = so.ddp(opt.wrapped, mesh_of(data=4), loss_fn)
+    unbroken = fit(opt, new_state(), of_list(batches), num_steps=20, progress=False)
+    checkpoints = memory(10)
+    fit(opt, new_state(), of_list(batches), num_steps=10, checkpoints=checkpoints, progress=False)
+    state = other.init({"w": np.zeros(4, np.float32), "b": np.zeros((), np.float32)})
+    again = memory(10, disk=checkpoints.disk, resume=True)
+    resumed = fit(other, state, of_list(batches), num_steps=20, checkpoints=again, progress=False)
+    for name, value in unbroken.state.params.items():
+        np.testing.assert_allclose(resumed.state.params[name], value, rtol=2e-5)

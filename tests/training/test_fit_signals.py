@@ -1,0 +1,135 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from shardopt.training import EarlyStopping, fit
+from shardopt.training.signals import catch_signals
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Stand-ins for what the program had before, which must be back afterwards and never be called."""
+    mine = {
+        number: lambda *_: pytest.fail("a handler of before was called") for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    before = {number: signal.signal(number, handler) for number, handler in mine.items()}
+    try:
+        yield
+        assert {number: signal.getsignal(number) for number in mine} == mine
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def sending(batches, *signals):
+    """Yield batches, and send this process the signals (drawn count, number) on the way."""
+    for drawn, batch in enumerate(batches, start=1):
+        for when, number in signals:
+            if when == drawn:
+                os.kill(os.getpid(), number)
+        yield batch
+
+
+@pytest.mark.parametrize(("number", "stopped"), [(signal.SIGTERM, "sigterm"), (signal.SIGINT, "interrupted")])
+@pytest.mark.parametrize("when", [1, 7, 10])
+def test_a_signal_finishes_the_step_and_saves(opt, new_state, batches, memory, capsys, number, stopped, when):
+    checkpoints = memory(10)
+    result = fit(
+        opt,
+        new_state(),
+        sending(batches, (when, number)),
+        num_steps=30,
+        checkpoints=checkpoints,
+        evaluate=lambda state: {"at": int(state.step)},
+        progress=False,
+    )
+    assert (result.step, result.stopped) == (when, stopped)
+    assert sorted(checkpoints.disk) == [when]
+    assert checkpoints.pending == {}
+    assert ("at" in result.history[-1]) == (when == 10)  # no evaluation in a hurry, other than a scheduled one
+    reason = {"sigterm": "SIGTERM", "interrupted": "interrupted from the keyboard"}[stopped]
+    assert capsys.readouterr().err == f"Stopped at step {when} of 30: {reason}.\n"
+
+
+def test_resuming_after_a_signal_equals_an_unbroken_run(opt, new_state, batches, memory, same):
+    unbroken = fit(opt, new_state(), batches, num_steps=30, progress=False)
+    checkpoints = memory(10)
+    fit(
+        opt,
+        new_state(),
+        sending(batches, (13, signal.SIGTERM)),
+        num_steps=30,
+        checkpoints=checkpoints,
+        progress=False,
+    )
+    again = memory(10, disk=checkpoints.disk, resume=True)
+    resumed = fit(opt, new_state(), iter(batches), num_steps=30, checkpoints=again, progress=False)
+    assert same(resumed.state, unbroken.state)
+
+
+def test_a_second_interrupt_stops_at_once(opt, new_state, batches, memory):
+    checkpoints = memory(5)
+    twice = sending(batches, (7, signal.SIGINT), (7, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        fit(opt, new_state(), twice, num_steps=30, checkpoints=checkpoints, progress=False)
+    assert sorted(checkpoints.disk) == [5]  # the one under way was waited for, no other was begun
+
+
+def test_a_signal_while_evaluating_at_the_end_is_not_lost(opt, new_state, batches):
+    def evaluate(state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"at": 1.0}
+
+    result = fit(opt, new_state(), batches, num_steps=3, evaluate=evaluate, progress=False)
+    assert (result.step, result.stopped) == (3, "sigterm")
+
+
+def test_a_signal_outweighs_early_stopping(opt, new_state, batches):
+    result = fit(
+        opt,
+        new_state(),
+        sending(batches, (6, signal.SIGTERM)),
+        num_steps=30,
+        evaluate=lambda state: {"constant": 1.0},
+        evaluate_every=2,
+        early_stopping=EarlyStopping("constant", patience=2),
+        progress=False,
+    )
+    assert (result.step, result.stopped) == (6, "sigterm")
+
+
+def test_ignored_signals_stay_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with catch_signals() as received:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGINT)
+            assert received() is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_handlers_are_back_after_an_error():
+    def fail_after_signals():
+        with catch_signals() as received:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError(received())
+
+    with pytest.raises(RuntimeError, match="sigterm"):
+        fail_after_signals()
+
+
+def test_other_threads_train_without_signals(opt, new_state, batches):
+    results = []
+
+    def run():
+        return results.append(fit(opt, new_state(), batches, num_steps=3, progress=False))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert results[0].stopped == "completed"

@@ -1,0 +1,140 @@
+import json
+import math
+import re
+import struct
+
+import pytest
+
+from shardopt.training import fit, jsonl, tensorboard
+from shardopt.training.loggers import as_loggers
+
+
+def lines(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def scalars(directory):
+    """Read TensorBoard's event files: [length: u64, its crc: u32, protobuf event, its crc: u32] each."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = {}
+    for path in sorted(directory.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[12 + length + 4 :]
+            for value in event.summary.value:
+                found[value.tag, event.step] = value.simple_value
+    return found
+
+
+def test_json_lines_of_a_run(opt, new_state, batches, tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    result = fit(opt, new_state(), batches, num_steps=25, log=jsonl(path), progress=False)
+    assert lines(path) == result.history
+    assert [line["step"] for line in lines(path)] == [10, 20, 25]
+
+
+def test_tensorboard_of_a_run(opt, new_state, batches, tmp_path):
+    result = fit(opt, new_state(), batches, num_steps=25, log=tensorboard(tmp_path / "deep" / "tb"), progress=False)
+    found = scalars(tmp_path / "deep" / "tb")
+    expected = {(name, record["step"]): value for record in result.history for name, value in record.items()}
+    assert found == pytest.approx({key: value for key, value in expected.items() if key[0] != "step"}, rel=1e-6)
+
+
+def test_several_loggers_get_the_same(opt, new_state, batches, tmp_path):
+    seen = []
+    logs = [
+        jsonl(tmp_path / "a.jsonl"),
+        tensorboard(tmp_path / "tb"),
+        lambda step, metrics: seen.append((step, metrics)),
+    ]
+    result = fit(opt, new_state(), batches, num_steps=10, log=logs, progress=False)
+    assert seen == [(10, {name: value for name, value in result.history[0].items() if name != "step"})]
+    assert lines(tmp_path / "a.jsonl") == result.history
+    assert len(scalars(tmp_path / "tb")) == len(seen[0][1])
+
+
+def test_lines_are_there_at_once_and_no_number_is_null(tmp_path):
+    path = tmp_path / "a.jsonl"
+    log = jsonl(str(path))
+    log(1, {"a": math.nan, "b": -math.inf, "c": 2})
+    assert lines(path) == [{"step": 1, "a": None, "b": None, "c": 2}]
+    log.close()
+    log.close()
+
+
+def test_a_resumed_run_replaces_what_the_broken_one_left(tmp_path):
+    path = tmp_path / "a.jsonl"
+    log = jsonl(path)
+    for step in (10, 20, 30):
+        log(step, {"loss": step / 10})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 40, "lo')  # killed here
+    log = jsonl(path)
+    log(20, {"loss": 7})
+    log(20, {"val": 8})
+    log.close()
+    log(30, {"loss": 9})  # opened again
+    assert lines(path) == [
+        {"step": 10, "loss": 1.0},
+        {"step": 20, "loss": 7},
+        {"step": 20, "val": 8},
+        {"step": 30, "loss": 9},
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.jsonl"]
+    log.close()
+
+
+def test_files_of_a_resumed_run_equal_those_of_an_unbroken_one(opt, new_state, batches, memory, tmp_path):
+    def loss(name):
+        return [(line["step"], line["loss"]) for line in lines(tmp_path / name)]
+
+    fit(opt, new_state(), batches, num_steps=30, log=jsonl(tmp_path / "whole"), log_every=2, progress=False)
+    fit(opt, new_state(), batches, num_steps=14, log=jsonl(tmp_path / "broken"), log_every=2, progress=False)
+    checkpoints = memory(9)
+    fit(opt, new_state(), batches, num_steps=9, checkpoints=checkpoints, progress=False)
+    again = memory(9, disk=checkpoints.disk, resume=True)
+    log = jsonl(tmp_path / "broken")
+    fit(opt, new_state(), batches, num_steps=30, checkpoints=again, log=log, log_every=2, progress=False)
+    assert loss("broken") == loss("whole")
+
+
+def test_paths_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    message = f"jsonl: '{tmp_path}' is a folder.\nFix: name a file in it, such as '{tmp_path}/metrics.jsonl'."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        jsonl(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"^tensorboard: '{re.escape(str(tmp_path))}/file' is a file\\.\nFix: name a folder.$"
+    ):
+        tensorboard(tmp_path / "file")
+    for make in (jsonl, tensorboard):
+        with pytest.raises(TypeError):
+            make(3)
+
+
+def test_logs_that_are_no_callables():
+    message = (
+        "fit: log must be callables (step, metrics) -> None, got str, int.\n"
+        "Fix: pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        as_loggers(["a", print, 3])
+    assert as_loggers(None) == ()
+    assert as_loggers(print) == as_loggers([print]) == (print,)
+
+
+def test_importing_needs_neither_rich_nor_tensorboard():
+    import subprocess
+    import sys
+
+    program = (
+        "import sys, shardopt.training, jax\n"
+        "assert not jax._src.xla_bridge._backends, 'importing started a backend'\n"
+        "print([name for name in ('rich', 'tensorboardX', 'grain', 'orbax') if name in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
