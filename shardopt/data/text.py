@@ -1,0 +1,219 @@
+"""Text as bytes: a corpus of files, cut into training and validation windows, and drawn in shuffled batches."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardopt.core.errors import complaint
+from shardopt.data.files import python_sources, text_files
+
+if TYPE_CHECKING:
+    import grain
+
+Batch = dict[str, np.ndarray]
+
+
+class Corpus(NamedTuple):
+    """Files read as one long row of bytes, in the order given, none of it kept in memory.
+
+    Attributes:
+      paths: the files.
+      starts: where each begins, and after the last one where it ends; [files + 1].
+    """
+
+    paths: tuple[Path, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the row."""
+        return self.starts[-1]
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Return the bytes [begin, end) as uint8.
+
+        Raises:
+          OSError: if a file cannot be read any more, or is shorter than it was.
+        """
+        parts = []
+        file = int(np.searchsorted(self.starts, begin, side="right")) - 1
+        while begin < end:
+            stop = min(end, self.starts[file + 1])
+            parts.append(_read(self.paths[file], begin - self.starts[file], stop - begin))
+            begin, file = stop, file + 1
+        return np.frombuffer(b"".join(parts), np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """A range of a corpus as a sequence of windows: `windows[i]` is `{"tokens": int32 [length + 1]}`.
+
+    Window i holds the bytes from `begin + i * length` on, so that each byte but the first is a target once.
+    """
+
+    corpus: Corpus
+    begin: int
+    end: int
+    length: int
+
+    def __len__(self) -> int:
+        return max(0, (self.end - self.begin - 1) // self.length)
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = self.begin + int(index) * self.length
+        return {"tokens": self.corpus.read(start, start + self.length + 1).astype(np.int32)}
+
+
+def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
+    """Return the corpus of a file, of the text files below a folder, or of Python's own standard library.
+
+    Files come in the order of their paths. Of a folder, hidden files, `__pycache__` and files that hold a zero
+    byte near their beginning (binary ones) are passed over. The standard library is taken without its tests, its
+    generated tables (`encodings`, `pydoc_data`) and whatever was installed beside it.
+
+    Args:
+      path: a file or a folder; None is the standard library.
+
+    Raises:
+      FileNotFoundError: if there is nothing at `path`.
+      ValueError: if it holds no text.
+
+    Example:
+      >>> corpus = open_corpus()
+      >>> corpus.num_bytes > 1_000_000
+      True
+    """
+    if path is None:
+        root, files = python_sources()
+    else:
+        root = Path(path)
+        if not root.exists():
+            what = f"there is no file or folder {str(root)!r}."
+            raise FileNotFoundError(
+                complaint("data", what, fix="check the path; without one, Python's own source is read.")
+            )
+        files = text_files(root)
+    sized = [(file, size) for file in files if (size := file.stat().st_size)]
+    if not sized:
+        what = f"{str(root)!r} is empty." if root.is_file() else f"there is no text in the folder {str(root)!r}."
+        raise ValueError(complaint("data", what, fix="name a text file, or a folder that holds some."))
+    starts = np.cumsum([0] + [size for _, size in sized]).tolist()
+    return Corpus(tuple(file for file, _ in sized), tuple(starts))
+
+
+def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Windows, Windows]:
+    """Cut a corpus into training windows and, from its end, validation windows; no byte is in both.
+
+    The cut lies between two files where one begins near enough, so that no file is on both sides.
+
+    Args:
+      corpus: from `open_corpus`.
+      length: targets a window, T; a window holds T + 1 bytes.
+      validation: the share of bytes wanted for validation, between 0 and 1. A cut between files may make it up
+        to half smaller or larger.
+
+    Raises:
+      ValueError: if `length` or `validation` is out of range, or a side is too short for one window.
+
+    Example:
+      >>> training, validation = split(open_corpus(), 128)
+      >>> training[0]["tokens"].shape
+      (129,)
+    """
+    if length < 1:
+        raise ValueError(f"split: length must be at least 1, got {length}.")
+    if not 0 < validation < 1:
+        raise ValueError(f"split: validation must be between 0 and 1, got {validation}.")
+    cut = _cut(corpus, validation)
+    sides = Windows(corpus, 0, cut, length), Windows(corpus, cut, corpus.num_bytes, length)
+    if any(len(side) < 1 for side in sides):
+        what = (
+            f"{corpus.num_bytes} bytes of text, {sides[0].end} to train on and {corpus.num_bytes - cut} to validate,"
+            f" are too few for windows of {length + 1} bytes on both sides."
+        )
+        raise ValueError(complaint("data", what, fix="give more text, or choose shorter windows."))
+    return sides
+
+
+def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterDataset":
+    """Return endless shuffled batches, `{"tokens": int32 [batch_size, length + 1]}`.
+
+    Each epoch has an order of its own, drawn from the seed; a batch may span two. Every process draws the same
+    global batches, so the order does not depend on how many there are.
+
+    Args:
+      windows: from `split`.
+      batch_size: the global batch, B.
+      seed: decides the order.
+
+    Returns:
+      A grain dataset. Its iterators have `get_state()` and `set_state(state)`, the position in JSON.
+
+    Raises:
+      ValueError: if `batch_size` is below 1, or `seed` is not in 0 to 2^32 - 1.
+
+    Example:
+      >>> training, _ = split(open_corpus(), 128)
+      >>> iterator = iter(batches(training, 4))
+      >>> next(iterator)["tokens"].shape, iterator.get_state()
+      ((4, 129), {'next_index': 1})
+    """
+    import grain
+
+    if batch_size < 1:
+        raise ValueError(f"batches: batch_size must be at least 1, got {batch_size}.")
+    dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(batch_size)
+    # One thread, two batches ahead: windows are cheap, and the cores are for the devices.
+    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+
+
+def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[Batch]:
+    """Return batches of windows that lie evenly over the whole range: always the same, to validate on.
+
+    Where there are fewer windows than asked for, some are in it more than once.
+    """
+    count = batch_size * num_batches
+    chosen = [windows[i * len(windows) // count]["tokens"] for i in range(count)]
+    return [{"tokens": np.stack(chosen[i : i + batch_size])} for i in range(0, count, batch_size)]
+
+
+def encode(text: str) -> np.ndarray:
+    """Return the UTF-8 bytes of a text as int32 tokens.
+
+    Example:
+      >>> encode("hé").tolist()
+      [104, 195, 169]
+    """
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def decode(tokens: Any) -> str:
+    r"""Return the text that byte tokens spell, with U+FFFD for what is no UTF-8.
+
+    Example:
+      >>> decode([104, 195, 169])
+      'hé'
+    """
+    return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
+
+
+def _cut(corpus: Corpus, validation: float) -> int:
+    wanted = round(corpus.num_bytes * (1 - validation))
+    nearest = min(corpus.starts, key=lambda start: abs(start - wanted))
+    near_enough = 2 * abs(nearest - wanted) <= min(wanted, corpus.num_bytes - wanted)
+    return nearest if near_enough else wanted
+
+
+def _read(path: Path, start: int, count: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        found = file.read(count)
+    if len(found) < count:
+        what = f"{str(path)!r} is shorter than when the corpus was opened: {start + len(found)} bytes and no more."
+        raise OSError(complaint("data", what, fix="leave the text alone while a model trains on it."))
+    return found
