@@ -166,8 +166,12 @@ def _init_from_values(recipe: Recipe, programs: _Programs, params: PyTree, rng: 
 
 def _init_from_function(recipe: Recipe, programs: _Programs, init_fn: Any, rng: jax.Array) -> TrainState:
     program = programs.of(_abstract_params(recipe, jax.eval_shape(init_fn, rng)))
-    params = jax.jit(init_fn, out_shardings=program.shardings.params)(rng)
-    return _finish_init(recipe, program, params, rng)
+    return _finish_init(recipe, program, init_program(program, init_fn)(rng), rng)
+
+
+def init_program(program: Program, init_fn: Callable[[jax.Array], PyTree]) -> Any:
+    """Return the jitted `init_fn` whose result is created split: each device makes its own shard."""
+    return jax.jit(init_fn, out_shardings=program.shardings.params)
 
 
 def _finish_init(recipe: Recipe, program: Program, params: PyTree, rng: jax.Array) -> TrainState:

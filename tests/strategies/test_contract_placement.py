@@ -1,0 +1,126 @@
+"""Contract 2 and 3: specs are true, nothing recompiles, buffers are reused, bytes follow the formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.problems import MODELS, problem
+from support.reference import OPTIMIZERS
+from support.table import MESHES, STRATEGIES
+
+import shardopt as so
+from shardopt.strategies import build as strategies_build
+
+CASES = [(strategy, i % len(MESHES), list(MODELS)[i % 4], list(OPTIMIZERS)[i % 6]) for i, strategy in enumerate([*STRATEGIES] * 2)]
+
+
+def build(strategy, mesh, model, optimizer, mesh_of, **options):
+    case = problem(model, weighted=True, steps=3, dtype=jnp.float32)
+    rules = case.rules if mesh.get("tensor", 1) > 1 else ()
+    opt = STRATEGIES[strategy](OPTIMIZERS[optimizer](), mesh_of(**mesh), case.loss_fn, rules=rules, **options)
+    return case, opt
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "model", "optimizer"), CASES)
+def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(strategy, mesh, model, optimizer, mesh_of):
+    case, opt = build(strategy, MESHES[mesh], model, optimizer, mesh_of)
+    specs = opt.specs(jax.eval_shape(lambda: case.params))
+    expected = jax.tree.map(lambda spec: NamedSharding(opt.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    state = opt.init(case.params)
+    abstract = opt.abstract_state()
+
+    def check(state):
+        for leaf, sharding, promised in zip(
+            jax.tree.leaves(state), jax.tree.leaves(expected), jax.tree.leaves(abstract), strict=True
+        ):
+            assert leaf.sharding == sharding == promised.sharding
+            assert (leaf.shape, leaf.dtype) == (promised.shape, promised.dtype)
+
+    check(state)
+    old = jax.tree.leaves(state)
+    state, _ = opt.step(state, case.batches[0])
+    check(state)
+    assert all(leaf.is_deleted() for leaf in old if leaf.size > 1)
+    with jax.log_compiles(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+        state, _ = opt.step(state, case.batches[1])
+    check(state)
+
+
+def adam_bytes(strategy, params_bytes, data):
+    """Bytes per device of parameters and of optimizer state, from the table of algorithms.md: fp32 Adam."""
+    whole = {"ddp": (1, 2), "zero1": (1, 2 / data), "zero2": (1, 2 / data)}
+    share = whole.get(strategy, (1 / data, 2 / data))
+    return share[0] * params_bytes, share[1] * params_bytes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}], ids=str)
+def test_bytes_per_device_follow_the_formula(strategy, sizes, mesh_of):
+    rules = [("up", P(None, "tensor")), ("down", P("tensor"))] if "tensor" in sizes else ()
+    loss_fn = lambda params, batch: jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)  # noqa: E731
+    opt = STRATEGIES[strategy](optax.adam(1e-3), mesh_of(**sizes), loss_fn, rules=rules)
+    params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+    state = opt.init(params)
+    held = [0, 0]
+    for i, tree in enumerate((state.params, state.opt_state)):
+        held[i] = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+    whole = 2 * 64 * 256 * 4 // sizes.get("tensor", 1)
+    np.testing.assert_allclose(held, adam_bytes(strategy, whole, sizes["data"]), rtol=0.01)
+    report = opt.config.report()
+    assert [report.params_bytes, report.opt_state_bytes] == held
+    compiled = opt.step.lower(state, np.ones((32, 64), np.float32)).compile()
+    batch_bytes = 32 * 64 * 4 // sizes["data"] // sizes.get("replica", 1)
+    assert abs(compiled.memory_analysis().argument_size_in_bytes - sum(held) - batch_bytes) < 64
+    # all of the state is written into its own buffers
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(held)
+
+
+def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatch):
+    def init_fn(rng):
+        return {"w": jax.random.normal(rng, (1024, 1024))}
+
+    peaks = []
+
+    def spy(program, init_fn):
+        jitted = init_program(program, init_fn)
+        memory = jitted.lower(jax.random.key(3)).compile().memory_analysis()
+        peaks.append(memory.output_size_in_bytes + memory.temp_size_in_bytes)
+        return jitted
+
+    init_program = strategies_build.init_program
+    monkeypatch.setattr(strategies_build, "init_program", spy)
+    opt = so.fsdp(optax.adam(1e-3), mesh_of(data=8), lambda params, batch: jnp.sum(params["w"]) * batch.mean())
+    state = opt.init(init_fn, jax.random.key(3))
+    np.testing.assert_allclose(state.params["w"], init_fn(jax.random.key(3))["w"], rtol=1e-6)
+    whole = 4 * 1024 * 1024
+    assert peaks[0] <= whole / 8 * 4 + 1024  # its shard, and the random bits that it is made from
+
+
+def test_init_leaves_the_users_arrays_alone(mesh_of):
+    params = {"w": jnp.ones((8, 8)), "n": np.ones((8,), np.float32)}
+    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] + params["n"][None, :]) ** 2)  # noqa: E731
+    for sizes in ({"data": 1}, {"data": 8}):
+        opt = so.ddp(optax.contrib.schedule_free_sgd(0.1), mesh_of(**sizes), loss_fn)
+        state = opt.init(params)
+        for _ in range(2):
+            state, _ = opt.step(state, np.ones((8, 8), np.float32))
+        assert params["w"].tolist() == np.ones((8, 8)).tolist()
+        assert params["n"].tolist() == [1.0] * 8
+
+
+def test_report_lists_what_stays_whole_and_why(mesh_of):
+    opt = so.zero(optax.adam(1e-3), mesh_of(data=4), lambda params, batch: params["odd"].sum() * batch.mean())
+    with pytest.raises(ValueError, match="zero: no parameters have been seen yet"):
+        opt.config.report()
+    opt.specs({"odd": jax.ShapeDtypeStruct((45, 33), jnp.float32), "small": jax.ShapeDtypeStruct((8,), jnp.float32)})
+    report = opt.config.report()
+    assert {row.path: row.whole_because for row in report.whole} == {
+        "odd": "shape (45, 33): no dim is divisible by data=4",
+        "small": "8 elements, fewer than min_shard_elements=1024",
+    }
+    assert "no dim is divisible by data=4" in str(report)
+    assert report.rows[0].bytes_per_device == 45 * 33 * 4

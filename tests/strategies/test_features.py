@@ -1,0 +1,238 @@
+"""What a loss may ask for: aux metrics, rng, frozen and updated leaves, half precision, extra optax arguments."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.table import STRATEGIES
+
+import shardopt as so
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+PARAMS = {"w": jnp.full((8, 8), 0.5), "b": jnp.zeros((8,))}
+
+
+def square(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"][None, :]) ** 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_aux_metrics_are_those_of_the_union_batch(mesh_of, micro_batches):
+    def loss_fn(params, batch):
+        aux = {
+            "mean": batch.mean(),
+            "ratio": so.Weighted(batch[:, 0].sum(), (batch[:, 1] ** 2).sum()),
+            "count": jnp.int32(batch.shape[0]),
+            "vector": batch.mean(0),
+        }
+        return square(params, batch), aux
+
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, micro_batches=micro_batches, min_shard_elements=1)
+    _, metrics = opt.step(opt.init(PARAMS), X)
+    assert set(metrics) == {"loss", "grad_norm", "mean", "ratio", "count", "vector"}
+    np.testing.assert_allclose(metrics["mean"], X.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["ratio"], X[:, 0].sum() / (X[:, 1] ** 2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["vector"], X.mean(0), rtol=1e-4, atol=1e-6)
+    assert metrics["count"] == 16 / 4 / micro_batches
+
+
+def test_evaluate_gives_the_same_loss_and_donates_nothing(mesh_of):
+    for make in STRATEGIES.values():
+        opt = make(optax.sgd(0.1), mesh_of(data=4), lambda params, batch: (square(params, batch), {"m": batch.mean()}))
+        state = opt.init(PARAMS)
+        metrics = opt.evaluate(state, X)
+        np.testing.assert_allclose(metrics["loss"], square(PARAMS, X), rtol=1e-6)
+        assert set(metrics) == {"loss", "m"}
+        opt.step(state, X)
+
+
+def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
+    def loss_fn(params, batch, *, rng):
+        draws = jnp.where(batch[:, 0] > 0, jax.random.uniform(rng), 0.0)  # which rows are this device's
+        return square(params, batch[:, 1:]), {"draws": so.Updated({"seen": jnp.zeros((16,)).at[batch[:, 0].astype(int) - 1].set(draws) * 8})}
+
+    params = {**PARAMS, "seen": jnp.zeros((16,))}
+    opt = so.ddp(optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"])
+    rows = np.concatenate([np.arange(1, 17, dtype=np.float32)[:, None], X], axis=1)
+    state = opt.init(params, jax.random.key(5))
+    seen = []
+    for _ in range(2):
+        state, _ = opt.step(state, rows)
+        seen.append(np.asarray(state.params["seen"]))
+    # two rows share a device and micro-batch, so 16 rows draw 8 different numbers, others the next step
+    assert len(set(np.round(seen[0], 6))) == 8
+    assert not set(np.round(seen[0], 6)) & set(np.round(seen[1], 6))
+    again = opt.init(params, jax.random.key(5))
+    again, _ = opt.step(again, rows)
+    np.testing.assert_array_equal(again.params["seen"], seen[0])
+
+
+def test_blocks_draw_their_own_numbers():
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch,
+        block=lambda w, x, rng: x + jax.random.uniform(rng) * w["one"],
+        loss=lambda outer, x, batch: x.mean(),
+    )
+    params = {"blocks": {"one": jnp.eye(3)[:, None, :]}}
+    x = jax.jit(model._replace(loss=lambda outer, x, batch: x).loss_fn)(params, jnp.zeros((1, 3)), jax.random.key(0))
+    assert len(set(x[0].tolist())) == 3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strategy, mesh_of):
+    def loss_fn(params, batch):
+        normal = batch - params["stats"]["mean"][None, :]
+        stats = {"stats": {"mean": 0.9 * params["stats"]["mean"] + 0.1 * batch.mean(0), "steps": params["stats"]["steps"] + 1}}
+        return square(params, normal) + params["base"].sum(), {"stats": so.Updated(stats)}
+
+    params = {**PARAMS, "base": jnp.ones((8, 8)), "stats": {"mean": jnp.zeros((8,)), "steps": jnp.int32(0)}}
+    opt = STRATEGIES[strategy](
+        optax.adam(0.1), mesh_of(data=4), loss_fn, frozen=["^base$", "^stats/mean"], micro_batches=2
+    )
+    state = opt.init(params)
+    assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure({"w": 0, "b": 0, "base": None, "stats": {"mean": None, "steps": None}})
+    state, metrics = opt.step(state, X)
+    np.testing.assert_array_equal(state.params["base"], params["base"])
+    np.testing.assert_allclose(state.params["stats"]["mean"], 0.1 * X.mean(0), rtol=1e-4, atol=1e-6)
+    assert int(state.params["stats"]["steps"]) == 1
+    assert "stats" not in metrics
+    assert not np.allclose(state.params["w"], PARAMS["w"])
+
+
+def test_updates_must_fit(mesh_of):
+    def loss_fn(params, batch):
+        return square(params, batch), {"u": so.Updated({"w": params["w"], "n": jnp.zeros((2,)), "z": params["b"]})}
+
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), loss_fn)
+    state = opt.init({**PARAMS, "n": jnp.int32(0)})
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        opt.step(state, X)
+    assert str(caught.value) == (
+        "ddp: so.Updated does not fit the parameters.\n"
+        "  w: not a frozen parameter leaf\n"
+        "  z: not a frozen parameter leaf\n"
+        "  n: shape (2,), the parameter has ()\n"
+        "Fix: return so.Updated with the parameters' own nesting, for leaves named by frozen= or of integer type."
+    )
+
+
+def test_optimizers_that_want_the_loss_get_it(mesh_of):
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5, accumulation_size=1))
+    opt = so.zero(tx, mesh_of(data=4), lambda params, batch: jnp.float32(1.0) + 0 * square(params, batch))
+    state = opt.init(PARAMS)
+    for _ in range(4):
+        state, _ = opt.step(state, X)
+    assert float(state.opt_state[1].scale) < 1.0
+
+
+@pytest.mark.parametrize("model", ["function", "blocks"])
+def test_gather_dtype_computes_in_half_precision_with_fp32_masters(model, mesh_of):
+    seen = []
+
+    def block(w, x):
+        seen.append(w["w"].dtype)
+        return jnp.tanh(x @ w["w"])
+
+    blocks = so.BlockModel(
+        embed=lambda outer, batch: (batch @ outer["in"].astype(jnp.float32)).astype(outer["in"].dtype),
+        block=block,
+        loss=lambda outer, x, batch: jnp.mean(x.astype(jnp.float32) ** 2),
+    )
+    params = {"in": jnp.eye(8), "blocks": {"w": jax.random.normal(jax.random.key(0), (3, 8, 8))}}
+    loss_fn = blocks if model == "blocks" else lambda params, batch: blocks.loss_fn(params, batch)
+    opt = so.fsdp(optax.sgd(0.5), mesh_of(data=4), loss_fn, gather_dtype=jnp.bfloat16, min_shard_elements=1)
+
+    def reference(params, batch):
+        return blocks.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
+
+    state, expected = opt.init(params), params
+    for _ in range(3):
+        state, _ = opt.step(state, X)
+        grads = jax.grad(reference)(expected, X)
+        expected = jax.tree.map(lambda p, g: p - 0.5 * g, expected, grads)
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    for found, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, wanted, atol=0.01)
+
+
+def test_half_precision_parameters_train_on_every_strategy(mesh_of):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    losses = set()
+    for make in STRATEGIES.values():
+        opt = make(optax.sgd(0.5), mesh_of(data=4), lambda params, batch: square(params, batch.astype(jnp.bfloat16)))
+        state, _ = opt.step(opt.init(params), X)
+        state, metrics = opt.step(state, X)
+        assert metrics["loss"].dtype == jnp.float32
+        losses.add(round(float(metrics["loss"]), 2))
+    assert len(losses) == 1
+
+
+def test_a_loss_that_scans_from_constant_zeros_works(mesh_of):
+    """An RNN's zero carry is a type error under check_vma=True."""
+
+    def loss_fn(params, batch):
+        def cell(carry, x):
+            return jnp.tanh(carry @ params["w"] + x), None
+
+        final, _ = jax.lax.scan(cell, jnp.zeros_like(batch[:, :, 0]), jnp.moveaxis(batch, 2, 0))
+        return jnp.mean(final**2) + 0 * params["b"].sum()
+
+    batch = np.random.default_rng(1).normal(size=(8, 8, 5)).astype(np.float32)
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, min_shard_elements=1)
+    state, _ = opt.step(opt.init(PARAMS), batch)
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - 0.1 * jax.grad(loss_fn)(PARAMS, batch)["w"], rtol=1e-5)
+
+
+def test_equinox_modules_are_parameters_although_callable(mesh_of):
+    net = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+    params, static = eqx.partition(net, eqx.is_array)
+
+    def loss_fn(params, batch):
+        return jnp.mean(jax.vmap(eqx.combine(params, static))(batch) ** 2)
+
+    opt = so.fsdp(optax.adam(1e-2), mesh_of(data=4), loss_fn, min_shard_elements=1)
+    state = opt.init(params)
+    before = float(opt.evaluate(state, X)["loss"])
+    for _ in range(5):
+        state, metrics = opt.step(state, X)
+    assert float(metrics["loss"]) < before
+    assert isinstance(state.params, eqx.nn.MLP)
+    with pytest.raises(TypeError) as caught:
+        opt.init(net)
+    assert str(caught.value) == (
+        "fsdp: parameters must be a pytree of arrays.\n"
+        "  activation: custom_jvp\n"
+        "  final_activation: function\n"
+        "Fix: split the rest off, for instance with equinox.partition(model, equinox.is_array) or flax.nnx.split."
+    )
+
+
+def test_model_loss_fn_is_treated_as_the_model(mesh_of):
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch, block=lambda w, x: x @ w["w"], loss=lambda outer, x, batch: x.mean()
+    )
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), model.loss_fn, min_shard_elements=1)
+    specs = opt.specs({"blocks": {"w": jax.ShapeDtypeStruct((4, 8, 8), jnp.float32)}})
+    assert tuple(specs.params["blocks"]["w"]) == (None, "data", None)
+
+
+def test_a_mesh_from_jax_itself_is_taken(mesh_of):
+    mesh = jax.make_mesh((8,), ("data",))
+    opt = so.zero(optax.adam(0.1), mesh, square, min_shard_elements=1)
+    state, metrics = opt.step(opt.init(PARAMS), X)
+    np.testing.assert_allclose(metrics["loss"], square(PARAMS, X), rtol=1e-6)
+
+
+def test_the_contract_names(mesh_of):
+    tx = optax.adam(0.1)
+    opt = so.fsdp(tx, mesh_of(data=4, replica=2), square)
+    assert isinstance(opt, so.ShardedOptimizer)
+    assert opt.wrapped is tx
+    assert (opt.rank, opt.world_size) == (0, 8)
+    assert opt.config.strategy == "fsdp"
+    assert opt.config.mesh_shape == {"replica": 2, "data": 4, "pipeline": 1, "tensor": 1}
+    state = opt.init(PARAMS)
+    assert all(a is b for a, b in zip(jax.tree.leaves(opt.synchronize(state)), jax.tree.leaves(state), strict=True))
