@@ -1,5 +1,10 @@
-"""shardopt: turn any optax optimizer into a distributed one."""
+"""shardopt: turn any optax optimizer into a distributed one.
 
+Start with `make_mesh`, then `ddp`, `zero` or `fsdp`; train with `fit`; keep what you have with `Checkpoints`.
+"""
+
+from shardopt import checkpoint, training
+from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
     BlockModel,
     CheckpointError,
@@ -11,18 +16,31 @@ from shardopt.core import (
 )
 from shardopt.mesh import initialize, make_mesh
 from shardopt.strategies import ddp, fsdp, zero
+from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
 
 __all__ = [
     "BlockModel",
     "CheckpointError",
+    "Checkpoints",
+    "EarlyStopping",
+    "FitResult",
     "NonFiniteLossError",
     "ShardedOptimizer",
     "TrainState",
     "Updated",
     "Weighted",
+    "checkpoint",
     "ddp",
+    "fit",
+    "from_bytes",
     "fsdp",
+    "hyperparams",
     "initialize",
     "make_mesh",
+    "restore",
+    "save",
+    "to_bytes",
+    "training",
+    "with_hyperparams",
     "zero",
 ]

@@ -34,8 +34,9 @@ def match_rules(
         twice, or has more entries than the leaf has dims.
 
     Example:
-      >>> match_rules([("qkv$", PartitionSpec(None, "tensor"))], [("a/qkv", (4, 8)), ("b", (3,))], who="fsdp")
-      [PartitionSpec(None, 'tensor'), PartitionSpec(None,)]
+      >>> rules = [("qkv$", PartitionSpec(None, "tensor"))]
+      >>> [tuple(spec) for spec in match_rules(rules, [("a/qkv", (4, 8)), ("b", (3,))], who="fsdp")]
+      [(None, 'tensor'), (None,)]
     """
     choose = rules if callable(rules) else _first_match(check_rules(rules, who=who, axes=axes), paths_and_shapes, who)
     specs, problems = [], []

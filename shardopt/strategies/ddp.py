@@ -62,8 +62,8 @@ def ddp(
       >>> opt = so.ddp(optax.sgd(0.1, momentum=0.9), so.make_mesh(), loss_fn)
       >>> state = opt.init({"w": jnp.zeros((4,))})
       >>> state, metrics = opt.step(state, {"x": jnp.ones((8, 4)), "y": jnp.ones((8,))})
-      >>> state.params["w"].tolist() == [jnp.float32(0.2)] * 4, float(metrics["loss"])
-      (True, 1.0)
+      >>> [round(float(w), 3) for w in state.params["w"]], float(metrics["loss"])
+      ([0.2, 0.2, 0.2, 0.2], 1.0)
 
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.

@@ -63,8 +63,8 @@ def zero(
       >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2)
       >>> opt = so.zero(optax.adam(1e-3), so.make_mesh(), loss_fn, stage=1)
       >>> state = opt.init({"w": jnp.ones((64, 32))})
-      >>> opt.specs(state.params).opt_state[0].mu["w"]
-      PartitionSpec('data', None)
+      >>> tuple(opt.specs(state.params).opt_state[0].mu["w"])
+      ('data', None)
 
     References:
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
