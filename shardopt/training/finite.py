@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.errors import NonFiniteLossError, complaint
+from shardopt.core.errors import CheckpointError, NonFiniteLossError, complaint
 
 
 def check_loss(loss: float, *, step: int, position: int, checkpoints: Any = None) -> None:
@@ -61,14 +61,18 @@ def _damage(everything: Any, params: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _fail(what: str, step: int, position: int, checkpoints: Any) -> NoReturn:
-    saved = "checkpoints: none were asked for"
+    saved = ["checkpoints: none were asked for"]
     if checkpoints is not None:
-        checkpoints.wait()  # one may still be on its way to disk
+        saved = []
+        try:
+            checkpoints.wait()  # one may still be on its way to disk
+        except CheckpointError as error:
+            saved = [f"a checkpoint could not be written: {error}"]
         latest = checkpoints.latest()
-        saved = f"last checkpoint: {'none yet' if latest is None else f'step {latest}'}, in {checkpoints.directory}"
+        saved += [f"last checkpoint: {'none yet' if latest is None else f'step {latest}'}, in {checkpoints.directory}"]
     fix = (
         "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or look at the batch: "
         f"next(itertools.islice(iter(batches), {position}, None)), with batches from their beginning."
     )
     where = f"{what} at step {step} (batch {position}, both counted from 0)."
-    raise NonFiniteLossError(complaint("fit", where, [saved], fix), step=step, position=position)
+    raise NonFiniteLossError(complaint("fit", where, saved, fix), step=step, position=position)

@@ -13,7 +13,7 @@ from shardopt.training.loggers import Log, open_log
 from shardopt.training.meter import Meter, count_examples
 from shardopt.training.position import END, Stream
 from shardopt.training.progress import show_progress
-from shardopt.training.resume import begin, pack
+from shardopt.training.resume import begin, pack, written_out
 from shardopt.training.signals import SIGNALS, catch_signals
 
 
@@ -129,8 +129,7 @@ def fit(
         received = cleanup.enter_context(catch_signals())
         display = cleanup.enter_context(show_progress(num_steps, shown=progress))
         write = cleanup.enter_context(open_log(log))
-        if checkpoints is not None:
-            cleanup.callback(checkpoints.wait)
+        cleanup.enter_context(written_out(checkpoints))
 
         stream, meter, history = Stream(batches), Meter(checkpoints), []
         state, seen = begin(opt, state, stream, early_stopping, checkpoints, display.say)

@@ -1,11 +1,12 @@
-"""Where a run begins: at the state it is given, or at the last checkpoint, data and early stopping included."""
+"""Checkpoints at both ends of a run: where it begins, what it keeps, and that all is written when it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import CheckpointError, NonFiniteLossError, complaint
 from shardopt.training import early_stopping as stopping
 from shardopt.training.early_stopping import EarlyStopping, StoppingState
 from shardopt.training.position import Stream
@@ -40,6 +41,25 @@ def begin(
 def pack(stream: Stream, rule: EarlyStopping | None, state: StoppingState) -> dict[str, Any]:
     """Return what a checkpoint keeps besides the train state, as JSON."""
     return {"batches": stream.position(), "early_stopping": None if rule is None else stopping.to_json(rule, state)}
+
+
+@contextmanager
+def written_out(checkpoints: Any) -> Iterator[None]:
+    """Wait at the end for the checkpoint that is still being written, also where an error ends the run."""
+    try:
+        yield
+    except BaseException as error:
+        # Waiting is something that all processes do together: after an error that only one of them has it would
+        # wait for ever. A loss is the same on all.
+        together = jax.process_count() == 1 or isinstance(error, NonFiniteLossError)
+        if checkpoints is not None and together:
+            try:
+                checkpoints.wait()
+            except CheckpointError as failure:
+                error.add_note(str(failure))  # what went wrong first must stay in front
+        raise
+    if checkpoints is not None:
+        checkpoints.wait()
 
 
 def free(state: Any) -> None:

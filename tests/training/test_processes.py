@@ -1,0 +1,112 @@
+"""Two real processes: they stop at the same step, whoever of them wants to."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.training import fit
+from shardopt.training.agree import VERDICTS, agree
+
+WORKER = Path(__file__).with_name("worker_processes.py")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the two processes saw, and what they printed on standard error."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    folder = tmp_path_factory.mktemp("run")
+    command = [sys.executable, str(WORKER)]
+    environment = os.environ | {"PYTHONPATH": str(Path(so.__file__).parents[1]), "XLA_FLAGS": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    workers = [subprocess.Popen([*command, str(rank), port, str(folder)], **pipes) for rank in range(2)]
+    try:
+        output = [worker.communicate(timeout=240) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], output
+    # gloo talks on standard output too
+    return [json.loads(out.splitlines()[-1]) for out, _ in output], [err for _, err in output]
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "stopped"),
+    [
+        ("whole", 30, "completed"),
+        ("sigterm", 15, "sigterm"),  # received at step 13 by one of them; they ask each other every five
+        ("resumed", 30, "completed"),
+        ("early", 12, "early"),  # process 1 sees 1.0 three times; process 0 would go on
+        ("exhausted", 17, "exhausted"),
+    ],
+)
+def test_all_stop_at_the_same_step(told, name, step, stopped):
+    for found in told[0]:
+        assert (found[name]["step"], found[name]["stopped"]) == (step, stopped)
+
+
+def test_the_loss_stops_all(told):
+    assert [found["nan"] for found in told[0]] == [[8, 8], [8, 8]]
+
+
+def test_resumed_equals_unbroken_and_one_process(told):
+    first, second = told[0]
+    assert first["resumed"]["same"]
+    assert second["resumed"]["same"]
+    assert first["params"] == second["params"]
+    assert first["hyperparams"]["learning_rate"] == 0.25
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+    x = [np.random.default_rng(step).normal(size=(8, 4)).astype(np.float32) for step in range(30)]
+    opt = so.fsdp(optax.adam(0.05), so.make_mesh(devices=jax.devices()[:4]), loss_fn, min_shard_elements=1)
+    batches = [{"x": one, "y": one.sum(1)} for one in x]
+    alone = fit(opt, opt.init({"w": np.zeros(4, np.float32)}), batches, num_steps=30, progress=False)
+    np.testing.assert_allclose(first["params"], alone.state.params["w"], rtol=2e-5)
+
+
+def test_only_the_first_process_logs_and_shows(told):
+    (first, second), (shown, silent) = told
+    assert first["whole"]["logged"] == [10, 20, 30]
+    assert second["whole"]["logged"] == []
+    losses = [[record["loss"] for record in found["whole"]["history"]] for found in (first, second)]
+    assert losses[0] == losses[1]
+    assert "step 10/30  loss" in shown
+    assert "Resuming from step 15" in shown
+    assert "step 10/30" not in silent
+    assert "Resuming" not in silent
+
+
+def test_one_process_has_nobody_to_ask():
+    assert agree(None, None, due=False) is None
+    assert agree(None, "early", due=False) == "early"
+    assert agree("sigterm", "early", due=True) == "sigterm"
+
+
+def test_the_weightiest_verdict_counts(monkeypatch):
+    asked = []
+
+    def gather(code):
+        asked.append(int(code))
+        return np.array([code, VERDICTS.index("interrupted"), -1])
+
+    monkeypatch.setattr("jax.process_count", lambda: 3)
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+    assert agree("early", due=False) is None
+    assert asked == []
+    assert agree("early", None, due=True) == "interrupted"
+    assert agree("sigterm", due=True) == "sigterm"
+    assert agree(None, due=True) == "interrupted"
+    assert asked == [1, 3, -1]

@@ -1,0 +1,81 @@
+"""One of two processes with two devices each: `python worker_processes.py RANK PORT FOLDER`.
+
+Prints what it saw as one JSON line. See test_processes.py.
+"""
+
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardopt as so
+from shardopt.checkpoint import Checkpoints
+from shardopt.core import NonFiniteLossError
+from shardopt.training import EarlyStopping, evaluation, fit, hyperparams, with_hyperparams
+
+rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.config.update("jax_num_cpu_devices", 2)
+so.initialize(f"127.0.0.1:{port}", 2, rank)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def batches(count, *, bad=None, stop=None):
+    for step, rng in zip(range(count), map(np.random.default_rng, itertools.count()), strict=False):
+        if step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        x = rng.normal(size=(8, 4)).astype(np.float32)
+        yield {"x": x, "y": np.full(8, np.nan, np.float32) if step == bad else x.sum(1)}
+
+
+tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.05)
+opt = so.fsdp(tx, so.make_mesh(), loss_fn, min_shard_elements=1)
+fixed = list(batches(2))
+found = {}
+
+
+def new_state():
+    return opt.init({"w": np.zeros(4, np.float32)})
+
+
+def run(name, state, data, **options):
+    logged = []
+    options = {"num_steps": 30, "agree_every": 5, "progress": True} | options
+    result = fit(opt, state, data, log=lambda step, metrics: logged.append(step), **options)
+    found[name] = {"step": result.step, "stopped": result.stopped, "logged": logged, "history": result.history}
+    return result
+
+
+gather = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(opt.mesh, jax.sharding.PartitionSpec()))
+whole = run("whole", new_state(), batches(40), evaluate=evaluation(opt, fixed))
+with Checkpoints(folder, every=10, keep=2) as checkpoints:
+    run("sigterm", new_state(), batches(40, stop=12 if rank == 1 else None), checkpoints=checkpoints)
+with Checkpoints(folder, every=10, keep=2) as checkpoints:
+    resumed = run("resumed", new_state(), batches(40), checkpoints=checkpoints)
+found["resumed"]["same"] = bool((gather(whole.state.params["w"]) == gather(resumed.state.params["w"])).all())
+found["params"] = np.asarray(gather(resumed.state.params["w"])).tolist()
+run(
+    "early",
+    new_state(),
+    batches(40),
+    evaluate=lambda state: {"mine": 1.0 if rank == 1 else -float(state.step)},
+    evaluate_every=4,
+    early_stopping=EarlyStopping("mine", patience=2),
+)
+run("exhausted", new_state(), batches(17))
+try:
+    run("nan", new_state(), batches(40, bad=8))
+except NonFiniteLossError as error:
+    found["nan"] = [error.step, error.position]
+state = with_hyperparams(new_state(), learning_rate=0.25)
+found["hyperparams"] = hyperparams(run("changed", state, batches(40), num_steps=3).state)
+print(json.dumps(found), flush=True)
