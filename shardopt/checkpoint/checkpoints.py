@@ -31,6 +31,9 @@ class Checkpoints:
     `save` copies the state to the host and returns; a thread writes it and then deletes what is no longer to be
     kept. A write that fails is logged at once and raised by the next `save`, `wait` or `close`.
 
+    Close it, best by `with`: an interpreter that shuts down starts no more threads, so the write that is under way
+    when a program ends without `close` is lost (and said to be), and only earlier checkpoints remain.
+
     From its construction to `close` it is the only writer of the folder: a second one, in whatever process, is
     refused, and a writer that died, however it died, is followed without ado.
 
@@ -42,7 +45,7 @@ class Checkpoints:
       keep: how many of the newest checkpoints are kept; None for all.
       best: the metric by which one more checkpoint is kept, the best one; None for no such.
       mode: "min" if the smaller metric is the better one, else "max".
-      resume: whether a run goes on from the newest checkpoint.
+      resume: whether `fit` goes on from the newest checkpoint.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
@@ -77,12 +80,12 @@ class Checkpoints:
           best: a metric's name: the best checkpoint by it is kept as well. Checkpoints saved without this metric,
             or with a NaN, do not compete.
           mode: "min" or "max".
-          resume: False refuses a folder that holds checkpoints already, so that two runs do not mix.
+          resume: whether `fit` goes on from the newest checkpoint in the folder; it refuses to start anew beside one.
 
         Raises:
           TypeError: if an argument is of the wrong kind.
           ValueError: if `every` or `keep` is below 1, or `mode` is neither "min" nor "max".
-          CheckpointError: if another job writes to the folder, or `resume` is False and it holds checkpoints.
+          CheckpointError: if another job writes to the folder, or it cannot be written to.
         """
         _check_count("every", every)
         if keep is not None:
@@ -138,9 +141,9 @@ class Checkpoints:
         Raises:
           CheckpointError: if it could not be written.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            raise_together(pending.exception())
+        if self._pending is not None:
+            failure, self._pending = self._pending.exception(), None
+            raise_together(failure)
 
     def close(self) -> None:
         """Wait, then let go of the folder. Closing twice is harmless.
@@ -198,14 +201,9 @@ class Checkpoints:
             self._release = weakref.finalize(self, os.close, self._lock)
             tidy(self.directory)
         except OSError as error:
+            self._release()
             what = f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
             raise CheckpointError(complaint(_WHO, what, fix="choose a folder that you may write to.")) from error
-        if not self.resume and (steps := self.steps()):
-            self._release()
-            what = f"{self.directory} holds checkpoints up to step {steps[-1]}, but resume is False."
-            raise CheckpointError(
-                complaint(_WHO, what, fix="choose an empty folder, or resume=True to go on from there.")
-            )
 
     def _prepare(self, step: int) -> None:
         if self._lock is None:
@@ -231,12 +229,18 @@ class Checkpoints:
         try:
             finish()
             if jax.process_index() == 0:
-                for old in surplus(self.steps(), self.keep, self.best_step()):
-                    discard(self.directory, old)
-        except Exception as error:
-            failure = error if isinstance(error, CheckpointError) else failed(_WHO, self.directory, step, error)
-            logging.getLogger(__name__).error("%s", failure)  # said now, in case nobody ever waits
-            raise failure from error
+                self._rotate(step)
+        except CheckpointError as error:
+            logging.getLogger(__name__).error("%s", error)  # said now, in case nobody ever waits
+            raise
+
+    def _rotate(self, step: int) -> None:
+        for old in surplus(self.steps(), self.keep, self.best_step()):
+            try:
+                discard(self.directory, old)
+            except OSError as error:
+                what = f"step {step} was written, but step {old} in {self.directory} could not be deleted ({error})."
+                raise CheckpointError(complaint(_WHO, what, fix="delete it, or give the job the right to.")) from error
 
     def _metric(self, step: int) -> float:
         with contextlib.suppress(CheckpointError):

@@ -1,6 +1,5 @@
 """Does what is stored fit what is wanted? Every leaf that is missing, left over or different, in one error."""
 
-from collections import Counter
 from typing import Any
 
 from shardopt.checkpoint.leaves import Leaf, describe
@@ -29,39 +28,29 @@ def check_match(who: str, what: str, stored: dict[LeafPath, Leaf], target: Any) 
     if not (missing or left_over or different):
         return
     listed = [f"{show(path)}: the checkpoint holds {stored[path]}, opt wants {wanted[path]}" for path in different]
-    listed += _listing(missing, left_over, stored, wanted, room=MAX_LISTED - len(different))
+    room = max(2, MAX_LISTED - len(different)) // (2 if missing and left_over else 1)
+    listed += _listing(missing, stored, "missing from the checkpoint", room)
+    listed += _listing(left_over, wanted, "left over in the checkpoint", room)
     counts = f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(different)} different"
     raise CheckpointError(complaint(who, f"{what} does not fit opt: {counts}.", listed, fix=_remedy(listed)))
 
 
-def _listing(
-    missing: dict[LeafPath, Leaf],
-    left_over: dict[LeafPath, Leaf],
-    stored: dict[LeafPath, Leaf],
-    wanted: dict[LeafPath, Leaf],
-    room: int,
-) -> list[str]:
-    """List what is missing and left over leaf by leaf, or by ever larger containers until there is room."""
-    sides = [(missing, stored, "missing from the checkpoint"), (left_over, wanted, "left over in the checkpoint")]
-    deepest = max(len(path) for path in stored | wanted)
-    for depth in range(deepest, -1, -1):
-        lines = [line for leaves, others, verdict in sides for line in _by_container(leaves, others, verdict, depth)]
+def _listing(leaves: dict[LeafPath, Leaf], others: dict[LeafPath, Leaf], verdict: str, room: int) -> list[str]:
+    """List leaf by leaf, or by ever larger containers of which the other side knows nothing, until there is room."""
+    known = {path[:length] for path in others for length in range(len(path) + 1)}
+    lines: list[str] = []
+    for depth in range(max(map(len, leaves), default=0), -1, -1):
+        groups: dict[LeafPath, list[LeafPath]] = {}
+        for path in leaves:
+            groups.setdefault(path[: _first_unknown(path, known) + depth], []).append(path)
+        lines = [
+            f"{show(members[0])}: {leaves[members[0]]}, {verdict}"
+            if len(members) == 1
+            else f"{show(group)}: {plural(len(members), 'leaf')} {verdict}"
+            for group, members in groups.items()
+        ]
         if len(lines) <= room:
             break
-    return lines
-
-
-def _by_container(leaves: dict[LeafPath, Leaf], others: dict[LeafPath, Leaf], verdict: str, depth: int) -> list[str]:
-    """List the containers that lie `depth` levels below the largest ones of which the other side knows nothing."""
-    known = {path[:length] for path in others for length in range(len(path) + 1)}
-    groups = {path: path[: _first_unknown(path, known) + depth] for path in leaves}
-    sizes = Counter(groups.values())
-    lines = []
-    for path, group in groups.items():
-        if group == path:
-            lines.append(f"{show(path)}: {leaves[path]}, {verdict}")
-        elif group in sizes:
-            lines.append(f"{show(group)}: {plural(sizes.pop(group), 'leaf')} {verdict}")
     return lines
 
 

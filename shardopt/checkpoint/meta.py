@@ -59,7 +59,7 @@ def describe_state(
         mesh_shape={} if mesh is None else dict(mesh.shape),
         leaves={path: describe(leaf) for path, leaf in leaves_by_path(state).items()},
         params=None if params is None else describe_structure(jax.tree.structure(params)),
-        metrics={name: float(np.asarray(value)) for name, value in (metrics or {}).items()},
+        metrics=_as_numbers(metrics or {}),
         extra=extra or {},
     )
 
@@ -108,6 +108,19 @@ def read_meta(who: str, folder: Path) -> Meta:
     except (OSError, ValueError):
         record = None
     return from_json(who, f"{folder.name}/{NAME}", record)
+
+
+def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    sizes = {name: np.asarray(value) for name, value in metrics.items()}
+    strange = [
+        f"{name}: {value.dtype}{list(value.shape)}"
+        for name, value in sizes.items()
+        if value.ndim or value.dtype.kind not in "biufV"
+    ]
+    if strange:
+        fix = "save scalars only, for instance jnp.mean of them."
+        raise TypeError(complaint("checkpoint", "metrics must be numbers.", strange, fix=fix))
+    return {name: float(value) for name, value in sizes.items()}
 
 
 def _versions() -> dict[str, str]:

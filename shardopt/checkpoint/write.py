@@ -1,6 +1,5 @@
 """A checkpoint is written: arrays by orbax, then the record, then the manifest, then one rename."""
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,6 @@ from shardopt.checkpoint.manifest import digest, file_sizes, write_manifest
 from shardopt.checkpoint.meta import Meta, describe_state, write_meta
 from shardopt.checkpoint.steps import publish, staging_folder, step_folder
 from shardopt.core.errors import CheckpointError, complaint
-
-_serials = itertools.count()
 
 
 def start(who: str, writer: Any, directory: Path, state: Any, **about: Any) -> Callable[[], None]:
@@ -37,11 +34,10 @@ def start(who: str, writer: Any, directory: Path, state: Any, **about: Any) -> C
         store.start_writing(writer, staging_folder(directory, meta.step), state)
     except Exception as error:
         raise failed(who, directory, meta.step, error) from error
-    serial = next(_serials)  # the same in every process, because all save in the same order
 
     def finish() -> None:
         try:
-            _finish(writer, directory, meta, serial)
+            _finish(writer, directory, meta)
         except Exception as error:
             raise failed(who, directory, meta.step, error) from error
 
@@ -56,7 +52,7 @@ def failed(who: str, directory: Path, step: int, error: Exception) -> Checkpoint
     return CheckpointError(complaint(who, what, fix=fix))
 
 
-def _finish(writer: Any, directory: Path, meta: Meta, serial: int) -> None:
+def _finish(writer: Any, directory: Path, meta: Meta) -> None:
     """Wait for orbax, sum up the files, commit. A process that fails still meets the others at each barrier."""
     folder, first = staging_folder(directory, meta.step), jax.process_index() == 0
     failures: list[Exception] = []
@@ -67,13 +63,15 @@ def _finish(writer: Any, directory: Path, meta: Meta, serial: int) -> None:
                 action()
             except Exception as error:
                 failures.append(error)
-        store.barrier(f"shardopt.{serial}.{name}")
+        store.barrier(f"{folder}.{name}")
 
     def commit() -> None:
         if first:
             digests: dict[str, str] = {}
             for rank in range(jax.process_count()):
                 part = _part(directory, meta.step, rank)
+                if not part.exists():
+                    raise OSError(f"process {rank} failed; its message has the reason")
                 digests |= json.loads(part.read_text())
                 part.unlink()
             if digests.keys() != file_sizes(folder).keys():
@@ -92,7 +90,7 @@ def _finish(writer: Any, directory: Path, meta: Meta, serial: int) -> None:
     if failures:
         raise failures[0]
     if folder.exists() or not step_folder(directory, meta.step).exists():
-        raise OSError("another process failed; its message has the reason")
+        raise OSError("process 0 failed; its message has the reason")
 
 
 def _part(directory: Path, step: int, rank: int) -> Path:

@@ -1,0 +1,278 @@
+"""Round trips: every strategy onto every other, and what does not fit named leaf by leaf."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+from shardopt.checkpoint import restore, save
+
+PLACES = {
+    "fsdp-8": (so.fsdp, {"data": 8}),
+    "fsdp-4x2": (so.fsdp, {"data": 4, "tensor": 2}),
+    "fsdp-replica2x4": (so.fsdp, {"replica": 2, "data": 4}),
+    "ddp-8": (so.ddp, {"data": 8}),
+    "ddp-2x4": (so.ddp, {"data": 2, "tensor": 4}),
+    "zero1-4": (so.zero, {"data": 4}),
+    "ddp-1": (so.ddp, {"data": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, make_opt, new_params, steps_on):
+    """Return a function from a place to (folder with step 2 saved from there, state after step 4 there)."""
+    made = {}
+
+    def at(place):
+        if place not in made:
+            strategy, sizes = PLACES[place]
+            opt, folder = make_opt(strategy, **sizes), tmp_path_factory.mktemp(place)
+            state = steps_on(opt, opt.init(new_params()), 0, 2)
+            save(folder, state)
+            values = jax.tree.map(np.array, state)
+            made[place] = folder, values, jax.tree.map(np.array, steps_on(opt, state, 2, 5))
+        return made[place]
+
+    return at
+
+
+@pytest.mark.parametrize("source", PLACES)
+def test_same_place_goes_on_bit_for_bit(source, saved, make_opt, steps_on, same):
+    folder, _, final = saved(source)
+    strategy, sizes = PLACES[source]
+    opt = make_opt(strategy, **sizes)  # has seen nothing: parameters come from the checkpoint's description
+    assert same(steps_on(opt, restore(folder, opt), 2, 5), final)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("fsdp-8", "zero1-4"),
+        ("zero1-4", "ddp-1"),
+        ("ddp-1", "fsdp-8"),
+        ("fsdp-8", "ddp-8"),
+        ("ddp-8", "zero1-4"),
+        ("fsdp-8", "fsdp-4x2"),
+        ("fsdp-4x2", "ddp-1"),
+        ("fsdp-4x2", "ddp-2x4"),
+        ("ddp-2x4", "fsdp-replica2x4"),
+        ("fsdp-replica2x4", "fsdp-8"),
+    ],
+)
+def test_other_place_holds_the_same_values_and_goes_on(source, target, saved, make_opt, new_params, steps_on, same):
+    folder, values, final = saved(source)
+    strategy, sizes = PLACES[target]
+    opt = make_opt(strategy, **sizes)
+    state = restore(folder, opt)
+    assert same(state, values)
+    wanted = opt.abstract_state(new_params())
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    for found, expected in zip(jax.tree.leaves(steps_on(opt, state, 2, 5)), jax.tree.leaves(final), strict=True):
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_the_restored_state_compiles_nothing_new(saved, make_opt, new_params, steps_on):
+    folder, _, _ = saved("fsdp-8")
+    opt = make_opt()
+    steps_on(opt, opt.init(new_params()), 0, 1)
+    state = restore(folder, opt)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr(jax._src.dispatch.logger, "log", lambda _, text, *args, **kw: compiled.append(text))
+        steps_on(opt, state, 2, 3)
+    assert not [text for text in compiled if "Compiling" in text or "Finished XLA" in text]
+
+
+def test_orbax_alone_reads_it(saved):
+    import orbax.checkpoint as ocp
+
+    folder, values, _ = saved("fsdp-8")
+    flat = [np.asarray(x) for x in jax.tree.leaves(values)]
+    mesh = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with ocp.StandardCheckpointer() as reader:
+        tree = reader.metadata(folder / "2" / "state").item_metadata.tree
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh), tree)
+        found = reader.restore(folder / "2" / "state", target)
+    assert found["params"]["layer%2E0"].keys() == {"up%2Fw", "b"}
+    np.testing.assert_array_equal(found["params"]["layer%2E0"]["up%2Fw"], values.params["layer.0"]["up/w"])
+    np.testing.assert_array_equal(found["opt_state"]["0"]["mu"]["down"]["0"], values.opt_state[0].mu["down"][0])
+    assert len(jax.tree.leaves(found)) == len(flat)
+    with ocp.CheckpointManager(folder, item_names=("state",)) as manager:
+        assert manager.all_steps() == [2]
+
+
+def test_the_record_beside_the_arrays(saved):
+    folder, _, _ = saved("fsdp-4x2")
+    record = json.loads((folder / "2" / "shardopt.json").read_text())
+    assert record["format"] == 1
+    assert record["step"] == 2
+    assert record["mesh_shape"] == {"data": 4, "pipeline": 1, "tensor": 2}
+    assert record["versions"].keys() == {"shardopt", "jax", "optax", "orbax-checkpoint"}
+    assert record["leaves"]["params/layer%2E0/up%2Fw"] == {"dtype": "float32", "shape": [16, 32]}
+    assert record["params"]["keys"] == ["down", "layer", "layer.0"]
+
+
+def test_all_dtypes_keys_and_empty_arrays(tmp_path, make_opt, same):
+    dtypes = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8", "int32", "bool", "complex64"]
+    opt = make_opt(so.ddp, data=8)
+    split = NamedSharding(opt.mesh, P("data"))
+    tree = {name: jax.device_put(jnp.arange(16).astype(name), split) for name in dtypes}
+    tree |= {"empty": jnp.zeros((0, 3), jnp.bfloat16), "scalar": jnp.float32(3), "host": np.arange(3, dtype=np.int16)}
+    tree |= {
+        "key": jax.random.key(3),
+        "keys": jax.device_put(jax.random.split(jax.random.key(4, impl="rbg"), 8), split),
+    }
+    save(tmp_path, tree, step=0)
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", NamedSharding(opt.mesh, P()))),
+        tree,
+    )
+    found = restore(tmp_path, opt._replace(abstract_state=lambda: wanted))
+    integers = lambda tree: {k: jax.random.key_data(v) if k.startswith("key") else v for k, v in tree.items()}  # noqa: E731
+    assert same(integers(found), integers(tree))
+    assert found["keys"].dtype == tree["keys"].dtype
+    assert found["keys"].sharding.is_equivalent_to(split, 1)
+
+
+def test_float64_stays_float64(tmp_path, make_opt, new_params, steps_on, x64, same):
+    opt = make_opt(so.fsdp, data=4)
+    params = jax.tree.map(lambda x: x.astype(np.float64), new_params())
+    state = opt.init(params)
+    save(tmp_path, state)
+    assert same(restore(tmp_path, make_opt(so.ddp, data=2)), jax.tree.map(np.array, state))
+
+
+CHAINS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "sgd": lambda: optax.sgd(1e-2),
+    "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+}
+SAME_CHAIN = (
+    "Fix: build opt with the optax chain that the checkpoint was saved with; or start another chain on its "
+    "parameters: new_opt.init(restore(directory, old_opt).params)."
+)
+
+
+@pytest.mark.parametrize(
+    ("chain", "counts", "lines"),
+    [
+        (
+            "momentum",
+            "4 leaves missing, 9 left over, 0 different",
+            [
+                "opt_state/0/trace/down/0: float32[32, 8], missing from the checkpoint",
+                "opt_state/0/trace/layer/0: float32[3, 5], missing from the checkpoint",
+                "opt_state/0/trace/layer.0/b: float32[32], missing from the checkpoint",
+                "opt_state/0/trace/layer.0/up/w: float32[16, 32], missing from the checkpoint",
+                "opt_state/0/count: int32[], left over in the checkpoint",
+                "opt_state/0/mu: 4 leaves left over in the checkpoint",
+                "opt_state/0/nu: 4 leaves left over in the checkpoint",
+            ],
+        ),
+        (
+            "sgd",
+            "0 leaves missing, 9 left over, 0 different",
+            [
+                "opt_state/0/count: int32[], left over in the checkpoint",
+                "opt_state/0/mu/down/0: float32[32, 8], left over in the checkpoint",
+                "opt_state/0/mu/layer/0: float32[3, 5], left over in the checkpoint",
+                "opt_state/0/mu/layer.0: 2 leaves left over in the checkpoint",
+                "opt_state/0/nu/down/0: float32[32, 8], left over in the checkpoint",
+                "opt_state/0/nu/layer/0: float32[3, 5], left over in the checkpoint",
+                "opt_state/0/nu/layer.0: 2 leaves left over in the checkpoint",
+            ],
+        ),
+        (
+            "clipped adamw",
+            "9 leaves missing, 9 left over, 0 different",
+            [
+                "opt_state/1/0/count: int32[], missing from the checkpoint",
+                "opt_state/1/0/mu: 4 leaves missing from the checkpoint",
+                "opt_state/1/0/nu: 4 leaves missing from the checkpoint",
+                "opt_state/0/count: int32[], left over in the checkpoint",
+                "opt_state/0/mu: 4 leaves left over in the checkpoint",
+                "opt_state/0/nu: 4 leaves left over in the checkpoint",
+            ],
+        ),
+    ],
+)
+def test_another_chain_is_named(chain, counts, lines, saved, make_opt, complaint_of):
+    folder, _, _ = saved("fsdp-8")
+    message = complaint_of(lambda: restore(folder, make_opt(tx=CHAINS[chain]())))
+    listed = "".join(f"  {line}\n" for line in lines)
+    assert message == f"restore: step 2 in {folder} does not fit opt: {counts}.\n{listed}{SAME_CHAIN}"
+
+
+def test_another_model_is_named(saved, make_opt, new_params, complaint_of, monkeypatch):
+    folder, _, _ = saved("fsdp-8")
+    params = new_params()
+    params["down"] = [params["down"][0].astype(jnp.bfloat16), np.ones(2, np.float32)]
+    params["layer"]["0"] = np.ones((3, 6), np.float32)
+    del params["layer.0"]["b"]
+    opt = make_opt(tx=optax.sgd(0.1))
+    monkeypatch.setattr("shardopt.checkpoint.store.read", None)  # nothing may be read
+    other = make_opt(so.ddp, tx=optax.sgd(0.1))
+    save(folder / "plain", other.init(new_params()), step=0)
+    message = complaint_of(lambda: restore(folder / "plain", opt, abstract_params=jax.eval_shape(lambda: params)))
+    assert message == (
+        f"restore: step 0 in {folder}/plain does not fit opt: 1 leaf missing, 1 left over, 2 different.\n"
+        "  params/down/0: the checkpoint holds float32[32, 8], opt wants bfloat16[32, 8]\n"
+        "  params/layer/0: the checkpoint holds float32[3, 5], opt wants float32[3, 6]\n"
+        "  params/down/1: float32[2], missing from the checkpoint\n"
+        "  params/layer.0/b: float32[32], left over in the checkpoint\n"
+        "Fix: build opt for the model and the optax chain that the checkpoint was saved with."
+    )
+
+
+def test_parameters_that_cannot_be_rebuilt_are_asked_for(tmp_path, make_opt, complaint_of, same):
+    from flax import nnx
+
+    graph, params = nnx.split(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Param)
+    loss = lambda params, batch: jnp.mean(nnx.merge(graph, params)(batch) ** 2)  # noqa: E731
+    state = make_opt(so.fsdp, loss=loss).init(params)
+    save(tmp_path, state)
+    opt = make_opt(so.ddp, loss=loss)
+    message = complaint_of(lambda: restore(tmp_path, opt))
+    assert re.fullmatch(
+        r"restore: opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these "
+        r"types\.\n(  flax\.nnx\.[\w.]+\n)+"
+        r"Fix: pass abstract_params= \(jax\.eval_shape\(init_fn, rng\) gives them\), or call opt\.init or opt\.specs "
+        r"first\.",
+        message,
+    )
+    assert same(restore(tmp_path, opt, abstract_params=params), jax.tree.map(np.array, state))
+
+
+def test_what_is_not_there(tmp_path, trained, complaint_of):
+    opt, state = trained
+    nowhere = tmp_path / "nowhere"
+    assert complaint_of(lambda: restore(nowhere, opt)) == (
+        f"restore: there is no checkpoint in {nowhere}, which does not exist.\n"
+        "Fix: pass the folder that was given to save or Checkpoints."
+    )
+    assert complaint_of(lambda: restore(tmp_path, opt)) == (
+        f"restore: there is no checkpoint in {tmp_path}.\nFix: pass the folder that was given to save or Checkpoints."
+    )
+    save(tmp_path, state(), step=5)
+    (tmp_path / ".saving-7.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "08").mkdir()
+    assert complaint_of(lambda: restore(tmp_path, opt, step=6)) == (
+        f"restore: there is no step 6 in {tmp_path}.\nFix: choose one of the steps 5, or leave step out for the newest."
+    )
+    assert complaint_of(lambda: restore(tmp_path, opt, step=7)) == (
+        f"restore: there is no step 7 in {tmp_path}: its save was interrupted.\n"
+        "Fix: choose one of the steps 5, or leave step out for the newest."
+    )
+    assert complaint_of(lambda: restore(tmp_path / "5", opt)) == (
+        f"restore: {tmp_path}/5 is the folder of one step, not of a run.\nFix: pass {str(tmp_path)!r} and step=5."
+    )
+    assert int(restore(tmp_path, opt).step) == 3
