@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ def make_mesh(
     pipeline: int = 1,
     *,
     replica: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Lay the devices out as a mesh with axes data, pipeline and tensor (and replica, if above 1).
 
@@ -66,7 +67,9 @@ def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise TypeError(f"make_mesh: {axis} must be an integer, got {size!r} ({type(size).__name__}).")
     if bad := [f"{axis}={size}" for axis, size in asked.items() if size < 1 and size != -1]:
-        raise ValueError(complaint("make_mesh", f"sizes must be positive, or -1 for one of them; got {', '.join(bad)}."))
+        raise ValueError(
+            complaint("make_mesh", f"sizes must be positive, or -1 for one of them; got {', '.join(bad)}.")
+        )
     unknown = [axis for axis, size in asked.items() if size == -1]
     if len(unknown) > 1:
         fix = "give every size but one."
@@ -84,7 +87,7 @@ def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     return {axis: count // known if size == -1 else int(size) for axis, size in asked.items()}
 
 
-def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+def _arrange(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         return mesh_utils.create_hybrid_device_mesh(*_over_slices(shape, slices), devices=devices)

@@ -59,9 +59,7 @@ class Report(NamedTuple):
         return "\n".join(line.rstrip() for line in [*lines, total])
 
 
-def report(
-    plans: Any, specs: Any, abstract_state: Any, *, mesh: Mesh, params_split: bool, state_split: bool
-) -> Report:
+def report(plans: Any, specs: Any, abstract_state: Any, *, mesh: Mesh, params_split: bool, state_split: bool) -> Report:
     """Build the report of a train state's `specs` (a `TrainState` of `PartitionSpec`)."""
     rows = []
     for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):

@@ -1,5 +1,6 @@
 """Checking a batch and putting its rows where they are needed."""
 
+import math
 from typing import Any
 
 import jax
@@ -35,20 +36,18 @@ def check_batch(recipe: Recipe, batch: PyTree) -> None:
     if len(sizes) != 1 or None in sizes:
         what = "batch leaves must share their first dim, the global batch."
         raise ValueError(complaint(recipe.who, what, listed, "give every leaf the shape [global batch, ...]."))
-    (size,) = sizes
-    devices = int(np.prod([recipe.mesh.shape[axis] for axis in data_axes(recipe.mesh)]))
-    pieces = devices * recipe.micro_batches
-    if not size or size % pieces:
-        cut = f"{plural(devices, 'device')} along {' x '.join(data_axes(recipe.mesh))}"
-        if recipe.micro_batches > 1:
-            cut += f" x {plural(recipe.micro_batches, 'micro-batch').replace('batchs', 'batches')}"
-        fix = f"use a batch of {max(pieces, size // pieces * pieces)} or {(size // pieces + 1) * pieces}"
-        if recipe.micro_batches > 1:
-            fix += ", or other micro_batches"
-        if not size or size < pieces:
-            fix = f"use a batch of {pieces}, or fewer pieces"
+    size = leaves[0][1].shape[0]
+    axes, micro_batches = data_axes(recipe.mesh), recipe.micro_batches
+    devices = math.prod(recipe.mesh.shape[axis] for axis in axes)
+    pieces = devices * micro_batches
+    if size == 0 or size % pieces:
+        cut = f"{plural(devices, 'device')} along {' x '.join(axes)}"
+        if micro_batches > 1:
+            cut += f" x {micro_batches} micro-batches"
+        nearest = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
         what = f"a global batch of {size} is not divisible by {cut} = {pieces}."
-        raise ValueError(complaint(recipe.who, what, fix=fix + "."))
+        fix = f"use a batch of {' or '.join(map(str, nearest))}, or another mesh or micro_batches."
+        raise ValueError(complaint(recipe.who, what, fix=fix))
 
 
 def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:

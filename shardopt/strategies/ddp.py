@@ -1,7 +1,6 @@
 """Data parallel: everything whole on every device, gradients averaged each step."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import optax
 from jax.sharding import Mesh
@@ -68,6 +67,4 @@ def ddp(
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
-    return build(
-        Recipe("ddp", tx, mesh, loss_fn, DDP, micro_batches=micro_batches, rules=rules, frozen=frozen)
-    )
+    return build(Recipe("ddp", tx, mesh, loss_fn, DDP, micro_batches=micro_batches, rules=rules, frozen=frozen))

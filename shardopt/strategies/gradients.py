@@ -9,8 +9,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import gather, per_device, scatter_sum, sum_over
-from shardopt.core.block_model import BLOCKS, GATHERED, as_block_model, call, run_blocks, save_all_but_gathers, takes_rng
-from shardopt.core.types import PyTree, Weighted
+from shardopt.core.block_model import (
+    BLOCKS,
+    GATHERED,
+    as_block_model,
+    call,
+    run_blocks,
+    save_all_but_gathers,
+    takes_rng,
+)
+from shardopt.core.types import PyTree
 from shardopt.mesh import data_axes
 from shardopt.partition import LeafPlan
 from shardopt.strategies.layout import Layout

@@ -28,7 +28,9 @@ def test_data_takes_the_largest_dim_that_it_divides(mesh_of):
 
 
 def test_tensor_keeps_its_dim_and_data_takes_another(mesh_of):
-    plans = plan({"a": (8, 64), "b": (64, 8)}, mesh_of(data=4, tensor=2), [("a", P(None, "tensor")), ("b", P("tensor"))])
+    plans = plan(
+        {"a": (8, 64), "b": (64, 8)}, mesh_of(data=4, tensor=2), [("a", P(None, "tensor")), ("b", P("tensor"))]
+    )
     assert plans["a"].spec(split=True) == P("data", "tensor")
     assert plans["b"].spec(split=True) == P("tensor", "data")
     assert plans["b"].spec(split=False) == P("tensor", None)
@@ -36,7 +38,9 @@ def test_tensor_keeps_its_dim_and_data_takes_another(mesh_of):
 
 
 def test_what_stays_whole_says_why(mesh_of):
-    plans = plan({"odd": (3, 5), "small": (4,), "taken": (8, 3)}, mesh_of(data=4, tensor=2), [("taken", P("tensor"))], least=5)
+    plans = plan(
+        {"odd": (3, 5), "small": (4,), "taken": (8, 3)}, mesh_of(data=4, tensor=2), [("taken", P("tensor"))], least=5
+    )
     assert {name: one.reason for name, one in plans.items()} == {
         "odd": "shape (3, 5): no dim is divisible by data=4",
         "small": "4 elements, fewer than min_shard_elements=5",

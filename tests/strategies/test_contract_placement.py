@@ -14,7 +14,10 @@ from support.table import MESHES, STRATEGIES
 import shardopt as so
 from shardopt.strategies import build as strategies_build
 
-CASES = [(strategy, i % len(MESHES), list(MODELS)[i % 4], list(OPTIMIZERS)[i % 6]) for i, strategy in enumerate([*STRATEGIES] * 2)]
+CASES = [
+    (strategy, i % len(MESHES), list(MODELS)[i % 4], list(OPTIMIZERS)[i % 6])
+    for i, strategy in enumerate([*STRATEGIES] * 2)
+]
 
 
 def build(strategy, mesh, model, optimizer, mesh_of, **options):

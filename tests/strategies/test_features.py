@@ -51,7 +51,9 @@ def test_evaluate_gives_the_same_loss_and_donates_nothing(mesh_of):
 def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
     def loss_fn(params, batch, *, rng):
         draws = jnp.where(batch[:, 0] > 0, jax.random.uniform(rng), 0.0)  # which rows are this device's
-        return square(params, batch[:, 1:]), {"draws": so.Updated({"seen": jnp.zeros((16,)).at[batch[:, 0].astype(int) - 1].set(draws) * 8})}
+        return square(params, batch[:, 1:]), {
+            "draws": so.Updated({"seen": jnp.zeros((16,)).at[batch[:, 0].astype(int) - 1].set(draws) * 8})
+        }
 
     params = {**PARAMS, "seen": jnp.zeros((16,))}
     opt = so.ddp(optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"])
@@ -84,7 +86,12 @@ def test_blocks_draw_their_own_numbers():
 def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strategy, mesh_of):
     def loss_fn(params, batch):
         normal = batch - params["stats"]["mean"][None, :]
-        stats = {"stats": {"mean": 0.9 * params["stats"]["mean"] + 0.1 * batch.mean(0), "steps": params["stats"]["steps"] + 1}}
+        stats = {
+            "stats": {
+                "mean": 0.9 * params["stats"]["mean"] + 0.1 * batch.mean(0),
+                "steps": params["stats"]["steps"] + 1,
+            }
+        }
         return square(params, normal) + params["base"].sum(), {"stats": so.Updated(stats)}
 
     params = {**PARAMS, "base": jnp.ones((8, 8)), "stats": {"mean": jnp.zeros((8,)), "steps": jnp.int32(0)}}
@@ -92,7 +99,9 @@ def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strat
         optax.adam(0.1), mesh_of(data=4), loss_fn, frozen=["^base$", "^stats/mean"], micro_batches=2
     )
     state = opt.init(params)
-    assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure({"w": 0, "b": 0, "base": None, "stats": {"mean": None, "steps": None}})
+    assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(
+        {"w": 0, "b": 0, "base": None, "stats": {"mean": None, "steps": None}}
+    )
     state, metrics = opt.step(state, X)
     np.testing.assert_array_equal(state.params["base"], params["base"])
     np.testing.assert_allclose(state.params["stats"]["mean"], 0.1 * X.mean(0), rtol=1e-4, atol=1e-6)

@@ -154,7 +154,8 @@ FIRST_BATCH = [
         {},
         np.ones((12, 8), np.float32),
         ValueError,
-        "ddp: a global batch of 12 is not divisible by 8 devices along data = 8.\nFix: use a batch of 8 or 16.",
+        "ddp: a global batch of 12 is not divisible by 8 devices along data = 8.\n"
+        "Fix: use a batch of 8 or 16, or another mesh or micro_batches.",
     ),
     (
         square,
@@ -162,14 +163,15 @@ FIRST_BATCH = [
         np.ones((48, 8), np.float32),
         ValueError,
         "ddp: a global batch of 48 is not divisible by 8 devices along data x 4 micro-batches = 32.\n"
-        "Fix: use a batch of 32 or 64, or other micro_batches.",
+        "Fix: use a batch of 32 or 64, or another mesh or micro_batches.",
     ),
     (
         square,
         {},
         np.ones((0, 8), np.float32),
         ValueError,
-        "ddp: a global batch of 0 is not divisible by 8 devices along data = 8.\nFix: use a batch of 8, or fewer pieces.",
+        "ddp: a global batch of 0 is not divisible by 8 devices along data = 8.\n"
+        "Fix: use a batch of 8, or another mesh or micro_batches.",
     ),
     (
         square,
