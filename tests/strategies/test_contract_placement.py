@@ -12,6 +12,7 @@ from support.reference import OPTIMIZERS
 from support.table import MESHES, STRATEGIES
 
 import shardopt as so
+from shardopt.models import gpt
 from shardopt.strategies import build as strategies_build
 
 CASES = [
@@ -127,3 +128,24 @@ def test_report_lists_what_stays_whole_and_why(mesh_of):
     }
     assert "no dim is divisible by data=4" in str(report)
     assert report.rows[0].bytes_per_device == 45 * 33 * 4
+
+
+def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(mesh_of):
+    """Temporary memory is linear in the blocks, and beyond saved activations a block costs only its gradient's shard."""
+
+    def temporary(layers, length):
+        config = gpt.GPTConfig(dim=256, num_layers=layers, num_heads=4)
+        opt = so.fsdp(optax.adamw(1e-3), mesh_of(data=8), gpt.model(config))
+        state = opt.abstract_state(jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)))
+        batch = {"tokens": jax.ShapeDtypeStruct((8, length + 1), jnp.int32)}
+        whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params["blocks"])) / layers
+        outer = sum(leaf.size * 4 for name, leaf in state.params.items() if name != "blocks")
+        return opt.step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes, whole, outer
+
+    two, block, outer = temporary(2, 16)
+    four, six, short = temporary(4, 16)[0], temporary(6, 16)[0], temporary(4, 8)[0] - temporary(2, 8)[0]
+    a_block, another = (four - two) / 2, (six - four) / 2
+    np.testing.assert_allclose(a_block, another, rtol=0.1)
+    activations = 2 * (a_block - short / 2)  # what grows with the length
+    np.testing.assert_allclose(a_block - activations, block / 8, rtol=0.1)
+    assert two - 2 * a_block <= 2 * block + 2 * outer

@@ -231,7 +231,7 @@ def test_model_loss_fn_is_treated_as_the_model(mesh_of):
 def test_a_mesh_from_jax_itself_is_taken(mesh_of):
     mesh = jax.make_mesh((8,), ("data",))
     opt = so.zero(optax.adam(0.1), mesh, square, min_shard_elements=1)
-    state, metrics = opt.step(opt.init(PARAMS), X)
+    _, metrics = opt.step(opt.init(PARAMS), X)
     np.testing.assert_allclose(metrics["loss"], square(PARAMS, X), rtol=1e-6)
 
 

@@ -1,0 +1,74 @@
+"""What every benchmark shares: fake devices, interleaved timing, JSON with hardware and versions."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def fake_devices(count: int) -> None:
+    """Ask for fake CPU devices, where there is no accelerator; call before jax makes a backend."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
+
+
+def interleave(contenders: dict[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Time each contender once a round, in an order that turns every round; seconds a call.
+
+    Both see the same noise, so ratios within a round mean something where absolute times do not.
+    """
+    import jax
+
+    names, times = list(contenders), {name: [] for name in contenders}
+    for turn in range(-warmup, rounds):
+        for name in names if turn % 2 else names[::-1]:
+            start = time.perf_counter()
+            jax.block_until_ready(contenders[name]())
+            if turn >= 0:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def median_ratio(times: list[float], baseline: list[float]) -> float:
+    """Return the median over rounds of time / baseline time."""
+    return statistics.median(a / b for a, b in zip(times, baseline, strict=True))
+
+
+def write_json(script: str, results: Any) -> Path:
+    """Write results, with when, where and with what they were measured, beside the script."""
+    import jax
+
+    packages = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy")
+    record = {
+        "benchmark": Path(script).stem,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "hardware": {
+            "machine": platform.machine(),
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "devices": [str(jax.devices()[0].device_kind), jax.device_count()],
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+        "results": results,
+    }
+    folder = Path(script).parent / "results"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{Path(script).stem}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )

@@ -1,0 +1,125 @@
+"""The contract can fail: each way of breaking a strategy on purpose is noticed by comparing with one device."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support.problems import problem
+from support.reference import relative_difference, train
+from support.table import STRATEGIES
+
+from shardopt.collectives import gathering
+from shardopt.core.types import Weighted
+from shardopt.strategies import batch, build, gradients
+
+
+def drop_the_reduction(patch):
+    patch.setattr(gradients, "_reduce", lambda grads, plans, axes, *, split: grads)
+
+
+def reduce_twice(patch):
+    once = gradients._reduce
+    patch.setattr(
+        gradients,
+        "_reduce",
+        lambda grads, plans, axes, *, split: once(once(grads, plans, axes, split=split), plans, axes, split=split),
+    )
+
+
+def sum_for_mean(patch):
+    sum_parts = gradients._sum_parts
+
+    def unweighted(parts, axes):
+        summed = sum_parts(parts, axes)
+        return summed._replace(loss=Weighted(summed.loss.total, jnp.ones_like(summed.loss.weight)))
+
+    patch.setattr(gradients, "_sum_parts", unweighted)
+
+
+def mean_of_means(patch):
+    parts_of = gradients.loss_parts
+
+    def normalised(who, returned):
+        parts = parts_of(who, returned)
+        mean = parts.loss.total / parts.loss.weight
+        return parts._replace(loss=Weighted(mean, jnp.ones_like(parts.loss.weight)))
+
+    patch.setattr(gradients, "loss_parts", normalised)
+
+
+def swap_two_axes(patch):
+    patch.setattr(gradients, "data_axes", lambda mesh: ("replica",))
+
+
+def forget_a_micro_batch(patch):
+    accumulate = gradients._accumulate
+    patch.setattr(
+        gradients,
+        "_accumulate",
+        lambda one, batch, count, plans: accumulate(one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, plans),
+    )
+
+
+def scatter_in_the_wrong_order(patch):
+    move = gathering._where_split
+
+    def rolled(collective, leaves, dims, specs, axis):
+        moved = move(collective, leaves, dims, specs, axis)
+        return [x if dim is None else jnp.roll(x, 1, axis=dim) for x, dim in zip(moved, dims, strict=True)]
+
+    patch.setattr(gathering, "_where_split", rolled)
+
+
+def apply_the_update_twice(patch):
+    apply = build.apply_update
+
+    def twice(recipe, layout, params, opt_state, found):
+        params, _ = apply(recipe, layout, params, opt_state, found)
+        return apply(recipe, layout, params, opt_state, found)
+
+    patch.setattr(build, "apply_update", twice)
+
+
+def every_device_sees_the_first_rows(patch):
+    place = batch.place_batch
+
+    def first_rows(rows, sharding):
+        return place(jax.tree.map(lambda x: jnp.concatenate([x[:8]] * (x.shape[0] // 8)), rows), sharding)
+
+    patch.setattr(build, "place_batch", first_rows)
+
+
+MUTATIONS = {
+    drop_the_reduction: ["ddp"],
+    reduce_twice: ["ddp"],
+    sum_for_mean: ["ddp", "fsdp"],
+    mean_of_means: ["zero1", "zero2"],
+    swap_two_axes: ["zero1", "fsdp"],
+    forget_a_micro_batch: ["zero2"],
+    scatter_in_the_wrong_order: ["zero1", "fsdp"],
+    apply_the_update_twice: ["zero1"],
+    every_device_sees_the_first_rows: ["ddp"],
+}
+CASES = [(mutate, strategy) for mutate, strategies in MUTATIONS.items() for strategy in strategies]
+
+
+def difference(strategy, mesh):
+    case = problem("odd", weighted=True, steps=3)
+    tx = optax.sgd(0.05, momentum=0.9)
+    opt = STRATEGIES[strategy](tx, mesh, case.loss_fn, micro_batches=2)
+    state = opt.init(case.params)
+    for rows in case.batches:
+        state, _ = opt.step(state, rows)
+    return relative_difference(state.params, train(tx, case.reference, case.params, case.batches)[1])
+
+
+@pytest.mark.parametrize(("mutate", "strategy"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_the_contract_notices(mutate, strategy, mesh_of, x64):
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        assert difference(strategy, mesh_of(replica=2, data=4)) > 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unbroken_it_does_not(strategy, mesh_of, x64):
+    assert difference(strategy, mesh_of(replica=2, data=4)) <= 1e-10
