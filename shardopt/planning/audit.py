@@ -1,0 +1,97 @@
+"""`audit`: the collectives of a compiled program, read off the text that the compiler left behind."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardopt.core.errors import complaint
+from shardopt.planning.program.collective import read_collective
+from shardopt.planning.program.report import Audit
+from shardopt.planning.program.text import parse
+from shardopt.planning.program.walk import collectives_of
+
+
+def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None) -> Audit:
+    """Read the collectives of a program: kind, mesh axes, bytes, calls, inside a loop or not.
+
+    Nothing is run. Loops count as often as they turn, branches as if taken, a start and done pair once.
+
+    Args:
+      program: a jitted function (or anything with `.lower(*args)`, such as `opt.step`), a `jax.stages.Lowered`, a
+        `jax.stages.Compiled`, or the text of an optimised HLO module.
+      *args: what a function is lowered for, arrays or `jax.ShapeDtypeStruct`s; nothing otherwise.
+      mesh: names the axes: a mesh or a mapping from axis to size, last axis fastest. By default that of the
+        program's or the arguments' `NamedSharding`s.
+
+    Returns:
+      An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`, `.check(expected)`; `print` shows a table.
+
+    Raises:
+      TypeError: if `program` is nothing of these, or arguments come with something that is lowered already.
+      ValueError: if no mesh is given and none can be found, the mesh has another number of devices than the
+        program, or the text is not that of an HLO module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> import shardopt as so
+      >>> mesh = so.make_mesh(data=4, tensor=2)
+      >>> mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+      >>> found = audit(jax.jit(mean), jnp.ones((8, 16)), mesh=mesh)
+      >>> [(one.kind, one.axes, one.bytes, one.wire_bytes, one.calls) for one in found.collectives]
+      [('all-reduce', ('data',), 128, 192, 1)]
+    """
+    text, compiled = _compiled_text(program, args)
+    module = parse(text)
+    replicas, partitions = (_count(module.header, word) for word in ("replica_count", "num_partitions"))
+    found = tuple(collectives_of(module))
+    sizes = _axis_sizes(mesh, compiled, args)
+    if sizes is None and found and replicas * partitions > 1:
+        what = f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
+        raise ValueError(complaint("audit", what, fix="pass mesh=, the mesh it was compiled for."))
+    sizes = sizes or {}
+    if mesh is not None and math.prod(sizes.values()) != replicas * partitions:
+        listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        what = f"the mesh ({listed}) has {math.prod(sizes.values())} devices, the program {replicas * partitions}."
+        raise ValueError(complaint("audit", what, fix="pass the mesh that the program was compiled for."))
+    read = (read_collective(one, sizes, replicas=replicas, partitions=partitions) for one in found)
+    name = module.header.removeprefix("HloModule").split(",")[0].strip()
+    return Audit(tuple(one for one in read if one is not None), sizes, name)
+
+
+def _compiled_text(program: Any, args: tuple[Any, ...]) -> tuple[str, Any]:
+    if hasattr(program, "lower") and not isinstance(program, str):
+        program = program.lower(*args)
+    elif args:
+        what = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
+        raise TypeError(complaint("audit", what, fix="leave them out."))
+    if isinstance(program, str):
+        return program, None
+    if hasattr(program, "compile"):
+        program = program.compile()
+    if not hasattr(program, "as_text"):
+        what = f"cannot audit a {type(program).__name__}."
+        fix = "pass a jitted function with its arguments, a Lowered, a Compiled, or HLO text."
+        raise TypeError(complaint("audit", what, fix=fix))
+    text = program.as_text()
+    if text is None:
+        raise ValueError(complaint("audit", "this backend does not give the text of its compiled programs."))
+    return text, program
+
+
+def _axis_sizes(mesh: Any, compiled: Any, args: tuple[Any, ...]) -> dict[str, int] | None:
+    if mesh is not None:
+        return dict(mesh.shape if hasattr(mesh, "shape") else mesh)
+    shardings = [] if compiled is None else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return dict(meshes[0].shape) if meshes else None
+
+
+def _count(header: str, word: str) -> int:
+    found = re.search(rf"\b{word}=(\d+)", header)
+    return int(found[1]) if found else 1

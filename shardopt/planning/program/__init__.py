@@ -1,0 +1,1 @@
+"""What a compiled XLA program says of itself, read off its HLO text."""

@@ -1,0 +1,107 @@
+"""One collective of a compiled program, with its bytes."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardopt.planning.program.axes import axes_of_groups, axes_of_pairs
+from shardopt.planning.program.groups import Groups, permute_pairs, replica_groups
+from shardopt.planning.program.shapes import arrays, elements, nbytes
+from shardopt.planning.program.text import Instruction, attributes
+from shardopt.planning.program.walk import Found
+
+
+class Collective(NamedTuple):
+    """One collective instruction, reached one way.
+
+    Attributes:
+      kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`, ...
+      axes: the mesh axes that its groups span, in mesh order; None if the groups are no product of whole axes,
+        then `groups` has them. Of a permute: the axes along which something moves.
+      bytes: of one call, per device: the *whole* buffer, summed over all arrays that travel together. The result
+        of an all-gather, the operand of a reduce-scatter, operand and result alike of the others.
+      wire_bytes: of one call: what each device sends in a ring, with n devices in a group, rounded up.
+        2 (n - 1) / n x bytes for an all-reduce, (n - 1) / n x bytes for all-gather, reduce-scatter and
+        all-to-all, bytes for a permute or a broadcast.
+      loops: trip counts of the loops around it, outermost first; None for one that the program does not tell.
+      group_size: n, how many devices take part; 0 for a permute.
+      conditional: it stands in a branch, and is counted as if the branch were always taken.
+      asynchronous: computation may run between its start and its end.
+      shapes: of the arrays in the result, such as `f32[8,4]`.
+      name: of the instruction.
+      op_name: where in the user's program it comes from, as jax names it.
+      groups: positions in the mesh, or (source, target) pairs; only where `axes` is None.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    bytes: int
+    wire_bytes: int
+    loops: tuple[int | None, ...]
+    group_size: int
+    conditional: bool
+    asynchronous: bool
+    shapes: tuple[str, ...]
+    name: str
+    op_name: str
+    groups: Groups | None
+
+    @property
+    def calls(self) -> int | None:
+        """How often it runs in one execution of the program; None if a loop around it does not tell."""
+        return None if None in self.loops else math.prod(count for count in self.loops if count is not None)
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it stands in a loop."""
+        return bool(self.loops)
+
+
+def read_collective(found: Found, sizes: Mapping[str, int], *, replicas: int, partitions: int) -> Collective | None:
+    """Return the collective, or None if nobody talks to anybody else."""
+    instruction = found.instruction
+    words = attributes(instruction)
+    if found.kind == "collective-permute":
+        groups = permute_pairs(words, replicas=replicas, partitions=partitions)
+        group_size = 0
+        axes = axes_of_pairs(groups, sizes) if groups else ()
+    else:
+        has_global_flag = found.kind in ("all-reduce", "all-gather", "reduce-scatter")
+        groups = replica_groups(words, replicas=replicas, partitions=partitions, has_global_flag=has_global_flag)
+        group_size = max(len(group) for group in groups)
+        axes = axes_of_groups(groups, sizes)
+    if not groups or group_size == 1:
+        return None
+    result = _result(instruction, found.kind)
+    size = nbytes(result) * (group_size if found.kind == "reduce-scatter" else 1)
+    return Collective(
+        kind=found.kind,
+        axes=axes,
+        bytes=size,
+        wire_bytes=_wire_bytes(found.kind, size, group_size),
+        loops=found.loops,
+        group_size=group_size,
+        conditional=found.conditional,
+        asynchronous=found.asynchronous,
+        shapes=tuple(arrays(result)),
+        name=instruction.name,
+        op_name=_op_name(words),
+        groups=groups if axes is None else None,
+    )
+
+
+def _result(instruction: Instruction, kind: str) -> str:
+    """A start holds (operands, results, contexts), but that of an all-reduce holds just the results."""
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        return elements(instruction.shape)[1]
+    return instruction.shape
+
+
+def _wire_bytes(kind: str, size: int, n: int) -> int:
+    if kind in ("collective-permute", "collective-broadcast"):
+        return size
+    return -(-(2 if kind == "all-reduce" else 1) * (n - 1) * size // n)
+
+
+def _op_name(words: Mapping[str, str]) -> str:
+    return words.get("metadata", "").partition('op_name="')[2].partition('"')[0]
