@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardopt.checkpoint.leaves import check_leaves, describe, dtype_of, place, plain, unplain
+from shardopt.checkpoint.leaves import Leaf, check_leaves, describe, dtype_of, place, plain, unplain
 from shardopt.checkpoint.match import check_match
 from shardopt.checkpoint.meta import Meta, describe_state, from_json, to_json
 from shardopt.checkpoint.paths import leaves_by_path
-from shardopt.checkpoint.save import check_step
+from shardopt.checkpoint.saving import check_step
 from shardopt.checkpoint.target import target_state
 from shardopt.core.errors import CheckpointError, complaint
 from shardopt.core.optimizer import ShardedOptimizer
@@ -55,18 +55,15 @@ def to_bytes(opt: ShardedOptimizer, state: TrainState) -> bytes:
     """
     check_leaves("to_bytes", state)
     meta = describe_state(state, check_step("to_bytes", None, state))
-    spans, pieces, offset = [], [], 0
-    for leaf in leaves_by_path(state).values():
-        raw = _raw(_on_host(plain(leaf)))
-        padding = -len(raw) % _ALIGN
-        spans.append([offset, len(raw)])
-        pieces += [raw, bytes(padding)]
-        offset += len(raw) + padding
+    raws = [_raw(_on_host(plain(leaf))) for leaf in leaves_by_path(state).values()]
+    spans, length = _layout([len(raw) for raw in raws])
     about = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
     header = json.dumps(about).encode()
     header += b" " * (-(_PRELUDE.size + len(header)) % _ALIGN)
-    total = _PRELUDE.size + len(header) + offset + _DIGEST
-    pieces = [_PRELUDE.pack(_MAGIC, _VERSION, 0, len(header), total), header, *pieces]
+    total = _PRELUDE.size + len(header) + length + _DIGEST
+    pieces = [_PRELUDE.pack(_MAGIC, _VERSION, 0, len(header), total), header]
+    for raw in raws:
+        pieces += [raw, bytes(-len(raw) % _ALIGN)]
     checksum = hashlib.sha256()
     for piece in pieces:
         checksum.update(piece)
@@ -105,6 +102,15 @@ def from_bytes(
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
+def _layout(sizes: list[int]) -> tuple[list[list[int]], int]:
+    """Return offset and length of each leaf in the data, and the length of the data."""
+    spans, offset = [], 0
+    for size in sizes:
+        spans.append([offset, size])
+        offset += size + -size % _ALIGN
+    return spans, offset
+
+
 def _on_host(leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         from jax.experimental import multihost_utils
@@ -140,18 +146,19 @@ def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
     body = data[_PRELUDE.size : -_DIGEST]
     try:
         header = json.loads(bytes(body[:header_length]))
-        spans, record = header["spans"], header["state"]
-        meta = from_json("from_bytes", "the header", record)
-        raws = [body[header_length + start : header_length + start + length] for start, length in spans]
-        sizes = [_size(leaf) for leaf in meta.leaves.values()]
+        meta = from_json("from_bytes", "the header", header["state"])
+        spans, length = _layout([_size(leaf) for leaf in meta.leaves.values()])
+        fits = header["spans"] == spans and header_length + length == len(body)
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise _refusal(f"the header does not make sense ({type(error).__name__}: {error}).") from error
-    if zero or header_length > len(body) or [len(raw) for raw in raws] != sizes:
+    if zero or not fits:
         raise _refusal("the header does not fit the data.")
-    return meta, raws
+    return meta, [body[header_length + offset :][:size] for offset, size in spans]
 
 
-def _size(leaf: Any) -> int:
+def _size(leaf: Leaf) -> int:
     stored = plain(jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf)))
     return stored.size * np.dtype(stored.dtype).itemsize
 

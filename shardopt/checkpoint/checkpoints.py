@@ -15,8 +15,8 @@ import jax
 from shardopt.checkpoint import lock, store
 from shardopt.checkpoint.agree import from_first, raise_together
 from shardopt.checkpoint.meta import read_meta
-from shardopt.checkpoint.restore import load
-from shardopt.checkpoint.save import check_step
+from shardopt.checkpoint.restoring import load
+from shardopt.checkpoint.saving import check_step
 from shardopt.checkpoint.steps import committed, discard, run_folder, step_folder, tidy
 from shardopt.checkpoint.write import failed, start
 from shardopt.core.errors import CheckpointError, complaint

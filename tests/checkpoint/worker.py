@@ -1,79 +1,102 @@
-"""One of two processes with two devices each: `python worker.py RANK PORT FOLDER`. See test_processes.py."""
+"""One of two processes with two devices each: `python worker.py RANK PORT FOLDER`. See test_processes.py.
 
+It says what it found as one line of JSON.
+"""
+
+import json
 import sys
 from pathlib import Path
 
 import jax
-
-rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-jax.config.update("jax_num_cpu_devices", 2)
-
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
-
-so.initialize(f"127.0.0.1:{port}", 2, rank)
+from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes, write
 
 
 def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)
 
 
-def batch(step):
-    return np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
+def make_opt(strategy=so.fsdp, **sizes):
+    rules = [("up", P(None, "tensor"))] if sizes.get("tensor", 1) > 1 else ()
+    options = {} if strategy is so.ddp else {"min_shard_elements": 1}
+    return strategy(optax.adamw(1e-2), so.make_mesh(**sizes), loss_fn, rules=rules, **options)
 
 
-def said(action):
+def make_params():
+    up = np.random.default_rng(1).normal(size=(16, 32)).astype(np.float32)
+    return {"up": up, "down": np.ones((32, 4), np.float32)}
+
+
+def run(opt, state, begin, end):
+    for step in range(begin, end):
+        state, _ = opt.step(state, np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32))
+    return state
+
+
+def complaint_of(action):
     try:
         action()
     except so.CheckpointError as error:
         return str(error)
-    return "nothing"
+    return None
 
 
 def equal(a, b):
-    same = jax.jit(
-        lambda a, b: jnp.stack([(x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))]).all()
-    )
-    return bool(same(a, b))
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(bool(jax.jit(jnp.array_equal)(x, y)) for x, y in pairs)
 
 
-tx = optax.adamw(1e-2)
-opt = so.fsdp(tx, so.make_mesh(), loss_fn, min_shard_elements=1)
-params = {"up": np.random.default_rng(1).normal(size=(16, 32)).astype(np.float32), "down": np.ones((32, 4), np.float32)}
-import time
+def main(rank, folder):
+    found = {}
+    opt = make_opt()
+    # what one process with four devices saved, and on from there
+    state = restore(folder / "alone", opt)
+    state = run(opt, state, 2, 4)
+    found["held"] = sum(shard.data.size for shard in state.params["up"].addressable_shards)
+    with Checkpoints(folder / "run", every=1, keep=2, best="val") as checkpoints:
+        for step in range(4, 7):
+            state = run(opt, state, step, step + 1)
+            checkpoints.save(state, step=step + 1, metrics={"val": step}, extra={"position": step})
+        checkpoints.save(state, step=7, extra={"position": 7})  # again: the barriers' names return
+        again, extra = checkpoints.restore(opt)
+        found["again"] = equal(again, state), extra, checkpoints.steps()
+        found["second writer"] = complaint_of(lambda: Checkpoints(folder / "run", 1, 1))
+        if rank == 1:
+            digest, write.digest = (
+                write.digest,
+                lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")),
+            )
+        checkpoints.save(state, step=8)
+        found["failed write"] = complaint_of(checkpoints.wait)
+        if rank == 1:
+            write.digest = digest
+        found["left"] = checkpoints.steps()
+    other = make_opt(so.ddp, data=2, tensor=2)
+    moved = restore(folder / "run", other, step=7)
+    there = jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state().params)
+    found["moved"] = equal(moved.params, jax.device_put(state.params, there))
+    data = to_bytes(opt, state)
+    found["blob"] = equal(from_bytes(opt, data), state)
+    if rank == 0:
+        (folder / "blob").write_bytes(data)
+    save(folder / "spoiled", state, step=1)
+    save(folder / "spoiled", state, step=2)
+    if rank == 0:
+        for path in sorted((folder / "spoiled" / "2").rglob("*/d/*"))[:5]:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    multihost_utils.sync_global_devices("spoiled")
+    found["spoiled"] = complaint_of(lambda: restore(folder / "spoiled", opt))
+    found["nowhere"] = complaint_of(lambda: restore(folder / "nowhere", opt))
+    print(json.dumps(found))
 
-state = opt.init(params)
-t = time.time()
-with Checkpoints(folder / "run", every=1, keep=2) as checkpoints:
-    for step in range(1, 4):
-        state, _ = opt.step(state, batch(step))
-        checkpoints.save(state, step=step, extra={"position": step})
-    checkpoints.wait()
-    print(rank, "saved", time.time() - t, checkpoints.steps())
-    # the same step twice: barriers are met again under the same names
-    checkpoints.save(state, step=3, extra={"position": 3})
-    again, extra = checkpoints.restore(opt)
-    assert equal(again, state) and extra == {"position": 3}
-    second = said(lambda: Checkpoints(folder / "run", 1, 1))
-print(rank, second)
-ddp = so.ddp(tx, so.make_mesh(data=2, tensor=2), loss_fn, rules=[("up", jax.sharding.PartitionSpec(None, "tensor"))])
-other = restore(folder / "run", ddp)
-print(rank, jax.tree.map(lambda x: x.sharding.spec, other.params))
-data = to_bytes(opt, state)
-back = from_bytes(opt, data)
-assert equal(back, state)
-if rank == 0:
-    (folder / "blob").write_bytes(data)
-    victim = max((folder / "run" / "3").rglob("*/d/*"), key=lambda p: p.stat().st_size)
-    raw = bytearray(victim.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    victim.write_bytes(raw)
-from jax.experimental import multihost_utils
 
-multihost_utils.sync_global_devices("damaged")
-print(rank, said(lambda: restore(folder / "run", opt)))
-print(rank, said(lambda: restore(folder / "nowhere", opt)))
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+    so.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[3]))

@@ -1,0 +1,322 @@
+"""`Checkpoints`: when, how many, which, and what happens when a write fails."""
+
+import contextlib
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardopt as so
+from shardopt.checkpoint import Checkpoints, restore, save
+from shardopt.checkpoint.checkpoints import surplus
+
+UNTOUCHED = (
+    "Fix: make room or bring the folder back, then save again; checkpoints that were committed before are untouched."
+)
+
+
+def small(value):
+    return {"a": jnp.full(4, value)}
+
+
+def test_due(tmp_path):
+    with Checkpoints(tmp_path, every=3, keep=1) as checkpoints:
+        assert [step for step in range(10) if checkpoints.due(step)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [
+        (1, None, [50]),
+        (2, None, [40, 50]),
+        (9, None, [10, 20, 30, 40, 50]),
+        (None, 20, [10, 20, 30, 40, 50]),
+        (2, 20, [20, 40, 50]),
+        (2, 50, [40, 50]),
+    ],
+)
+def test_surplus(keep, best, left):
+    steps = [10, 20, 30, 40, 50]
+    assert [step for step in steps if step not in surplus(steps, keep, best)] == left
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
+def test_the_newest_and_the_best_are_kept(mode, best, tmp_path):
+    scores = {1: 0.5, 2: jnp.float32(0.1), 3: np.float64(0.9), 4: float("nan"), 5: None, 6: 0.4, 7: 0.5}
+    with Checkpoints(tmp_path, 1, 2, best="val", mode=mode) as checkpoints:
+        for step, score in scores.items():
+            metrics = {"loss": step} if score is None else {"val": score}
+            checkpoints.save(small(step), step=step, metrics=metrics)
+        checkpoints.wait()
+        assert checkpoints.steps() == [best, 6, 7]
+        assert checkpoints.best_step() == best
+        assert checkpoints.latest() == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", str(best), "6", "7"]
+
+
+def test_of_equals_the_earliest_is_best(tmp_path):
+    with Checkpoints(tmp_path, 1, None, best="val") as checkpoints:
+        assert checkpoints.best_step() is None
+        for step in (1, 2):
+            checkpoints.save(small(step), step=step, metrics={"val": 1.0})
+        checkpoints.wait()
+        assert checkpoints.best_step() == 1
+
+
+def test_without_a_metric_nothing_is_best(tmp_path):
+    with Checkpoints(tmp_path, 1, 1) as checkpoints:
+        assert checkpoints.latest() is None
+        checkpoints.save(small(1), step=1, metrics={"loss": 1.0})
+        checkpoints.wait()
+        assert checkpoints.best_step() is None
+
+
+def test_restore_gives_state_and_extra(tmp_path, trained, same):
+    opt, state = trained
+    extra = {"position": 3, "iterator": {"epoch": [1, 2.5, None, True, "x"]}}
+    with Checkpoints(tmp_path, 1, 2) as checkpoints:
+        checkpoints.save(state(), step=3, extra=extra)
+        found, again = checkpoints.restore(opt)  # without wait: restoring waits
+        assert same(found, state())
+        assert again == extra
+        checkpoints.save(state(), step=4)
+        assert checkpoints.restore(opt, step=3)[1] == extra
+        assert checkpoints.restore(opt)[1] == {}
+    with Checkpoints(tmp_path, 1, 2) as later:
+        assert later.steps() == [3, 4]
+    assert same(restore(tmp_path, opt), state())
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    with Checkpoints(tmp_path, 1, 3) as checkpoints:
+        checkpoints.save(small(1), step=5, metrics={"loss": 1.0})
+        checkpoints.save(small(2), step=5, metrics={"loss": 2.0})
+        checkpoints.wait()
+        assert checkpoints.steps() == [5]
+    assert '"metrics": {"loss": 2.0}' in (tmp_path / "5" / "shardopt.json").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "5"]
+
+
+def test_what_is_saved_is_what_was_there(tmp_path, make_opt, new_params, steps_on, same, monkeypatch):
+    """The next step, which takes over the state's buffers, runs before a byte is written."""
+    written = threading.Event()
+    import orbax.checkpoint as ocp
+
+    original = ocp.AsyncCheckpointer.wait_until_finished
+
+    def held_back(self):
+        if threading.current_thread().name.startswith("checkpoints"):
+            written.wait(60)
+        original(self)
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", held_back)
+    opt = make_opt()
+    state = steps_on(opt, opt.init(new_params()), 0, 2)
+    expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
+    with Checkpoints(tmp_path, 1, 2) as checkpoints:
+        checkpoints.save(state, step=2)
+        assert checkpoints.steps() == []
+        state = steps_on(opt, state, 2, 6)
+        jax.block_until_ready(state)
+        written.set()
+        assert same(checkpoints.restore(opt)[0], expected)
+    assert not same(state, expected)
+
+
+def test_two_histories_do_not_mix(tmp_path, complaint_of):
+    with Checkpoints(tmp_path, 10, 3) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(small(step), step=step)
+        assert complaint_of(lambda: checkpoints.save(small(0), step=15)) == (
+            f"Checkpoints: step 15 cannot be saved: {tmp_path} holds later ones (20, 30).\n"
+            "Fix: delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
+        )
+        assert checkpoints.steps() == [10, 20, 30]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Let the background find no room. (A disk that is really full is met in test_killed_writers.py.)"""
+
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardopt.checkpoint.write.digest", no_room)
+        yield
+
+
+@pytest.mark.parametrize("notice", ["wait", "save", "close", "with"])
+def test_a_failed_write_is_raised_at_the_next_occasion(notice, tmp_path, trained, complaint_of, caplog, same):
+    opt, state = trained
+    checkpoints = Checkpoints(tmp_path, 1, 1)
+    checkpoints.save(state(), step=1)
+    checkpoints.wait()
+    with full_disk():
+        checkpoints.save(state(), step=2)
+        assert checkpoints._pending.exception() is not None
+
+    def in_a_with():
+        with checkpoints:
+            pass
+
+    occasions = {
+        "wait": checkpoints.wait,
+        "save": lambda: checkpoints.save(state(), step=3),
+        "close": checkpoints.close,
+        "with": in_a_with,
+    }
+    message = complaint_of(occasions[notice])
+    assert message == (
+        f"Checkpoints: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space left on device).\n"
+        f"{UNTOUCHED}"
+    )
+    assert message in caplog.text
+    assert checkpoints.steps() == [1]
+    if notice in ("wait", "save"):  # once there is room, it goes on
+        checkpoints.save(state(), step=4)
+        checkpoints.wait()
+        assert checkpoints.steps() == [4]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "4"]
+    checkpoints.close()
+    assert same(restore(tmp_path, opt), state())
+
+
+def test_a_failed_write_does_not_hide_the_error_that_ends_the_run(tmp_path, trained):
+    _, state = trained
+
+    def run():
+        with Checkpoints(tmp_path, 1, 1) as checkpoints, full_disk():
+            checkpoints.save(state(), step=2)
+            assert checkpoints._pending.exception() is not None
+            raise ZeroDivisionError("first")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run()
+    assert caught.value.args == ("first",)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"Checkpoints: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space")
+
+
+def test_save_on_a_full_disk(tmp_path, trained, complaint_of, same):
+    opt, state = trained
+    save(tmp_path, state(), step=1)
+    with full_disk():
+        assert complaint_of(lambda: save(tmp_path, state(), step=2)) == (
+            f"save: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space left on device).\n"
+            f"{UNTOUCHED}"
+        )
+    assert same(restore(tmp_path, opt), state())
+    save(tmp_path, state(), step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "1", "2"]
+
+
+def test_a_folder_deleted_under_the_job(tmp_path, complaint_of):
+    folder = tmp_path / "run"
+    gone = (
+        f"Checkpoints: step 2 cannot be saved: {folder} was deleted or replaced while the job ran.\n"
+        "Fix: bring it back, or make a new Checkpoints elsewhere."
+    )
+    with Checkpoints(folder, 1, 1) as checkpoints:
+        checkpoints.save(small(1), step=1)
+        checkpoints.wait()
+        shutil.rmtree(folder)
+        assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == gone
+        folder.mkdir()  # somebody else's by now
+        assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == gone
+        assert checkpoints.latest() is None
+
+
+def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, monkeypatch):
+    folder = tmp_path / "run"
+    from shardopt.checkpoint import write
+
+    original = write.write_meta
+
+    def vanish(*args):
+        shutil.rmtree(folder)
+        original(*args)
+
+    with Checkpoints(folder, 1, 1) as checkpoints:
+        monkeypatch.setattr(write, "write_meta", vanish)
+        checkpoints.save(small(1), step=1)
+        assert complaint_of(checkpoints.wait) == (
+            f"Checkpoints: step 1 could not be written to {folder} (FileNotFoundError: [Errno 2] No such file or "
+            f"directory: '{folder}/.saving-1/shardopt.json').\n{UNTOUCHED}"
+        )
+
+
+def test_a_step_that_cannot_be_deleted_is_reported(tmp_path, complaint_of, monkeypatch):
+    def refuse(directory, step):
+        raise PermissionError(13, "Permission denied")
+
+    with Checkpoints(tmp_path, 1, 1) as checkpoints:
+        checkpoints.save(small(1), step=1)
+        checkpoints.wait()
+        monkeypatch.setattr("shardopt.checkpoint.checkpoints.discard", refuse)
+        checkpoints.save(small(2), step=2)
+        assert complaint_of(checkpoints.wait) == (
+            f"Checkpoints: step 2 was written, but step 1 in {tmp_path} could not be deleted "
+            "([Errno 13] Permission denied).\nFix: delete it, or give the job the right to."
+        )
+        assert checkpoints.steps() == [1, 2]
+
+
+def test_leftovers_of_killed_writers_go(tmp_path):
+    for name in (".saving-3", ".saving-4.orbax-checkpoint-tmp", ".deleting-2"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    (tmp_path / ".saving-3.digests-1").write_text("{}")
+    (tmp_path / "mine.txt").write_text("stays")
+    save(tmp_path, small(1), step=1)
+    (tmp_path / "1").rename(tmp_path / ".replaced-1")  # killed between the two renames of a replacement
+    with Checkpoints(tmp_path, 1, 1) as checkpoints:
+        assert checkpoints.steps() == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "1", "mine.txt"]
+
+
+def test_after_close(tmp_path, complaint_of):
+    checkpoints = Checkpoints(tmp_path, 1, 1)
+    checkpoints.close()
+    checkpoints.close()
+    assert complaint_of(lambda: checkpoints.save(small(1), step=1)) == (
+        "Checkpoints: save was called after close.\nFix: make a new Checkpoints."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"every": 0}, ValueError, "Checkpoints: every must be at least 1, got 0."),
+        ({"every": 1.5}, TypeError, "Checkpoints: every must be an integer, got 1.5 (float)."),
+        ({"every": True}, TypeError, "Checkpoints: every must be an integer, got True (bool)."),
+        ({"keep": 0}, ValueError, "Checkpoints: keep must be at least 1, got 0."),
+        ({"keep": "2"}, TypeError, "Checkpoints: keep must be an integer, got '2' (str)."),
+        ({"mode": "smallest"}, ValueError, "Checkpoints: mode must be 'min' or 'max', got 'smallest'."),
+        ({"directory": None}, TypeError, "Checkpoints: directory must be a path, got NoneType.\nFix: pass a path."),
+    ],
+)
+def test_bad_arguments(arguments, kind, message, tmp_path, complaint_of):
+    arguments = {"directory": tmp_path / "run", "every": 1, "keep": 1} | arguments
+    assert complaint_of(lambda: Checkpoints(**arguments), kind) == message
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_things_to_save(tmp_path, complaint_of):
+    with Checkpoints(tmp_path, 1, 1) as checkpoints:
+        assert complaint_of(lambda: checkpoints.save(small(1), step=1, extra={"x": np.ones(2)}), TypeError) == (
+            "checkpoint: extra must be JSON (dicts, lists, strings, numbers, true, false, null): Object of type "
+            "ndarray is not JSON serializable.\nFix: convert arrays with .tolist()."
+        )
+        metrics = {"loss": 1.0, "per_row": jnp.ones(3), "name": "x"}
+        assert complaint_of(lambda: checkpoints.save(small(1), step=1, metrics=metrics), TypeError) == (
+            "checkpoint: metrics must be numbers.\n  per_row: float32[3]\n  name: <U1[]\n"
+            "Fix: save scalars only, for instance jnp.mean of them."
+        )
+        assert checkpoints.steps() == []
+
+
+def test_it_is_a_value_error():
+    assert issubclass(so.CheckpointError, ValueError)
