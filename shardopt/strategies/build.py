@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import complaint
 from shardopt.core.optimizer import ShardedOptimizer
@@ -136,10 +137,12 @@ class _Programs:
 def _make_program(recipe: Recipe, layout: Layout) -> Program:
     gradients, loss = make_gradients(recipe, layout), make_loss(recipe, layout)
     on_state, on_batch = shardings(recipe.mesh, layout.specs), batch_sharding(recipe)
+    everywhere = NamedSharding(recipe.mesh, PartitionSpec())
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         found = gradients(state.params, batch, state.step, state.rng)
-        params, opt_state = apply_update(recipe, layout, state.params, state.opt_state, found)
+        value_fn = lambda params: loss(params, batch)[0]  # noqa: E731
+        params, opt_state = apply_update(recipe, layout, state.params, state.opt_state, found, value_fn)
         metrics = {"loss": found.loss, "grad_norm": global_norm(found.grads), **found.metrics}
         return TrainState(state.step + 1, params, opt_state, state.rng), metrics
 
@@ -150,8 +153,8 @@ def _make_program(recipe: Recipe, layout: Layout) -> Program:
     return Program(
         layout,
         on_state,
-        step=jax.jit(step, in_shardings=(on_state, on_batch), out_shardings=(on_state, None), donate_argnums=0),
-        loss=jax.jit(evaluate, in_shardings=(on_state, on_batch)),
+        step=jax.jit(step, in_shardings=(on_state, on_batch), out_shardings=(on_state, everywhere), donate_argnums=0),
+        loss=jax.jit(evaluate, in_shardings=(on_state, on_batch), out_shardings=everywhere),
     )
 
 

@@ -1,5 +1,6 @@
 """The global view: one optax update, placed by sharding constraints."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,24 +14,37 @@ from shardopt.strategies.layout import Layout, shardings
 from shardopt.strategies.recipe import Recipe
 
 
-def apply_update(recipe: Recipe, layout: Layout, params: PyTree, opt_state: PyTree, step: Differentiated) -> Any:
+def apply_update(
+    recipe: Recipe,
+    layout: Layout,
+    params: PyTree,
+    opt_state: PyTree,
+    step: Differentiated,
+    value_fn: Callable[[PyTree], Any],
+) -> tuple[PyTree, PyTree]:
     """Return (new params, new optimizer state).
 
     Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own
     shard; constraining the result to where parameters live is what gathers them for ZeRO 1 and 2. The wrapped
     transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they always do.
+    Line searches get `value_fn`, the loss of this batch at other parameters.
     """
-    recipe_mesh = recipe.mesh
     state_split = layout.merge(
         [None] * len(layout.plans),
         [plan.spec(split=recipe.placement.opt_state) for plan in layout.plans if plan.trainable],
     )
-    place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(recipe_mesh, specs))  # noqa: E731
+    place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(recipe.mesh, specs))  # noqa: E731
     grads, shards = place(step.grads, state_split), place(layout.trainable(params), state_split)
     tx = optax.with_extra_args_support(recipe.tx)
-    updates, opt_state = tx.update(grads, opt_state, shards, value=step.loss, grad=grads)
+    frozen = layout.treedef.flatten_up_to(params)
+    extra = {
+        "value": step.loss,
+        "grad": grads,
+        "value_fn": lambda at: value_fn(layout.merge(frozen, jax.tree.leaves(at))),
+    }
+    updates, opt_state = tx.update(grads, opt_state, shards, **extra)
     shards = optax.apply_updates(shards, updates)
-    new = layout.merge(layout.treedef.flatten_up_to(params), jax.tree.leaves(shards))
+    new = layout.merge(frozen, jax.tree.leaves(shards))
     new = _replace_updated(recipe, layout, new, step.updates)
     return place(new, layout.specs.params), place(opt_state, layout.specs.opt_state)
 

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.problems import problem
+from support.reference import relative_difference, train
 from support.table import STRATEGIES
 
 import shardopt as so
@@ -134,6 +136,19 @@ def test_optimizers_that_want_the_loss_get_it(mesh_of):
     for _ in range(4):
         state, _ = opt.step(state, X)
     assert float(state.opt_state[1].scale) < 1.0
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_line_searches_evaluate_the_loss_of_the_union_batch(strategy, mesh_of, x64):
+    """L-BFGS differentiates `value_fn` from outside, in a while loop, in the global view."""
+    case = problem("odd", weighted=True, steps=3)
+    opt = STRATEGIES[strategy](optax.lbfgs(), mesh_of(replica=2, data=2), case.loss_fn)
+    expected, final = train(optax.lbfgs(), case.reference, case.params, case.batches, value_fn=True)
+    state = opt.init(case.params)
+    for batch in case.batches:
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, final) <= 1e-8
+    assert expected[-1][0] < expected[0][0]
 
 
 @pytest.mark.parametrize("model", ["function", "blocks"])

@@ -73,9 +73,9 @@ def scatter_in_the_wrong_order(patch):
 def apply_the_update_twice(patch):
     apply = build.apply_update
 
-    def twice(recipe, layout, params, opt_state, found):
-        params, _ = apply(recipe, layout, params, opt_state, found)
-        return apply(recipe, layout, params, opt_state, found)
+    def twice(recipe, layout, params, opt_state, found, value_fn):
+        params, _ = apply(recipe, layout, params, opt_state, found, value_fn)
+        return apply(recipe, layout, params, opt_state, found, value_fn)
 
     patch.setattr(build, "apply_update", twice)
 

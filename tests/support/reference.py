@@ -17,7 +17,7 @@ OPTIMIZERS = {
 }
 
 
-def train(tx, loss_fn, params, batches: Sequence):
+def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False):
     """Return the losses, gradient norms and final parameters of plain training on whole batches."""
     trained = [i for i, leaf in enumerate(jax.tree.leaves(params)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     treedef = jax.tree.structure(params)
@@ -32,7 +32,10 @@ def train(tx, loss_fn, params, batches: Sequence):
     @jax.jit
     def step(part, opt_state, batch):
         loss, grads = jax.value_and_grad(lambda part: loss_fn(merge(part), batch))(part)
-        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, part, value=loss, grad=grads)
+        extra = {"value": loss, "grad": grads}
+        if value_fn:
+            extra["value_fn"] = lambda part: loss_fn(merge(part), batch)
+        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, part, **extra)
         return optax.apply_updates(part, updates), opt_state, loss, optax.tree.norm(grads)
 
     part, opt_state, history = split(params), tx.init(split(params)), []
