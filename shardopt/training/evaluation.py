@@ -30,6 +30,14 @@ def evaluation(
     Raises:
       TypeError: if `batches` is an iterator, which would be empty the second time.
       ValueError: by the returned function, if there are no batches.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: ((batch - params["mean"]) ** 2).mean()
+      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
+      >>> evaluate = evaluation(opt, [jnp.array([1.0, 3.0]), jnp.array([2.0])])
+      >>> evaluate(opt.init({"mean": jnp.array(2.0)}))["val_loss"] == 2 / 3
+      True
     """
     if iter(batches) is batches:
         what = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."

@@ -55,13 +55,15 @@ def fit(
 
     Each step is state, metrics = opt.step(state, batch). The host looks at a step's loss while the device is already
     at the next one, and waits for the device only where it must: for an evaluation, a checkpoint, early stopping on a
-    training metric, and at the end.
+    training metric, and at the end. So two steps are under way at the most: queues do not grow, neither in memory nor
+    on fake CPU devices, whose collectives deadlock when many steps wait for a thread.
 
     **Resuming.** With `checkpoints.resume` and a checkpoint newer than `state`, the run goes on from it: train state,
     data position and early stopping, so that it equals an unbroken run (bit for bit on the same mesh). Data that
     keeps its own state (a grain dataset or iterator: `get_state`, `set_state`) is put back by it; of any other a
     fresh iterator must be passed, from which the batches already used are drawn and dropped. A state as new as the
-    last checkpoint is continued as it is, with the batches as they are.
+    last checkpoint is continued as it is, with the batches as they are. With several processes the position of the
+    first is restored on all.
 
     **Ends.** At `num_steps`, early stopping, SIGTERM, a first Ctrl-C (a second one raises KeyboardInterrupt) and the
     end of the batches, the step is finished, a checkpoint is saved and written out, and `fit` returns; signals are

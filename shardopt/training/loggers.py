@@ -68,9 +68,8 @@ def as_loggers(log: Any) -> tuple[Log, ...]:
     Raises:
       TypeError: if a logger is not callable.
     """
-    if callable(log):
-        return (log,)
-    loggers: tuple[Any, ...] = () if log is None else tuple(log) if isinstance(log, list | tuple) else (log,)
+    several = isinstance(log, list | tuple) and not callable(log)
+    loggers: tuple[Any, ...] = () if log is None else tuple(log) if several else (log,)
     if strange := [type(one).__name__ for one in loggers if not callable(one)]:
         raise TypeError(
             f"fit: log must be callables (step, metrics) -> None, got {', '.join(strange)}.\n"
