@@ -51,6 +51,7 @@ def restore(
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
+      >>> from jax.sharding import PartitionSpec as P
       >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
       >>> opt = so.fsdp(optax.adam(0.1), so.make_mesh(), loss_fn)
       >>> folder = tempfile.mkdtemp()
@@ -108,6 +109,8 @@ def _check_whole(who: str, directory: Path, step: int) -> None:
     older = [earlier for earlier in from_first(lambda: committed(directory)) if earlier < step]
     whole = next((earlier for earlier in reversed(older) if not manifest.damage(step_folder(directory, earlier))), None)
     what = f"step {step} in {directory} is damaged."
-    fix = "bring the files back from a copy"
-    fix += f", or pass step={whole}, which is whole." if whole is not None else "; no earlier step is whole."
+    fix = "bring the files back from a copy; no earlier step is whole."
+    if whole is not None:
+        back = f"pass step={whole}, or delete {step_folder(directory, step)}"
+        fix = f"bring the files back from a copy, or go back to step {whole}, which is whole ({back})."
     raise CheckpointError(complaint(who, what, damaged, fix=fix))

@@ -42,7 +42,7 @@ def save(directory: str | os.PathLike[str], state: Any, *, step: int | None = No
       >>> import tempfile, jax, jax.numpy as jnp, optax, shardopt as so
       >>> opt = so.fsdp(optax.adam(0.1), so.make_mesh(), lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
       >>> state = opt.init({"w": jnp.ones((64, 32))})
-      >>> save(tempfile.mkdtemp(), state, step=7).name
+      >>> so.save(tempfile.mkdtemp(), state, step=7).name
       '7'
     """
     who = "save"

@@ -13,6 +13,7 @@ def describe_structure(treedef: Any) -> Any:
     """Return a tree structure as JSON: "*" for a leaf, else {"node": kind, "children": [...]}, dicts with their keys.
 
     Example:
+      >>> import jax
       >>> describe_structure(jax.tree.structure({"w": 1, "b": (2, None)}))["keys"]
       ['b', 'w']
     """

@@ -54,7 +54,10 @@ KINDS = [
     "step metadata",
     "commit",
 ]
-REMEDY = "Fix: bring the files back from a copy, or pass step=2, which is whole."
+REMEDY = (
+    "Fix: bring the files back from a copy, or go back to step {back}, which is whole (pass step={back}, or delete "
+    "{run}/3)."
+)
 
 
 def flip(path):
@@ -96,7 +99,7 @@ def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained,
     assert lines[1].startswith(name)
     found = lines[1].removeprefix(name).split(" (")[0]
     assert found in reason
-    assert lines[2:] == [REMEDY]
+    assert lines[2:] == [REMEDY.format(run=run, back=2)]
 
 
 def test_all_damage_is_listed_and_the_older_whole_step_is_found(run, trained, complaint_of, same):
@@ -108,9 +111,7 @@ def test_all_damage_is_listed_and_the_older_whole_step_is_found(run, trained, co
     with Checkpoints(run, 1, 3) as checkpoints:
         message = complaint_of(lambda: checkpoints.restore(opt))
     assert message == (
-        f"Checkpoints: step 3 in {run} is damaged.\n"
-        "  3/shardopt.json: missing\n"
-        "Fix: bring the files back from a copy, or pass step=1, which is whole."
+        f"Checkpoints: step 3 in {run} is damaged.\n  3/shardopt.json: missing\n{REMEDY.format(run=run, back=1)}"
     )
     assert same(restore(run, opt, step=1), state())
 
@@ -135,7 +136,7 @@ def test_a_forged_manifest_is_noticed(run, trained, complaint_of):
     del body["manifest"]["files"]["state/_METADATA"]
     path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
     assert complaint_of(lambda: restore(run, trained[0])) == (
-        f"restore: step 3 in {run} is damaged.\n  3/MANIFEST.json: its bytes are not those that were written\n{REMEDY}"
+        f"restore: step 3 in {run} is damaged.\n  3/MANIFEST.json: its bytes are not those that were written\n{REMEDY.format(run=run, back=2)}"
     )
 
 

@@ -41,7 +41,7 @@ def test_orbax_is_asked_for_shards(tmp_path, trained, make_opt, monkeypatch):
     opt = make_opt(so.zero, data=4)
     found = restore(tmp_path, opt)
     wanted = [(str(leaf.sharding), leaf.shape) for leaf in jax.tree.leaves(opt.abstract_state())]
-    assert sorted((str(one.sharding), one.global_shape) for one in asked)[: len(wanted)] == sorted(wanted)
+    assert {(str(one.sharding), one.global_shape) for one in asked} == set(wanted)
     assert all(arguments.strict for arguments in asked)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, opt.abstract_state())
     held = {shard.data.shape for shard in found.opt_state[0].mu["layer.0"]["up/w"].addressable_shards}

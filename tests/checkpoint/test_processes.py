@@ -80,7 +80,10 @@ def test_both_processes_see_the_same(run):
     assert damaged[0] == f"restore: step 2 in {folder}/spoiled is damaged."
     assert len(damaged) == 7
     assert all(": its bytes are not those that were written (SHA-256 " in line for line in damaged[1:-1])
-    assert damaged[-1] == "Fix: bring the files back from a copy, or pass step=1, which is whole."
+    assert damaged[-1] == (
+        "Fix: bring the files back from a copy, or go back to step 1, which is whole (pass step=1, or delete "
+        f"{folder}/spoiled/2)."
+    )
     for key in ("spoiled", "nowhere", "second writer"):
         assert first[key] == second[key]
         assert first[key] is not None
