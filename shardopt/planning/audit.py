@@ -54,7 +54,7 @@ def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int
         what = f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
         raise ValueError(complaint("audit", what, fix="pass mesh=, the mesh it was compiled for."))
     sizes = sizes or {}
-    if mesh is not None and math.prod(sizes.values()) != replicas * partitions:
+    if sizes and math.prod(sizes.values()) != replicas * partitions:
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         what = f"the mesh ({listed}) has {math.prod(sizes.values())} devices, the program {replicas * partitions}."
         raise ValueError(complaint("audit", what, fix="pass the mesh that the program was compiled for."))

@@ -11,6 +11,8 @@ from shardopt.planning.program.collective import Collective
 class Expected(NamedTuple):
     """A row of a stated table: what all collectives of a kind over some axes move in one execution.
 
+    Rows of the same kind, axes and `in_loop` add up; one that leaves `in_loop` open speaks of what the others leave.
+
     Attributes:
       kind: such as "all-reduce".
       axes: one mesh axis, or several in any order.
@@ -34,7 +36,7 @@ def differences(
     Raises:
       ValueError: if a row names an axis that the mesh has not.
     """
-    rows = [row for row in (_without_single(row, mesh_shape) for row in expected) if row.axes]
+    rows = _merged([row for row in (_without_single(row, mesh_shape) for row in expected) if row.axes])
     members: dict[Expected, list[Collective]] = {row: [] for row in rows}
     strangers = []
     for found in collectives:
@@ -58,6 +60,18 @@ def _without_single(row: Expected, mesh_shape: Mapping[str, int]) -> Expected:
         what = f"the expected {row.kind} is over {', '.join(map(repr, unknown))}, which the mesh does not have."
         raise ValueError(complaint("audit", what, fix=f"name axes among {', '.join(mesh_shape)}."))
     return row._replace(axes=tuple(axis for axis in mesh_shape if axis in axes and mesh_shape[axis] > 1))
+
+
+def _merged(rows: list[Expected]) -> list[Expected]:
+    """Add up the rows that speak of the same collectives."""
+    merged: dict[tuple, Expected] = {}
+    for row in rows:
+        key = (row.kind, row.axes, row.in_loop)
+        if (same := merged.get(key)) is not None:
+            calls = None if None in (same.calls, row.calls) else (same.calls or 0) + (row.calls or 0)
+            row = same._replace(bytes=same.bytes + row.bytes, calls=calls)
+        merged[key] = row
+    return list(merged.values())
 
 
 def _matches(row: Expected, found: Collective) -> bool:

@@ -63,17 +63,18 @@ def read_collective(found: Found, sizes: Mapping[str, int], *, replicas: int, pa
     words = attributes(instruction)
     if found.kind == "collective-permute":
         groups = permute_pairs(words, replicas=replicas, partitions=partitions)
-        group_size = 0
-        axes = axes_of_pairs(groups, sizes) if groups else ()
+        group_size, axes_of = 0, axes_of_pairs
     else:
         has_global_flag = found.kind in ("all-reduce", "all-gather", "reduce-scatter")
         groups = replica_groups(words, replicas=replicas, partitions=partitions, has_global_flag=has_global_flag)
-        group_size = max(len(group) for group in groups)
-        axes = axes_of_groups(groups, sizes)
+        group_size, axes_of = max(len(group) for group in groups), axes_of_groups
     if not groups or group_size == 1:
         return None
+    axes = axes_of(groups, sizes)
     result = _result(instruction, found.kind)
-    size = nbytes(result) * (group_size if found.kind == "reduce-scatter" else 1)
+    # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an all-reduce and a slice
+    is_shard = found.kind == "reduce-scatter" and instruction.opcode.startswith("reduce-scatter")
+    size = nbytes(result) * (group_size if is_shard else 1)
     return Collective(
         kind=found.kind,
         axes=axes,
@@ -92,9 +93,9 @@ def read_collective(found: Found, sizes: Mapping[str, int], *, replicas: int, pa
 
 def _result(instruction: Instruction, kind: str) -> str:
     """A start holds (operands, results, contexts), but that of an all-reduce holds just the results."""
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        return elements(instruction.shape)[1]
-    return instruction.shape
+    parts = elements(instruction.shape)
+    holds_operands = instruction.opcode.endswith("-start") and kind != "all-reduce" and len(parts) > 1
+    return parts[1] if holds_operands else instruction.shape
 
 
 def _wire_bytes(kind: str, size: int, n: int) -> int:

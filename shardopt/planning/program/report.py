@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from shardopt.core.errors import plural
 from shardopt.planning.program.check import Expected, differences
 from shardopt.planning.program.collective import Collective
 
@@ -143,6 +144,15 @@ def _number(value: int | None) -> str:
     return "?" if value is None else f"{value:,}"
 
 
+def _calls(count: int | None) -> str:
+    return "? calls" if count is None else plural(count, "call")
+
+
+def _tail(name: str, width: int = 60) -> str:
+    """The end of a jax name tells more than its beginning."""
+    return name if len(name) <= width else f"...{name[3 - width :]}"
+
+
 def _lines(collectives: tuple[Collective, ...]) -> list[str]:
     if not collectives:
         return []
@@ -156,7 +166,7 @@ def _lines(collectives: tuple[Collective, ...]) -> list[str]:
             _number(_traffic([found]).wire_bytes),
             "x".join(map(_number, found.loops)) or "-",
             _notes(found),
-            found.op_name or found.name,
+            _tail(found.op_name or found.name),
         ]
         for found in collectives
     ]
@@ -170,7 +180,7 @@ def _notes(found: Collective) -> str:
 
 def _sums(by_axis: dict[tuple[str, ...] | None, Traffic]) -> list[str]:
     lines = [
-        f"{axes_text(axes)}: {_number(traffic.wire_bytes)} bytes sent per device in {_number(traffic.calls)} calls"
+        f"{axes_text(axes)}: {_number(traffic.wire_bytes)} bytes sent per device in {_calls(traffic.calls)}"
         for axes, traffic in by_axis.items()
     ]
     if any(traffic.calls is None for traffic in by_axis.values()):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardopt.planning.program.text import Instruction, Module, attributes
+from shardopt.planning.program.text import Instruction, Module, attributes, operands
 from shardopt.planning.program.trips import trip_count
 
 KINDS = (
@@ -24,7 +24,8 @@ class Found(NamedTuple):
 
     Attributes:
       instruction: the collective, in the form that holds its operands (`-start`, if it is asynchronous).
-      kind: the opcode without `-start`.
+      kind: the opcode without `-start`; a reduce-scatter that XLA:TPU renders as a fusion of all-reduce and slice is
+        a reduce-scatter.
       loops: trip counts of the loops around it, outermost first; None for one that the program does not tell.
       conditional: whether it stands in a branch.
       asynchronous: whether other instructions may run between its start and its end.
@@ -32,12 +33,6 @@ class Found(NamedTuple):
 
     instruction: Instruction
     kind: str
-    loops: tuple[int | None, ...]
-    conditional: bool
-    asynchronous: bool
-
-
-class _Place(NamedTuple):
     loops: tuple[int | None, ...] = ()
     conditional: bool = False
     asynchronous: bool = False
@@ -45,19 +40,25 @@ class _Place(NamedTuple):
 
 def collectives_of(module: Module) -> Iterator[Found]:
     """Yield the collectives that the entry computation reaches; one reached by two calls comes twice."""
-    busy = _with_collectives(module)
-    yield from _walk(module, module.entry, _Place(), busy)
+    yield from _walk(module, module.entry, _with_collectives(module))
 
 
-def _walk(module: Module, name: str, place: _Place, busy: set[str]) -> Iterator[Found]:
+def _walk(module: Module, name: str, busy: set[str]) -> Iterator[Found]:
+    chains: set[str] = set()
     for instruction in module.computations.get(name, ()):
         if kind := kind_of(instruction):
             started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
-            yield Found(instruction, kind, place.loops, place.conditional, place.asynchronous or started)
+            yield Found(instruction, kind, asynchronous=started)
             continue
         for callee in callees(instruction):
-            if callee in busy:
-                yield from _walk(module, callee, _inside(module, instruction, place), busy)
+            if callee not in busy:
+                continue
+            for found in _walk(module, callee, busy):
+                # XLA:TPU spreads a collective over several fusions, each with a copy of the instruction
+                chain = _chain(found.instruction)
+                if chain is None or chain not in chains:
+                    yield _from_outside(module, name, instruction, callee, found)
+                chains |= {chain} if chain else set()
 
 
 def kind_of(instruction: Instruction) -> str | None:
@@ -99,14 +100,37 @@ def _with_collectives(module: Module) -> set[str]:
     return busy
 
 
-def _inside(module: Module, instruction: Instruction, place: _Place) -> _Place:
-    if instruction.opcode == "while":
-        return place._replace(loops=(*place.loops, trip_count(module, instruction)))
-    if instruction.opcode == "conditional":
-        return place._replace(conditional=True)
-    if instruction.opcode == "async-start":
-        return place._replace(asynchronous=True)
-    return place
+def _from_outside(module: Module, name: str, caller: Instruction, callee: str, found: Found) -> Found:
+    """Return what was found in `callee` as `caller`, which stands in computation `name`, makes of it."""
+    if caller.opcode == "while":
+        return found._replace(loops=(trip_count(module, name, caller), *found.loops))
+    if caller.opcode == "conditional":
+        return found._replace(conditional=True)
+    if caller.opcode == "async-start":
+        return found._replace(asynchronous=True)
+    if caller.opcode == "fusion":
+        is_scatter = found.kind == "all-reduce" and _returns_a_slice(module, callee, found.instruction)
+        return found._replace(
+            kind="reduce-scatter" if is_scatter else found.kind,
+            asynchronous=found.asynchronous or _chain(found.instruction) is not None,
+        )
+    return found
+
+
+def _returns_a_slice(module: Module, name: str, instruction: Instruction) -> bool:
+    return any(
+        line.is_root and line.opcode == "dynamic-slice" and operands(line)[0] == instruction.name
+        for line in module.computations[name]
+    )
+
+
+def _chain(instruction: Instruction) -> str | None:
+    """Return the mark that XLA:TPU puts on all pieces of one collective that it fuses with computation."""
+    found = _CHAIN.search(instruction.rest) if "async_collective_fusion_config" in instruction.rest else None
+    return found[1] if found else None
+
+
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
 def _is_sync(instruction: Instruction) -> bool:
