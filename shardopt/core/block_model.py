@@ -104,9 +104,10 @@ def takes_rng(fn: Any) -> bool:
 def save_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
     """Say, as a `jax.checkpoint` policy, that the backward pass recomputes weight gathers and nothing else.
 
-    Both the gather and its named result are refused: a saved gather would make recomputing the name free.
+    Every step from the gather (of bits, in half precision) to its named result is refused: one that was saved
+    would keep the whole weight, and make recomputing the rest free.
     """
-    return primitive.name != "all_gather" and params.get("name") != GATHERED
+    return primitive.name not in ("all_gather", "bitcast_convert_type") and params.get("name") != GATHERED
 
 
 def _indices(count: int) -> jax.Array:

@@ -33,14 +33,14 @@ def fsdp(
 
     **Placement**: parameters, gradients and optimizer state split over data (16/N bytes a parameter with fp32
     Adam) and over tensor by rule. With a `BlockModel` one block is whole at a time, in the layer scan and again
-    in the backward pass; its outer parameters are whole from the forward to the backward pass. With any other
-    loss the whole weights are not kept for the backward pass either. A replica axis holds copies of the shards
-    (hybrid sharding).
+    in the backward pass; its outer parameters are whole from the forward to the backward pass, as all parameters
+    of any other loss may be. A replica axis holds copies of the shards (hybrid sharding).
 
     **Communication** a step, per device, for Psi parameter bytes over N data devices: all-gather in the forward
-    and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch (weights that
-    the backward pass does not need, and the outer ones of a BlockModel, are gathered once). The gathers halve
-    with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
+    and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch. Gathered only
+    once are weights that the backward pass does not need and the outer ones of a BlockModel; and, where the
+    compiler merges gathers of the same weight (XLA:CPU does, also across micro-batches), all weights that are not
+    in blocks. The gathers halve with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
     all-reduce of the 1/N shards over replica, after the last micro-batch.
 
     Args:

@@ -1,0 +1,170 @@
+"""Contract 4: the compiled step sends what the placement table says, over the axis it says, and nothing more in loops."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.table import STRATEGIES
+
+import shardopt as so
+from shardopt.models import gpt
+from shardopt.planning import Expected, audit
+
+LAYERS, WIDTH, HIDDEN, ROWS = 4, 64, 256, 32
+RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
+SCALARS = 64  # the loss, weights and norms: collectives of a few bytes, not of the table
+MESHES = [
+    {"data": 8},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "tensor": 4},
+    {"replica": 2, "data": 4},
+    {"replica": 2, "data": 2, "tensor": 2},
+    {"data": 1},
+]
+
+MODEL = so.BlockModel(
+    embed=lambda outer, batch: batch @ outer["in"],
+    block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"] + w["bias"][None, :],
+    loss=lambda outer, x, batch: jnp.mean((x @ outer["out"]) ** 2),
+)
+
+
+def abstract_params():
+    shapes = {
+        "blocks": {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH), "bias": (LAYERS, WIDTH)},
+        "in": (16, WIDTH),
+        "out": (WIDTH, 40),
+    }
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
+    """What the docstrings of ddp, zero and fsdp say, in bytes, from the report of what is split."""
+    sizes = opt.config.mesh_shape
+    data = sizes["data"]
+    split = {"blocks": 0, "outer": 0}
+    whole = 0
+    for row in opt.config.report(abstract_params()).rows:
+        here = row.bytes_whole // (sizes["tensor"] if "tensor" in tuple(row.opt_state) else 1)
+        if strategy != "ddp" and "data" in tuple(row.opt_state):
+            split["blocks" if row.path.startswith("blocks") else "outer"] += here
+        else:
+            whole += here
+    both, looped = sum(split.values()), micro_batches > 1
+    axes = tuple(axis for axis in axes if axis in sizes)
+    table = [Expected("all-reduce", axes, whole, in_loop=False)]
+    if strategy == "ddp":
+        return table
+    if "replica" in sizes:
+        table.append(Expected("all-reduce", "replica", both // data, in_loop=False))
+    if strategy in ("zero1", "zero2"):
+        table.append(Expected("all-gather", "data", both, in_loop=False))
+    if strategy == "zero1":
+        table.append(Expected("reduce-scatter", "data", both, in_loop=False))
+    if strategy == "zero2":
+        table.append(Expected("reduce-scatter", "data", both * micro_batches, in_loop=looped))
+    if strategy in ("zero3", "fsdp"):
+        bias = LAYERS * WIDTH * 4 if data > 1 else 0  # not needed in the backward pass
+        table.append(Expected("all-gather", "data", (2 * split["blocks"] - bias) * micro_batches, in_loop=True))
+        # XLA:CPU sees that the outer weights are the same for every micro-batch
+        table.append(Expected("all-gather", "data", split["outer"], in_loop=False))
+        scattered = split["blocks"] + (split["outer"] if looped else 0)
+        table.append(Expected("reduce-scatter", "data", scattered * micro_batches, in_loop=True))
+        table += [] if looped else [Expected("reduce-scatter", "data", split["outer"], in_loop=False)]
+    return table
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "zero3"])
+def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batches, mesh_of):
+    rules = RULES if "tensor" in sizes else ()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    opt = STRATEGIES[strategy](tx, mesh_of(**sizes), MODEL, micro_batches=micro_batches, rules=rules)
+    state = opt.abstract_state(abstract_params())
+    found = audit(opt.step, state, jax.ShapeDtypeStruct((ROWS, 16), jnp.float32))
+
+    table = stated_table(strategy, opt, micro_batches)
+    if "tensor" in sizes:
+        # one sum in the forward and one in the backward pass of a block: a column-split product, then a row-split one
+        rows_here = ROWS // (sizes["data"] * sizes.get("replica", 1))
+        table.append(Expected("all-reduce", "tensor", 2 * LAYERS * rows_here * WIDTH * 4, 2 * LAYERS * micro_batches))
+    found.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
+    if strategy in ("ddp", "zero1"):
+        for axis in ("data", "replica"):
+            assert not found.of(axis=axis, in_loop=True).collectives
+    if math.prod(sizes.values()) == 1:
+        assert not found.collectives
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "zero3"])
+def test_wire_bytes_are_those_of_algorithms_md(strategy, mesh_of):
+    """Of the ring formulas, with Psi the bytes of all leaves (those left whole are less than a percent)."""
+    opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), MODEL)
+    found = audit(opt.step, opt.abstract_state(abstract_params()), jax.ShapeDtypeStruct((ROWS, 16), jnp.float32))
+    leaves = jax.tree.leaves(abstract_params())
+    psi = sum(leaf.size * 4 for leaf in leaves)
+    outer = sum(leaf.size * 4 for name, leaf in abstract_params().items() if name != "blocks")
+    times = {"ddp": 2 * psi, "zero1": 2 * psi, "zero2": 2 * psi, "fsdp": 3 * psi - outer}[strategy]
+    np.testing.assert_allclose(found.total_wire_bytes, 7 / 8 * times, rtol=0.01)
+
+
+def test_gathers_in_half_precision_send_half(mesh_of):
+    wide = so.fsdp(optax.adamw(1e-3), mesh_of(data=8), MODEL)
+    narrow = so.fsdp(optax.adamw(1e-3), mesh_of(data=8), MODEL, gather_dtype=jnp.bfloat16)
+    sent = {}
+    for name, opt in (("wide", wide), ("narrow", narrow)):
+        batch = jax.ShapeDtypeStruct((ROWS, 16), jnp.bfloat16 if name == "narrow" else jnp.float32)
+        by_kind = audit(opt.step, opt.abstract_state(abstract_params()), batch).by_kind()
+        sent[name] = (by_kind["all-gather"].bytes, by_kind["reduce-scatter"].bytes)
+    assert sent["narrow"][0] * 2 == sent["wide"][0]
+    assert sent["narrow"][1] == sent["wide"][1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gpt_on_data_and_tensor_moves_no_weight_over_tensor(strategy, mesh_of):
+    """Megatron: over tensor travel activations only, four sums a block, and the vocabulary's."""
+    config = gpt.GPTConfig(dim=64, num_layers=3, num_heads=4)
+    opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=4, tensor=2), gpt.model(config), rules=gpt.rules)
+    state = opt.abstract_state(jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)))
+    found = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)})
+    tensor = found.of(axis="tensor")
+    assert set(tensor.by_axis()) == {("tensor",)}
+    activation = 16 // 4 * 32 * 64 * 4
+    blocks = tensor.of(in_loop=True)
+    assert blocks.total.bytes == 4 * 3 * activation
+    assert {one.kind for one in blocks.collectives} == {"all-reduce"}
+    weights = opt.config.report().rows[-1].bytes_whole
+    assert not [one for one in tensor.of(kind="all-gather").collectives if one.bytes >= weights], str(tensor)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_loss_without_blocks_gathers_and_scatters_every_split_leaf(strategy, mesh_of):
+    params = {"a": (16, 64), "b": (64, 64), "c": (64, 24), "odd": (5, 7)}
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), params, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+    def loss_fn(params, batch):
+        return (
+            jnp.mean((jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["b"]) @ params["c"]) ** 2) + jnp.mean(jnp.tanh(batch[:, :5] @ params["odd"]))
+        )
+
+    opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), loss_fn)
+    found = audit(opt.step, opt.abstract_state(params), jax.ShapeDtypeStruct((16, 16), jnp.float32))
+    psi = 4 * (16 * 64 + 64 * 64 + 64 * 24)
+    found.check(
+        [
+            Expected("reduce-scatter", "data", psi),
+            Expected("all-gather", "data", psi),  # XLA:CPU merges the gather of the backward pass with the first
+            Expected("all-reduce", "data", 5 * 7 * 4),
+        ],
+        min_bytes=SCALARS,
+        rtol=0.07,  # the loss travels with the small leaf
+    )
