@@ -152,8 +152,8 @@ def test_a_loss_without_blocks_gathers_and_scatters_every_split_leaf(strategy, m
     )
 
     def loss_fn(params, batch):
-        return (
-            jnp.mean((jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["b"]) @ params["c"]) ** 2) + jnp.mean(jnp.tanh(batch[:, :5] @ params["odd"]))
+        return jnp.mean((jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["b"]) @ params["c"]) ** 2) + jnp.mean(
+            jnp.tanh(batch[:, :5] @ params["odd"])
         )
 
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), loss_fn)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from support.problems import problem
 from support.reference import relative_difference, train
 from support.table import STRATEGIES
@@ -110,6 +111,37 @@ def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strat
     assert int(state.params["stats"]["steps"]) == 1
     assert "stats" not in metrics
     assert not np.allclose(state.params["w"], PARAMS["w"])
+
+
+def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    graph, weights, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, batch):
+        net = nnx.merge(graph, params["weights"], params["rest"])
+        loss = jnp.mean(jnp.square(net(batch) - batch))
+        _, _, rest = nnx.split(net, nnx.Param, ...)
+        return loss, {"rest": so.Updated({"rest": rest})}
+
+    params = {"weights": weights, "rest": rest}
+    opt = so.fsdp(optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=["^rest"], min_shard_elements=1)
+    state = opt.init(params)
+    state, _ = opt.step(state, X)
+    halves = []
+    for half in (X[:8], X[8:]):
+        net = nnx.merge(graph, weights, jax.tree.map(jnp.copy, rest))  # modules change what they are merged from
+        net(half)
+        halves.append(np.asarray(net.norm.mean[...]))
+    merged = nnx.merge(graph, state.params["weights"], state.params["rest"])
+    np.testing.assert_allclose(merged.norm.mean[...], (halves[0] + halves[1]) / 2, rtol=1e-4, atol=1e-6)
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
 
 
 def test_updates_must_fit(mesh_of):
