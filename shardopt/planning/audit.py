@@ -18,7 +18,9 @@ from shardopt.planning.program.walk import collectives_of
 def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None) -> Audit:
     """Read the collectives of a program: kind, mesh axes, bytes, calls, inside a loop or not.
 
-    Nothing is run. Loops count as often as they turn, branches as if taken, a start and done pair once.
+    Nothing is run. Loops count as often as they turn, branches as if taken, a start and done pair once. What is read
+    is what the compiler made, which may differ from what was written: XLA:CPU widens bfloat16 and float8 before a
+    collective, XLA:TPU narrows gathered weights to what its matrix units take, and all of them merge, hoist and pad.
 
     Args:
       program: a jitted function (or anything with `.lower(*args)`, such as `opt.step`), a `jax.stages.Lowered`, a
@@ -32,8 +34,8 @@ def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int
 
     Raises:
       TypeError: if `program` is nothing of these, or arguments come with something that is lowered already.
-      ValueError: if no mesh is given and none can be found, the mesh has another number of devices than the
-        program, or the text is not that of an HLO module.
+      ValueError: if no mesh is given and none can be found, the mesh has other devices than the program or lists
+        them in another order, or the text is not that of an HLO module.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -58,6 +60,7 @@ def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         what = f"the mesh ({listed}) has {math.prod(sizes.values())} devices, the program {replicas * partitions}."
         raise ValueError(complaint("audit", what, fix="pass the mesh that the program was compiled for."))
+    _check_order(mesh, compiled)
     read = (read_collective(one, sizes, replicas=replicas, partitions=partitions) for one in found)
     name = module.header.removeprefix("HloModule").split(",")[0].strip()
     return Audit(tuple(one for one in read if one is not None), sizes, name)
@@ -90,6 +93,19 @@ def _axis_sizes(mesh: Any, compiled: Any, args: tuple[Any, ...]) -> dict[str, in
     shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     return dict(meshes[0].shape) if meshes else None
+
+
+def _check_order(mesh: Any, compiled: Any) -> None:
+    """Ids in a program are positions in the order it was compiled for: refuse a mesh that lists it otherwise."""
+    if not isinstance(mesh, Mesh) or not hasattr(compiled, "runtime_executable"):
+        return
+    # a program compiled ahead of time for machines elsewhere has no such list
+    list_devices = getattr(compiled.runtime_executable(), "local_devices", None)
+    order = [] if list_devices is None else [device.id for device in list_devices()]
+    given = [device.id for device in mesh.devices.flat]
+    if order and order != given and sorted(order) == sorted(given):
+        what = f"the mesh lists its devices as {given}, the program was compiled for the order {order}."
+        raise ValueError(complaint("audit", what, fix="pass the mesh that the program was compiled for."))
 
 
 def _count(header: str, word: str) -> int:
