@@ -39,8 +39,8 @@ def fsdp(
     **Communication** a step, per device, for Psi parameter bytes over N data devices: all-gather in the forward
     and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch. Gathered only
     once are weights that the backward pass does not need and the outer ones of a BlockModel; and, where the
-    compiler merges gathers of the same weight (XLA:CPU does, also across micro-batches), all weights that are not
-    in blocks. The gathers halve with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
+    compiler merges gathers of the same weight (XLA:CPU does, more in jax 0.10 than in 0.12), all weights that are
+    not in blocks. The gathers halve with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
     all-reduce of the 1/N shards over replica, after the last micro-batch.
 
     Args:

@@ -159,10 +159,13 @@ def test_a_loss_without_blocks_gathers_and_scatters_every_split_leaf(strategy, m
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), loss_fn)
     found = audit(opt.step, opt.abstract_state(params), jax.ShapeDtypeStruct((16, 16), jnp.float32))
     psi = 4 * (16 * 64 + 64 * 64 + 64 * 24)
+    gathered = found.of(kind="all-gather").total.bytes
+    # in the backward pass again, but for the first layer's weight; XLA:CPU of jax 0.10 merges the two gathers
+    assert gathered in ([psi, 2 * psi - 4 * 16 * 64] if strategy == "fsdp" else [psi])
     found.check(
         [
             Expected("reduce-scatter", "data", psi),
-            Expected("all-gather", "data", psi),  # XLA:CPU merges the gather of the backward pass with the first
+            Expected("all-gather", "data", gathered),
             Expected("all-reduce", "data", 5 * 7 * 4),
         ],
         min_bytes=SCALARS,
