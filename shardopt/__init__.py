@@ -3,7 +3,7 @@
 Start with `make_mesh`, then `ddp`, `zero` or `fsdp`; train with `fit`; keep what you have with `Checkpoints`.
 """
 
-from shardopt import checkpoint, training
+from shardopt import checkpoint, planning, training
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
     BlockModel,
@@ -15,6 +15,7 @@ from shardopt.core import (
     Weighted,
 )
 from shardopt.mesh import initialize, make_mesh
+from shardopt.planning import audit
 from shardopt.strategies import ddp, fsdp, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
 
@@ -29,6 +30,7 @@ __all__ = [
     "TrainState",
     "Updated",
     "Weighted",
+    "audit",
     "checkpoint",
     "ddp",
     "fit",
@@ -37,6 +39,7 @@ __all__ = [
     "hyperparams",
     "initialize",
     "make_mesh",
+    "planning",
     "restore",
     "save",
     "to_bytes",
