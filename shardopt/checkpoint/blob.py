@@ -86,6 +86,15 @@ def from_bytes(
     Raises:
       TypeError: if `data` is not bytes.
       CheckpointError: if `data` is damaged, of another format, or of another model. It is a ValueError.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn)
+      >>> data = so.to_bytes(opt, opt.init({"w": jnp.ones((64, 32))}))
+      >>> split = so.fsdp(optax.adam(0.1), so.make_mesh(), loss_fn)
+      >>> so.from_bytes(split, data).params["w"].addressable_shards[0].data.shape
+      (8, 32)
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(complaint("from_bytes", f"data must be bytes, got {type(data).__name__}."))

@@ -155,9 +155,9 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._writer.close()
             self._release()
             self._lock = None
+            self._writer.close()
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending."""

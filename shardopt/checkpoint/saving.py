@@ -1,5 +1,6 @@
 """`save`: one checkpoint, now."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,8 @@ def save(directory: str | os.PathLike[str], state: Any, *, step: int | None = No
     held: list[int] = []
     try:
         from_first(lambda: _open(who, path, number, held))
-        writer = store.open_writer()
-        start(who, writer, path, state, step=number)()
-        writer.close()
+        with contextlib.closing(store.open_writer()) as writer:
+            start(who, writer, path, state, step=number)()
     finally:
         for descriptor in held:
             os.close(descriptor)

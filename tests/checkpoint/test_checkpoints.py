@@ -1,6 +1,7 @@
 """`Checkpoints`: when, how many, which, and what happens when a write fails."""
 
 import contextlib
+import os
 import shutil
 import threading
 
@@ -101,28 +102,27 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_what_is_saved_is_what_was_there(tmp_path, make_opt, new_params, steps_on, same, monkeypatch):
-    """The next step, which takes over the state's buffers, runs before a byte is written."""
-    written = threading.Event()
-    import orbax.checkpoint as ocp
+    """The next steps, which take over the state's buffers, run before the folder for its bytes is even made."""
+    let_go, held_back, mkdir = threading.Event(), [], os.mkdir
 
-    original = ocp.AsyncCheckpointer.wait_until_finished
+    def slow(path, *args, **kwargs):
+        if "orbax-checkpoint-tmp" in str(path):
+            held_back.append(let_go.wait(60))
+        return mkdir(path, *args, **kwargs)
 
-    def held_back(self):
-        if threading.current_thread().name.startswith("checkpoints"):
-            written.wait(60)
-        original(self)
-
-    monkeypatch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", held_back)
+    monkeypatch.setattr(os, "mkdir", slow)
     opt = make_opt()
     state = steps_on(opt, opt.init(new_params()), 0, 2)
     expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
     with Checkpoints(tmp_path, 1, 2) as checkpoints:
         checkpoints.save(state, step=2)
-        assert checkpoints.steps() == []
         state = steps_on(opt, state, 2, 6)
         jax.block_until_ready(state)
-        written.set()
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        let_go.set()
         assert same(checkpoints.restore(opt)[0], expected)
+    assert held_back
+    assert all(held_back)
     assert not same(state, expected)
 
 
