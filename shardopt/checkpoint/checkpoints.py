@@ -17,7 +17,7 @@ from shardopt.checkpoint.agree import from_first, raise_together
 from shardopt.checkpoint.meta import read_meta
 from shardopt.checkpoint.restoring import load
 from shardopt.checkpoint.saving import check_step
-from shardopt.checkpoint.steps import committed, discard, run_folder, step_folder, tidy
+from shardopt.checkpoint.steps import committed, discard, run_folder, step_folder, surplus, tidy
 from shardopt.checkpoint.write import failed, start
 from shardopt.core.errors import CheckpointError, complaint
 from shardopt.core.optimizer import ShardedOptimizer
@@ -246,17 +246,6 @@ class Checkpoints:
         with contextlib.suppress(CheckpointError):
             return float(read_meta(_WHO, step_folder(self.directory, step)).metrics.get(str(self.best), math.nan))
         return math.nan
-
-
-def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
-    """Return the steps that are neither among the newest `keep` nor the best.
-
-    Example:
-      >>> surplus([10, 20, 30, 40], keep=2, best=10)
-      [20]
-    """
-    newest = set(steps if keep is None else steps[-keep:])
-    return [step for step in steps if step not in newest and step != best]
 
 
 def _check_count(name: str, value: Any) -> None:

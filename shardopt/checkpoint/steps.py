@@ -73,6 +73,17 @@ def discard(directory: Path, step: int) -> None:
     shutil.rmtree(doomed)
 
 
+def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
+    """Return the steps that are neither among the newest `keep` nor the best.
+
+    Example:
+      >>> surplus([10, 20, 30, 40], keep=2, best=10)
+      [20]
+    """
+    newest = set(steps if keep is None else steps[-keep:])
+    return [step for step in steps if step not in newest and step != best]
+
+
 def tidy(directory: Path) -> None:
     """Delete what killed writers left behind. Only the holder of the lock may call it."""
     for path in directory.glob(f"{_REPLACED}*"):

@@ -12,7 +12,7 @@ import pytest
 
 import shardopt as so
 from shardopt.checkpoint import Checkpoints, restore, save
-from shardopt.checkpoint.checkpoints import surplus
+from shardopt.checkpoint.steps import surplus
 
 UNTOUCHED = (
     "Fix: make room or bring the folder back, then save again; checkpoints that were committed before are untouched."
