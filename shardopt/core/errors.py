@@ -19,7 +19,7 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used: it is damaged, incomplete, or of another model."""
+    """A checkpoint cannot be used (damaged, incomplete, of another model), or could not be written."""
 
 
 def complaint(who: str, what: str, offenders: Sequence[str] = (), fix: str = "") -> str:
