@@ -187,11 +187,14 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        if error is None:
             self.close()
-        except CheckpointError as failure:
-            if error is None:
-                raise
+            return
+        # The other processes may be well and training on: asking them for their verdict would wait for ever.
+        failure = None if self._pending is None else self._pending.exception()
+        self._pending = None
+        self.close()
+        if failure is not None:
             error.add_note(str(failure))  # what went wrong first must stay in front
 
     def _open(self) -> None:
