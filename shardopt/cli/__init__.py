@@ -1,1 +1,5 @@
-"""To be filled."""
+"""The command line: `shardopt train`."""
+
+from shardopt.cli.main import main
+
+__all__ = ["main"]

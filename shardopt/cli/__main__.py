@@ -1,0 +1,7 @@
+"""`python -m shardopt.cli` is the same as `shardopt`."""
+
+import sys
+
+from shardopt.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,67 @@
+"""The devices of a command: real ones where there are some, else simulated on the CPU; and the mesh over them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import shardopt as so
+from shardopt.core.errors import complaint
+
+_AXES = ("replica", "data", "tensor")
+
+
+def start_devices(count: int) -> Sequence[Any]:
+    """Start jax and return its devices: accelerators where there are some, else `count` simulated on the CPU.
+
+    Raises:
+      ValueError: if `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"train: --devices must be at least 1, got {count}.")
+    so.initialize()
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # jax has started already, in a notebook or a test: what is there is there
+        return jax.devices()
+    return jax.devices()
+
+
+def mesh_of(sizes: str, devices: Sequence[Any]) -> Mesh:
+    """Return the mesh that "data=4,tensor=2" or "auto" describes.
+
+    Raises:
+      ValueError: if the text cannot be read, or the sizes do not fit the devices.
+    """
+    if sizes == "auto":
+        return so.make_mesh(tensor=2 if len(devices) >= 4 and len(devices) % 2 == 0 else 1, devices=devices)
+    return so.make_mesh(**{"data": 1} | parse_mesh(sizes), devices=devices)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the sizes in a text such as "data=4,tensor=2".
+
+    Raises:
+      ValueError: if an axis is unknown or named twice, or a size is no integer.
+
+    Example:
+      >>> parse_mesh("data=4,tensor=2")
+      {'data': 4, 'tensor': 2}
+    """
+    sizes: dict[str, int] = {}
+    problems = []
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in _AXES:
+            problems.append(f"{part.strip()!r}: there is no axis {axis!r}")
+        elif axis in sizes:
+            problems.append(f"{part.strip()!r}: {axis} is there twice")
+        elif not size.removeprefix("-").isdecimal():
+            problems.append(f"{part.strip()!r}: the size must be an integer")
+        else:
+            sizes[axis] = int(size)
+    if problems:
+        fix = f"write --mesh data=4,tensor=2; the axes are {', '.join(_AXES)}, and one size may be -1."
+        raise ValueError(complaint("train", f"--mesh {text} cannot be read.", problems, fix))
+    return sizes

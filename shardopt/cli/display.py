@@ -1,0 +1,180 @@
+"""What `shardopt train` shows a person: the run, the placement of every leaf, the result."""
+
+import os
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from shardopt.cli.options import TrainOptions
+from shardopt.cli.run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS
+from shardopt.core.errors import plural
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_COLOURS = {"data": "cyan", "tensor": "magenta", "replica": "yellow"}
+
+
+def open_screen() -> "Console":
+    """Return a console on standard output, mute on all processes but the first."""
+    from rich.console import Console
+
+    return Console(quiet=jax.process_index() != 0, highlight=False)
+
+
+def show_run(screen: "Console", options: TrainOptions, opt: Any, config: Any, windows: Any, held_out: Any) -> None:
+    """Show what is about to run."""
+    from rich.table import Table
+
+    from shardopt.models.gpt import num_parameters
+
+    training, model = options.training, options.model
+    text = "Python's standard library" if training.data is None else str(training.data)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_row(
+        "model",
+        f"{num_parameters(config) / 1e6:.2f} million parameters: {plural(model.layers, 'block')} of width {model.dim}, {plural(model.heads, 'head')}",
+    )
+    table.add_row("text", f"{size(windows.end)} of {text}, {size(held_out.end - held_out.begin)} held out")
+    table.add_row(
+        "step",
+        f"{training.batch_size} x {model.length} bytes"
+        + (f" in {options.where.micro_batches} parts" if options.where.micro_batches > 1 else ""),
+    )
+    table.add_row("optimizer", f"{training.optimizer}, learning rate up to {training.learning_rate:g}")
+    table.add_row("devices", describe_devices(opt.mesh.devices.size))
+    table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
+    screen.print()
+    screen.print(table)
+
+
+def describe_devices(count: int) -> str:
+    """Return "8 CPU devices, simulated on 2 cores", or "8 NVIDIA H200; --devices is for simulated ones"."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return f"{plural(count, 'CPU device')}, simulated on {plural(_cores(), 'core')}"
+    return f"{count} {device.device_kind}, which are there; --devices counts simulated ones only"
+
+
+def show_placement(screen: "Console", opt: Any) -> None:
+    """Show how each leaf is split, and the bytes that a device holds."""
+    from rich.table import Table
+
+    report = opt.config.report()
+    same = all(row.params == row.opt_state for row in report.rows)
+    table = Table(
+        title=f"{opt.config.strategy}: what each device holds", title_justify="left", title_style="bold", box=_box()
+    )
+    table.add_column("leaf")
+    table.add_column("parameters and optimizer state" if same else "parameters")
+    if not same:
+        table.add_column("optimizer state")
+    table.add_column("bytes", justify="right")
+    table.add_column("of", justify="right", style="dim")
+    for row in report.rows:
+        splits = [split_text(row.shape, row.params)] + ([] if same else [split_text(row.shape, row.opt_state)])
+        table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_whole:,}")
+    whole = sum(row.bytes_whole for row in report.rows)
+    table.add_section()
+    blanks = [""] * (1 if same else 2)
+    table.add_row("all parameters", *blanks, f"{report.params_bytes:,}", f"{whole:,}", style="bold")
+    table.add_row("optimizer state", *blanks, f"{report.opt_state_bytes:,}", "", style="bold")
+    screen.print()
+    screen.print(table)
+    for reason in dict.fromkeys(row.whole_because for row in report.whole):
+        paths = ", ".join(row.path for row in report.whole if row.whole_because == reason)
+        screen.print(f"whole over data: {paths} ({reason})", style="dim", markup=False)
+    screen.print()
+
+
+def split_text(shape: tuple[int, ...], spec: Any) -> "Text":
+    """Return a shape with the axes that split its dims: `2 x 192/data x 3 x 4/tensor x 48`."""
+    from rich.text import Text
+
+    entries = list(spec) + [None] * (len(shape) - len(spec))
+    parts = []
+    for dim, entry in zip(shape, entries, strict=True):
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        part = Text(str(dim))
+        for axis in axes:
+            part.append(f"/{axis}", style=_COLOURS.get(axis, "bold"))
+        parts.append(part)
+    return Text(" x ", style="dim").join(parts) if parts else Text("one number")
+
+
+def show_order_changes(screen: "Console", changes: list[str]) -> None:
+    """Say why a resumed run does not go on in its text where it was, if so."""
+    if changes:
+        screen.print(f"The batches come in a new order: {'; '.join(changes)}.\n", markup=False, soft_wrap=True)
+
+
+def show_stopped(screen: "Console", options: TrainOptions, result: Any) -> None:
+    """Say that a signal ended the run, and how to go on."""
+    screen.print(f"\nStopped at step {result.step} of {options.training.steps}; everything is saved. Go on with")
+    screen.print(f"  {resume_command(options)}", style="bold", soft_wrap=True, markup=False)
+
+
+def resume_command(options: TrainOptions) -> str:
+    """Return the command that goes on with this run."""
+    return f"shardopt train --resume --run-dir {shlex.quote(str(options.run.run_dir))}"
+
+
+def show_result(screen: "Console", options: TrainOptions, result: Any, prompt: str, text: str) -> None:
+    """Show the validation loss, a sample, and where everything is."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    losses = [line["val_loss"] for line in result.history if "val_loss" in line]
+    if losses:
+        bits = losses[-1] / 0.6931471805599453
+        line = Text.assemble(
+            "\nvalidation loss ",
+            (f"{losses[-1]:.3f}", "bold green"),
+            f" nats a byte ({bits:.2f} bits) after {plural(result.step, 'step')}",
+        )
+    else:
+        line = Text(f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
+    screen.print(line)
+    screen.print("\nWhat it writes (given the dimmed beginning):\n")
+    screen.print(Padding(Text.assemble((printable(prompt), "dim"), printable(text)), (0, 2)))
+    folder = options.run.run_dir
+    screen.print(f"\nin {folder}: {CHECKPOINTS}, {METRICS}, {CONFIG}, {CURVE}", markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Return the text with a dot for what would disturb a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in three digits: 950 bytes, 12.3 kB, 9.87 MB.
+
+    Example:
+      >>> size(950), size(12_340), size(9_870_000)
+      ('950 bytes', '12.3 kB', '9.87 MB')
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} bytes"
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _mesh_text(sizes: dict[str, int]) -> "Text":
+    from rich.text import Text
+
+    parts = [Text(f"{axis}={count}", style=_COLOURS.get(axis, "")) for axis, count in sizes.items() if count > 1]
+    return Text(" x ").join(parts) if parts else Text("one device")
+
+
+def _box() -> Any:
+    from rich import box
+
+    return box.SIMPLE_HEAD

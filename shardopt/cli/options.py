@@ -1,0 +1,136 @@
+"""What `shardopt train` can be told: one dataclass a group of its help, every field an option."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Where it runs."""
+
+    devices: int = 8
+    """How many CPU devices to simulate where there is no accelerator. With one, those that are there are used."""
+
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "auto"
+    """Sizes of the mesh axes replica, data and tensor; one may be -1. By itself, tensor gets 2 where there are four
+    devices or more, and data the rest: data=4,tensor=2 of eight."""
+
+    strategy: Strategy = "fsdp"
+    """What is split over data: nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too
+    (zero3, fsdp; fsdp gathers one block at a time)."""
+
+    micro_batches: int = 1
+    """Parts of a batch that are worked on one after another, to save memory."""
+
+    gather_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None, tyro.conf.arg(metavar="{bfloat16,float16,float32}")
+    ] = None
+    """Dtype in which fsdp gathers weights and computes; masters stay float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The model, a decoder-only transformer over bytes."""
+
+    dim: int = 192
+    """Width of the residual stream."""
+
+    layers: int = 2
+    """Number of blocks."""
+
+    heads: int = 4
+    """Attention heads; the tensor axis takes some each."""
+
+    length: int = 128
+    """Bytes of context."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How it learns."""
+
+    steps: int = 400
+    """Steps to train to, those of a resumed run included."""
+
+    batch_size: int = 16
+    """Sequences in a step, over all devices."""
+
+    optimizer: str = "adamw"
+    """Any optax optimizer with a learning rate, with arguments if wanted: lion, contrib.muon, 'adamw(b2=0.99)'."""
+
+    learning_rate: float = 3e-3
+    """Peak of the learning rate, after a linear warm-up over a tenth of the steps; then it falls as a cosine."""
+
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 does not clip."""
+
+    seed: int = 0
+    """Decides the initial parameters and the order of the data."""
+
+    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """A text file, or a folder of them. By itself, the source code of Python's standard library."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is kept."""
+
+    run_dir: Path = Path("runs/default")
+    """Folder for checkpoints, metrics.jsonl, config.json and loss.png."""
+
+    resume: bool = False
+    """Go on with the run in the folder, with its options where none are given here: mesh, strategy, devices and
+    steps may be others."""
+
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last two and the best are kept."""
+
+    evaluate_every: int = 50
+    """Steps between validations."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events too."""
+
+    debug: bool = False
+    """Show where in the code an error was raised."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """Train a language model on bytes, split over devices.
+
+    On a machine without an accelerator the devices are simulated: the same program with the same collectives, on
+    the CPU. By itself it trains for two minutes on Python's own source code.
+    """
+
+    where: tyro.conf.OmitArgPrefixes[Devices] = dataclasses.field(default_factory=Devices)
+    model: tyro.conf.OmitArgPrefixes[Model] = dataclasses.field(default_factory=Model)
+    training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
+    run: tyro.conf.OmitArgPrefixes[Run] = dataclasses.field(default_factory=Run)
+
+
+def to_json(options: TrainOptions) -> dict[str, Any]:
+    """Return the options as nested dicts that survive JSON."""
+    return {
+        group: {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        for group, values in dataclasses.asdict(options).items()
+    }
+
+
+def from_json(saved: dict[str, Any]) -> TrainOptions:
+    """Return the options that `to_json` saved; what it did not know takes its default."""
+    groups = {}
+    for group in dataclasses.fields(TrainOptions):
+        made = group.default_factory()  # type: ignore[misc]
+        known = {
+            field.name: Path(value) if field.name in ("data", "run_dir") and value is not None else value
+            for field in dataclasses.fields(made)
+            if (value := saved.get(group.name, {}).get(field.name, dataclasses.MISSING)) is not dataclasses.MISSING
+        }
+        groups[group.name] = dataclasses.replace(made, **known)
+    return TrainOptions(**groups)

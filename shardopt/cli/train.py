@@ -1,0 +1,115 @@
+"""`shardopt train`: a language model from one command."""
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import shardopt as so
+from shardopt import data
+from shardopt.cli import display
+from shardopt.cli.curve import draw_curve
+from shardopt.cli.devices import mesh_of, start_devices
+from shardopt.cli.optimizers import make_optimizer
+from shardopt.cli.options import Devices, TrainOptions
+from shardopt.cli.run_folder import (
+    CHECKPOINTS,
+    CURVE,
+    METRICS,
+    check_run_folder,
+    order_changes,
+    read_metrics,
+    write_options,
+)
+from shardopt.core.errors import complaint
+from shardopt.models import gpt, sample
+
+_VALIDATION_BATCHES = 4
+
+
+def train(options: TrainOptions) -> None:
+    """Train, validate, sample, and leave a run folder that can be resumed.
+
+    Raises:
+      ValueError: if an option cannot be used; the message names the remedy.
+      TypeError: if an optimizer was given an argument of the wrong kind.
+      OSError: if the text or the run folder cannot be used.
+      NonFiniteLossError: if training diverged.
+    """
+    model, training, run = options.model, options.training, options.run
+    check_run_folder(options)
+    devices = start_devices(options.where.devices)
+    screen = display.open_screen()
+
+    corpus = data.open_corpus(training.data)
+    windows, held_out = data.split(corpus, model.length)
+    config = gpt.GPTConfig(
+        dim=model.dim, num_layers=model.layers, num_heads=model.heads, max_length=max(1024, model.length)
+    )
+    tx = make_optimizer(
+        training.optimizer, learning_rate=training.learning_rate, steps=training.steps, clip=training.clip
+    )
+    opt = make_strategy(options.where, tx, mesh_of(options.where.mesh, devices), gpt.model(config))
+    state = opt.init(lambda rng: gpt.init(config, rng), jax.random.key(training.seed))
+    display.show_run(screen, options, opt, config, windows, held_out)
+    display.show_placement(screen, opt)
+    if run.resume:
+        display.show_order_changes(screen, order_changes(options, corpus.num_bytes))
+
+    held_out_batches = data.spread_batches(held_out, training.batch_size, _VALIDATION_BATCHES)
+    log = [so.training.jsonl(run.run_dir / METRICS)]
+    if run.tensorboard:
+        log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
+    if jax.process_index() == 0:
+        write_options(options, corpus.num_bytes)
+    with so.Checkpoints(
+        run.run_dir / CHECKPOINTS, run.checkpoint_every, 2, best="val_loss", resume=run.resume
+    ) as checkpoints:
+        result = so.fit(
+            opt,
+            state,
+            data.batches(windows, training.batch_size, seed=training.seed),
+            num_steps=training.steps,
+            evaluate=so.training.evaluation(opt, held_out_batches),
+            evaluate_every=run.evaluate_every,
+            checkpoints=checkpoints,
+            log=log,
+        )
+    if result.stopped in ("sigterm", "interrupted"):
+        display.show_stopped(screen, options, result)
+        return
+
+    prompt = held_out[0]["tokens"][: model.length // 4]
+    text = continue_text(result.state.params, config, prompt, length=model.length, seed=training.seed)
+    if jax.process_index() == 0:
+        draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
+    display.show_result(screen, options, result, data.decode(prompt), text)
+
+
+def make_strategy(
+    where: Devices, tx: optax.GradientTransformation, mesh: Mesh, model: so.BlockModel
+) -> so.ShardedOptimizer:
+    """Return the strategy that the options name.
+
+    Raises:
+      ValueError: if `gather_dtype` is given to another than fsdp, or the strategy refuses the rest.
+    """
+    arguments = {"micro_batches": where.micro_batches, "rules": gpt.rules}
+    if where.strategy == "fsdp":
+        return so.fsdp(tx, mesh, model, gather_dtype=where.gather_dtype, **arguments)
+    if where.gather_dtype is not None:
+        what = f"--gather-dtype is for fsdp, which gathers weights; {where.strategy} was asked for."
+        raise ValueError(complaint("train", what, fix="leave it out, or choose --strategy fsdp."))
+    if where.strategy == "ddp":
+        return so.ddp(tx, mesh, model, **arguments)
+    return so.zero(tx, mesh, model, stage=int(where.strategy.removeprefix("zero")), **arguments)
+
+
+def continue_text(params: gpt.Params, config: gpt.GPTConfig, prompt: np.ndarray, *, length: int, seed: int) -> str:
+    """Return what the model writes after a prompt, to `length` bytes in all, on one device of each process."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    whole = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
+    here = jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+    rng = jax.random.key(seed)
+    tokens = sample(here, config, prompt[None], rng, num_tokens=length - len(prompt), temperature=0.8)
+    return data.decode(tokens[0, len(prompt) :])

@@ -1,0 +1,36 @@
+"""A tiny text, and `shardopt train` in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The command with a model and a text that take seconds."""
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text("".join(f"the quick brown fox {i} jumps over the lazy dog.\n" for i in range(400)))
+    sizes = "--dim 32 --layers 2 --length 16 --batch-size 8 --evaluate-every 4"
+    return ["train", "--data", str(path), *sizes.split()]
+
+
+@pytest.fixture
+def start(tiny):
+    """Return a function that starts `shardopt train` with eight CPU devices of its own choosing."""
+    started = []
+
+    def run(*words):
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        command = [sys.executable, "-m", "shardopt.cli", *tiny, *map(str, words)]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

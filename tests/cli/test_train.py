@@ -1,0 +1,180 @@
+"""`shardopt train` from end to end: it trains, refuses to overwrite, resumes elsewhere, and stops when told."""
+
+import json
+import re
+import signal
+
+import jax
+import optax
+import pytest
+
+from shardopt.checkpoint.steps import committed
+from shardopt.cli import main
+from shardopt.cli.devices import mesh_of
+from shardopt.cli.options import Devices
+from shardopt.cli.train import make_strategy
+from shardopt.models import gpt
+from shardopt.strategies.placement import DDP, ZERO_1, ZERO_2, ZERO_3
+
+
+@pytest.fixture
+def train(tiny, capsys):
+    """Return a function that runs `shardopt train` here, on the eight devices of the tests."""
+
+    def run(*words):
+        code = main([*tiny, *map(str, words)])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def logged(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_left_whole_not_overwritten_and_resumed_on_another_mesh_and_strategy(train, start, tmp_path):
+    folder = tmp_path / "run"
+    code, out, _ = train("--run-dir", folder, "--steps", 8, "--checkpoint-every", 4)
+    assert code == 0
+    for piece in (
+        "devices    8 CPU devices, simulated on ",
+        "mesh       data=4 x tensor=2",
+        "fsdp: what each device holds",
+        "2 x 32/data x 3 x 4/tensor x 8",
+        "after 8 steps",
+        f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png",
+    ):
+        assert piece in out
+    assert committed(folder / "checkpoints") == [4, 8]
+    assert logged(folder)[-1]["step"] == 8
+    assert logged(folder)[-1]["val_loss"] < logged(folder)[0]["val_loss"] < 5.5
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    code, out, err = train("--run-dir", folder, "--steps", 8)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error train: there is a run in '{folder}' already, saved at step 8.\n"
+        f"Fix: go on with --resume, choose another --run-dir, or delete '{folder}'.\n"
+    )
+    code, out, err = train("--run-dir", folder, "--resume", "--dim", 48)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error train: the run in '{folder}' trains another model.\n  --dim was 32, is now 48\n"
+        "Fix: leave these out, or choose another --run-dir.\n"
+    )
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+    process = start(
+        "--run-dir", folder, "--resume", "--steps", 12, "--devices", 4, "--strategy", "zero1", "--mesh", "data=4"
+    )
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert f"Resuming from step 8 in {folder / 'checkpoints'}, the data from its saved state." in err
+    assert "devices    4 CPU devices, simulated on " in out
+    assert "mesh       data=4\n" in re.sub(" +\n", "\n", out)
+    assert "The batches come in a new order" not in out
+    assert [line["step"] for line in logged(folder)] == [4, 8, 10, 12]
+    assert logged(folder)[-1]["val_loss"] < logged(folder)[0]["val_loss"]
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["where"] == {
+        "devices": 4,
+        "mesh": "data=4",
+        "strategy": "zero1",
+        "micro_batches": 1,
+        "gather_dtype": None,
+    }
+    assert (saved["training"]["steps"], saved["run"]["checkpoint_every"]) == (12, 4)
+
+
+def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
+    folder = tmp_path / "a run"
+    process = start("--run-dir", folder, "--steps", 100_000, "--evaluate-every", 100_000, "--strategy", "ddp")
+    assert next(line for line in process.stderr if line.startswith("step 10/100000"))  # it trains
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    (step,) = committed(folder / "checkpoints")
+    assert out.endswith(
+        f"Stopped at step {step} of 100000; everything is saved. Go on with\n"
+        f"  shardopt train --resume --run-dir '{folder}'\n"
+    )
+
+
+def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, tmp_path):
+    folder = tmp_path / "run"
+    assert train("--run-dir", folder, "--steps", 2, "--strategy", "ddp")[0] == 0
+    code, out, _ = train("--run-dir", folder, "--resume", "--batch-size", 16)
+    assert code == 0
+    assert "The batches come in a new order: --batch-size was 8, is now 16." in out
+    assert "The run had reached step 2 already; --steps above that trains it further." in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--resume",),
+            "train: there is no run in '{folder}' to go on with.\n"
+            "Fix: leave out --resume to start one, or name its folder with --run-dir.",
+        ),
+        (
+            ("--mesh", "data=3"),
+            "make_mesh: replica=1, data=3, pipeline=1, tensor=1 needs 3 devices, but there are 8.\n"
+            "Fix: set one size to -1, choose sizes whose product is 8, or pass devices=jax.devices()[:3].",
+        ),
+        (
+            ("--strategy", "ddp", "--gather-dtype", "bfloat16"),
+            "train: --gather-dtype is for fsdp, which gathers weights; ddp was asked for.\n"
+            "Fix: leave it out, or choose --strategy fsdp.",
+        ),
+        (
+            ("--dim", "36"),
+            "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even width\n"
+            "Fix: choose positive sizes, and dim a multiple of 2 * num_heads.",
+        ),
+        (
+            ("--data", "/no/such/text"),
+            "data: there is no file or folder '/no/such/text'.\n"
+            "Fix: check the path; without one, Python's own source is read.",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said_without_a_traceback_and_leaves_nothing(train, tmp_path, words, message):
+    folder = tmp_path / "run"
+    code, _, err = train("--run-dir", folder, *words)
+    assert (code, err) == (2, f"error {message.format(folder=folder)}\n")
+    assert not folder.exists()
+
+
+def test_debug_shows_where_an_error_was_raised(train, tmp_path):
+    with pytest.raises(ValueError, match="there is no axis 'dota'"):
+        train("--run-dir", tmp_path, "--mesh", "dota=8", "--debug")
+
+
+def test_a_damaged_config_is_named(train, tmp_path):
+    (tmp_path / "config.json").write_text('{"model": ')
+    code, _, err = train("--run-dir", tmp_path, "--resume")
+    assert code == 2
+    assert err.startswith(f"error train: '{tmp_path}/config.json' is damaged: ")
+    assert err.endswith("\nFix: bring it back, or start anew in another --run-dir.\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("ddp", DDP),
+        ("zero1", ZERO_1),
+        ("zero2", ZERO_2),
+        ("zero3", ZERO_3),
+        ("fsdp", ZERO_3),
+    ],
+)
+def test_every_strategy_is_the_one_asked_for(name, placement):
+    where = Devices(strategy=name, micro_batches=2, gather_dtype="bfloat16" if name == "fsdp" else None)
+    opt = make_strategy(where, optax.sgd(0.1), mesh_of("auto", jax.devices()), gpt.model(gpt.GPTConfig()))
+    assert opt.config.placement == placement
+    assert opt.config.strategy == name.rstrip("123")
+    assert (opt.config.micro_batches, opt.config.gather_dtype) == (2, where.gather_dtype)
+    assert opt.config.rules == gpt.rules
