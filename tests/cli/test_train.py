@@ -1,7 +1,10 @@
 """`shardopt train` from end to end: it trains, refuses to overwrite, resumes elsewhere, and stops when told."""
 
+import contextlib
+import io
 import json
 import re
+import shutil
 import signal
 
 import jax
@@ -15,6 +18,21 @@ from shardopt.cli.options import Devices
 from shardopt.cli.train import make_strategy
 from shardopt.models import gpt
 from shardopt.strategies.placement import DDP, ZERO_1, ZERO_2, ZERO_3
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """A run of eight steps, and what it printed."""
+    folder, out = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*tiny, "--run-dir", str(folder), "--steps", "8", "--checkpoint-every", "4"]) == 0
+    return folder, out.getvalue()
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of it, to be resumed."""
+    return shutil.copytree(finished[0], tmp_path / "run")
 
 
 @pytest.fixture
@@ -33,10 +51,8 @@ def logged(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_is_left_whole_not_overwritten_and_resumed_on_another_mesh_and_strategy(train, start, tmp_path):
-    folder = tmp_path / "run"
-    code, out, _ = train("--run-dir", folder, "--steps", 8, "--checkpoint-every", 4)
-    assert code == 0
+def test_a_run_shows_its_placement_learns_and_leaves_a_folder(finished):
+    folder, out = finished
     for piece in (
         "devices    8 CPU devices, simulated on ",
         "mesh       data=4 x tensor=2",
@@ -47,28 +63,36 @@ def test_a_run_is_left_whole_not_overwritten_and_resumed_on_another_mesh_and_str
     ):
         assert piece in out
     assert committed(folder / "checkpoints") == [4, 8]
-    assert logged(folder)[-1]["step"] == 8
+    assert [line["step"] for line in logged(folder)] == [4, 8]
     assert logged(folder)[-1]["val_loss"] < logged(folder)[0]["val_loss"] < 5.5
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            (),
+            "train: there is a run in '{folder}' already, saved at step 8.\n"
+            "Fix: go on with --resume, choose another --run-dir, or delete '{folder}'.",
+        ),
+        (
+            ("--resume", "--dim", "48", "--heads", "2"),
+            "train: the run in '{folder}' trains another model.\n"
+            "  --dim was 32, is now 48\n  --heads was 4, is now 2\n"
+            "Fix: leave these out, or choose another --run-dir.",
+        ),
+    ],
+)
+def test_a_run_is_neither_overwritten_nor_resumed_as_another_model(train, folder, words, message):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    code, out, err = train("--run-dir", folder, "--steps", 8)
-    assert (code, out) == (2, "")
-    assert err == (
-        f"error train: there is a run in '{folder}' already, saved at step 8.\n"
-        f"Fix: go on with --resume, choose another --run-dir, or delete '{folder}'.\n"
-    )
-    code, out, err = train("--run-dir", folder, "--resume", "--dim", 48)
-    assert (code, out) == (2, "")
-    assert err == (
-        f"error train: the run in '{folder}' trains another model.\n  --dim was 32, is now 48\n"
-        "Fix: leave these out, or choose another --run-dir.\n"
-    )
+    assert train("--run-dir", folder, *words) == (2, "", f"error {message.format(folder=folder)}\n")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
-    process = start(
-        "--run-dir", folder, "--resume", "--steps", 12, "--devices", 4, "--strategy", "zero1", "--mesh", "data=4"
-    )
+
+def test_a_run_is_resumed_with_other_devices_another_mesh_and_another_strategy(start, folder):
+    words = "--resume --steps 12 --devices 4 --mesh data=4 --strategy zero1"
+    process = start("--run-dir", folder, *words.split())
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert f"Resuming from step 8 in {folder / 'checkpoints'}, the data from its saved state." in err
@@ -76,16 +100,17 @@ def test_a_run_is_left_whole_not_overwritten_and_resumed_on_another_mesh_and_str
     assert "mesh       data=4\n" in re.sub(" +\n", "\n", out)
     assert "The batches come in a new order" not in out
     assert [line["step"] for line in logged(folder)] == [4, 8, 10, 12]
-    assert logged(folder)[-1]["val_loss"] < logged(folder)[0]["val_loss"]
+    assert logged(folder)[-1]["val_loss"] < logged(folder)[1]["val_loss"]
     saved = json.loads((folder / "config.json").read_text())
-    assert saved["where"] == {
-        "devices": 4,
-        "mesh": "data=4",
-        "strategy": "zero1",
-        "micro_batches": 1,
-        "gather_dtype": None,
-    }
-    assert (saved["training"]["steps"], saved["run"]["checkpoint_every"]) == (12, 4)
+    assert [saved["where"][name] for name in ("devices", "mesh", "strategy")] == [4, "data=4", "zero1"]
+    assert (saved["training"]["steps"], saved["run"]["checkpoint_every"]) == (12, 4)  # one given, one kept
+
+
+def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, folder):
+    code, out, _ = train("--run-dir", folder, "--resume", "--batch-size", 16)
+    assert code == 0
+    assert "The batches come in a new order: --batch-size was 8, is now 16." in out
+    assert "The run had reached step 8 already; --steps above that trains it further." in out
 
 
 def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
@@ -100,15 +125,6 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         f"Stopped at step {step} of 100000; everything is saved. Go on with\n"
         f"  shardopt train --resume --run-dir '{folder}'\n"
     )
-
-
-def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, tmp_path):
-    folder = tmp_path / "run"
-    assert train("--run-dir", folder, "--steps", 2, "--strategy", "ddp")[0] == 0
-    code, out, _ = train("--run-dir", folder, "--resume", "--batch-size", 16)
-    assert code == 0
-    assert "The batches come in a new order: --batch-size was 8, is now 16." in out
-    assert "The run had reached step 2 already; --steps above that trains it further." in out
 
 
 @pytest.mark.parametrize(
