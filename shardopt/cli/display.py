@@ -124,7 +124,6 @@ def resume_command(options: TrainOptions) -> str:
 
 def show_result(screen: "Console", options: TrainOptions, result: Any, prompt: str, text: str) -> None:
     """Show the validation loss, a sample, and where everything is."""
-    from rich.padding import Padding
     from rich.text import Text
 
     losses = [line["val_loss"] for line in result.history if "val_loss" in line]
@@ -139,14 +138,20 @@ def show_result(screen: "Console", options: TrainOptions, result: Any, prompt: s
         line = Text(f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
     screen.print(line)
     screen.print("\nWhat it writes (given the dimmed beginning):\n")
-    screen.print(Padding(Text.assemble((printable(prompt), "dim"), printable(text)), (0, 2)))
+    screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
     folder = options.run.run_dir
     screen.print(f"\nin {folder}: {CHECKPOINTS}, {METRICS}, {CONFIG}, {CURVE}", markup=False, soft_wrap=True)
 
 
-def printable(text: str) -> str:
-    """Return the text with a dot for what would disturb a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
+def indented(text: str) -> str:
+    r"""Return the text with its lines moved in, and a dot for what would disturb a terminal.
+
+    Example:
+      >>> indented("def f():\n    pass\x1b")
+      'def f():\n      pass·'
+    """
+    shown = "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
+    return shown.replace("\n", "\n  ")
 
 
 def size(count: int) -> str:

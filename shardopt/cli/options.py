@@ -54,7 +54,7 @@ class Model:
 class Training:
     """How it learns."""
 
-    steps: int = 400
+    steps: int = 600
     """Steps to train to, those of a resumed run included."""
 
     batch_size: int = 16
@@ -63,7 +63,7 @@ class Training:
     optimizer: str = "adamw"
     """Any optax optimizer with a learning rate, with arguments if wanted: lion, contrib.muon, 'adamw(b2=0.99)'."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """Peak of the learning rate, after a linear warm-up over a tenth of the steps; then it falls as a cosine."""
 
     clip: float = 1.0

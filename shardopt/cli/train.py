@@ -25,6 +25,7 @@ from shardopt.core.errors import complaint
 from shardopt.models import gpt, sample
 
 _VALIDATION_BATCHES = 4
+_SAMPLE_BYTES = 400
 
 
 def train(options: TrainOptions) -> None:
@@ -79,8 +80,8 @@ def train(options: TrainOptions) -> None:
         display.show_stopped(screen, options, result)
         return
 
-    prompt = held_out[0]["tokens"][: model.length // 4]
-    text = continue_text(result.state.params, config, prompt, length=model.length, seed=training.seed)
+    prompt = held_out[0]["tokens"][: max(1, model.length // 2)]
+    text = continue_text(result.state.params, config, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
         draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
     display.show_result(screen, options, result, data.decode(prompt), text)
@@ -105,11 +106,19 @@ def make_strategy(
     return so.zero(tx, mesh, model, stage=int(where.strategy.removeprefix("zero")), **arguments)
 
 
-def continue_text(params: gpt.Params, config: gpt.GPTConfig, prompt: np.ndarray, *, length: int, seed: int) -> str:
-    """Return what the model writes after a prompt, to `length` bytes in all, on one device of each process."""
+def continue_text(params: gpt.Params, config: gpt.GPTConfig, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:
+    """Return what the model writes after a prompt, on one device of each process.
+
+    It writes as many bytes as the prompt has, then goes on from these, and so on: never further from what it sees
+    than twice the prompt, and in one compiled program.
+    """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     whole = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
     here = jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
-    rng = jax.random.key(seed)
-    tokens = sample(here, config, prompt[None], rng, num_tokens=length - len(prompt), temperature=0.8)
-    return data.decode(tokens[0, len(prompt) :])
+    pieces, seen = [], prompt[None]
+    for i in range(-(-num_bytes // len(prompt))):
+        rng = jax.random.fold_in(jax.random.key(seed), i)
+        tokens = sample(here, config, seen, rng, num_tokens=len(prompt), temperature=0.8)
+        seen = np.asarray(tokens)[:, len(prompt) :]
+        pieces.append(seen[0])
+    return data.decode(np.concatenate(pieces)[:num_bytes])

@@ -81,11 +81,12 @@ def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callab
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
     )
     shown: dict[str, float] = {}
 
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+    # Expanded, so that on a narrow terminal the metrics are cut, not the counts before them.
+    with Progress(*columns, console=console, refresh_per_second=4, expand=True) as progress:
         task = progress.add_task("starting", total=num_steps)
 
         def advance(step: int) -> None:
