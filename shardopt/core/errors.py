@@ -34,6 +34,10 @@ def complaint(who: str, what: str, offenders: Sequence[str] = (), fix: str = "")
 
 
 def plural(count: int, noun: str) -> str:
-    """Return `1 leaf`, `2 leaves`, `3 axes`."""
-    irregular = {"leaf": "leaves", "axis": "axes", "batch": "batches", "parameter leaf": "parameter leaves"}
-    return f"{count} {noun if count == 1 else irregular.get(noun, noun + 's')}"
+    """Return `1 leaf`, `2 leaves`, `3 axes`, `4 batches`."""
+    if count == 1:
+        return f"1 {noun}"
+    for ending, several in (("leaf", "leaves"), ("axis", "axes"), ("ch", "ches")):
+        if noun.endswith(ending):
+            return f"{count} {noun.removesuffix(ending)}{several}"
+    return f"{count} {noun}s"

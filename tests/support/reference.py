@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+# eps well above the rounding of fp32 gradients: with the usual 1e-8 Adam turns the rounding of a gradient near
+# zero into a whole step.
 OPTIMIZERS = {
     "momentum": lambda: optax.sgd(0.05, momentum=0.9),
-    "adamw": lambda: optax.adamw(1e-2, weight_decay=1e-2),
-    "lamb": lambda: optax.lamb(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, eps=1e-4, weight_decay=1e-2),
+    "lamb": lambda: optax.lamb(1e-2, eps=1e-4),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, weight_decay_rate=1e-3),
     "muon": lambda: optax.contrib.muon(1e-2),
-    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
+    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=1e-4)),
 }
 
 
