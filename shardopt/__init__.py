@@ -15,6 +15,7 @@ from shardopt.core import (
     Weighted,
 )
 from shardopt.mesh import initialize, make_mesh
+from shardopt.pipeline import schedules
 from shardopt.planning import audit
 from shardopt.strategies import ddp, fsdp, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
@@ -42,6 +43,7 @@ __all__ = [
     "planning",
     "restore",
     "save",
+    "schedules",
     "to_bytes",
     "training",
     "with_hyperparams",

@@ -1,0 +1,113 @@
+"""What makes a schedule wrong, every fault at once."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from shardopt.core.errors import complaint, plural
+from shardopt.pipeline.slots import Slots, lifetimes
+from shardopt.pipeline.ticks import Ticks
+
+_PASS = {"forward": "forward", "backward": "backward", "weight": "weight gradient"}
+
+
+def check(who: str, ticks: Ticks, slots: Slots | None = None) -> None:
+    """Refuse a schedule that cannot be run.
+
+    Raises:
+      ValueError: if tables differ in shape or virtual stages are not spread evenly; or else if a pass is missing,
+        runs before what it needs, or shares its tick, stage and kind with another; or else if things that are
+        live at the same tick share a slot.
+    """
+    # in this order, since a wrong shape has no ticks, and a wrong tick makes every slot look wrong
+    if faults := list(_shape_faults(ticks, slots)):
+        _refuse(who, faults, "give every table one row a virtual stage and one column a micro-batch.")
+    if faults := [*_missing(ticks), *_too_early(ticks), *_clashes(ticks)]:
+        _refuse(
+            who, faults, "run each pass once, when its inputs are there; what is sent on a tick arrives on the next."
+        )
+    if slots and (faults := list(_slot_faults(ticks, slots))):
+        _refuse(who, faults, "keep apart what is live at the same tick, or leave the slots to from_ticks.")
+
+
+def _refuse(who: str, faults: list[str], fix: str) -> None:
+    raise ValueError(complaint(who, f"the schedule has {plural(len(faults), 'fault')}.", faults, fix))
+
+
+def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
+    homes = [ticks.stage_of.count(stage) for stage in range(ticks.num_stages)]
+    if not homes or min(homes) < 1 or min(homes) != max(homes) or sum(homes) != len(ticks.stage_of):
+        yield f"stage_of must name each of {plural(ticks.num_stages, 'stage')} equally often, got {ticks.stage_of}"
+    shape = len(ticks.stage_of), len(ticks.forward[0]) if ticks.forward else 0
+    if shape[1] < 1:
+        yield "there is no micro-batch"
+    tables = {"forward": ticks.forward, "backward": ticks.backward, "weight": ticks.weight}
+    for name, table in (tables | (slots._asdict() if slots else {})).items():
+        widths = sorted({len(row) for row in table or ()})
+        if table is not None and (len(table), widths) != (shape[0], [shape[1]]):
+            yield f"{name} has {len(table)} rows of {' or '.join(map(str, widths))}, not {shape[0]} rows of {shape[1]}"
+
+
+def _missing(ticks: Ticks) -> Iterator[str]:
+    for kind, when in ticks.passes.items():
+        for v, m in np.argwhere(when < 0):
+            yield f"{_PASS[kind]} of micro-batch {m} at virtual stage {v} never runs (tick {when[v, m]})"
+
+
+def _too_early(ticks: Ticks) -> Iterator[str]:
+    """Yield what runs before its input is there; inputs that never come are reported by `_missing` alone."""
+    passes = ticks.passes
+    needs = [
+        ("forward", "forward", -1, "input arrives"),
+        ("backward", "forward", 0, "forward runs"),
+        ("backward", "backward", 1, "cotangent arrives"),
+        ("weight", "backward", 0, "backward runs"),
+    ]
+    for kind, source, step, event in needs:
+        if kind not in passes:
+            continue
+        use, latency = passes[kind], abs(step)
+        there = np.full_like(use, -1)
+        if step <= 0:
+            there[-step:] = passes[source][: len(use) + step]
+        else:
+            there[:-step] = passes[source][step:]
+        for v, m in np.argwhere((use >= 0) & (there >= 0) & (use < there + latency)):
+            yield (
+                f"{_PASS[kind]} of micro-batch {m} at virtual stage {v} is at tick {use[v, m]}, "
+                f"but its {event} at tick {there[v, m] + latency}"
+            )
+
+
+def _clashes(ticks: Ticks) -> Iterator[str]:
+    for kind, when in ticks.passes.items():
+        found = defaultdict(list)
+        for v, m in np.argwhere(when >= 0):
+            found[int(when[v, m]), ticks.stage_of[v]].append(f"micro-batch {m} at virtual stage {v}")
+        for (tick, stage), who in sorted(found.items()):
+            if len(who) > 1:
+                yield f"stage {stage} has {len(who)} {_PASS[kind]}s at tick {tick}: {', '.join(who)}"
+
+
+def _slot_faults(ticks: Ticks, slots: Slots) -> Iterator[str]:
+    for ring, (first, last) in lifetimes(ticks).items():
+        slot, kept = np.asarray(getattr(slots, ring)), last >= first
+        for v, m in np.argwhere((slot >= 0) != kept):
+            missing = f"needs a slot at ticks {first[v, m]} to {last[v, m]}"
+            what = missing if kept[v, m] else f"has slot {slot[v, m]}, but nothing to keep"
+            yield f"{ring} of micro-batch {m} at virtual stage {v} {what}"
+        found = defaultdict(list)
+        for v, m in np.argwhere(kept & (slot >= 0)):
+            found[ticks.stage_of[v], int(slot[v, m])].append((int(first[v, m]), int(last[v, m]), int(m), int(v)))
+        for (stage, index), uses in sorted(found.items()):
+            uses.sort()
+            for before, after in pairwise(uses):
+                if after[0] <= before[1]:
+                    yield f"stage {stage} keeps two things in {ring} slot {index}: {_use(before)} and {_use(after)}"
+
+
+def _use(use: tuple[int, int, int, int]) -> str:
+    first, last, m, v = use
+    return f"micro-batch {m} at virtual stage {v} (ticks {first} to {last})"

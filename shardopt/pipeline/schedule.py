@@ -1,0 +1,206 @@
+"""`Schedule`: who does what at each tick of a pipeline, as data that can be checked, printed and plotted."""
+
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardopt.core.errors import plural
+from shardopt.pipeline import rows, slots, text, timing
+from shardopt.pipeline.check import check
+from shardopt.pipeline.slots import Slots
+from shardopt.pipeline.ticks import Table, Ticks, as_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """A pipeline schedule: V virtual stages on S stages, M micro-batches, one table row a virtual stage.
+
+    The model is cut into V = S x chunks virtual stages. At each tick a stage runs at most one forward, then one
+    backward, then one weight pass, whichever the table holds; then every message moves on, and can be used from
+    the next tick. Where `ticks.weight` is None, a backward pass computes both gradients; otherwise backward is
+    the gradient of the input, and weight that of the weights.
+
+    Attributes:
+      name: what it is called in messages, prints and plots.
+      ticks: when every pass runs.
+      slots: where in its stage's ring buffers everything lies that is kept from one tick to another.
+    """
+
+    name: str
+    ticks: Ticks
+    slots: Slots
+
+    @property
+    def num_stages(self) -> int:
+        """S: the stages that work side by side, one a place on the mesh axis `pipeline`."""
+        return self.ticks.num_stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M: the parts that a batch is cut into."""
+        return self.ticks.num_micro_batches
+
+    @property
+    def num_chunks(self) -> int:
+        """How many virtual stages each stage holds."""
+        return self.ticks.num_chunks
+
+    @property
+    def num_ticks(self) -> int:
+        """How many ticks the lockstep program has, the rows of `rows()`."""
+        return self.ticks.num_ticks
+
+    @property
+    def virtual_stages(self) -> Table:
+        """[S, chunks]: the virtual stages that each stage holds, in the order of its chunks."""
+        homes = np.asarray(self.ticks.stage_of)
+        return as_table(np.argsort(homes, kind="stable").reshape(self.num_stages, self.num_chunks))
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The idle share of all stages from the first action to the last, stages going at their own pace.
+
+        Convention: forward, backward and weight take one unit each, a backward that is both takes two; every
+        stage runs its actions in the order of the table, each as soon as its input is there, and messages take
+        no time. It is the exact fraction, rounded once.
+        """
+        return float(1 - Fraction(timing.work(self.ticks)) / Fraction(timing.table_time(self.ticks)))
+
+    @property
+    def program_bubble_fraction(self) -> float:
+        """The idle share of all stages in the lockstep program, where a tick takes as long as its busiest stage.
+
+        Units as for `bubble_fraction`, which it can never be below.
+        """
+        return float(1 - Fraction(timing.work(self.ticks)) / Fraction(timing.program_time(self.ticks)))
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """[S]: how many activations each stage keeps at its worst tick, in units of one chunk of one micro-batch.
+
+        An activation is kept from its forward to its last use, both included: the backward, or the weight pass
+        where there is one.
+        """
+        return tuple(slots.live(self.ticks, "activation").max(axis=0).tolist())
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for activations, the same on every stage: what the busiest stage needs."""
+        return self.slots.count("activation")
+
+    @property
+    def num_input_slots(self) -> int:
+        """Slots for forward messages that wait; 0 if each is used on the tick on which it arrives."""
+        return self.slots.count("input")
+
+    @property
+    def num_cotangent_slots(self) -> int:
+        """Slots for backward messages that wait; 0 if each is used on the tick on which it arrives."""
+        return self.slots.count("cotangent")
+
+    @property
+    def num_deferred_slots(self) -> int:
+        """Slots for what a backward leaves for its weight pass; 0 where these are one."""
+        return self.slots.count("deferred")
+
+    @property
+    def forward_shifts(self) -> tuple[int, ...]:
+        """By how many stages, modulo S, activations move: (1,) on a ring. One permute each, none for 0."""
+        return rows.shifts(self.ticks)["forward"]
+
+    @property
+    def backward_shifts(self) -> tuple[int, ...]:
+        """By how many stages, modulo S, cotangents move: (S - 1,) on a ring. One permute each, none for 0."""
+        return rows.shifts(self.ticks)["backward"]
+
+    def table_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
+        """Return the time that `bubble_fraction` speaks of, for passes of other lengths.
+
+        Args:
+          forward: time of the forward of one chunk of one micro-batch.
+          backward: time of the gradient of its input.
+          weight: time of the gradient of its weights; a backward that computes both takes backward + weight.
+        """
+        return timing.table_time(self.ticks, forward=forward, backward=backward, weight=weight)
+
+    def program_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
+        """Return the time that `program_bubble_fraction` speaks of; arguments as for `table_time`."""
+        return timing.program_time(self.ticks, forward=forward, backward=backward, weight=weight)
+
+    def rows(self) -> dict[str, np.ndarray]:
+        """Return the schedule as int32 arrays with one row a tick; -1 wherever there is nothing.
+
+        A program that obeys them does, at tick t on stage s, in this order: put arrivals down, forward, backward,
+        weight, send. [num_ticks, S] unless it says otherwise; `weight_*` and `*_deferred` only where the weight
+        pass is split off:
+
+        - `forward_micro_batch`, `backward_micro_batch`, `weight_micro_batch`: which micro-batch; -1 is idle.
+        - `forward_chunk`, `backward_chunk`, `weight_chunk`: which chunk of the stage, that is which virtual stage
+          `virtual_stages[s][chunk]`.
+        - `forward_slot`: the activation slot that the forward writes. `backward_slot`, `weight_slot`: the one it
+          reads.
+        - `forward_shift`: the forward's input has arrived just now by `forward_shifts[this]`. `forward_waited`: it
+          lies in this input slot. Both -1: it is virtual stage 0, which reads the batch.
+        - `backward_shift`, `backward_waited`: the same of the backward's cotangent, by `backward_shifts` and in the
+          cotangent slots. Both -1: it is the last virtual stage, which differentiates the loss.
+        - `forward_arrival` [num_ticks, S, len(forward_shifts)]: the input slot where the message that arrives by
+          that shift at the start of this tick is put down; -1: it is used at once, or there is none.
+        - `backward_arrival` [num_ticks, S, len(backward_shifts)]: the same for cotangent slots.
+        - `backward_deferred`: the deferred slot that the backward writes. `weight_deferred`: the one that the
+          weight pass reads.
+
+        Example:
+          >>> import shardopt as so
+          >>> schedule = so.schedules.one_f_one_b(2, 3)
+          >>> schedule.rows()["backward_micro_batch"].T.tolist()
+          [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
+        """
+        return rows.rows(self.ticks, self.slots)
+
+    def validate(self) -> None:
+        """Refuse a schedule that cannot be run; what `from_ticks` returns has passed.
+
+        Raises:
+          ValueError: if tables differ in shape or virtual stages are not spread evenly; or else if a pass is
+            missing, runs before what it needs, or shares its tick, stage and kind with another; or else if things
+            that are live at the same tick share a slot. All faults are found, the first eight listed.
+        """
+        check(self.name, self.ticks, self.slots)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
+        """Draw who does what when, every tick as wide as it is long in the lockstep program.
+
+        Args:
+          path: where to save the picture; the suffix chooses the format, PNG without one.
+
+        Returns:
+          A matplotlib figure.
+        """
+        from shardopt.pipeline.plot import plot
+
+        return plot(self.ticks, self._heading(), path)
+
+    def __repr__(self) -> str:
+        sizes = ((self.num_stages, "stage"), (self.num_micro_batches, "micro-batch"), (self.num_chunks, "chunk"))
+        return f"Schedule({self.name}: {', '.join(plural(count, noun) for count, noun in sizes)})"
+
+    def __str__(self) -> str:
+        """Return two lines of numbers, a line of ticks, and one line a stage: F3.1 is forward of micro-batch 3, chunk 1."""
+        sizes, numbers = self._heading()
+        peaks = ", ".join(map(str, self.peak_activations))
+        return "\n".join([sizes, f"{numbers} ({peaks})", "", *text.lines(self.ticks)])
+
+    def _heading(self) -> tuple[str, str]:
+        numbers = [
+            plural(self.num_ticks, "tick"),
+            f"bubble {self.bubble_fraction:.1%}",
+            f"as a lockstep program {self.program_bubble_fraction:.1%}",
+            f"at most {plural(max(self.peak_activations), 'activation')} a stage",
+        ]
+        return repr(self).removeprefix("Schedule(").removesuffix(")"), ", ".join(numbers)
