@@ -324,9 +324,13 @@ def test_it_is_a_value_error():
 
 def test_leaving_on_an_error_asks_no_other_process(tmp_path, monkeypatch):
     """The others may be training on: a question to all of them would wait for ever."""
-    state = {"w": jnp.ones((4,))}
-    with pytest.raises(KeyError), Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
-        checkpoints.save(state, step=1)
-        monkeypatch.setattr("shardopt.checkpoint.checkpoints.raise_together", lambda _: pytest.fail("asked"))
-        raise KeyError
+
+    def run():
+        with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
+            checkpoints.save({"w": jnp.ones((4,))}, step=1)
+            monkeypatch.setattr("shardopt.checkpoint.checkpoints.raise_together", lambda _: pytest.fail("asked"))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
     assert Checkpoints(tmp_path, every=1, keep=2).latest() == 1
