@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
@@ -47,7 +46,8 @@ def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
     for name, table in (tables | (slots._asdict() if slots else {})).items():
         widths = sorted({len(row) for row in table or ()})
         if table is not None and (len(table), widths) != (shape[0], [shape[1]]):
-            yield f"{name} has {len(table)} rows of {' or '.join(map(str, widths))}, not {shape[0]} rows of {shape[1]}"
+            found = f"{plural(len(table), 'row')} of {' or '.join(map(str, widths))}"
+            yield f"{name} has {found}, not {plural(shape[0], 'row')} of {shape[1]}"
 
 
 def _missing(ticks: Ticks) -> Iterator[str]:
@@ -102,10 +102,11 @@ def _slot_faults(ticks: Ticks, slots: Slots) -> Iterator[str]:
         for v, m in np.argwhere(kept & (slot >= 0)):
             found[ticks.stage_of[v], int(slot[v, m])].append((int(first[v, m]), int(last[v, m]), int(m), int(v)))
         for (stage, index), uses in sorted(found.items()):
-            uses.sort()
-            for before, after in pairwise(uses):
-                if after[0] <= before[1]:
-                    yield f"stage {stage} keeps two things in {ring} slot {index}: {_use(before)} and {_use(after)}"
+            holder, *others = sorted(uses)
+            for use in others:
+                if use[0] <= holder[1]:
+                    yield f"stage {stage} keeps two things in {ring} slot {index}: {_use(holder)} and {_use(use)}"
+                holder = max(holder, use, key=lambda use: use[1])  # who stays longest
 
 
 def _use(use: tuple[int, int, int, int]) -> str:

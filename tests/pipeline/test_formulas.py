@@ -1,0 +1,143 @@
+"""Bubble, time and memory of every schedule against its formula, in exact fractions."""
+
+from fractions import Fraction
+
+import pytest
+
+from shardopt.pipeline import schedules
+
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 7), (4, 1), (4, 3), (4, 4), (4, 8), (5, 13), (8, 6), (8, 32), (16, 64)]
+GROUPED = [(1, 1, 3), (1, 5, 2), (2, 2, 2), (2, 6, 4), (3, 9, 2), (4, 4, 2), (4, 8, 3), (8, 16, 4), (16, 64, 4)]
+F, B, W = 1, 1, 1
+
+
+def bubble(schedule, time):
+    """The idle share in exact arithmetic, of a given time."""
+    work = schedule.num_chunks * schedule.num_micro_batches * (F + B + W)
+    return Fraction(time - work, time)
+
+
+def check_bubbles(schedule, table, program):
+    assert bubble(schedule, schedule.table_time()) == table
+    assert bubble(schedule, schedule.program_time()) == program
+    assert (schedule.bubble_fraction, schedule.program_bubble_fraction) == (float(table), float(program))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_gpipe(p, m):
+    schedule = schedules.gpipe(p, m)
+    check_bubbles(schedule, Fraction(p - 1, m + p - 1), Fraction(p - 1, m + p - 1))
+    assert schedule.peak_activations == (m,) * p
+    assert schedule.num_ticks == 2 * (m + p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_one_f_one_b_in_lockstep(p, m):
+    schedule = schedules.one_f_one_b(p, m)
+    check_bubbles(schedule, Fraction(p - 1, m + p - 1), Fraction(p - 1, m + p - 1))
+    assert schedule.peak_activations == tuple(min(m, 2 * (p - i) - 1) for i in range(p))
+    assert schedule.num_ticks == m + 2 * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_one_f_one_b_in_the_textbooks_order(p, m):
+    schedule = schedules.one_f_one_b(p, m, lean=True)
+    assert bubble(schedule, schedule.table_time()) == Fraction(p - 1, m + p - 1)
+    assert schedule.peak_activations == tuple(min(m, p - i) for i in range(p))
+    assert schedule.num_ticks == 2 * (m + p - 1)
+
+
+def test_the_textbooks_order_costs_more_in_lockstep():
+    assert schedules.one_f_one_b(4, 8, lean=True).program_bubble_fraction == 0.4
+    assert schedules.one_f_one_b(4, 8).program_bubble_fraction == 3 / 11
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, *((p, m, 1) for p, m in SIZES)])
+def test_interleaved(p, m, v):
+    schedule = schedules.interleaved(p, m, v)
+    check_bubbles(schedule, Fraction(p - 1, v * m + p - 1), Fraction(p - 1, v * m + p - 1))
+    assert schedule.num_ticks == v * m + (v + 1) * p - 2
+    assert all(peak <= min(v * m, (v + 1) * p - 1 - 2 * i) for i, peak in enumerate(schedule.peak_activations))
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 4)])
+def test_interleaved_needs_a_known_factor_more_memory_than_textbook_1f1b(p, v):
+    stages = Fraction(max(schedules.interleaved(p, 8 * p, v).peak_activations), v)
+    assert stages / p == 1 + Fraction(p - 1, p * v)
+
+
+def test_interleaved_with_one_chunk_is_one_f_one_b():
+    assert schedules.interleaved(4, 6, 1).ticks == schedules.one_f_one_b(4, 6).ticks
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zero_bubble(p, m):
+    schedule = schedules.zero_bubble(p, m)
+    time = 3 * m + (p - 1) * (F + B - W) if m >= p else 2 * m + 2 * p - 1
+    check_bubbles(schedule, Fraction(time - 3 * m, time), Fraction(time - 3 * m, time))
+    assert schedule.num_ticks == time
+    assert schedule.peak_activations == (min(m, p),) * p
+    until_backward = schedules.from_ticks(p, schedule.ticks.forward, schedule.ticks.backward)
+    assert until_backward.peak_activations == tuple(min(m, p - i) for i in range(p))
+
+
+def test_zero_bubble_tends_to_a_third_of_1f1b():
+    def idle(schedule):
+        return bubble(schedule, schedule.table_time())
+
+    ratios = [idle(schedules.zero_bubble(4, m)) / idle(schedules.one_f_one_b(4, m)) for m in (16, 256, 1024)]
+    assert ratios == [Fraction(m + 3, 3 * m + 3) for m in (16, 256, 1024)]
+    assert all(0 < ratio - Fraction(1, 3) < Fraction(1, m) for ratio, m in zip(ratios, (16, 256, 1024), strict=True))
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, *((p, m, 1) for p, m in SIZES)])
+def test_zero_bubble_lockstep(p, m, v):
+    schedule = schedules.zero_bubble_lockstep(p, m, v)
+    late = min(p - 1, max(0, 2 * (p - 1) - m))
+    time = 3 * v * m + (p - 1) + late
+    check_bubbles(schedule, Fraction(p - 1 + late, time), Fraction(p - 1 + late, time))
+    assert max(schedule.peak_activations) == max(schedules.interleaved(p, m, v).peak_activations)
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (1, 2, 1), (2, 2, 1), (1.5, 3, 1), (1, 3, 0.5)])
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 1, 1), (2, 2, 1), (4, 6, 1), (4, 16, 1), (4, 8, 3), (8, 16, 2)])
+def test_zero_bubble_lockstep_keeps_the_formula_when_passes_differ(p, m, v, costs):
+    f, b, w = costs
+    time = schedules.zero_bubble_lockstep(p, m, v).program_time(forward=f, backward=b, weight=w)
+    assert time == v * m * (f + b + w) + (p - 1) * (f + b - w)
+
+
+def test_what_the_docstring_of_zero_bubble_lockstep_compares():
+    made = schedules.zero_bubble_lockstep(4, 8), schedules.zero_bubble(4, 8), schedules.one_f_one_b(4, 8)
+    assert [schedule.program_time(forward=1, backward=2, weight=1) for schedule in made] == [38, 49, 44]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.gpipe(4, 8),
+        schedules.one_f_one_b(4, 8),
+        schedules.interleaved(4, 8, 3),
+        schedules.zero_bubble_lockstep(4, 8, 3),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_lockstep_timings_let_no_message_wait(schedule):
+    assert (schedule.num_input_slots, schedule.num_cotangent_slots) == (0, 0)
+
+
+def test_timings_of_one_pass_a_tick_do():
+    for schedule in (schedules.one_f_one_b(4, 8, lean=True), schedules.zero_bubble(4, 8)):
+        assert schedule.num_input_slots > 0, schedule.name
+    assert schedules.zero_bubble(4, 8).num_deferred_slots > 0
+    assert schedules.one_f_one_b(4, 8, lean=True).num_deferred_slots == 0
+
+
+def test_slots_are_as_many_as_the_busiest_stage_needs():
+    for schedule in (
+        schedules.gpipe(3, 5),
+        schedules.interleaved(4, 8, 2),
+        schedules.zero_bubble(4, 9),
+        schedules.zero_bubble_lockstep(4, 9),
+    ):
+        assert schedule.num_slots == max(schedule.peak_activations), schedule.name
