@@ -78,14 +78,8 @@ def attention(
     query, key, value = rotate(qkv[0], positions, rope_base), rotate(qkv[1], positions, rope_base), qkv[2]
     if cache is not None:
         cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
-        key, value = cache.key, cache.value
-    visible = jnp.arange(key.shape[1])[None, :] <= positions[:, None]
-    if x.dtype == jnp.float64:
-        mixed = _double_precision_attention(query, key, value, visible)
-    elif cache is None:
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    else:
-        mixed = jax.nn.dot_product_attention(query, key, value, mask=visible[None, None])
+        key, value = cache
+    mixed = _attend(query, key, value, positions)
     return jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), cache
 
 
@@ -108,13 +102,6 @@ def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> 
     is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
     picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - picked
-
-
-def _double_precision_attention(query: Array, key: Array, value: Array, visible: Array) -> Array:
-    """`jax.nn.dot_product_attention` takes its softmax in float32, also of float64."""
-    logits = jnp.einsum("bthk,bshk->bhts", query, key) / query.shape[-1] ** 0.5
-    masked = jnp.where(visible[None, None], logits, -jnp.inf)
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(masked, axis=-1), value)
 
 
 def _attend(query: Array, key: Array, value: Array, positions: Array) -> Array:
