@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ def start(tiny):
 
     def run(*words):
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # where it is not installed
         command = [sys.executable, "-m", "shardopt.cli", *tiny, *map(str, words)]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
