@@ -19,7 +19,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
     or F + B + W in the middle, B + W or B in the drain, W at the end. A stage runs W
 
     - where the others have a pass that it has not: after its last F, after its last B; or else
-    - where every stage has one to run, so that the tick becomes longer for all of them at once.
+    - where all do the same, so that the tick becomes longer for all of them at once.
 
     **Bubble**: (S - 1) / (3 v M + S - 1) from M = 2(S - 1) on, of the table and of the lockstep program alike, with v
     chunks. No schedule with as many chunks has less: the first virtual stages of S stages are S different ones, so
@@ -29,7 +29,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
 
     **Memory**: no stage keeps more than the first stage of `interleaved`, (v + 1) S - 1 activations of a chunk: W
     lags behind B by some 2 s on stage s, which is what that stage has less between F and B. B leaves something to
-    W; no message waits.
+    W, which gains nothing if it has to run the forward again; no message waits.
 
     **Communication**: as `interleaved`, one permute each way; a V-shaped placement needs two and a local hand-over.
 
@@ -74,10 +74,7 @@ def _fill(num_stages: int, forward: np.ndarray, backward: np.ndarray) -> np.ndar
     load = np.zeros((backward.max() + 1, num_stages), int)
     for when in (forward, backward):
         np.add.at(load, (when, stage), 1)
-    begins = {
-        (tick, s): at
-        for at, (tick, s) in enumerate(zip(backward.ravel().tolist(), stage.ravel().tolist(), strict=True))
-    }
+    begins = {(int(backward.flat[at]), int(stage.flat[at])): at for at in range(backward.size)}
     waiting: list[deque[int]] = [deque() for _ in range(num_stages)]
     weight = np.full(backward.size, -1)
     tick = 0
@@ -86,7 +83,7 @@ def _fill(num_stages: int, forward: np.ndarray, backward: np.ndarray) -> np.ndar
         for s, line in enumerate(waiting):
             line.extend([begins[tick, s]] if (tick, s) in begins else [])
         idle = here < here.max()
-        together = not idle.any() and (all(waiting) or not here.any())
+        together = not idle.any()  # each has then run a B on this tick, or none ever did, or all is done but W
         for s, line in enumerate(waiting):
             if line and (idle[s] or together):
                 weight[line.popleft()] = tick

@@ -168,6 +168,16 @@ def test_at_most_eight_faults_are_listed_and_all_counted():
                 "deferred has 2 rows of 2, not 3 rows of 2",
             ],
         ),
+        (
+            {"forward": ((), ()), "backward": ((), ())},
+            [
+                "there is no micro-batch",
+                *(
+                    f"{ring} has 2 rows of 2, not 2 rows of 0"
+                    for ring in ("activation", "input", "cotangent", "deferred")
+                ),
+            ],
+        ),
         ({"stage_of": (0, 2)}, ["stage_of must name each of 2 stages equally often, got (0, 2)"]),
     ],
 )
