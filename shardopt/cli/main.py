@@ -55,5 +55,5 @@ def _print_error(error: BaseException) -> None:
     from rich.console import Console
 
     console = Console(stderr=True)
-    console.print("[bold red]error[/] ", end="")
+    console.print("[bold red]error:[/] ", end="")
     console.print(str(error) or type(error).__name__, markup=False, highlight=False, soft_wrap=True)

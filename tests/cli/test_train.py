@@ -86,7 +86,7 @@ def test_a_run_shows_its_placement_learns_and_leaves_a_folder(finished):
 )
 def test_a_run_is_neither_overwritten_nor_resumed_as_another_model(train, folder, words, message):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert train("--run-dir", folder, *words) == (2, "", f"error {message.format(folder=folder)}\n")
+    assert train("--run-dir", folder, *words) == (2, "", f"error: {message.format(folder=folder)}\n")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -160,7 +160,7 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
 def test_what_cannot_be_done_is_said_without_a_traceback_and_leaves_nothing(train, tmp_path, words, message):
     folder = tmp_path / "run"
     code, _, err = train("--run-dir", folder, *words)
-    assert (code, err) == (2, f"error {message.format(folder=folder)}\n")
+    assert (code, err) == (2, f"error: {message.format(folder=folder)}\n")
     assert not folder.exists()
 
 
@@ -173,7 +173,7 @@ def test_a_damaged_config_is_named(train, tmp_path):
     (tmp_path / "config.json").write_text('{"model": ')
     code, _, err = train("--run-dir", tmp_path, "--resume")
     assert code == 2
-    assert err.startswith(f"error train: '{tmp_path}/config.json' is damaged: ")
+    assert err.startswith(f"error: train: '{tmp_path}/config.json' is damaged: ")
     assert err.endswith("\nFix: bring it back, or start anew in another --run-dir.\n")
 
 
