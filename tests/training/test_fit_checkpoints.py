@@ -97,8 +97,8 @@ def test_a_write_that_fails_is_told_with_the_loss(opt, new_state, batches, memor
 WORKER = Path(__file__).with_name("worker_killed.py")
 
 
-@pytest.mark.slow
-def test_killed_twenty_times_equals_unbroken(tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_again_and_again_equals_unbroken(kills, tmp_path):
     """Kill -9 at random moments; every restart goes on from a whole checkpoint, and the end is the same bit for bit."""
     environment = os.environ | {"PYTHONPATH": str(Path(so.__file__).parents[1])}
 
@@ -109,11 +109,10 @@ def test_killed_twenty_times_equals_unbroken(tmp_path):
     whole = start(tmp_path / "whole")
     assert whole.wait() == 0, whole.stderr.read()
     rng = random.Random(0)
-    for kill in range(20):
+    for kill in range(kills):
         run = start(tmp_path / "broken")
-        for _ in range(
-            rng.randrange(1, 9)
-        ):  # one line a step, so that the kill falls into training and not into the imports
+        # one line a step, so that the kill falls into training and not into the imports
+        for _ in range(rng.randrange(1, 9)):
             if not run.stderr.readline():
                 break
         os.kill(run.pid, signal.SIGKILL)
