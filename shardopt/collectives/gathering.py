@@ -16,7 +16,7 @@ def gather(
     specs: Sequence[PartitionSpec],
     *,
     axis: str,
-    dtype: Any = None,
+    dtypes: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Make local shards whole along a mesh axis; the backward pass reduce-scatters their gradients.
 
@@ -25,25 +25,28 @@ def gather(
       dims: the dim each leaf is split on over `axis`, or None where it is already whole.
       specs: how each leaf is split over the tensor axis, which it stays.
       axis: the mesh axis to gather over.
-      dtype: what floating leaves are cast to before they travel. Their gradients are cast back before they are
-        summed, so the reduction keeps the precision of the stored leaf.
+      dtypes: what each leaf is cast to before it travels, None for what it is. Gradients are cast back before they
+        are summed, so the reduction keeps the precision of the stored leaf.
 
     Returns:
       The whole leaves. The gradient of a split leaf is the sum over `axis`; that of a whole one stays local.
     """
-    dtypes = [leaf.dtype for leaf in leaves]
-    floating = [i for i, one in enumerate(dtypes) if jnp.issubdtype(one, jnp.floating)]
+    stored = [leaf.dtype for leaf in leaves]
+    travels = [
+        one if dtype is None else dtype for one, dtype in zip(stored, dtypes or [None] * len(leaves), strict=True)
+    ]
+    differentiable = [i for i, one in enumerate(stored) if jnp.issubdtype(one, jnp.inexact)]
 
     def forward(xs):
-        cast = [x.astype(dtype) if dtype is not None and i in floating else x for i, x in enumerate(xs)]
+        cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, travels, strict=True)]
         return _where_split(_all_gather, cast, dims, specs, axis)
 
-    # Written out rather than derived: deriving it would reduce the gradients in `dtype`.
+    # Written out rather than derived: deriving it would reduce the gradients in the dtype that travels.
     def backward(_, cotangents):
-        wide = [cotangents[i].astype(dtypes[i]) for i in floating]
-        sums = scatter_sum(wide, [dims[i] for i in floating], [specs[i] for i in floating], axis=axis)
-        grads: list[Any] = [None] * len(dtypes)  # None is the zero cotangent of an integer leaf
-        for i, total in zip(floating, sums, strict=True):
+        wide = [cotangents[i].astype(stored[i]) for i in differentiable]
+        sums = scatter_sum(wide, [dims[i] for i in differentiable], [specs[i] for i in differentiable], axis=axis)
+        grads: list[Any] = [None] * len(stored)  # None is the zero cotangent of an integer leaf
+        for i, total in zip(differentiable, sums, strict=True):
             grads[i] = total
         return (grads,)
 
@@ -56,7 +59,10 @@ def scatter_sum(
     leaves: Sequence[Any], dims: Sequence[int | None], specs: Sequence[PartitionSpec], *, axis: str
 ) -> list[Any]:
     """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
-    scatter = lambda x, axis, dim: jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)  # noqa: E731
+
+    def scatter(x, axis, dim):
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
     return _where_split(scatter, leaves, dims, specs, axis)
 
 
@@ -70,7 +76,10 @@ def _where_split(
     """Apply a collective to the leaves that have a dim, leaving the others as they are."""
     results = list(leaves)
     split = {i: dim for i, dim in enumerate(dims) if dim is not None}
-    run = lambda xs: [move(x, axis, dim) for x, dim in zip(xs, split.values(), strict=True)]  # noqa: E731
+
+    def run(xs):
+        return [move(x, axis, dim) for x, dim in zip(xs, split.values(), strict=True)]
+
     moved = shard_by_shard(run, [leaves[i] for i in split], [specs[i] for i in split])
     for i, x in zip(split, moved, strict=True):
         results[i] = x

@@ -1,5 +1,6 @@
 """A model as embed, a stack of equal blocks, and a loss: what can be gathered or pipelined block by block."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -79,26 +80,38 @@ def run_blocks(
         return call(model.block, rng, index, whole, x), None
 
     x = call(model.embed, rng, num_blocks, outer, batch)
-    x, _ = jax.lax.scan(_remat(body, model.remat, gathers=gather_block is not None), x, (blocks, _indices(num_blocks)))
+    body = _remat(body, model.remat, gathers=gather_block is not None)
+    x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
     return call(model.loss, rng, num_blocks + 1, outer, x, batch)
 
 
 def call(fn: Callable[..., Any], rng: jax.Array | None, index: Any, *args: Any) -> Any:
-    """Call `fn(*args)`, with the keyword `rng` folded with `index` if it takes one and one is given."""
-    if rng is None or not takes_rng(fn):
+    """Call `fn(*args)`, with the keyword `rng` folded with `index` if it takes one and one is given.
+
+    Raises:
+      TypeError: if `fn` cannot do without a key and none is given.
+    """
+    if not takes_rng(fn):
         return fn(*args)
-    return fn(*args, rng=jax.random.fold_in(rng, index))
+    if rng is not None:
+        return fn(*args, rng=jax.random.fold_in(rng, index))
+    if as_block_model(fn) is None and inspect.signature(fn).parameters["rng"].default is inspect.Parameter.empty:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(f"{name}: there is no random key to give outside of training.\nFix: give rng the default None.")
+    return fn(*args)
 
 
 def takes_rng(fn: Any) -> bool:
-    """Return whether a loss or block function takes a keyword named `rng`."""
+    """Return whether a loss or block function takes a keyword named `rng` that is not bound already."""
     model = as_block_model(fn)
     if model is not None:
         return any(takes_rng(part) for part in (model.embed, model.block, model.loss))
     try:
-        return "rng" in inspect.signature(fn).parameters
+        parameter = inspect.signature(fn).parameters.get("rng")
     except (TypeError, ValueError):  # builtins and some C callables have no signature
         return False
+    bound = isinstance(fn, functools.partial) and "rng" in fn.keywords
+    return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY and not bound
 
 
 def save_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -110,16 +123,16 @@ def save_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in ("all_gather", "bitcast_convert_type") and params.get("name") != GATHERED
 
 
-def _indices(count: int) -> jax.Array:
-    return jax.numpy.arange(count)
-
-
 def _remat(body: Callable[..., Any], remat: Any, *, gathers: bool) -> Callable[..., Any]:
     if remat == "full":
         return jax.checkpoint(body)
-    if remat is not None:
-        return jax.checkpoint(body, policy=remat)
-    if gathers:
-        # Without this the scan would stack every block's whole weights for the backward pass.
-        return jax.checkpoint(body, policy=save_all_but_gathers)
-    return body
+    if remat is None and not gathers:
+        return body
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        # Saved gathers would stack every block's whole weights for the backward pass, whatever else is saved.
+        if gathers and not save_all_but_gathers(primitive, *avals, **params):
+            return False
+        return True if remat is None else remat(primitive, *avals, **params)
+
+    return jax.checkpoint(body, policy=policy)

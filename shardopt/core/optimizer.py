@@ -7,8 +7,6 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.types import PyTree
-
 
 class ShardedOptimizer(NamedTuple):
     """An optax optimizer made distributed: a bundle of pure functions over a mesh.
@@ -19,7 +17,8 @@ class ShardedOptimizer(NamedTuple):
         gives the `jax.stages.Lowered` program, also for abstract arguments.
       evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
         nothing donated.
-      synchronize: `synchronize(state) -> state`, with all copies of the state equal.
+      synchronize: `synchronize(state) -> state`, once all copies of the state are there and equal. In ring 1 they
+        are equal after every step, so this waits for the devices.
       specs: `specs(abstract_params) -> TrainState` of `PartitionSpec`, without allocating anything.
       abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct` that carry
         their `NamedSharding`: what a checkpoint is restored into. Without an argument it speaks of the
@@ -62,8 +61,3 @@ def check_optimizer(who: str, tx: Any) -> None:
             f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
             "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         )
-
-
-def tree_nbytes(tree: PyTree) -> int:
-    """Return the bytes of all leaves, counted whole."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

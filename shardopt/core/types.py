@@ -3,6 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 
@@ -64,11 +66,24 @@ def is_array_like(leaf: Any) -> bool:
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """Return the tree with `jax.ShapeDtypeStruct` leaves, reading no data."""
+    """Return the tree with `jax.ShapeDtypeStruct` leaves as jax would store them, reading no data."""
 
     def one(leaf):
         if not is_array_like(leaf):
-            leaf = jax.numpy.asarray(leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            leaf = np.asarray(leaf)
+        dtype = leaf.dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):  # such as typed random keys
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
     return jax.tree.map(one, tree)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return the dtype in which many values of this one are summed: fp32 at least, complex where it is complex.
+
+    Written out, because `jnp.promote_types` refuses to under `jax_numpy_dtype_promotion="strict"`.
+    """
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32)

@@ -1,6 +1,7 @@
 """The plan of a parameter leaf: which dim goes over which axis, and why one stays whole."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,13 @@ class LeafPlan:
             entries[self.dim] = "data"
         return PartitionSpec(*entries)
 
+    def of_block(self) -> "LeafPlan":
+        """Return the plan of one block of a stacked leaf, without the stacked dim."""
+        dim = None if self.dim is None else self.dim - 1
+        return dataclasses.replace(
+            self, shape=self.shape[1:], tensor=PartitionSpec(*self.tensor[1:]), dim=dim, stacked=False
+        )
+
     def data_spec(self, *, split: bool) -> PartitionSpec:
         """Return the split over data alone, for the per-device view."""
         return PartitionSpec(*("data" if split and dim == self.dim else None for dim in range(len(self.shape))))
@@ -82,11 +90,14 @@ def plan_leaves(
     is_stacked = [stacked and path.split("/")[0] == BLOCKS for path, _ in leaves]
     shapes = [leaf.shape[1:] if one else leaf.shape for (_, leaf), one in zip(leaves, is_stacked, strict=True)]
     paths = [path for path, _ in leaves]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        what = f"{plural(len(twice), 'key path')} written alike belong to several leaves."
+        raise ValueError(complaint(who, what, twice, "rename a key; '/' in a key reads as nesting."))
     specs = match_rules(rules, list(zip(paths, shapes, strict=True)), who=who)
     _check_tensor(who, paths, shapes, specs, mesh.shape.get("tensor", 1))
     plans = []
     for (path, leaf), shape, spec, block in zip(leaves, shapes, specs, is_stacked, strict=True):
-        dim, reason = _data_dim(shape, spec, mesh.shape["data"], min_shard_elements)
+        dim, reason = data_dim(shape, spec, mesh.shape["data"], min_shard_elements)
         plans.append(
             LeafPlan(
                 path=path,
@@ -108,10 +119,9 @@ def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, 
     return max(free, key=lambda dim: shape[dim], default=None)
 
 
-def _data_dim(shape: tuple[int, ...], spec: PartitionSpec, size: int, least: int) -> tuple[int | None, str]:
-    elements = 1
-    for length in shape:
-        elements *= length
+def data_dim(shape: tuple[int, ...], spec: PartitionSpec, size: int, least: int) -> tuple[int | None, str]:
+    """Return the dim that data takes and "", or None and why the leaf stays whole."""
+    elements = math.prod(shape)
     taken = tuple(entry is not None for entry in spec)
     if elements < least:
         return None, f"{elements} elements, fewer than min_shard_elements={least}"

@@ -69,7 +69,7 @@ def check_rules(rules: Any, *, who: str, axes: Iterable[str] = ("tensor",)) -> A
         raise TypeError(f"{who}: {form}, got {type(rules).__name__}.")
     checked, problems = [], []
     for rule in rules:
-        if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
+        if not (_is_rule(rule)):
             raise TypeError(f"{who}: {form}; got the rule {rule!r}.")
         pattern, spec = rule
         try:
@@ -91,6 +91,11 @@ def _first_match(rules: Any, paths_and_shapes: Sequence[tuple[str, Any]], who: s
         what = f"{plural(len(idle), 'rule')} matched no parameter."
         raise ValueError(complaint(who, what, idle, f"match a key path, such as: {known}."))
     return lambda path, shape: next((spec for pattern, spec in rules if pattern.search(path)), None)
+
+
+def _is_rule(rule: Any) -> bool:
+    pair = isinstance(rule, tuple | list) and len(rule) == 2
+    return pair and isinstance(rule[0], str | re.Pattern) and isinstance(rule[1], PartitionSpec)
 
 
 def _axis_problems(spec: PartitionSpec, axes: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardopt.partition.plan import LeafPlan, _data_dim
+from shardopt.partition.plan import LeafPlan, data_dim
 
 
 def state_specs(
@@ -37,7 +37,7 @@ def state_specs(
             if plan is not None and plan.shape == leaf.shape:
                 return plan.spec(split=split)
         free = PartitionSpec(*[None] * len(leaf.shape))
-        dim, _ = _data_dim(leaf.shape, free, data_size, min_shard_elements) if split else (None, "")
+        dim, _ = data_dim(leaf.shape, free, data_size, min_shard_elements) if split else (None, "")
         return PartitionSpec(*("data" if one == dim else None for one in range(len(leaf.shape))))
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)

@@ -1,6 +1,7 @@
 """What a ring-1 strategy was asked for, checked before anything else happens."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -47,13 +48,14 @@ def check_recipe(recipe: Recipe) -> Recipe:
         raise TypeError(f"{who}: {what}, got {type(recipe.loss_fn).__name__}.")
     check_count(who, "micro_batches", recipe.micro_batches, least=1)
     check_count(who, "min_shard_elements", recipe.min_shard_elements, least=1)
-    check_rules(recipe.rules, who=who)
-    if isinstance(recipe.frozen, str) or not all(isinstance(pattern, str) for pattern in recipe.frozen):
-        raise TypeError(f"{who}: frozen must be a sequence of regular expressions, got {recipe.frozen!r}.")
-    if recipe.gather_dtype is not None and not jnp.issubdtype(jnp.dtype(recipe.gather_dtype), jnp.floating):
-        what = f"gather_dtype must be a floating dtype, got {jnp.dtype(recipe.gather_dtype)}."
-        raise ValueError(complaint(who, what, fix="use jnp.bfloat16, or None to gather what is stored."))
-    return recipe._replace(mesh=mesh)
+    # Stored as checked: an iterator would be empty by the time it is used.
+    rules, frozen = check_rules(recipe.rules, who=who), _check_frozen(who, recipe.frozen)
+    _check_gather_dtype(who, recipe.gather_dtype)
+    model = as_block_model(recipe.loss_fn)
+    if model is not None and not (model.remat in (None, "full") or callable(model.remat)):
+        what = f"BlockModel.remat must be None, 'full' or a jax.checkpoint policy, got {model.remat!r}."
+        raise ValueError(complaint(who, what, fix="policies are in jax.checkpoint_policies."))
+    return recipe._replace(mesh=mesh, rules=rules, frozen=frozen)
 
 
 def check_count(who: str, name: str, value: Any, *, least: int) -> None:
@@ -62,6 +64,34 @@ def check_count(who: str, name: str, value: Any, *, least: int) -> None:
         raise TypeError(f"{who}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{who}: {name} must be at least {least}, got {value}.")
+
+
+def _check_frozen(who: str, frozen: Any) -> tuple[str, ...]:
+    patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else tuple(frozen)
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{who}: frozen must be a sequence of regular expressions, got {frozen!r}.")
+    problems = []
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"{pattern!r}: {error}")
+    if problems:
+        fix = "escape what is meant literally, with re.escape."
+        raise ValueError(complaint(who, "frozen must be regular expressions.", problems, fix))
+    return patterns
+
+
+def _check_gather_dtype(who: str, dtype: Any) -> None:
+    if dtype is None:
+        return
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        what = f"gather_dtype must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
+        raise ValueError(complaint(who, what, fix="use jnp.bfloat16, or None to gather what is stored."))
 
 
 def _check_mesh(who: str, mesh: Any) -> Mesh:

@@ -1,5 +1,7 @@
 """The global view: one optax update, placed by sharding constraints."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core.errors import complaint
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, wide_dtype
 from shardopt.strategies.gradients import Differentiated
 from shardopt.strategies.layout import Layout, shardings
 from shardopt.strategies.recipe import Recipe
@@ -35,24 +37,31 @@ def apply_update(
     )
     place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(recipe.mesh, specs))  # noqa: E731
     grads, shards = place(step.grads, state_split), place(layout.trainable(params), state_split)
-    tx = optax.with_extra_args_support(recipe.tx)
     frozen = layout.treedef.flatten_up_to(params)
     extra = {
         "value": step.loss,
         "grad": grads,
         "value_fn": lambda at: value_fn(layout.merge(frozen, jax.tree.leaves(at))),
     }
-    updates, opt_state = tx.update(grads, opt_state, shards, **extra)
+    updates, opt_state = recipe.tx.update(grads, opt_state, shards, **_taken(recipe.tx.update, extra))
     shards = optax.apply_updates(shards, updates)
     new = layout.merge(frozen, jax.tree.leaves(shards))
     new = _replace_updated(recipe, layout, new, step.updates)
     return place(new, layout.specs.params), place(opt_state, layout.specs.opt_state)
 
 
+def _taken(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return those extra arguments that an optax update takes: all, some or none."""
+    parameters = inspect.signature(update).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return extra
+    return {name: value for name, value in extra.items() if name in parameters}
+
+
 def global_norm(tree: PyTree) -> Any:
     """Return the Euclidean norm of all leaves together, summed in fp32 at least."""
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in wide), start=jnp.zeros(())))
+    wide = [jnp.abs(x.astype(wide_dtype(x.dtype))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in wide]))
 
 
 def _replace_updated(recipe: Recipe, layout: Layout, params: PyTree, updates: dict[str, Any]) -> PyTree:

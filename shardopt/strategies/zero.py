@@ -69,7 +69,9 @@ def zero(
     References:
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
-    if isinstance(stage, bool) or stage not in STAGES:
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise TypeError(f"zero: stage must be 1, 2 or 3, got {stage!r} ({type(stage).__name__}).")
+    if stage not in STAGES:
         fix = "use so.ddp for no splitting, stage=1, 2 or 3 for more."
         raise ValueError(complaint("zero", f"stage must be 1, 2 or 3, got {stage!r}.", fix=fix))
     return build(

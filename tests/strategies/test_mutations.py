@@ -39,8 +39,8 @@ def sum_for_mean(patch):
 def mean_of_means(patch):
     parts_of = gradients.loss_parts
 
-    def normalised(who, returned):
-        parts = parts_of(who, returned)
+    def normalised(who, returned, rows):
+        parts = parts_of(who, returned, rows)
         mean = parts.loss.total / parts.loss.weight
         return parts._replace(loss=Weighted(mean, jnp.ones_like(parts.loss.weight)))
 
