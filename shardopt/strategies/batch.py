@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardopt.core.errors import complaint, plural
@@ -57,7 +58,7 @@ def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
     """
 
     def place(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
             return leaf
         if isinstance(leaf, jax.Array) and (leaf.sharding == sharding or not leaf.is_fully_addressable):
             return leaf

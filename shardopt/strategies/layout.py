@@ -1,17 +1,18 @@
 """Where every leaf of a train state lives, worked out once for a parameter structure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.core.block_model import as_block_model
+from shardopt.core.block_model import BLOCKS, as_block_model
 from shardopt.core.errors import complaint, plural
 from shardopt.core.types import PyTree, TrainState
 from shardopt.partition import LeafPlan, plan_leaves, state_specs
+from shardopt.partition.paths import leaves_with_paths
 from shardopt.strategies.recipe import Recipe
 
 
@@ -45,6 +46,8 @@ class Layout(NamedTuple):
 
 def make_layout(recipe: Recipe, abstract_params: PyTree) -> Layout:
     """Place a parameter structure as the recipe says; touches no device."""
+    if as_block_model(recipe.loss_fn) is not None:
+        _check_blocks(recipe, abstract_params)
     plans = plan_leaves(
         abstract_params,
         who=recipe.who,
@@ -83,6 +86,20 @@ def shardings(mesh: Any, specs: PyTree) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
+def _check_blocks(recipe: Recipe, params: PyTree) -> None:
+    fix = 'pass {"blocks": leaves stacked [L, ...], **outer}; jax.tree.map(lambda *x: jnp.stack(x), *blocks) stacks.'
+    if not isinstance(params, Mapping) or BLOCKS not in params:
+        what = "the parameters of a BlockModel must be a dict with 'blocks'."
+        raise ValueError(complaint(recipe.who, what, fix=fix))
+    leaves = leaves_with_paths(params[BLOCKS])
+    counts = {leaf.shape[:1] for _, leaf in leaves}
+    if len(counts) != 1 or counts == {()} or isinstance(params[BLOCKS], list | tuple):
+        what = "the leaves of 'blocks' must be stacked along a first dim of one length."
+        raise ValueError(
+            complaint(recipe.who, what, [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves], fix)
+        )
+
+
 def _check_frozen(recipe: Recipe, plans: tuple[LeafPlan, ...]) -> None:
     idle = [repr(one) for one in recipe.frozen if not any(re.search(one, plan.path) for plan in plans)]
     if idle:
@@ -90,5 +107,5 @@ def _check_frozen(recipe: Recipe, plans: tuple[LeafPlan, ...]) -> None:
         what = f"{plural(len(idle), 'pattern')} of frozen matched no parameter."
         raise ValueError(complaint(recipe.who, what, idle, f"match a key path, such as: {known}."))
     if not any(plan.trainable for plan in plans):
-        what = f"none of the {plural(len(plans), 'parameter leaf')} is trainable."
+        what = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
         raise ValueError(complaint(recipe.who, what, fix="pass floating leaves that frozen does not match."))

@@ -13,7 +13,7 @@ from support.table import MESHES, STRATEGIES
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.strategies import build as strategies_build
+from shardopt.strategies import init as strategies_init
 
 CASES = [
     (strategy, i % len(MESHES), list(MODELS)[i % 4], list(OPTIMIZERS)[i % 6])
@@ -95,8 +95,8 @@ def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatc
         peaks.append(memory.output_size_in_bytes + memory.temp_size_in_bytes)
         return jitted
 
-    init_program = strategies_build.init_program
-    monkeypatch.setattr(strategies_build, "init_program", spy)
+    init_program = strategies_init.init_program
+    monkeypatch.setattr(strategies_init, "init_program", spy)
     opt = so.fsdp(optax.adam(1e-3), mesh_of(data=8), lambda params, batch: jnp.sum(params["w"]) * batch.mean())
     state = opt.init(init_fn, jax.random.key(3))
     np.testing.assert_allclose(state.params["w"], init_fn(jax.random.key(3))["w"], rtol=1e-6)

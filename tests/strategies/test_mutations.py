@@ -10,7 +10,7 @@ from support.table import STRATEGIES
 
 from shardopt.collectives import gathering
 from shardopt.core.types import Weighted
-from shardopt.strategies import batch, build, gradients
+from shardopt.strategies import batch, build, gradients, programs
 
 
 def drop_the_reduction(patch):
@@ -71,13 +71,13 @@ def scatter_in_the_wrong_order(patch):
 
 
 def apply_the_update_twice(patch):
-    apply = build.apply_update
+    apply = programs.apply_update
 
     def twice(recipe, layout, params, opt_state, found, value_fn):
         params, _ = apply(recipe, layout, params, opt_state, found, value_fn)
         return apply(recipe, layout, params, opt_state, found, value_fn)
 
-    patch.setattr(build, "apply_update", twice)
+    patch.setattr(programs, "apply_update", twice)
 
 
 def every_device_sees_the_first_rows(patch):

@@ -48,8 +48,8 @@ CONSTRUCTION = [
     ),
     (
         lambda: so.zero(TX, mesh(), square, stage=True),
-        ValueError,
-        "zero: stage must be 1, 2 or 3, got True.\nFix: use so.ddp for no splitting, stage=1, 2 or 3 for more.",
+        TypeError,
+        "zero: stage must be 1, 2 or 3, got True (bool).",
     ),
     (
         lambda: so.ddp(TX, mesh(data=4, pipeline=2), square),
@@ -136,7 +136,7 @@ FIRST_PARAMETERS = [
     (
         lambda: so.ddp(TX, mesh(), square, frozen=["w"]).specs(PARAMS),
         ValueError,
-        "ddp: none of the 1 parameter leaf is trainable.\nFix: pass floating leaves that frozen does not match.",
+        "ddp: nothing is trainable among 1 parameter leaf.\nFix: pass floating leaves that frozen does not match.",
     ),
 ]
 
