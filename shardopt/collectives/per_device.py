@@ -29,13 +29,7 @@ def per_device(f: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: A
       out_specs: likewise for the results. An axis that is not named must hold equal values along it.
     """
     manual = frozenset(mesh.axis_names) - {TENSOR}
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
-
-    def run(*args):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # rather than what jax.set_mesh may have set
-            return mapped(*args)
-
-    return run
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
 def sum_over(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[PartitionSpec] | None = None) -> list[Any]:

@@ -1,7 +1,8 @@
 """`make_mesh`: sizes that multiply up, and devices laid so that the busiest axis has the shortest wires."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +60,17 @@ def make_mesh(
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes that the batch is split over: data, and replica where there is one."""
     return tuple(axis for axis in ("replica", "data") if axis in mesh.axis_names)
+
+
+def on_mesh(mesh: Mesh, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` traced on this mesh, whatever mesh the user's program has set with `jax.set_mesh`."""
+
+    @functools.wraps(f)
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return f(*args)
+
+    return run
 
 
 def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, TrainState
+from shardopt.mesh import on_mesh
 from shardopt.strategies.programs import Program, Programs, abstract_params
 from shardopt.strategies.recipe import Recipe
 
@@ -17,28 +18,32 @@ def init_state(recipe: Recipe, programs: Programs, params: Any, rng: Any) -> Tra
     typed = _typed_key(recipe, rng)
     if _is_function(params):
         program = programs.of(abstract_params(recipe, jax.eval_shape(params, typed if rng is None else rng)))
-        placed = init_program(program, params)(typed if rng is None else rng)
+        placed = init_program(recipe, program, params)(typed if rng is None else rng)
     else:
         program = programs.of(abstract_params(recipe, params))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             fix = "pass arrays, or a function and a key: init(init_fn, rng)."
             raise TypeError(complaint(recipe.who, "init was given shapes without values.", fix=fix))
         # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
-        placed = jax.jit(_copy, out_shardings=program.shardings.params)(
-            jax.device_put(params, program.shardings.params)
-        )
-    on, layout = program.shardings, program.layout
-    # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
-    init = jax.jit(lambda params: _copy(recipe.tx.init(layout.trainable(params))), out_shardings=on.opt_state)
+        copy = jax.jit(on_mesh(recipe.mesh, _copy), out_shardings=program.shardings.params)
+        placed = copy(jax.device_put(params, program.shardings.params))
+    on = program.shardings
+
+    def init_opt_state(params):
+        # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
+        return _copy(recipe.tx.init(program.layout.trainable(params)))
+
+    opt_state = jax.jit(on_mesh(recipe.mesh, init_opt_state), out_shardings=on.opt_state)(placed)
     # Folded, so that the steps do not draw what init_fn drew.
     key = jax.random.key_data(jax.random.fold_in(typed, 0))
     step, key = jax.device_put((jnp.zeros((), jnp.int32), key), (on.step, on.rng))
-    return TrainState(step, placed, init(placed), key)
+    return TrainState(step, placed, opt_state, key)
 
 
-def init_program(program: Program, init_fn: Callable[[jax.Array], PyTree]) -> Any:
+def init_program(recipe: Recipe, program: Program, init_fn: Callable[[jax.Array], PyTree]) -> Any:
     """Return the jitted `init_fn` whose result is created split: each device makes its own shard."""
-    return jax.jit(lambda rng: _copy(init_fn(rng)), out_shardings=program.shardings.params)
+    make = on_mesh(recipe.mesh, lambda rng: _copy(init_fn(rng)))
+    return jax.jit(make, out_shardings=program.shardings.params)
 
 
 def _copy(tree: PyTree) -> PyTree:

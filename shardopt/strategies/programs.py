@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, TrainState, abstract, is_array_like
+from shardopt.mesh import on_mesh
 from shardopt.partition.paths import leaves_with_paths
 from shardopt.strategies.batch import batch_sharding
 from shardopt.strategies.gradients import make_gradients, make_loss
@@ -123,6 +124,11 @@ def _make_program(recipe: Recipe, layout: Layout) -> Program:
     return Program(
         layout,
         on_state,
-        step=jax.jit(step, in_shardings=(on_state, on_batch), out_shardings=(on_state, everywhere), donate_argnums=0),
-        evaluate=jax.jit(evaluate, in_shardings=(on_state, on_batch), out_shardings=everywhere),
+        step=jax.jit(
+            on_mesh(recipe.mesh, step),
+            in_shardings=(on_state, on_batch),
+            out_shardings=(on_state, everywhere),
+            donate_argnums=0,
+        ),
+        evaluate=jax.jit(on_mesh(recipe.mesh, evaluate), in_shardings=(on_state, on_batch), out_shardings=everywhere),
     )

@@ -89,8 +89,8 @@ def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatc
 
     peaks = []
 
-    def spy(program, init_fn):
-        jitted = init_program(program, init_fn)
+    def spy(recipe, program, init_fn):
+        jitted = init_program(recipe, program, init_fn)
         memory = jitted.lower(jax.random.key(3)).compile().memory_analysis()
         peaks.append(memory.output_size_in_bytes + memory.temp_size_in_bytes)
         return jitted

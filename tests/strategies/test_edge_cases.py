@@ -1,0 +1,294 @@
+"""Inputs that are easy to forget: each was wrong once, or would be without a line of its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.table import STRATEGIES
+
+import shardopt as so
+from shardopt.planning import memory
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+PARAMS = {"w": jnp.full((8, 8), 0.5), "b": jnp.zeros((8,))}
+
+
+def square(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"][None, :]) ** 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_complex_leaves_are_trained(strategy, mesh_of):
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.abs(batch @ params["c"]) ** 2)
+
+    params = {"c": jnp.full((8, 8), 0.5 + 0.25j)}
+    opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(data=4), loss_fn)
+    state, metrics = opt.step(opt.init(params), X)
+    grads = jax.grad(loss_fn)(params, X)
+    np.testing.assert_allclose(state.params["c"], params["c"] - 0.1 * grads["c"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(grads["c"]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float16, 2e-3), (jnp.bfloat16, 2e-2)], ids=str)
+def test_large_weights_do_not_spoil_half_precision_gradients(strategy, micro_batches, dtype, tolerance, mesh_of):
+    """A total weight of 80,000 is beyond fp16, and 257 beyond the 8 bits of bf16."""
+
+    def loss_fn(params, batch):
+        per_row = ((batch @ params["w"].astype(jnp.float32)) ** 2).mean(-1)
+        return so.Weighted((per_row * 5000.0).sum(), jnp.float32(5000.0 * per_row.size))
+
+    params = {"w": jnp.eye(8, dtype=dtype)}
+    opt = STRATEGIES[strategy](optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=micro_batches)
+    _, metrics = opt.step(opt.init(params), X)
+    mean = jax.grad(lambda w: jnp.mean((X @ w) ** 2))(jnp.eye(8))
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(mean), rtol=tolerance)
+
+
+def test_running_statistics_move_although_gathers_are_narrow(mesh_of):
+    def loss_fn(params, batch):
+        moved = 0.9995 * params["mean"] + 0.0005 * 10.0
+        return square(params, batch.astype(jnp.bfloat16)), {"m": so.Updated({"mean": moved})}
+
+    opt = so.fsdp(optax.sgd(0.0), mesh_of(data=2), loss_fn, frozen=["mean"], gather_dtype=jnp.bfloat16)
+    state = opt.init({**PARAMS, "mean": jnp.ones((4,))})
+    for _ in range(20):
+        state, _ = opt.step(state, X)
+    np.testing.assert_allclose(state.params["mean"], 10 - 9 * 0.9995**20, rtol=1e-5)
+
+
+def test_every_strategy_draws_the_same_numbers(mesh_of):
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch,
+        block=lambda w, x, rng: x * jax.random.bernoulli(rng, 0.5, x.shape) @ w["w"],
+        loss=lambda outer, x, batch: jnp.mean(x**2),
+    )
+    params = {"blocks": {"w": jnp.stack([jnp.eye(8)] * 2)}}
+    losses = set()
+    for make in STRATEGIES.values():
+        opt = make(optax.sgd(0.1), mesh_of(data=4), model)
+        _, metrics = opt.step(opt.init(params, jax.random.key(3)), X)
+        losses.add(round(float(metrics["loss"]), 5))
+    assert len(losses) == 1
+
+
+def test_fsdp_without_blocks_does_not_keep_the_model_through_micro_batches(mesh_of):
+    params = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(8)}
+
+    def loss_fn(params, batch):
+        for w in params.values():
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    def temporary(make):
+        opt = make(optax.sgd(0.1), mesh_of(data=8), loss_fn, micro_batches=4)
+        batch = jax.ShapeDtypeStruct((32, 256), jnp.float32)
+        return memory(opt.step.lower(opt.abstract_state(params), batch).compile()).temporary
+
+    psi = 8 * 256 * 256 * 4
+    assert temporary(so.fsdp) < 1.3 * psi < 1.9 * psi < temporary(so.ddp)
+
+
+def test_iterators_of_patterns_are_not_used_up_by_the_check(mesh_of):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), square, frozen=(name for name in ["^b$"]))
+    state, _ = opt.step(opt.init(PARAMS), X)
+    np.testing.assert_array_equal(state.params["b"], PARAMS["b"])
+    assert not np.allclose(state.params["w"], PARAMS["w"])
+
+
+def test_numpy_doubles_are_promised_as_they_are_stored(mesh_of):
+    opt = so.fsdp(optax.adam(0.1), mesh_of(data=4), square, min_shard_elements=1)
+    state = opt.init({"w": np.ones((8, 8)), "b": np.ones((8,))})
+    promised = opt.abstract_state()
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, promised)
+    assert opt.config.report().params_bytes == (64 + 8) * 4 // 4
+
+
+def test_a_weakly_typed_parameter_does_not_compile_the_step_twice(mesh_of, monkeypatch):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: jnp.mean(batch) * params["scale"])
+    for state in (opt.init({"scale": 2.0}), opt.init(lambda rng: {"scale": 2.0}, jax.random.key(0))):
+        state, _ = opt.step(state, X)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+            opt.step(state, X)
+
+
+def test_steps_can_be_traced_into_a_larger_program(mesh_of):
+    opt = so.fsdp(optax.sgd(0.1, momentum=0.9), mesh_of(data=4), square, min_shard_elements=1)
+    plain = opt.init(PARAMS)
+    for _ in range(3):
+        plain, metrics = opt.step(plain, X)
+    many = jax.jit(lambda state, batches: jax.lax.scan(opt.step, state, batches))
+    scanned, history = many(opt.init(PARAMS), np.stack([X] * 3))
+    np.testing.assert_allclose(scanned.params["w"], plain.params["w"], rtol=1e-6)
+    np.testing.assert_allclose(history["loss"][-1], metrics["loss"], rtol=1e-6)
+
+
+def test_a_mesh_set_for_the_whole_program_does_no_harm(mesh_of):
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        opt = so.fsdp(optax.sgd(0.1), mesh, square, min_shard_elements=1)
+        _, metrics = opt.step(opt.init(PARAMS), X)
+    np.testing.assert_allclose(metrics["loss"], square(PARAMS, X), rtol=1e-6)
+
+
+def test_a_users_remat_policy_never_keeps_gathered_weights(mesh_of):
+    def temporary(remat):
+        model = so.BlockModel(
+            embed=lambda outer, batch: batch,
+            block=lambda w, x: jnp.tanh(x @ w["w"]),
+            loss=lambda outer, x, batch: jnp.mean(x**2),
+            remat=remat,
+        )
+        opt = so.fsdp(optax.sgd(0.1), mesh_of(data=8), model)
+        state = opt.abstract_state({"blocks": {"w": jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)}})
+        batch = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        return memory(opt.step.lower(state, batch).compile()).temporary
+
+    everything = temporary(jax.checkpoint_policies.everything_saveable)
+    assert everything <= temporary(None) < 8 * 128 * 128 * 4
+
+
+def test_a_kernel_that_wants_every_axis_manual_has_a_way(mesh_of):
+    """Callbacks and Pallas kernels refuse axes that are left to the partitioner, as tensor is."""
+
+    def host_double(x):
+        return jax.pure_callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def loss_fn(params, batch):
+        whole = jax.sharding.PartitionSpec()
+        double = jax.shard_map(host_double, in_specs=whole, out_specs=whole, axis_names={"tensor"}, check_vma=False)
+        return square(params, jax.lax.stop_gradient(double(batch)))
+
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn)
+    _, metrics = opt.step(opt.init(PARAMS), X)
+    np.testing.assert_allclose(metrics["loss"], square(PARAMS, 2 * X), rtol=1e-6)
+
+
+def test_a_key_that_is_bound_already_is_left_alone(mesh_of):
+    seen = []
+
+    def loss_fn(params, batch, rng=None):
+        seen.append(rng)
+        return square(params, batch)
+
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), functools.partial(loss_fn, rng="mine"))
+    opt.step(opt.init(PARAMS), X)
+    assert set(seen) == {"mine"}
+
+
+def test_line_searches_see_the_loss_that_was_differentiated(mesh_of):
+    def loss_fn(params, batch, rng):
+        return square(params, batch) * (1 + jax.random.uniform(rng))
+
+    found = []
+
+    def update(updates, state, params=None, *, value, value_fn, **_):
+        jax.debug.callback(lambda a, b: found.append((float(a), float(b))), value, value_fn(params))
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    opt = so.zero(tx, mesh_of(data=2), loss_fn, micro_batches=2)
+    opt.step(opt.init(PARAMS), X)
+    jax.effects_barrier()
+    assert found
+    np.testing.assert_allclose([a for a, _ in found], [b for _, b in found], rtol=1e-6)
+
+
+REFUSED = [
+    (
+        lambda opt: opt.step(None, X),
+        TypeError,
+        "ddp: the state must be the TrainState that init or step returned, got NoneType.\n"
+        "Fix: call step(state, batch) with state = opt.init(params).",
+    ),
+    (
+        lambda opt: opt.init(PARAMS, 0),
+        TypeError,
+        "ddp: rng must be a random key, got int.\nFix: pass jax.random.key(seed).",
+    ),
+    (
+        lambda opt: opt.init(jax.eval_shape(lambda: PARAMS)),
+        TypeError,
+        "ddp: init was given shapes without values.\nFix: pass arrays, or a function and a key: init(init_fn, rng).",
+    ),
+    (
+        lambda opt: opt.specs(opt.init(PARAMS)),
+        TypeError,
+        "ddp: parameters were expected, got a TrainState.\nFix: pass its .params.",
+    ),
+    (
+        lambda opt: opt.init({"a/b": jnp.ones(()), "a": {"b": jnp.ones(())}}),
+        ValueError,
+        "ddp: 1 key path written alike belong to several leaves.\n  a/b\n"
+        "Fix: rename a key; '/' in a key reads as nesting.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "error", "message"), REFUSED)
+def test_refusals(act, error, message, mesh_of):
+    with pytest.raises(error) as caught:
+        act(so.ddp(optax.sgd(0.1), mesh_of(data=2), square))
+    assert str(caught.value) == message
+
+
+def test_a_state_that_was_used_up_is_refused(mesh_of):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), square)
+    state = opt.init(PARAMS)
+    opt.step(state, X)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        opt.step(state, X)
+    assert str(caught.value) == (
+        "ddp: this state was given to step already, which takes over its memory.\n"
+        "Fix: go on with the state that step returned."
+    )
+
+
+def test_a_state_of_another_strategy_is_refused(mesh_of):
+    zero = so.zero(optax.adam(0.1), mesh_of(data=4), square, min_shard_elements=1)
+    fsdp = so.fsdp(optax.adam(0.1), mesh_of(data=4), square, min_shard_elements=1)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        fsdp.step(zero.init(PARAMS), X)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "fsdp: the state does not live where this strategy keeps it (2 leaves)."
+    assert lines[1].startswith("  params/b: placed as ")
+    assert lines[-1] == (
+        "Fix: move a state between strategies and meshes with so.save and so.restore, or so.to_bytes and so.from_bytes."
+    )
+    with pytest.raises(ValueError, match="its structure differs"):
+        so.fsdp(optax.sgd(0.1), mesh_of(data=4), square, min_shard_elements=1).step(fsdp.init(PARAMS), X)
+
+
+def test_blocks_must_be_stacked(mesh_of):
+    model = so.BlockModel(lambda o, b: b, lambda w, x: x @ w["w"], lambda o, x, b: x.mean())
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), model)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        opt.init({"blocks": {"w": jnp.ones((3, 8, 8)), "b": jnp.ones((2, 8))}})
+    assert str(caught.value) == (
+        "fsdp: the leaves of 'blocks' must be stacked along a first dim of one length.\n"
+        "  blocks/b: shape (2, 8)\n  blocks/w: shape (3, 8, 8)\n"
+        'Fix: pass {"blocks": leaves stacked [L, ...], **outer}; '
+        "jax.tree.map(lambda *x: jnp.stack(x), *blocks) stacks."
+    )
+    with pytest.raises(ValueError, match="must be a dict with 'blocks'"):
+        opt.init({"layers": jnp.ones((3, 8, 8))})
+    with pytest.raises(ValueError, match=r"remat must be None, 'full' or a jax\.checkpoint policy, got 'dots'"):
+        so.fsdp(optax.sgd(0.1), mesh_of(data=2), model._replace(remat="dots"))
+
+
+def test_a_loss_that_cannot_do_without_a_key_says_so_when_evaluated(mesh_of):
+    def loss_fn(params, batch, *, rng):
+        return square(params, batch) * jax.random.uniform(rng)
+
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn)
+    with pytest.raises(TypeError) as caught:
+        opt.evaluate(opt.init(PARAMS), X)
+    assert str(caught.value) == (
+        "loss_fn: there is no random key to give outside of training.\nFix: give rng the default None."
+    )
