@@ -6,11 +6,16 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardopt.partition.plan import LeafPlan
+from shardopt.partition.paths import leaves_with_paths
+from shardopt.partition.plan import LeafPlan, data_dim
 
 
 class ReportRow(NamedTuple):
-    """One parameter leaf: `params` and `opt_state` are its specs; bytes are those of the parameter alone."""
+    """One parameter leaf.
+
+    `params` is its spec, `opt_state` that of optimizer state of its shape, if there is any; bytes are those of the
+    parameter alone.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -22,16 +27,27 @@ class ReportRow(NamedTuple):
     whole_because: str
 
 
+class WholeState(NamedTuple):
+    """A leaf of optimizer state that stays whole over data although the strategy splits state."""
+
+    path: str
+    shape: tuple[int, ...]
+    bytes: int
+    because: str
+
+
 class Report(NamedTuple):
     """The placement of a parameter tree and its optimizer state; `str` gives a table.
 
     Attributes:
       rows: one a parameter leaf.
+      whole_state: the optimizer state, scalars apart, that stays whole although the strategy splits it.
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
     """
 
     rows: tuple[ReportRow, ...]
+    whole_state: tuple[WholeState, ...]
     params_bytes: int
     opt_state_bytes: int
 
@@ -55,11 +71,24 @@ class Report(NamedTuple):
         ]
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        lines += [
+            f"optimizer state {one.path} {list(one.shape)}, {one.bytes:,} bytes, stays whole: {one.because}"
+            for one in self.whole_state
+        ]
         total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
         return "\n".join(line.rstrip() for line in [*lines, total])
 
 
-def report(plans: Any, specs: Any, abstract_state: Any, *, mesh: Mesh, params_split: bool, state_split: bool) -> Report:
+def report(
+    plans: Any,
+    specs: Any,
+    abstract_state: Any,
+    *,
+    mesh: Mesh,
+    params_split: bool,
+    state_split: bool,
+    min_shard_elements: int,
+) -> Report:
     """Build the report of a train state's `specs` (a `TrainState` of `PartitionSpec`)."""
     rows = []
     for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):
@@ -79,9 +108,21 @@ def report(plans: Any, specs: Any, abstract_state: Any, *, mesh: Mesh, params_sp
         )
     return Report(
         rows=tuple(rows),
+        whole_state=_whole_state(specs, abstract_state, mesh, min_shard_elements) if state_split else (),
         params_bytes=sum(row.bytes_per_device for row in rows),
         opt_state_bytes=device_bytes(abstract_state.opt_state, specs.opt_state, mesh),
     )
+
+
+def _whole_state(specs: Any, abstract_state: Any, mesh: Mesh, min_shard_elements: int) -> tuple[WholeState, ...]:
+    data = mesh.shape["data"]
+    placed = jax.tree.leaves(specs.opt_state, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    found = []
+    for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), placed, strict=True):
+        if data > 1 and math.prod(leaf.shape) > 1 and "data" not in tuple(spec):
+            _, reason = data_dim(leaf.shape, spec, data, min_shard_elements)
+            found.append(WholeState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
+    return tuple(found)
 
 
 def device_bytes(tree: Any, specs: Any, mesh: Mesh) -> int:

@@ -85,6 +85,7 @@ def build(recipe: Recipe) -> ShardedOptimizer:
             mesh=recipe.mesh,
             params_split=split.params,
             state_split=split.opt_state,
+            min_shard_elements=recipe.min_shard_elements,
         )
 
     return ShardedOptimizer(

@@ -27,7 +27,8 @@ def ddp(
     the gradient of the mean over the global batch.
 
     **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
-    transformation. Losses with `rng` agree in expectation: each device draws its own.
+    transformation whose updates mirror the parameters (not lookahead, sam or sophia, which want more than a
+    gradient). Losses with `rng` agree in expectation: each device draws its own, the same for every strategy.
 
     **Placement**: parameters, gradients and optimizer state whole over data and replica; split over tensor
     where a rule says so.
@@ -36,11 +37,14 @@ def ddp(
     last micro-batch: 2(N-1)/N Psi on the wire; and a few bytes for the loss and metrics.
 
     Args:
-      tx: any optax transformation. Those that take extra arguments get `value` (the loss) and `grad`.
+      tx: any optax transformation. Those that take extra arguments get `value` (the loss), `grad`, and `value_fn`,
+        the loss of this batch at other parameters, which line searches evaluate.
       mesh: from `make_mesh`. A replica axis is a second data axis.
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over the examples it was given, or `Weighted`; or
         `(that, aux dict)`; with a keyword `rng`, a fresh key per step, device and micro-batch. Or a `BlockModel`.
-        Batch leaves are [global batch, ...] outside and [rows here, ...] inside.
+        Batch leaves are [global batch, ...] outside and [rows here, ...] inside. It runs in the per-device view,
+        but for the tensor axis; a kernel that wants every axis manual (Pallas, callbacks) is wrapped in
+        `jax.shard_map(kernel, in_specs=..., out_specs=..., axis_names={"tensor"}, check_vma=False)`.
       micro_batches: into how many pieces each device cuts its rows, one differentiated at a time.
       rules: `[(regex, PartitionSpec), ...]` or `(path, shape) -> PartitionSpec | None`, placing dims on the
         tensor axis; searched in key paths such as "blocks/attention/qkv", the first match wins. For leaves of

@@ -39,8 +39,8 @@ def fsdp(
     **Communication** a step, per device, for Psi parameter bytes over N data devices: all-gather in the forward
     and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch. Gathered only
     once are weights that the backward pass does not need and the outer ones of a BlockModel; and, where the
-    compiler merges gathers of the same weight (XLA:CPU does, more in jax 0.10 than in 0.12), all weights that are
-    not in blocks. The gathers halve with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
+    compiler merges the two gathers of a weight outside of blocks (XLA:CPU of jax 0.10 does), such weights. The
+    gathers halve with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
     all-reduce of the 1/N shards over replica, after the last micro-batch.
 
     Args:
@@ -50,7 +50,8 @@ def fsdp(
       micro_batches: see `ddp`.
       rules: see `ddp`.
       min_shard_elements: see `zero`.
-      gather_dtype: what floating parameters, split or whole, are cast to before they travel and are used.
+      gather_dtype: what trained floating parameters, split or whole, are cast to before they travel and are used;
+        frozen ones keep their dtype.
       frozen: see `ddp`; frozen leaves are split too.
 
     Returns:

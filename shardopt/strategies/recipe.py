@@ -49,7 +49,9 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_count(who, "micro_batches", recipe.micro_batches, least=1)
     check_count(who, "min_shard_elements", recipe.min_shard_elements, least=1)
     # Stored as checked: an iterator would be empty by the time it is used.
-    rules, frozen = check_rules(recipe.rules, who=who), _check_frozen(who, recipe.frozen)
+    rules = recipe.rules if callable(recipe.rules) else _as_tuple(recipe.rules)
+    check_rules(rules, who=who)
+    frozen = _check_frozen(who, recipe.frozen)
     _check_gather_dtype(who, recipe.gather_dtype)
     model = as_block_model(recipe.loss_fn)
     if model is not None and not (model.remat in (None, "full") or callable(model.remat)):
@@ -64,6 +66,10 @@ def check_count(who: str, name: str, value: Any, *, least: int) -> None:
         raise TypeError(f"{who}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{who}: {name} must be at least {least}, got {value}.")
+
+
+def _as_tuple(rules: Any) -> Any:
+    return rules if isinstance(rules, str | dict) or not isinstance(rules, Iterable) else tuple(rules)
 
 
 def _check_frozen(who: str, frozen: Any) -> tuple[str, ...]:
