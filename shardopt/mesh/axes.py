@@ -34,21 +34,24 @@ def make_mesh(
       tensor: size of the tensor axis.
       pipeline: size of the pipeline axis.
       replica: size of the replica axis, which exists only when it is above 1.
-      devices: the devices to use; by default `jax.devices()`.
+      devices: the devices to use, in whatever shape; by default `jax.devices()`.
 
     Returns:
       A `jax.sharding.Mesh` with `AxisType.Auto` axes.
 
     Raises:
       TypeError: if a size is not an integer.
-      ValueError: if a size is zero or below -1, two are -1, or the product is not the device count.
+      ValueError: if a size is zero or below -1, two are -1, the product is not the device count, or there are no
+        devices.
 
     Example:
       >>> import jax, shardopt as so
       >>> so.make_mesh(devices=jax.devices()[:1]).axis_names
       ('data', 'pipeline', 'tensor')
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
+    if not devices:
+        raise ValueError(complaint("make_mesh", "there are no devices.", fix="pass some, or leave devices out."))
     asked = {"replica": replica, "data": data, "pipeline": pipeline, "tensor": tensor}
     sizes = _infer_sizes(asked, len(devices))
     if sizes["replica"] == 1:

@@ -45,6 +45,11 @@ def test_tensor_neighbours_are_adjacent_then_pipeline_then_data():
     assert [device.id for device in so.make_mesh(tensor=2, devices=shuffled).devices.flat] == [0, 1, 2, 3]
 
 
+def test_devices_may_come_as_a_grid():
+    grid = np.array(jax.devices()[:4]).reshape(2, 2)
+    assert dict(so.make_mesh(tensor=2, devices=grid).shape) == {"data": 2, "pipeline": 1, "tensor": 2}
+
+
 def test_hosts_are_put_on_data():
     devices = [SimpleNamespace(process_index=i % 2, id=i, platform="cpu") for i in range(8)]
     grid = axes._arrange((2, 1, 4), devices)
@@ -90,6 +95,7 @@ def test_slices_are_put_on_replica_and_data():
             "make_mesh: sizes must be positive, or -1 for one of them; got pipeline=-2, tensor=0.",
         ),
         ({"tensor": 2.0}, TypeError, "make_mesh: tensor must be an integer, got 2.0 (float)."),
+        ({"devices": []}, ValueError, "make_mesh: there are no devices.\nFix: pass some, or leave devices out."),
         ({"data": True}, TypeError, "make_mesh: data must be an integer, got True (bool)."),
     ],
 )
