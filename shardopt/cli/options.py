@@ -17,12 +17,12 @@ class Devices:
     """How many CPU devices to simulate where there is no accelerator. With one, those that are there are used."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "auto"
-    """Sizes of the mesh axes replica, data and tensor; one may be -1. By itself, tensor gets 2 where there are four
-    devices or more, and data the rest: data=4,tensor=2 of eight."""
+    """Sizes of the mesh axes replica, data and tensor; one may be -1. By itself, tensor gets 2 where there are four \
+devices or more, and data the rest: data=4,tensor=2 of eight."""
 
     strategy: Strategy = "fsdp"
-    """What is split over data: nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too
-    (zero3, fsdp; fsdp gathers one block at a time)."""
+    """What is split over data: nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too \
+(zero3, fsdp; fsdp gathers one block at a time)."""
 
     micro_batches: int = 1
     """Parts of a batch that are worked on one after another, to save memory."""
@@ -84,8 +84,8 @@ class Run:
     """Folder for checkpoints, metrics.jsonl, config.json and loss.png."""
 
     resume: bool = False
-    """Go on with the run in the folder, with its options where none are given here: mesh, strategy, devices and
-    steps may be others."""
+    """Go on with the run in the folder, with its options where none are given here: mesh, strategy, devices and \
+steps may be others."""
 
     checkpoint_every: int = 100
     """Steps between checkpoints; the last two and the best are kept."""
