@@ -10,7 +10,7 @@ import tyro
 from shardopt.cli.options import TrainOptions
 from shardopt.cli.run_folder import read_options
 
-_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
+_STYLE = (tyro.conf.HelptextFromCommentsOff,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

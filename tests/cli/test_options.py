@@ -1,5 +1,6 @@
 """What can be typed: mesh sizes, optimizers, help, and what is said of what cannot."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli.devices import mesh_of, parse_mesh, start_devices
+from shardopt.cli.main import _parse
 from shardopt.cli.optimizers import make_optimizer, make_schedule, optimizers, parse_optimizer
 from shardopt.cli.options import TrainOptions, from_json, to_json
 
@@ -55,7 +57,15 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         assert re.search(rf"{option}\b[^()]*(\([^()]*\)[^()]*)*\(default: {default}\)", words), option
     for option in ("--learning-rate", "--steps", "--batch-size", "--dim", "--layers", "--heads", "--length"):
         assert option in words
-    assert "--no-resume" not in words
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_flags_can_be_given_whatever_the_run_before_had(before):
+    """A run that is resumed takes its saved options for defaults, and was perhaps resumed itself."""
+    saved = TrainOptions(run=dataclasses.replace(TrainOptions().run, resume=before, tensorboard=before))
+    given = _parse(["train", "--resume", "--tensorboard"], saved).run
+    assert (given.resume, given.tensorboard) == (True, True)
+    assert not _parse(["train", "--no-tensorboard"], saved).run.tensorboard
 
 
 def test_help_starts_no_device():
