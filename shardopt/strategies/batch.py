@@ -33,8 +33,8 @@ def check_batch(recipe: Recipe, batch: PyTree) -> None:
     if strange := [f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not is_array_like(leaf)]:
         raise TypeError(complaint(recipe.who, "batch leaves must be arrays [global batch, ...].", strange))
     sizes = {leaf.shape[0] if leaf.shape else None for _, leaf in leaves}
-    listed = [f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in leaves]
     if len(sizes) != 1 or None in sizes:
+        listed = [f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in leaves]
         what = "batch leaves must share their first dim, the global batch."
         raise ValueError(complaint(recipe.who, what, listed, "give every leaf the shape [global batch, ...]."))
     size = leaves[0][1].shape[0]

@@ -33,9 +33,7 @@ class Layout(NamedTuple):
 
     def trainable(self, params: PyTree) -> PyTree:
         """Return the parameters with None in place of the frozen leaves."""
-        leaves = self.treedef.flatten_up_to(params)
-        kept = [leaf if plan.trainable else None for leaf, plan in zip(leaves, self.plans, strict=True)]
-        return self.treedef.unflatten(kept)
+        return _trainable(self.treedef, self.plans, params)
 
     def merge(self, leaves: Sequence[Any], trained: Sequence[Any]) -> PyTree:
         """Return `leaves` as a parameter tree, with `trained` in the places of the trainable ones."""
@@ -59,8 +57,7 @@ def make_layout(recipe: Recipe, abstract_params: PyTree) -> Layout:
     )
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
     _check_frozen(recipe, flat)
-    layout = Layout(treedef, flat, abstract=None, specs=None)  # type: ignore[arg-type]
-    trainable = layout.trainable(abstract_params)
+    trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(recipe.tx.init, trainable)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
     split = recipe.placement.opt_state
@@ -74,7 +71,9 @@ def make_layout(recipe: Recipe, abstract_params: PyTree) -> Layout:
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     step = jax.ShapeDtypeStruct((), jnp.int32)
     param_specs = treedef.unflatten([plan.spec(split=recipe.placement.params) for plan in flat])
-    return layout._replace(
+    return Layout(
+        treedef,
+        flat,
         abstract=TrainState(step, abstract_params, opt_state, key),
         specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
     )
@@ -84,6 +83,11 @@ def shardings(mesh: Any, specs: PyTree) -> PyTree:
     """Return a tree of `NamedSharding` from one of `PartitionSpec`."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def _trainable(treedef: Any, plans: Sequence[LeafPlan], params: PyTree) -> PyTree:
+    leaves = zip(treedef.flatten_up_to(params), plans, strict=True)
+    return treedef.unflatten([leaf if plan.trainable else None for leaf, plan in leaves])
 
 
 def _check_blocks(recipe: Recipe, params: PyTree) -> None:
