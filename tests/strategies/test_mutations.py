@@ -10,41 +10,41 @@ from support.table import STRATEGIES
 
 from shardopt.collectives import gathering
 from shardopt.core.types import Weighted
-from shardopt.strategies import batch, build, gradients, programs
+from shardopt.strategies import batch, build, gradients, local_loss, micro_batches, programs
 
 
 def drop_the_reduction(patch):
-    patch.setattr(gradients, "_reduce", lambda grads, plans, axes, *, split: grads)
+    patch.setattr(gradients, "reduce", lambda grads, plans, axes, *, split: grads)
 
 
 def reduce_twice(patch):
-    once = gradients._reduce
+    once = gradients.reduce
     patch.setattr(
         gradients,
-        "_reduce",
+        "reduce",
         lambda grads, plans, axes, *, split: once(once(grads, plans, axes, split=split), plans, axes, split=split),
     )
 
 
 def sum_for_mean(patch):
-    sum_parts = gradients._sum_parts
+    sum_parts = gradients.sum_parts
 
     def unweighted(parts, axes):
         summed = sum_parts(parts, axes)
         return summed._replace(loss=Weighted(summed.loss.total, jnp.ones_like(summed.loss.weight)))
 
-    patch.setattr(gradients, "_sum_parts", unweighted)
+    patch.setattr(gradients, "sum_parts", unweighted)
 
 
 def mean_of_means(patch):
-    parts_of = gradients.loss_parts
+    parts_of = local_loss.loss_parts
 
     def normalised(who, returned, rows):
         parts = parts_of(who, returned, rows)
         mean = parts.loss.total / parts.loss.weight
         return parts._replace(loss=Weighted(mean, jnp.ones_like(parts.loss.weight)))
 
-    patch.setattr(gradients, "loss_parts", normalised)
+    patch.setattr(local_loss, "loss_parts", normalised)
 
 
 def swap_two_axes(patch):
@@ -52,9 +52,9 @@ def swap_two_axes(patch):
 
 
 def forget_a_micro_batch(patch):
-    accumulate = gradients._accumulate
+    accumulate = micro_batches._accumulate
     patch.setattr(
-        gradients,
+        micro_batches,
         "_accumulate",
         lambda one, batch, count, plans: accumulate(one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, plans),
     )

@@ -1,0 +1,49 @@
+"""Reductions of the per-device view: each gradient once, over the axes whose devices hold a part of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.collectives import scatter_sum, sum_over
+from shardopt.core.types import wide_dtype
+from shardopt.partition import LeafPlan
+from shardopt.strategies.loss import LossParts
+
+
+def scatter(grads: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """Sum gradients over data, each device keeping its shard; those of leaves that stay whole are left local."""
+    return scatter_sum(grads, [plan.dim for plan in plans], [plan.tensor for plan in plans], axis="data")
+
+
+def reduce(grads: Sequence[Any], plans: Sequence[LeafPlan], axes: tuple[str, ...], *, split: bool) -> list[Any]:
+    """Finish the sum: over every data axis, less those that a reduce-scatter has already summed."""
+    reduced = list(grads)
+    scattered = [i for i, plan in enumerate(plans) if split and plan.dim is not None]
+    local = sorted(set(range(len(plans))) - set(scattered))
+    for chosen, over in ((scattered, [axis for axis in axes if axis != "data"]), (local, axes)):
+        sums = sum_over([grads[i] for i in chosen], over, [plans[i].tensor for i in chosen])
+        for i, total in zip(chosen, sums, strict=True):
+            reduced[i] = total
+    return reduced
+
+
+def scale(grad: Any, factor: Any) -> Any:
+    """Return `grad * factor`, computed in fp32 at least."""
+    wide = wide_dtype(grad.dtype)
+    return (grad.astype(wide) * factor.astype(jnp.finfo(wide).dtype)).astype(grad.dtype)
+
+
+def sum_parts(parts: LossParts, axes: tuple[str, ...]) -> LossParts:
+    """Add parts up, over stacked micro-batches and over devices; updates take the mean, integers the maximum."""
+
+    def update(value):
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return jax.lax.pmax(value.max(0), axes)
+        wide = value.astype(wide_dtype(value.dtype)).mean(0)
+        return (sum_over([wide], axes)[0] / jax.lax.axis_size(axes)).astype(value.dtype)
+
+    sums, treedef = jax.tree.flatten((parts.loss, parts.metrics))
+    loss, metrics = treedef.unflatten(sum_over([x.sum(0) for x in sums], axes))
+    return LossParts(loss, metrics, {path: update(value) for path, value in parts.updates.items()})
