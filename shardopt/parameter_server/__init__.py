@@ -1,0 +1,38 @@
+"""Training without barriers: a parameter server with bounded staleness, its event log, replay and simulation."""
+
+from shardopt.parameter_server import durations, rules
+from shardopt.parameter_server.async_sgd import AsyncOptimizer, async_sgd
+from shardopt.parameter_server.events import Event
+from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.replay import replay
+from shardopt.parameter_server.run import AsyncResult
+from shardopt.parameter_server.server import Server, make_server
+from shardopt.parameter_server.should_sync import should_sync
+from shardopt.parameter_server.simulate import simulate
+from shardopt.parameter_server.simulated_worker import SimulatedWorker
+from shardopt.parameter_server.state import ServerState
+from shardopt.parameter_server.summary import Segment, summarize, timeline
+from shardopt.parameter_server.updates import NonFiniteUpdateError, Update, make_update
+
+__all__ = [
+    "AsyncOptimizer",
+    "AsyncResult",
+    "Event",
+    "Log",
+    "NonFiniteUpdateError",
+    "Segment",
+    "Server",
+    "ServerState",
+    "SimulatedWorker",
+    "Update",
+    "async_sgd",
+    "durations",
+    "make_server",
+    "make_update",
+    "replay",
+    "rules",
+    "should_sync",
+    "simulate",
+    "summarize",
+    "timeline",
+]

@@ -1,0 +1,63 @@
+"""Numbers that every part of the parameter server refuses in the same words."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from shardopt.core.errors import complaint
+
+UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
+
+
+def check_max_staleness(who: str, max_staleness: Any) -> None:
+    """Refuse a bound that is neither None nor an integer of at least 0.
+
+    Raises:
+      TypeError: if it is of another kind.
+      ValueError: if it is negative.
+    """
+    if max_staleness is None:
+        return
+    if not is_integer(max_staleness):
+        what = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
+        raise TypeError(complaint(who, what, fix=UNBOUNDED_FIX))
+    if max_staleness < 0:
+        raise ValueError(complaint(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=UNBOUNDED_FIX))
+
+
+def check_count(who: str, name: str, value: Any, *, least: int) -> None:
+    """Refuse what is not an integer of at least `least`.
+
+    Raises:
+      TypeError: if it is of another kind.
+      ValueError: if it is below.
+    """
+    if not is_integer(value):
+        raise TypeError(f"{who}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
+    if value < least:
+        raise ValueError(f"{who}: {name} must be at least {least}, got {value}.")
+
+
+def check_number(
+    who: str, name: str, value: Any, *, least: float = 0.0, below: float = math.inf, positive: bool = False
+) -> None:
+    """Refuse what is not a finite number in [least, below), or not above 0 if `positive`.
+
+    Raises:
+      TypeError: if it is of another kind.
+      ValueError: if it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{who}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+    if math.isfinite(value) and least <= value < below and (value > 0 or not positive):
+        return
+    bounds = "above 0" if positive else f"at least {least:g}"
+    if below != math.inf:
+        bounds += f" and below {below:g}"
+    raise ValueError(f"{who}: {name} must be finite, {bounds}; got {value}.")
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is a Python or numpy integer, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

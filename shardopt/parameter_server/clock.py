@@ -1,0 +1,124 @@
+"""Who is at which step, and who may start the next one: the stale synchronous parallel bound."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardopt.core.errors import complaint, plural
+from shardopt.parameter_server.arguments import check_count, check_max_staleness
+
+WHO = "parameter_server"
+
+
+class Clock(NamedTuple):
+    """The steps that each worker has finished. A value: every function below returns a new one.
+
+    A worker that has finished c steps is *at clock c*; the step it does next is step c. Its **staleness** when it
+    starts that step is c less the clock of the slowest worker: what it reads holds every update of steps
+    0 .. c - staleness - 1, and maybe some of later ones. It may start while staleness <= max_staleness. The slowest
+    worker may always start, so nobody waits for ever.
+
+    Attributes:
+      max_staleness: the bound, in clocks; None for no bound.
+      steps: worker -> steps finished.
+      counts: clock -> how many workers are at it.
+      slowest: the least clock of any worker; it never falls. Without workers, the clock that the next one gets.
+      fastest: the greatest clock that any worker ever had.
+    """
+
+    max_staleness: int | None
+    steps: Mapping[int, int] = {}
+    counts: Mapping[int, int] = {}
+    slowest: int = 0
+    fastest: int = 0
+
+
+def make_clock(max_staleness: int | None) -> Clock:
+    """Return a clock without workers.
+
+    Raises:
+      TypeError: if `max_staleness` is neither an integer nor None.
+      ValueError: if it is negative.
+
+    Example:
+      >>> clock = join(join(make_clock(1), 0), 1)
+      >>> clock = tick(tick(clock, 0), 0)  # worker 0 finishes two steps, worker 1 none
+      >>> staleness(clock, 0), may_start(clock, 0), may_start(clock, 1)
+      (2, False, True)
+
+    References:
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
+    """
+    check_max_staleness(WHO, max_staleness)
+    return Clock(None if max_staleness is None else int(max_staleness))
+
+
+def join(clock: Clock, worker: int) -> Clock:
+    """Let a worker in, at the clock of the slowest: it neither waits nor makes anyone wait longer.
+
+    Raises:
+      TypeError: if the worker is not an integer.
+      ValueError: if it is negative, or there already.
+    """
+    check_count(WHO, "worker", worker, least=0)
+    if worker in clock.steps:
+        what = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
+        raise ValueError(complaint(WHO, what, fix="let it leave first, or give the newcomer a number of its own."))
+    at = clock.slowest
+    return clock._replace(
+        steps={**clock.steps, worker: at},
+        counts={**clock.counts, at: clock.counts.get(at, 0) + 1},
+    )
+
+
+def leave(clock: Clock, worker: int) -> Clock:
+    """Forget a worker; if it was the slowest, others may start now.
+
+    When the last one leaves, the next to join starts at the greatest clock that ever was, so that no step of a
+    worker is done twice under the same number.
+    """
+    at = clock_of(clock, worker)
+    steps = {one: step for one, step in clock.steps.items() if one != worker}
+    counts = _less_one(clock.counts, at)
+    return clock._replace(steps=steps, counts=counts, slowest=min(counts, default=clock.fastest))
+
+
+def tick(clock: Clock, worker: int) -> Clock:
+    """Count a step that a worker has finished."""
+    at = clock_of(clock, worker)
+    counts = _less_one(clock.counts, at)
+    counts[at + 1] = counts.get(at + 1, 0) + 1
+    # Whoever was the last at the least clock is now one above it, and nobody is between.
+    slowest = at + 1 if at == clock.slowest and at not in counts else clock.slowest
+    steps = {**clock.steps, worker: at + 1}
+    return clock._replace(steps=steps, counts=counts, slowest=slowest, fastest=max(clock.fastest, at + 1))
+
+
+def staleness(clock: Clock, worker: int) -> int:
+    """Return by how many steps the slowest worker is behind this one."""
+    return clock_of(clock, worker) - clock.slowest
+
+
+def may_start(clock: Clock, worker: int) -> bool:
+    """Return whether a worker may start its next step."""
+    return clock.max_staleness is None or staleness(clock, worker) <= clock.max_staleness
+
+
+def clock_of(clock: Clock, worker: int) -> int:
+    """Return the steps that a worker has finished.
+
+    Raises:
+      ValueError: if it never joined, or has left.
+    """
+    if worker not in clock.steps:
+        listed = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
+        what = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({listed or 'none'})."
+        raise ValueError(complaint(WHO, what, fix="let it join; what a worker pushes after it left is lost."))
+    return clock.steps[worker]
+
+
+def _less_one(counts: Mapping[int, int], at: int) -> dict[int, int]:
+    left = dict(counts)
+    left[at] -= 1
+    if not left[at]:
+        del left[at]
+    return left

@@ -1,0 +1,120 @@
+"""The event log of a run: enough to do it again, bit for bit."""
+
+import json
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardopt.core.errors import complaint
+from shardopt.parameter_server.events import KINDS, Event
+
+FORMAT = 1
+_COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time")
+
+
+class Log:
+    """What happened, in order, and under which settings. About 44 bytes an event in memory.
+
+    Attributes:
+      header: the settings that a replay needs (`max_staleness`, `rule`, `nonfinite`, `rng`, `devices` of each
+        worker) and checksums of the parameters before (`initial`) and after (`final`, None for a run that broke off).
+
+    Example:
+      >>> from shardopt.parameter_server.events import Event
+      >>> log = Log({"max_staleness": 0})
+      >>> log.append(Event("join", worker=0, clock=0, version=0, pulled=0))
+      >>> len(log), log[0].kind
+      (1, 'join')
+    """
+
+    def __init__(self, header: dict[str, Any]):
+        self.header = dict(header)
+        self._integers = tuple(array("q") for _ in range(6))
+        self._times = array("d")
+
+    def append(self, event: Event) -> None:
+        """Add an event at the end."""
+        values = (KINDS.index(event.kind), *event[1:6])
+        for column, value in zip(self._integers, values, strict=True):
+            column.append(value)
+        self._times.append(event.time)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def __getitem__(self, index: int) -> Event:
+        kind, worker, clock, version, pulled, behind = (column[index] for column in self._integers)
+        return Event(KINDS[kind], worker, clock, version, pulled, behind, self._times[index])
+
+    def __iter__(self) -> Iterator[Event]:
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Log):
+            return NotImplemented
+        return (self.header, self._integers, self._times) == (other.header, other._integers, other._times)
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"Log({len(self)} events, max_staleness={self.header.get('max_staleness')})"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON lines: the header, then one list an event, in the order that the header's `columns` names.
+
+        Written beside and moved into place, so that a file of this name is always whole.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        with beside.open("w", encoding="utf-8") as file:
+            header = {"format": FORMAT, "events": len(self), "columns": _COLUMNS, **self.header}
+            file.write(json.dumps(header) + "\n")
+            file.writelines(json.dumps(event, separators=(",", ":")) + "\n" for event in self)
+        beside.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Log":
+        """Read what `save` wrote.
+
+        Raises:
+          FileNotFoundError: if there is no such file.
+          ValueError: if it is not such a log, is cut off, or a line cannot be read.
+        """
+        who = "parameter_server.Log.load"
+        with Path(path).open(encoding="utf-8") as file:
+            lines = file.read().splitlines()
+        header = _parse(lines[0]) if lines else None
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            what = f"{os.fspath(path)} is no event log of format {FORMAT}."
+            raise ValueError(complaint(who, what, fix="pass a file that Log.save wrote."))
+        count = header.pop("events")
+        del header["format"], header["columns"]
+        log = cls(header)
+        for number, line in enumerate(lines[1:], start=2):
+            event = _parse(line)
+            if not _is_event(event):
+                raise ValueError(complaint(who, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}."))
+            log.append(Event(*event))
+        if len(log) != count:
+            raise ValueError(complaint(who, f"{os.fspath(path)} has {len(log)} events, and its header says {count}."))
+        return log
+
+
+def _parse(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def _is_event(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == len(_COLUMNS)
+        and value[0] in KINDS
+        and all(type(one) is int for one in value[1:-1])
+        and type(value[-1]) in (int, float)
+    )

@@ -1,0 +1,131 @@
+"""Do a run again from its log, on one thread, bit for bit."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from shardopt.core.errors import complaint
+from shardopt.core.types import LossFn, PyTree
+from shardopt.mesh import make_mesh
+from shardopt.parameter_server.compute import moved
+from shardopt.parameter_server.gradients import make_gradients
+from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.rules import Rule, from_config
+from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.trainable import digest
+
+WHO = "replay"
+
+
+def replay(
+    log: Log,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    params: PyTree,
+    batches_of: Callable[[int], Iterable[Any]],
+    *,
+    rule: Rule | None = None,
+) -> PyTree:
+    """Return the parameters that a run ended with, by doing again what its log says, one event after the other.
+
+    Each pull takes a batch, each push computes its gradient from the parameters of that pull, each event goes to the
+    same pure server. The server must say of every event what the log says, and the checksums of the parameters before
+    and after must be those of the run.
+
+    **Equivalence**: bit for bit, on devices of the kind that the run had, where the loss is deterministic.
+
+    Args:
+      log: of `async_sgd(...).run` or `simulate`, or `Log.load(path)`.
+      tx: the optimizer of the run.
+      loss_fn: the loss of the run.
+      params: the parameters that the run began with.
+      batches_of: the data of the run: `batches_of(worker)` gives the same batches again; called at each join.
+      rule: the rule of the run, if it is not one of `parameter_server.rules`, which the log knows itself.
+
+    Returns:
+      The parameters.
+
+    Raises:
+      TypeError: if `log` is not a `Log`, or another argument of the wrong kind.
+      ValueError: if the parameters or the rule are not those of the run, the batches end too soon, the server comes
+        to another event than the log, or the result differs from that of the run.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] - params["w"]) ** 2)
+      >>> batches_of = lambda worker: ({"x": np.full(4, worker + i % 3, np.float32)} for i in range(100))
+      >>> tx, params = optax.adam(0.1), {"w": jnp.zeros(4)}
+      >>> opt = so.async_sgd(tx, loss_fn, workers=2, max_staleness=3)
+      >>> result = opt.run(params, batches_of, num_updates=20)
+      >>> again = so.parameter_server.replay(result.log, tx, loss_fn, params, batches_of)
+      >>> bool((again["w"] == result.params["w"]).all())
+      True
+    """
+    if not isinstance(log, Log):
+        what = f"log must be a parameter_server.Log, got {type(log).__name__}."
+        raise TypeError(complaint(WHO, what, fix="pass result.log, or parameter_server.Log.load(path)."))
+    header = log.header
+    if header.get("initial") is None:
+        fix = "give simulate an optimizer, a loss, parameters and data."
+        raise ValueError(complaint(WHO, "this is the log of a simulation of time only.", fix=fix))
+    meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
+    rng = np.asarray(header["rng"], np.uint32)
+    compute = make_gradients(WHO, tx, loss_fn, meshes[0], rng)
+    server = make_server(
+        tx, max_staleness=header["max_staleness"], rule=_rule(header["rule"], rule), nonfinite=header["nonfinite"]
+    )
+    state = server.init(jax.device_put(params, meshes[0].devices.flat[0]))
+    if digest(state.params) != header["initial"]:
+        what = "the parameters are not those that the run began with."
+        raise ValueError(
+            complaint(WHO, what, fix="pass the same values in the same dtypes, or make them the same way.")
+        )
+
+    streams: dict[int, Any] = {}
+    steps: dict[int, tuple[PyTree, Any]] = {}
+    for number, recorded in enumerate(log):
+        worker = recorded.worker
+        if recorded.kind == "join":
+            streams[worker] = iter(batches_of(worker))
+            state, event = server.join(state, worker)
+        elif recorded.kind == "pull":
+            steps[worker] = (state.params, _next(streams[worker], worker, recorded.clock))
+            state, event = server.pull(state, worker)
+        elif recorded.kind == "leave":
+            state, event = server.leave(state, worker)
+        else:
+            update = compute(meshes[worker], *steps.pop(worker), worker, recorded.clock)
+            update = moved(update, meshes[0].devices.flat[0])
+            state, event = server.push(state, worker, update, recorded.pulled)
+        if event != recorded._replace(time=0.0):
+            what = f"event {number} of the log is {recorded._replace(time=0.0)}, and the server comes to {event}."
+            raise ValueError(
+                complaint(WHO, what, fix="the log is damaged, or its data or loss is not that of the run.")
+            )
+    if header["final"] is not None and digest(state.params) != header["final"]:
+        what = "the parameters at the end are not those of the run, although they were the same at the start."
+        fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
+        raise ValueError(complaint(WHO, what, fix=fix))
+    return state.params
+
+
+def _next(stream: Any, worker: int, clock: int) -> Any:
+    try:
+        return next(stream)
+    except StopIteration:
+        what = f"batches_of({worker}) ended before step {clock} of worker {worker}."
+        raise ValueError(complaint(WHO, what, fix="pass the data of the run.")) from None
+
+
+def _rule(recorded: dict[str, Any], given: Rule | None) -> Rule:
+    known = from_config(recorded["name"], recorded["config"])
+    if given is None and known is not None:
+        return known
+    if given is None or (given.name, dict(given.config)) != (recorded["name"], recorded["config"]):
+        got = "none" if given is None else f"{given.name} {dict(given.config)}"
+        what = f"the run had the rule {recorded['name']} {recorded['config']}, got {got}."
+        raise ValueError(complaint(WHO, what, fix="pass the rule of the run."))
+    return given

@@ -1,0 +1,94 @@
+"""A server at work: the one thing here that changes. Whatever drives it, threads or a simulation, drives this."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardopt.core.types import PyTree
+from shardopt.parameter_server.events import Event
+from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.server import Server
+from shardopt.parameter_server.state import ServerState
+from shardopt.parameter_server.summary import summarize
+from shardopt.parameter_server.trainable import digest
+
+
+class AsyncResult(NamedTuple):
+    """How an asynchronous run ended.
+
+    Attributes:
+      params: the parameters on the server; None from a simulation of time only.
+      log: the event log, for `parameter_server.replay` and `Log.save`.
+      metrics: what `parameter_server.summarize(log)` says of the run: rates, histograms of staleness (clocks) and
+        delay (versions), seconds that each worker waited; "stopped", which is "completed" (num_updates reached),
+        "exhausted" (no worker is left, or the data is at its end) or "until" (of a simulation); and "history", the
+        loss and aux metrics of every update as arrays [updates].
+    """
+
+    params: PyTree
+    log: Log
+    metrics: dict[str, Any]
+
+
+class Run:
+    """A server, its state, and its log. Not thread-safe: whoever shares it holds a lock.
+
+    Attributes:
+      state: the present `ServerState`.
+      log: what has happened so far.
+    """
+
+    def __init__(self, server: Server, params: PyTree, header: Mapping[str, Any], now: Callable[[], float]):
+        self.server, self._now = server, now
+        self.state: ServerState = server.init(params)
+        self.log = Log(
+            {
+                "max_staleness": server.max_staleness,
+                "rule": {"name": server.rule.name, "config": dict(server.rule.config)},
+                "nonfinite": server.nonfinite,
+                **header,
+                "initial": None if params is None else digest(self.state.params),
+                "final": None,
+            }
+        )
+        self._history: list[Mapping[str, Any]] = []
+
+    def join(self, worker: int) -> Event:
+        """Let a worker in."""
+        return self._record(*self.server.join(self.state, worker))
+
+    def may_pull(self, worker: int) -> bool:
+        """Say whether a worker may start its next step now."""
+        return self.server.may_pull(self.state, worker)
+
+    def pull(self, worker: int) -> Event:
+        """Begin a step; the parameters are `state.params`."""
+        return self._record(*self.server.pull(self.state, worker))
+
+    def push(self, worker: int, update: Any, pulled_version: int) -> Event:
+        """Take the result of a step."""
+        return self._record(*self.server.push(self.state, worker, update, pulled_version))
+
+    def leave(self, worker: int) -> Event:
+        """Let a worker go."""
+        return self._record(*self.server.leave(self.state, worker))
+
+    def finish(self, stopped: str) -> AsyncResult:
+        """Return the result, once nobody works any more."""
+        params = self.state.params
+        if params is not None:
+            params = jax.block_until_ready(params)
+            self.log.header["final"] = digest(params)
+        columns = jax.device_get(self._history)
+        history = {name: np.asarray([one[name] for one in columns]) for name in (columns[0] if columns else ())}
+        return AsyncResult(params, self.log, {**summarize(self.log), "stopped": stopped, "history": history})
+
+    def _record(self, state: ServerState, event: Event) -> Event:
+        if state.version > self.state.version and state.metrics:
+            self._history.append(state.metrics)
+        event = event._replace(time=self._now())
+        self.state = state
+        self.log.append(event)
+        return event

@@ -1,0 +1,215 @@
+"""The parameter server as a pure state machine: join, pull, push, leave."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardopt.core.errors import complaint
+from shardopt.core.optimizer import check_optimizer
+from shardopt.core.types import PyTree
+from shardopt.parameter_server import clock as clocks
+from shardopt.parameter_server.apply import make_apply
+from shardopt.parameter_server.events import Event
+from shardopt.parameter_server.rules import Rule, plain
+from shardopt.parameter_server.state import Pulled, ServerState, Waiting
+from shardopt.parameter_server.trainable import check_params, merge, trained
+from shardopt.parameter_server.updates import NO_WEIGHT, NonFiniteUpdateError, check_update, faults
+
+WHO = "parameter_server"
+
+
+class Server(NamedTuple):
+    """A bundle of pure functions over a `ServerState`; see `make_server`.
+
+    Attributes:
+      init: `init(params) -> state`; copies the parameters.
+      join: `join(state, worker) -> (state, event)`. The newcomer gets the clock of the slowest.
+      may_pull: `may_pull(state, worker) -> bool`: may it start its next step?
+      pull: `pull(state, worker) -> (state, event)`; the parameters are `state.params`, their version `event.version`.
+      push: `push(state, worker, update, pulled_version) -> (state, event)`.
+      leave: `leave(state, worker) -> (state, event)`. What it was computing is forgotten, what it pushed stays.
+      max_staleness: the bound in clocks, None without.
+      rule: the staleness rule.
+      nonfinite: "raise" or "skip".
+    """
+
+    init: Callable[[PyTree], ServerState]
+    join: Callable[[ServerState, int], tuple[ServerState, Event]]
+    may_pull: Callable[[ServerState, int], bool]
+    pull: Callable[[ServerState, int], tuple[ServerState, Event]]
+    push: Callable[[ServerState, int, Any, int], tuple[ServerState, Event]]
+    leave: Callable[[ServerState, int], tuple[ServerState, Event]]
+    max_staleness: int | None
+    rule: Rule
+    nonfinite: str
+
+
+def make_server(
+    tx: optax.GradientTransformation | None,
+    *,
+    max_staleness: int | None = 0,
+    rule: Rule | None = None,
+    nonfinite: str = "raise",
+    donate: bool = False,
+) -> Server:
+    """Make a parameter server: a state machine without threads, clocks of the wall, or chance.
+
+    With max_staleness = 0 the pushes of one clock are averaged in the order of the workers' numbers, and applied once,
+    when all workers that are there have pushed. Otherwise each push is applied when it arrives:
+    w <- w + tx.update(rule(g)).
+
+    **Equivalence**: the same events in the same order give the same bits. With max_staleness=0, equal to `ddp` on the
+    union batch.
+
+    **Staleness**, in two measures. In *clocks*: a worker begins step c only while the slowest has finished at least
+    c - max_staleness steps; each event records c less that clock, so 0 <= staleness <= max_staleness. In *versions*:
+    `event.delay`, the tau that rules take, counts the updates between pull and push; see `Event.delay` for its bound.
+
+    **Placement**: one copy of parameters and optimizer state, where `init` finds the parameters.
+
+    Args:
+      tx: any optax transformation that asks for no more than gradient, parameters, `value` and `grad`. None for a
+        server that counts and keeps time only, whose parameters and updates are None.
+      max_staleness: in clocks; None for no bound.
+      rule: what to do about late gradients, from `parameter_server.rules`; None for nothing.
+      nonfinite: what to do about a push that is not finite. "raise" `NonFiniteUpdateError`; or "skip" it, which
+        counts as a step of the worker, and is a "refuse" in the log.
+      donate: let each update take over the memory of the optimizer state before it; the old state then is dead.
+
+    Returns:
+      A `Server`.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if `max_staleness` is negative or `nonfinite` unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, shardopt as so
+      >>> server = so.parameter_server.make_server(optax.sgd(0.5), max_staleness=1)
+      >>> state = server.init({"w": jnp.array(1.0)})
+      >>> state, _ = server.join(state, 0)
+      >>> state, pulled = server.pull(state, 0)
+      >>> gradient = so.parameter_server.make_update({"w": 2 * state.params["w"]})
+      >>> state, pushed = server.push(state, 0, gradient, pulled.version)
+      >>> float(state.params["w"]), pushed.version, pushed.staleness, pushed.delay
+      (0.0, 1, 0, 0)
+
+    References:
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013; Li et al.,
+      "Scaling Distributed Machine Learning with the Parameter Server", 2014.
+    """
+    if tx is not None:
+        check_optimizer(WHO, tx)
+    empty = clocks.make_clock(max_staleness)
+    rule = plain() if rule is None else rule
+    if not isinstance(rule, Rule):
+        what = f"rule must be a Rule or None, got {type(rule).__name__}."
+        raise TypeError(complaint(WHO, what, fix="call one of parameter_server.rules, such as rules.dc_asgd()."))
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
+    mathematics = None if tx is None else make_apply(tx, rule, donate=donate)
+
+    def init(params: PyTree) -> ServerState:
+        if tx is None:
+            return ServerState(None, None, None, 0, empty)
+        check_params(WHO, params)
+        params = jax.tree.map(_own, params)
+        part, begin = trained(params), tx.init
+        opt_state = jax.jit(lambda part: jax.tree.map(jnp.copy, begin(part)))(part)
+        return ServerState(params, opt_state, jax.jit(rule.init)(part), 0, empty)
+
+    def join(state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        clock = clocks.join(state.clock, worker)
+        event = Event("join", worker, clock.steps[worker], state.version, state.version)
+        return state._replace(clock=clock), event
+
+    def may_pull(state: ServerState, worker: int) -> bool:
+        return clocks.may_start(state.clock, worker) and worker not in state.working
+
+    def pull(state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        at, behind = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
+        if worker in state.working:
+            what = f"worker {worker} cannot pull: it has not pushed its step {at} yet."
+            raise ValueError(complaint(WHO, what, fix="push first, or let it leave and join again."))
+        if not clocks.may_start(state.clock, worker):
+            what = f"worker {worker} cannot start step {at}: the slowest is at {state.clock.slowest}"
+            raise ValueError(complaint(WHO, f"{what}, and max_staleness={max_staleness}.", fix="ask may_pull first."))
+        kept = trained(state.params) if rule.uses_pulled and max_staleness != 0 and tx is not None else None
+        working = {**state.working, worker: Pulled(state.version, behind, kept)}
+        return state._replace(working=working), Event("pull", worker, at, state.version, state.version, behind)
+
+    def push(state: ServerState, worker: int, update: Any, pulled_version: int) -> tuple[ServerState, Event]:
+        at = clocks.clock_of(state.clock, worker)
+        pulled = state.working.get(worker)
+        if pulled is None or pulled.version != pulled_version:
+            has = "nothing" if pulled is None else f"version {pulled.version}"
+            what = f"worker {worker} pushes for version {pulled_version} at its step {at}, but has pulled {has}."
+            raise ValueError(complaint(WHO, what, fix="push once for each pull, with the version of its event."))
+        refused = mathematics is not None and _refused(state, worker, at, update)
+        working = {one: value for one, value in state.working.items() if one != worker}
+        state = state._replace(working=working, clock=clocks.tick(state.clock, worker))
+        if not refused and max_staleness == 0:
+            state = state._replace(waiting=(*state.waiting, Waiting(at, worker, update)))
+        elif not refused:
+            state = _apply(state, [update], pulled.params, state.version - pulled.version)
+        state = _close(state)
+        kind = "refuse" if refused else "push"
+        return state, Event(kind, worker, at, state.version, pulled.version, pulled.staleness)
+
+    def leave(state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        at = clocks.clock_of(state.clock, worker)
+        working = {one: value for one, value in state.working.items() if one != worker}
+        state = _close(state._replace(clock=clocks.leave(state.clock, worker), working=working))
+        return state, Event("leave", worker, at, state.version, state.version)
+
+    def _refused(state: ServerState, worker: int, at: int, update: Any) -> bool:
+        check_update(update, state.params, worker)
+        found = faults(update)
+        if max_staleness == 0:  # rows of weight 0 count for nothing beside others
+            found = [fault for fault in found if fault != NO_WEIGHT]
+        return _judge(worker, at, found)
+
+    def _judge(worker: int, at: int, found: list[str]) -> bool:
+        if found and nonfinite == "raise":
+            what = f"the push of worker {worker} at its step {at} was refused:"
+            fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
+            raise NonFiniteUpdateError(complaint(WHO, what, found, fix), worker=worker, clock=at)
+        return bool(found)
+
+    def _close(state: ServerState) -> ServerState:
+        """With max_staleness=0, apply the mean of a clock once everyone who is there has pushed."""
+        open_ = state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
+        if not state.waiting or open_:
+            return state
+        ordered = sorted(state.waiting, key=lambda one: one.worker)
+        updates, state = [one.update for one in ordered], state._replace(waiting=())
+        weightless = mathematics is not None and all(NO_WEIGHT in faults(update) for update in updates)
+        if weightless and _judge(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
+            return state
+        return _apply(state, updates, None, 0)
+
+    def _apply(state: ServerState, updates: list[Any], pulled: PyTree, delay: int) -> ServerState:
+        if mathematics is None:
+            return state._replace(version=state.version + 1)
+        part = trained(state.params)
+        new = mathematics(part, state.opt_state, state.rule_state, updates, pulled, delay)
+        return state._replace(
+            params=merge(state.params, new.params),
+            opt_state=new.opt_state,
+            rule_state=new.rule_state,
+            version=state.version + 1,
+            metrics=new.metrics,
+        )
+
+    return Server(init, join, may_pull, pull, push, leave, empty.max_staleness, rule, nonfinite)
+
+
+def _own(leaf: Any) -> jax.Array:
+    """Copy a leaf, without the weak type that would make the second update another program than the first."""
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jnp.copy(leaf)
+    return jnp.array(leaf, dtype=leaf.dtype, copy=True)

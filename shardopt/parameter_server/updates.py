@@ -1,0 +1,123 @@
+"""What a worker pushes, and what the server checks before it takes it."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.core.errors import complaint, plural
+from shardopt.core.types import PyTree, Weighted, wide_dtype
+from shardopt.parameter_server.trainable import trained
+from shardopt.partition.paths import leaves_with_paths
+
+WHO = "parameter_server"
+NO_WEIGHT = "loss: its weight is 0"
+
+
+class Update(NamedTuple):
+    """One push: the gradient of a loss that was not yet divided by its weight.
+
+    With T_i, W_i the total and weight of the loss on the n_i rows of push i, both per row, several pushes are averaged
+    as sum n_i grad T_i / sum n_i W_i: the gradient on the union of their rows. A plain mean loss has W_i = 1.
+
+    Attributes:
+      grads: grad T, like the parameters, None for leaves that are not trained.
+      loss: T and W.
+      metrics: the aux metrics of the loss, each as total and weight.
+      rows: n, how many rows it was computed from.
+      sound: bool [2 + trained leaves]: is the weight not 0, is the loss finite, is each leaf of `grads`? None if
+        that is not known yet.
+    """
+
+    grads: PyTree
+    loss: Weighted
+    metrics: Mapping[str, Weighted]
+    rows: Any
+    sound: Any = None
+
+
+class NonFiniteUpdateError(FloatingPointError):
+    """A worker pushed NaN or infinity.
+
+    Attributes:
+      worker: which worker.
+      clock: at which of its steps, counted from 0.
+    """
+
+    def __init__(self, message: str, *, worker: int, clock: int):
+        super().__init__(message)
+        self.worker, self.clock = worker, clock
+
+
+def make_update(grads: PyTree, *, loss: Any = 0.0, weight: Any = 1.0, rows: int = 1) -> Update:
+    """Make an update by hand, from a gradient; workers make theirs from a loss function.
+
+    Args:
+      grads: the gradient, like the parameters, None for leaves that are not trained.
+      loss: the loss that goes with it, for the record.
+      weight: what `grads` and `loss` are to be divided by.
+      rows: how much it counts beside other updates of the same clock.
+
+    Returns:
+      An `Update`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> make_update({"w": jnp.ones(2)}, loss=0.5).rows
+      1
+    """
+    total = jnp.asarray(loss, wide_dtype(jnp.asarray(loss).dtype))
+    return Update(grads, Weighted(total, jnp.asarray(weight, total.dtype)), {}, rows)
+
+
+def soundness(update: Update) -> Any:
+    """Return the bool vector of `Update.sound`; traceable."""
+    checks = [update.loss.weight != 0, jnp.isfinite(update.loss.total / 1) & jnp.isfinite(update.loss.weight)]
+    return jnp.stack(checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(update.grads)])
+
+
+_jitted_soundness = jax.jit(soundness)
+
+
+def faults(update: Update) -> list[str]:
+    """Return what of an update cannot be used: the loss and leaves that are not finite, or a weight of 0."""
+    sound = np.asarray(_jitted_soundness(update._replace(rows=None)) if update.sound is None else update.sound)
+    if sound.all():
+        return []
+    names = ["loss", *(path for path, _ in leaves_with_paths(update.grads))]
+    found = [] if sound[0] else [NO_WEIGHT]
+    return found + [f"{name}: not finite" for name, good in zip(names, sound[1:], strict=True) if not good]
+
+
+def check_update(update: Any, params: PyTree, worker: int) -> None:
+    """Refuse an update that is not like the parameters.
+
+    Raises:
+      TypeError: if it is not an `Update`.
+      ValueError: if its gradient has another structure, or a leaf another shape or dtype.
+    """
+    if not isinstance(update, Update):
+        what = f"worker {worker} must push an Update, got {type(update).__name__}."
+        raise TypeError(complaint(WHO, what, fix="make one with parameter_server.make_update(grads)."))
+    wanted = trained(params)
+    if jax.tree.structure(update.grads) != jax.tree.structure(wanted):
+        have, want = ({path for path, _ in leaves_with_paths(tree)} for tree in (update.grads, wanted))
+        offenders = [f"{path}: pushed, but not a trained parameter" for path in sorted(have - want)]
+        offenders += [f"{path}: missing" for path in sorted(want - have)]
+        what = f"the push of worker {worker} has another structure than the trained parameters."
+        raise ValueError(complaint(WHO, what, offenders, "push the gradient of the parameters that were pulled."))
+    pairs = zip(leaves_with_paths(update.grads), jax.tree.leaves(wanted), strict=True)
+    bad = [
+        f"{path}: {_kind(grad)}, the parameter is {_kind(leaf)}"
+        for (path, grad), leaf in pairs
+        if (grad.shape, grad.dtype) != (leaf.shape, leaf.dtype)
+    ]
+    if bad:
+        what = f"{plural(len(bad), 'leaf')} of the push of worker {worker} do{'es' if len(bad) == 1 else ''} not fit."
+        raise ValueError(complaint(WHO, what, bad, "push gradients of the parameters' own shapes and dtypes."))
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

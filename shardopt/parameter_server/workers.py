@@ -1,0 +1,53 @@
+"""Where each worker computes: a mesh a worker, of one device or several."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardopt.core.errors import complaint
+from shardopt.mesh import data_axes, make_mesh
+from shardopt.parameter_server.arguments import check_count, is_integer
+
+Workers = int | Sequence[Any]
+"""How many, or for each a device, a sequence of devices or a mesh."""
+
+
+def worker_meshes(who: str, workers: Any) -> list[Mesh]:
+    """Return a mesh a worker. A number of workers share out the devices of this process, one each, round robin.
+
+    Raises:
+      TypeError: if `workers` is neither a number nor a sequence of devices, sequences of devices and meshes.
+      ValueError: if there are none, or a mesh splits something else than the batch.
+    """
+    if is_integer(workers):
+        check_count(who, "workers", workers, least=1)
+        devices = jax.local_devices()
+        return [make_mesh(data=1, devices=[devices[i % len(devices)]]) for i in range(workers)]
+    fix = "pass how many, or for each worker a device, a list of devices or a mesh."
+    if isinstance(workers, str | bytes | Mesh) or not isinstance(workers, Sequence | np.ndarray):
+        what = f"workers must be an integer or a sequence, got {type(workers).__name__}."
+        raise TypeError(complaint(who, what, fix=fix))
+    if not len(workers):
+        raise ValueError(complaint(who, "workers must be at least 1, got none.", fix=fix))
+    return [_mesh(who, number, worker, fix) for number, worker in enumerate(workers)]
+
+
+def _mesh(who: str, number: int, worker: Any, fix: str) -> Mesh:
+    if isinstance(worker, jax.Device):
+        return make_mesh(data=1, devices=[worker])
+    if not isinstance(worker, Mesh):
+        devices = list(worker) if isinstance(worker, Sequence | np.ndarray) else [worker]
+        if not devices or not all(isinstance(device, jax.Device) for device in devices):
+            what = f"worker {number} must be a device, a sequence of devices or a mesh, got {worker!r}."
+            raise TypeError(complaint(who, what, fix=fix))
+        return make_mesh(data=len(devices), devices=devices)
+    idle = [
+        f"{axis} (size {size})" for axis, size in worker.shape.items() if size > 1 and axis not in data_axes(worker)
+    ]
+    if idle:
+        what = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(idle)}."
+        raise ValueError(complaint(who, what, fix="an async_sgd worker splits its batch: use so.make_mesh(data=...)."))
+    return worker
