@@ -3,7 +3,7 @@
 Start with `make_mesh`, then `ddp`, `zero` or `fsdp`; train with `fit`; keep what you have with `Checkpoints`.
 """
 
-from shardopt import checkpoint, planning, training
+from shardopt import checkpoint, parameter_server, planning, training
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
     BlockModel,
@@ -15,6 +15,7 @@ from shardopt.core import (
     Weighted,
 )
 from shardopt.mesh import initialize, make_mesh
+from shardopt.parameter_server import async_sgd, should_sync
 from shardopt.pipeline import schedules
 from shardopt.planning import audit
 from shardopt.strategies import ddp, fsdp, zero
@@ -31,6 +32,7 @@ __all__ = [
     "TrainState",
     "Updated",
     "Weighted",
+    "async_sgd",
     "audit",
     "checkpoint",
     "ddp",
@@ -40,10 +42,12 @@ __all__ = [
     "hyperparams",
     "initialize",
     "make_mesh",
+    "parameter_server",
     "planning",
     "restore",
     "save",
     "schedules",
+    "should_sync",
     "to_bytes",
     "training",
     "with_hyperparams",
