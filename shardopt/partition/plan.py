@@ -28,6 +28,7 @@ class LeafPlan:
       reason: why `dim` is None; empty otherwise.
       stacked: whether dim 0 counts blocks.
       trainable: whether the optimizer updates it.
+      pipelined: whether dim 0, which counts blocks, is split over the pipeline axis.
     """
 
     path: str
@@ -38,10 +39,13 @@ class LeafPlan:
     reason: str
     stacked: bool
     trainable: bool
+    pipelined: bool = False
 
     def spec(self, *, split: bool) -> PartitionSpec:
-        """Return the full spec: tensor, and data as well if `split`."""
+        """Return the full spec: tensor and pipeline, and data as well if `split`."""
         entries = list(self.tensor)
+        if self.pipelined:
+            entries[0] = "pipeline"
         if split and self.dim is not None:
             entries[self.dim] = "data"
         return PartitionSpec(*entries)
@@ -50,12 +54,15 @@ class LeafPlan:
         """Return the plan of one block of a stacked leaf, without the stacked dim."""
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(
-            self, shape=self.shape[1:], tensor=PartitionSpec(*self.tensor[1:]), dim=dim, stacked=False
+            self, shape=self.shape[1:], tensor=PartitionSpec(*self.tensor[1:]), dim=dim, stacked=False, pipelined=False
         )
 
     def data_spec(self, *, split: bool) -> PartitionSpec:
-        """Return the split over data alone, for the per-device view."""
-        return PartitionSpec(*("data" if split and dim == self.dim else None for dim in range(len(self.shape))))
+        """Return the split over all but tensor, for the per-device view."""
+        entries = ["data" if split and dim == self.dim else None for dim in range(len(self.shape))]
+        if self.pipelined:
+            entries[0] = "pipeline"
+        return PartitionSpec(*entries)
 
 
 def plan_leaves(
@@ -65,6 +72,7 @@ def plan_leaves(
     mesh: Mesh,
     rules: Any,
     stacked: bool,
+    pipelined: bool = False,
     min_shard_elements: int,
     is_trainable: Callable[[str], bool],
 ) -> Any:
@@ -76,6 +84,7 @@ def plan_leaves(
       mesh: the mesh.
       rules: see `match_rules`; for stacked leaves they speak of one block.
       stacked: whether the leaves of "blocks" are stacked along dim 0.
+      pipelined: whether the stacked leaves are split over the pipeline axis.
       min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay whole over data.
       is_trainable: whether a floating leaf with this key path is trained.
 
@@ -108,6 +117,7 @@ def plan_leaves(
                 reason=reason,
                 stacked=block,
                 trainable=jnp.issubdtype(leaf.dtype, jnp.inexact) and is_trainable(path),
+                pipelined=block and pipelined,
             )
         )
     return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)

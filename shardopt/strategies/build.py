@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import PyTree, TrainState
 from shardopt.partition import Report, report
+from shardopt.pipeline import Schedule
 from shardopt.strategies.batch import batch_sharding, check_batch, place_batch
 from shardopt.strategies.init import init_state
 from shardopt.strategies.placement import Placement
@@ -19,7 +20,10 @@ from shardopt.strategies.state import check_placement, check_state
 
 
 class Config(NamedTuple):
-    """How a strategy was built. `report(abstract_params=None)` gives the placement of every leaf."""
+    """How a strategy was built. `report(abstract_params=None)` gives the placement of every leaf.
+
+    `schedule` is None where micro-batches run one after another, without a pipeline.
+    """
 
     strategy: str
     mesh_shape: dict[str, int]
@@ -29,6 +33,8 @@ class Config(NamedTuple):
     min_shard_elements: int
     gather_dtype: str | None
     frozen: tuple[str, ...]
+    schedule: Schedule | None
+    remat: bool
     report: Callable[..., Report]
 
 
@@ -106,6 +112,8 @@ def build(recipe: Recipe) -> ShardedOptimizer:
             min_shard_elements=recipe.min_shard_elements,
             gather_dtype=None if recipe.gather_dtype is None else str(jnp.dtype(recipe.gather_dtype)),
             frozen=tuple(recipe.frozen),
+            schedule=recipe.schedule,
+            remat=recipe.remat,
             report=make_report,
         ),
     )

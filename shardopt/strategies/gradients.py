@@ -12,6 +12,7 @@ from shardopt.strategies.layout import Layout
 from shardopt.strategies.local_loss import num_pieces
 from shardopt.strategies.loss import LossParts
 from shardopt.strategies.micro_batches import micro_batch_gradients, micro_batch_losses
+from shardopt.strategies.pipelined import pipelined_gradients, pipelined_losses, stored_order
 from shardopt.strategies.recipe import Recipe
 from shardopt.strategies.reduction import reduce, scale, scatter, sum_parts
 
@@ -35,13 +36,17 @@ def make_gradients(recipe: Recipe, layout: Layout) -> Callable[..., Differentiat
     """
     plans = [plan for plan in layout.plans if plan.trainable]
     axes, pieces, split = data_axes(recipe.mesh), num_pieces(recipe), recipe.placement
+    pipelined = recipe.schedule is not None
+    differentiate = pipelined_gradients if pipelined else micro_batch_gradients
 
     def local(params, batch, step, rng):
-        grads, parts = micro_batch_gradients(recipe, layout, params, batch, step, rng)
+        grads, parts = differentiate(recipe, layout, params, batch, step, rng)
         if split.opt_state and not split.grads:
             grads = scatter(grads, plans)
-        parts = sum_parts(parts, axes)
-        grads = reduce(grads, plans, axes, split=split.opt_state)
+        parts = sum_parts(parts, axes, pipelined=pipelined)
+        grads = reduce(grads, plans, axes, split=split.opt_state, pipelined=pipelined)
+        if pipelined:
+            grads = stored_order(recipe, layout, grads)
         return [scale(grad, pieces / parts.loss.weight) for grad in grads], parts
 
     out_specs = ([plan.data_spec(split=split.opt_state) for plan in plans], PartitionSpec())
@@ -60,10 +65,11 @@ def make_loss(recipe: Recipe, layout: Layout) -> Callable[..., tuple[Any, dict[s
     With a step and rng it is the very function that `make_gradients` differentiates, with the same keys and
     micro-batches; without them the loss gets no key.
     """
-    axes = data_axes(recipe.mesh)
+    axes, pipelined = data_axes(recipe.mesh), recipe.schedule is not None
+    losses = pipelined_losses if pipelined else micro_batch_losses
 
     def local(params, batch, step, rng):
-        return sum_parts(micro_batch_losses(recipe, layout, params, batch, step, rng), axes)
+        return sum_parts(losses(recipe, layout, params, batch, step, rng), axes, pipelined=pipelined)
 
     run = per_device(local, recipe.mesh, in_specs=_in_specs(recipe, layout), out_specs=PartitionSpec())
 

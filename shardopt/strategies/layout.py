@@ -13,6 +13,7 @@ from shardopt.core.errors import complaint, plural
 from shardopt.core.types import PyTree, TrainState
 from shardopt.partition import LeafPlan, plan_leaves, state_specs
 from shardopt.partition.paths import leaves_with_paths
+from shardopt.pipeline import Schedule
 from shardopt.strategies.recipe import Recipe
 
 
@@ -46,12 +47,15 @@ def make_layout(recipe: Recipe, abstract_params: PyTree) -> Layout:
     """Place a parameter structure as the recipe says; touches no device."""
     if as_block_model(recipe.loss_fn) is not None:
         _check_blocks(recipe, abstract_params)
+    if recipe.schedule is not None:
+        _check_stages(recipe, recipe.schedule, abstract_params)
     plans = plan_leaves(
         abstract_params,
         who=recipe.who,
         mesh=recipe.mesh,
         rules=recipe.rules,
         stacked=as_block_model(recipe.loss_fn) is not None,
+        pipelined=recipe.schedule is not None,
         min_shard_elements=recipe.min_shard_elements,
         is_trainable=lambda path: not any(re.search(pattern, path) for pattern in recipe.frozen),
     )
@@ -102,6 +106,16 @@ def _check_blocks(recipe: Recipe, params: PyTree) -> None:
         raise ValueError(
             complaint(recipe.who, what, [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves], fix)
         )
+
+
+def _check_stages(recipe: Recipe, schedule: Schedule, params: PyTree) -> None:
+    num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    if num_blocks % (stages * chunks):
+        cut = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {stages * chunks}"
+        what = f"{plural(num_blocks, 'block')} cannot be cut evenly into {cut}, remainder {num_blocks % (stages * chunks)}."
+        fix = f"use a multiple of {stages * chunks} blocks, or another pipeline size or number of chunks."
+        raise ValueError(complaint(recipe.who, what, fix=fix))
 
 
 def _check_frozen(recipe: Recipe, plans: tuple[LeafPlan, ...]) -> None:

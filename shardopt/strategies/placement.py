@@ -29,3 +29,6 @@ ZERO_3 = Placement(params=True, grads=True, opt_state=True)
 """Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020."""
 
 STAGES = {1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
+
+PLACEMENTS = {"ddp": DDP, "zero1": ZERO_1, "zero2": ZERO_2, "zero3": ZERO_3, "fsdp": ZERO_3}
+"""By the names that `hybrid` takes."""

@@ -15,11 +15,15 @@ from shardopt.core.optimizer import check_optimizer
 from shardopt.core.types import LossFn, Rules
 from shardopt.mesh import AXES
 from shardopt.partition.rules import check_rules
+from shardopt.pipeline import Schedule
 from shardopt.strategies.placement import Placement
 
 
 class Recipe(NamedTuple):
-    """The checked arguments of a strategy; see `fsdp` for what each means."""
+    """The checked arguments of a strategy; see `fsdp` and `hybrid` for what each means.
+
+    Without a schedule micro-batches run one after another on every device.
+    """
 
     who: str
     tx: optax.GradientTransformation
@@ -31,6 +35,8 @@ class Recipe(NamedTuple):
     min_shard_elements: int = 1
     gather_dtype: Any = None
     frozen: Sequence[str] = ()
+    schedule: Schedule | None = None
+    remat: bool = False
 
 
 def check_recipe(recipe: Recipe) -> Recipe:
@@ -42,7 +48,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     """
     who = recipe.who
     check_optimizer(who, recipe.tx)
-    mesh = _check_mesh(who, recipe.mesh)
+    mesh = check_mesh(who, recipe.mesh, pipelined=recipe.schedule is not None)
     if as_block_model(recipe.loss_fn) is None and not callable(recipe.loss_fn):
         what = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
         raise TypeError(f"{who}: {what}, got {type(recipe.loss_fn).__name__}.")
@@ -100,17 +106,23 @@ def _check_gather_dtype(who: str, dtype: Any) -> None:
         raise ValueError(complaint(who, what, fix="use jnp.bfloat16, or None to gather what is stored."))
 
 
-def _check_mesh(who: str, mesh: Any) -> Mesh:
+def check_mesh(who: str, mesh: Any, *, pipelined: bool) -> Mesh:
+    """Return the mesh with every axis that strategies name, and Auto ones, or refuse it."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
-    if "data" not in mesh.axis_names:
-        what = f"the mesh has axes {mesh.axis_names}, none of them 'data'."
-        raise ValueError(complaint(who, what, fix="make the mesh with so.make_mesh(data=...)."))
-    known = {"replica", "data", "tensor"}
+    for axis in ("data", "pipeline") if pipelined else ("data",):
+        if axis not in mesh.axis_names:
+            what = f"the mesh has axes {mesh.axis_names}, none of them {axis!r}."
+            raise ValueError(complaint(who, what, fix=f"make the mesh with so.make_mesh({axis}=...)."))
+    known = {"replica", "data", "tensor"} | ({"pipeline"} if pipelined else set())
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in known:
             what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
-            fix = "make the mesh with pipeline=1." if axis in AXES else "use the axes data, tensor, pipeline, replica."
+            fix = (
+                "use so.hybrid, or make the mesh with pipeline=1."
+                if axis in AXES
+                else "use the axes data, tensor, pipeline, replica."
+            )
             raise ValueError(complaint(who, what, fix=fix))
     # The same devices with every axis there, and Auto: jax.make_mesh makes Explicit axes, and the partitioner can
     # only be left the tensor axis if it is Auto.

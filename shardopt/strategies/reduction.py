@@ -17,13 +17,22 @@ def scatter(grads: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     return scatter_sum(grads, [plan.dim for plan in plans], [plan.tensor for plan in plans], axis="data")
 
 
-def reduce(grads: Sequence[Any], plans: Sequence[LeafPlan], axes: tuple[str, ...], *, split: bool) -> list[Any]:
-    """Finish the sum: over every data axis, less those that a reduce-scatter has already summed."""
+def reduce(
+    grads: Sequence[Any], plans: Sequence[LeafPlan], axes: tuple[str, ...], *, split: bool, pipelined: bool = False
+) -> list[Any]:
+    """Finish the sum: over every data axis, less those that a reduce-scatter has already summed.
+
+    In a pipeline the outer parameters, which its two ends share, are summed over pipeline as well.
+    """
+
+    def over(plan):
+        left = [axis for axis in axes if axis != "data" or not split or plan.dim is None]
+        return (*left, "pipeline") if pipelined and not plan.stacked else tuple(left)
+
     reduced = list(grads)
-    scattered = [i for i, plan in enumerate(plans) if split and plan.dim is not None]
-    local = sorted(set(range(len(plans))) - set(scattered))
-    for chosen, over in ((scattered, [axis for axis in axes if axis != "data"]), (local, axes)):
-        sums = sum_over([grads[i] for i in chosen], over, [plans[i].tensor for i in chosen])
+    for group in dict.fromkeys(over(plan) for plan in plans):
+        chosen = [i for i, plan in enumerate(plans) if over(plan) == group]
+        sums = sum_over([grads[i] for i in chosen], group, [plans[i].tensor for i in chosen])
         for i, total in zip(chosen, sums, strict=True):
             reduced[i] = total
     return reduced
@@ -35,15 +44,21 @@ def scale(grad: Any, factor: Any) -> Any:
     return (grad.astype(wide) * factor.astype(jnp.finfo(wide).dtype)).astype(grad.dtype)
 
 
-def sum_parts(parts: LossParts, axes: tuple[str, ...]) -> LossParts:
-    """Add parts up, over stacked micro-batches and over devices; updates take the mean, integers the maximum."""
+def sum_parts(parts: LossParts, axes: tuple[str, ...], *, pipelined: bool = False) -> LossParts:
+    """Add parts up, over stacked micro-batches and over devices; updates take the mean, integers the maximum.
+
+    In a pipeline they are zeros but on the last block's stage, so a sum over pipeline hands them to all.
+    """
+    everywhere = (*axes, "pipeline") if pipelined else axes
 
     def update(value):
+        if pipelined:
+            (value,) = sum_over([value.astype(jnp.int32) if value.dtype == bool else value], ["pipeline"])
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return jax.lax.pmax(value.max(0), axes)
         wide = value.astype(wide_dtype(value.dtype)).mean(0)
         return (sum_over([wide], axes)[0] / jax.lax.axis_size(axes)).astype(value.dtype)
 
     sums, treedef = jax.tree.flatten((parts.loss, parts.metrics))
-    loss, metrics = treedef.unflatten(sum_over([x.sum(0) for x in sums], axes))
+    loss, metrics = treedef.unflatten(sum_over([x.sum(0) for x in sums], everywhere))
     return LossParts(loss, metrics, {path: update(value) for path, value in parts.updates.items()})

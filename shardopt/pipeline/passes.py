@@ -1,0 +1,202 @@
+"""A block's forward, input gradient and weight gradient as three functions, with what passes between them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+Arrays = list[Any]
+
+
+class Passes(NamedTuple):
+    """One block `f(given, x) -> y`, taken apart; `given` are its weights, indices and the like.
+
+    Nothing is computed twice, but for what depends on `given` alone (casts and gathers of weights, dropout masks):
+    that is computed again wherever it is needed, so it need not be kept.
+
+    Attributes:
+      forward: `forward(given, x) -> (y, kept)`: kept is what the later passes need of this one.
+      backward: `backward(given, kept, dy) -> (dx, deferred)`: the gradient of the input, and what `weight` needs of
+        this pass, such as the cotangents of inner products.
+      weight: `weight(given, [kept[i] for i in weight_keeps], deferred) -> dw`: the gradient of the weights.
+      both: `both(given, kept, dy) -> (dx, dw)`: the last two in one.
+      kept: the shapes of kept.
+      deferred: the shapes of deferred.
+      weight_keeps: which of kept `weight` reads.
+    """
+
+    forward: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+    backward: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    weight: Callable[[Arrays, Arrays, Arrays], Arrays]
+    both: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    kept: tuple[jax.ShapeDtypeStruct, ...]
+    deferred: tuple[jax.ShapeDtypeStruct, ...]
+    weight_keeps: tuple[int, ...]
+
+
+def take_apart(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arrays, *, trained: Sequence[int]) -> Passes:
+    """Trace a block with its gradients, and cut the trace into `Passes`.
+
+    `jax.vjp` keeps every intermediate result, its caller's weights among them, and computes both gradients at once.
+    The trace shows more: each equation is put into the first pass that cannot do without it, and what crosses from
+    one pass to a later one is what has to be kept. So the weight gradient can run later than the input gradient
+    and repeat nothing of it: for y = g(x @ w), the cotangent of x @ w crosses, and the product with x waits.
+
+    Args:
+      f: the block, of lists of arrays. Integer leaves of x have no gradient: dy and dx are the floating ones only.
+      given: weights and other arguments, or their shapes.
+      x: the input, or its shapes; y has the same.
+      trained: which of `given` the weight gradient is of.
+    """
+    floating = [i for i, leaf in enumerate(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+    def with_gradients(given, x, dy):
+        def of(weights, inputs):
+            here, there = _replaced(given, trained, weights), _replaced(x, floating, inputs)
+            y = f(here, there)
+            return [y[i] for i in floating], y
+
+        _, vjp, y = jax.vjp(of, [given[i] for i in trained], [x[i] for i in floating], has_aux=True)
+        dw, dx = vjp(dy)
+        return y, dx, dw
+
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*given, *x]]
+    given, x = shapes[: len(given)], shapes[len(given) :]
+    closed = jax.make_jaxpr(with_gradients)(given, x, [x[i] for i in floating])
+    return _cut(closed, len(given), len(x), len(trained))
+
+
+def rematerialised(passes: Passes, x: Sequence[Any]) -> Passes:
+    """Return passes that keep the input alone, and run the forward again in the backward pass; not in `weight`."""
+
+    def backward(given, kept, dy):
+        _, again = passes.forward(given, kept)
+        dx, deferred = passes.backward(given, again, dy)
+        return dx, [*deferred, *(again[i] for i in passes.weight_keeps)]
+
+    def weight(given, _, deferred):
+        count = len(passes.deferred)
+        return passes.weight(given, deferred[count:], deferred[:count])
+
+    return Passes(
+        forward=lambda given, x: (passes.forward(given, x)[0], list(x)),
+        backward=backward,
+        weight=weight,
+        both=lambda given, kept, dy: passes.both(given, passes.forward(given, kept)[1], dy),
+        kept=tuple(x),
+        deferred=(*passes.deferred, *(passes.kept[i] for i in passes.weight_keeps)),
+        weight_keeps=(),
+    )
+
+
+def _replaced(leaves: Sequence[Any], where: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    result = list(leaves)
+    for i, leaf in zip(where, new, strict=True):
+        result[i] = leaf
+    return result
+
+
+def _cut(closed: Any, num_given: int, num_x: int, num_trained: int) -> Passes:
+    jaxpr, consts = closed.jaxpr, closed.consts
+    given, rest = jaxpr.invars[:num_given], jaxpr.invars[num_given:]
+    x, dy = rest[:num_x], rest[num_x:]
+    y, dx = jaxpr.outvars[:num_x], jaxpr.outvars[num_x : num_x + len(dy)]
+    dw = jaxpr.outvars[len(jaxpr.outvars) - num_trained :]
+    makes = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    free = _reached(jaxpr, [*jaxpr.constvars, *given], every=True)
+    late = _reached(jaxpr, dy, every=False)
+    # What has an effect is run once, as early as its arguments are there.
+    effects = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.effects}
+    early_effects = effects & {i for i in effects if not _inputs(jaxpr.eqns[i]) & late}
+
+    def crosses_forward(var):
+        return var in x or (var in makes and makes[var] in in_forward and var not in free)
+
+    def crosses_backward(var):
+        return var in dy or (var in makes and makes[var] in in_backward and var in late)
+
+    in_forward, _ = _slice(jaxpr, makes, y, lambda var: var in x, extra=early_effects)
+    late_effects = effects - in_forward
+    in_backward, kept_of_backward = _slice(jaxpr, makes, dx, crosses_forward, extra=late_effects, given=dy)
+    in_weight, crossing = _slice(jaxpr, makes, dw, lambda var: crosses_forward(var) or crosses_backward(var))
+    deferred = [var for var in crossing if crosses_backward(var)]
+    kept_of_weight = [var for var in crossing if not crosses_backward(var)]
+    in_both, kept_of_both = _slice(jaxpr, makes, [*dx, *dw], crosses_forward, extra=late_effects, given=dy)
+    kept = list(dict.fromkeys([*kept_of_both, *kept_of_backward, *kept_of_weight]))
+
+    forward = _part(jaxpr, consts, in_forward, [*given, *x], [*y, *kept])
+    backward = _part(jaxpr, consts, in_backward, [*given, *kept, *dy], [*dx, *deferred])
+    weight = _part(jaxpr, consts, in_weight, [*given, *kept_of_weight, *deferred], dw)
+    both = _part(jaxpr, consts, in_both, [*given, *kept, *dy], [*dx, *dw])
+    shape = lambda var: jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # noqa: E731
+    return Passes(
+        forward=lambda given, x: _split(forward(*given, *x), num_x),
+        backward=lambda given, kept, dy: _split(backward(*given, *kept, *dy), len(dy)),
+        weight=lambda given, kept, deferred: weight(*given, *kept, *deferred),
+        both=lambda given, kept, dy: _split(both(*given, *kept, *dy), len(dy)),
+        kept=tuple(shape(var) for var in kept),
+        deferred=tuple(shape(var) for var in deferred),
+        weight_keeps=tuple(kept.index(var) for var in kept_of_weight),
+    )
+
+
+def _inputs(eqn: Any) -> set[Any]:
+    return {var for var in eqn.invars if not isinstance(var, jex.Literal)}
+
+
+def _reached(jaxpr: Any, start: Iterable[Any], *, every: bool) -> set[Any]:
+    """Return the variables computed from `start`: from it alone if `every`, else from any of it."""
+    reached = set(start)
+    for eqn in jaxpr.eqns:
+        inputs = _inputs(eqn)
+        if inputs <= reached if every else inputs & reached:
+            reached |= set(eqn.outvars)
+    return reached
+
+
+def _slice(
+    jaxpr: Any,
+    makes: dict[Any, int],
+    wanted: Iterable[Any],
+    crosses: Callable[[Any], bool],
+    *,
+    extra: Iterable[int] = (),
+    given: Iterable[Any] = (),
+) -> tuple[set[int], list[Any]]:
+    """Return the equations that compute `wanted`, and the variables, among those that cross, that they read."""
+    equations, crossing, given = set(), {}, set(given)
+    todo = [var for var in wanted if not isinstance(var, jex.Literal)]
+    for i in extra:
+        equations.add(i)
+        todo += _inputs(jaxpr.eqns[i])
+    seen = set()
+    while todo:
+        var = todo.pop()
+        if var in seen or var in given:
+            continue
+        seen.add(var)
+        if crosses(var):
+            crossing[var] = None
+        elif var in makes and makes[var] not in equations:
+            equations.add(makes[var])
+            todo += _inputs(jaxpr.eqns[makes[var]])
+    order = {var: i for i, var in enumerate([*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)])}
+    return equations, sorted(crossing, key=order.__getitem__)
+
+
+def _part(jaxpr: Any, consts: Any, equations: set[int], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Return the function that these equations are."""
+    part = jaxpr.replace(
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=[jaxpr.eqns[i] for i in sorted(equations)],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return lambda *args: jax.core.eval_jaxpr(part, consts, *args)
+
+
+def _split(values: Sequence[Any], at: int) -> tuple[Arrays, Arrays]:
+    return list(values[:at]), list(values[at:])

@@ -1,0 +1,154 @@
+"""Data, tensor and pipeline parallel in one: a model cut into stages, whose micro-batches follow a schedule."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from shardopt.core.block_model import BlockModel, as_block_model
+from shardopt.core.errors import complaint, plural
+from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.core.types import Rules
+from shardopt.pipeline import Schedule, schedules
+from shardopt.strategies.build import build
+from shardopt.strategies.placement import PLACEMENTS
+from shardopt.strategies.recipe import Recipe, check_count, check_mesh
+
+
+def hybrid(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    model: BlockModel,
+    *,
+    schedule: Schedule | Callable[[int, int], Schedule] = schedules.one_f_one_b,
+    micro_batches: int,
+    placement: str = "fsdp",
+    rules: Rules = (),
+    min_shard_elements: int = 1024,
+    gather_dtype: Any = None,
+    frozen: Sequence[str] = (),
+    remat: bool = False,
+) -> ShardedOptimizer:
+    """Train a model that is cut over data, tensor and pipeline axes at once.
+
+    With S stages on the pipeline axis and M micro-batches, stage s runs its blocks forwards and backwards on one
+    micro-batch after another, at the ticks that the schedule says; activations and their gradients move from stage
+    to stage between ticks. Gradients are those of the mean over the global batch, as `ddp` gives them.
+
+    **Equivalence**: equal to one device on the union batch, up to summation order, for every optax transformation,
+    schedule and placement; `Weighted` losses too, whatever weight each micro-batch has. A loss, embedding or block
+    that takes `rng` draws what it draws under `ddp` with as many data devices and micro-batches. On a mesh with
+    pipeline=1 it is `ddp`, `zero` or `fsdp` itself.
+
+    **Placement**: blocks, with their gradients and optimizer state, are split over pipeline, in the order of the
+    model; outer parameters (embedding, head) are held by every stage. On data all is placed as `placement` says, and
+    on tensor by rule. During a step a stage keeps, of the micro-batches between forward and backward, what the
+    backward pass needs (the results of inner products, reductions and the like; elementwise ones are computed
+    again), or with `remat` the input of the chunk alone: `schedule.num_slots` times that, which does not grow with M
+    for any schedule but gpipe. Outer gradients are summed up whole during the step, whatever the placement.
+
+    **Communication** a step, per device, for a stage's Psi gradient bytes and an activation of A bytes a micro-batch:
+    on pipeline, one permute of A forwards and one backwards each tick (V-shaped placements have more, as
+    `schedule.forward_shifts` says), and one all-reduce of the outer gradients (with data, where they are whole over
+    it); on data, what `ddp`, `zero` or `fsdp` say, of Psi: once, after the last micro-batch, for ddp and zero1; on
+    tensor, what the partitioner puts inside the blocks. With several chunks a stage stores other blocks than it runs:
+    their parameters, as they are split over data, move once before and gradients once after the ticks.
+
+    Args:
+      tx: any optax transformation; see `ddp`.
+      mesh: from `make_mesh(data=..., tensor=..., pipeline=...)`.
+      model: a `BlockModel`, whose number of blocks is a multiple of stages times chunks. Its `remat` says what is kept of
+        a block: None, what its backward pass needs; "full", its input; or a `jax.checkpoint` policy. Under a policy
+        nothing is left for the weight passes of zero-bubble schedules. What travels between blocks may be any pytree;
+        it is whole over tensor there.
+      schedule: from `so.schedules`: a builder `(num_stages, num_micro_batches) -> Schedule`, such as
+        `functools.partial(so.schedules.interleaved, num_chunks=2)`, or a `Schedule` of these sizes, also one's own.
+      micro_batches: M; divides the rows of each data device.
+      placement: "ddp", "zero1", "zero2", "zero3" or "fsdp" (which is zero3): what is split over data.
+      rules: see `ddp`.
+      min_shard_elements: see `zero`.
+      gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
+      frozen: see `ddp`.
+      remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
+        memory of one activation a slot.
+
+    Returns:
+      A `ShardedOptimizer`.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind; `model` is not a `BlockModel`.
+      ValueError: as `fsdp`; if the mesh has no pipeline axis, the placement is unknown, the schedule is of other sizes
+        or refuses them, blocks do not divide evenly over stages and chunks, or a block changes the shape of what it
+        is given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> model = so.BlockModel(
+      ...     embed=lambda outer, batch: batch["x"] @ outer["in"],
+      ...     block=lambda w, x: x + jnp.tanh(x @ w["kernel"]),
+      ...     loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T - batch["x"]) ** 2),
+      ... )
+      >>> params = {"blocks": {"kernel": jnp.ones((4, 8, 8)) / 8}, "in": jnp.eye(4, 8)}
+      >>> opt = so.hybrid(optax.sgd(0.1), so.make_mesh(pipeline=4), model, micro_batches=4)
+      >>> state, metrics = opt.step(opt.init(params), {"x": jnp.ones((16, 4))})
+      >>> state.params["blocks"]["kernel"].sharding.spec[0], opt.config.schedule
+      ('pipeline', Schedule(one_f_one_b: 4 stages, 4 micro-batches, 1 chunk))
+
+    References:
+      Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+      Using Megatron-LM", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023; Rajbhandari et al., "ZeRO", 2020.
+    """
+    who = "hybrid"
+    blocks = as_block_model(model)
+    if blocks is None:
+        what = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
+        raise TypeError(complaint(who, what, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."))
+    if placement not in PLACEMENTS:
+        fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
+        raise ValueError(complaint(who, f"unknown placement {placement!r}.", fix=fix))
+    if gather_dtype is not None and not PLACEMENTS[placement].params:
+        what = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
+        raise ValueError(complaint(who, what, fix="use placement='fsdp', or leave gather_dtype out."))
+    if not isinstance(remat, bool):
+        raise TypeError(f"{who}: remat must be True or False, got {remat!r}.")
+    check_count(who, "micro_batches", micro_batches, least=1)
+    num_stages = check_mesh(who, mesh, pipelined=True).shape["pipeline"]
+    table = _schedule(who, schedule, num_stages, micro_batches)
+    if num_stages == 1 and remat and blocks.remat is None:
+        blocks = blocks._replace(remat="full")
+    return build(
+        Recipe(
+            who,
+            tx,
+            mesh,
+            blocks,
+            PLACEMENTS[placement],
+            micro_batches=micro_batches,
+            rules=rules,
+            min_shard_elements=min_shard_elements if PLACEMENTS[placement].opt_state else 1,
+            gather_dtype=gather_dtype,
+            frozen=frozen,
+            schedule=table if num_stages > 1 else None,
+            remat=remat,
+        )
+    )
+
+
+def _schedule(who: str, schedule: Any, num_stages: int, micro_batches: int) -> Schedule:
+    if not isinstance(schedule, Schedule) and not callable(schedule):
+        what = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
+        raise TypeError(complaint(who, what, fix="use one of so.schedules, such as so.schedules.one_f_one_b."))
+    table = schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
+    if not isinstance(table, Schedule):
+        what = f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned {table!r}."
+        raise TypeError(complaint(who, what, fix="return a Schedule; so.schedules.from_ticks and from_order make one."))
+    if (table.num_stages, table.num_micro_batches) != (num_stages, micro_batches):
+        what = (
+            f"the schedule is for {plural(table.num_stages, 'stage')} and "
+            f"{plural(table.num_micro_batches, 'micro-batch')}, but there are pipeline={num_stages} and "
+            f"micro_batches={micro_batches}."
+        )
+        raise ValueError(complaint(who, what, fix="make it of these sizes, or pass the function that makes it."))
+    table.validate()
+    return table
