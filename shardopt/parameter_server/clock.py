@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from shardopt.core.errors import complaint, plural
 from shardopt.parameter_server.arguments import check_count, check_max_staleness
+from shardopt.parameter_server.mappings import PersistentMap
 
 WHO = "parameter_server"
 
@@ -26,7 +27,7 @@ class Clock(NamedTuple):
     """
 
     max_staleness: int | None
-    steps: Mapping[int, int] = {}
+    steps: PersistentMap[int] = PersistentMap()
     counts: Mapping[int, int] = {}
     slowest: int = 0
     fastest: int = 0
@@ -65,7 +66,7 @@ def join(clock: Clock, worker: int) -> Clock:
         raise ValueError(complaint(WHO, what, fix="let it leave first, or give the newcomer a number of its own."))
     at = clock.slowest
     return clock._replace(
-        steps={**clock.steps, worker: at},
+        steps=clock.steps.put(worker, at),
         counts={**clock.counts, at: clock.counts.get(at, 0) + 1},
     )
 
@@ -77,9 +78,8 @@ def leave(clock: Clock, worker: int) -> Clock:
     worker is done twice under the same number.
     """
     at = clock_of(clock, worker)
-    steps = {one: step for one, step in clock.steps.items() if one != worker}
     counts = _less_one(clock.counts, at)
-    return clock._replace(steps=steps, counts=counts, slowest=min(counts, default=clock.fastest))
+    return clock._replace(steps=clock.steps.drop(worker), counts=counts, slowest=min(counts, default=clock.fastest))
 
 
 def tick(clock: Clock, worker: int) -> Clock:
@@ -89,8 +89,8 @@ def tick(clock: Clock, worker: int) -> Clock:
     counts[at + 1] = counts.get(at + 1, 0) + 1
     # Whoever was the last at the least clock is now one above it, and nobody is between.
     slowest = at + 1 if at == clock.slowest and at not in counts else clock.slowest
-    steps = {**clock.steps, worker: at + 1}
-    return clock._replace(steps=steps, counts=counts, slowest=slowest, fastest=max(clock.fastest, at + 1))
+    steps = clock.steps.put(worker, at + 1)
+    return Clock(clock.max_staleness, steps, counts, slowest, max(clock.fastest, at + 1))
 
 
 def staleness(clock: Clock, worker: int) -> int:

@@ -138,7 +138,7 @@ def make_server(
             what = f"worker {worker} cannot start step {at}: the slowest is at {state.clock.slowest}"
             raise ValueError(complaint(WHO, f"{what}, and max_staleness={max_staleness}.", fix="ask may_pull first."))
         kept = trained(state.params) if rule.uses_pulled and max_staleness != 0 and tx is not None else None
-        working = {**state.working, worker: Pulled(state.version, behind, kept)}
+        working = state.working.put(worker, Pulled(state.version, behind, kept))
         return state._replace(working=working), Event("pull", worker, at, state.version, state.version, behind)
 
     def push(state: ServerState, worker: int, update: Any, pulled_version: int) -> tuple[ServerState, Event]:
@@ -149,8 +149,7 @@ def make_server(
             what = f"worker {worker} pushes for version {pulled_version} at its step {at}, but has pulled {has}."
             raise ValueError(complaint(WHO, what, fix="push once for each pull, with the version of its event."))
         refused = mathematics is not None and _refused(state, worker, at, update)
-        working = {one: value for one, value in state.working.items() if one != worker}
-        state = state._replace(working=working, clock=clocks.tick(state.clock, worker))
+        state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
         if not refused and max_staleness == 0:
             state = state._replace(waiting=(*state.waiting, Waiting(at, worker, update)))
         elif not refused:
@@ -161,8 +160,8 @@ def make_server(
 
     def leave(state: ServerState, worker: int) -> tuple[ServerState, Event]:
         at = clocks.clock_of(state.clock, worker)
-        working = {one: value for one, value in state.working.items() if one != worker}
-        state = _close(state._replace(clock=clocks.leave(state.clock, worker), working=working))
+        clock = clocks.leave(state.clock, worker)
+        state = _close(state._replace(clock=clock, working=state.working.drop(worker)))
         return state, Event("leave", worker, at, state.version, state.version)
 
     def _refused(state: ServerState, worker: int, at: int, update: Any) -> bool:

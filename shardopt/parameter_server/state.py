@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from shardopt.core.types import PyTree
 from shardopt.parameter_server.clock import Clock
+from shardopt.parameter_server.mappings import PersistentMap
 
 
 class Pulled(NamedTuple):
@@ -42,6 +43,6 @@ class ServerState(NamedTuple):
     rule_state: Any
     version: int
     clock: Clock
-    working: Mapping[int, Pulled] = {}
+    working: PersistentMap[Pulled] = PersistentMap()
     waiting: tuple[Waiting, ...] = ()
     metrics: Mapping[str, Any] = {}
