@@ -3,7 +3,7 @@
 Start with `make_mesh`, then `ddp`, `zero` or `fsdp`; train with `fit`; keep what you have with `Checkpoints`.
 """
 
-from shardopt import checkpoint, parameter_server, planning, training
+from shardopt import checkpoint, parameter_server, planning, reducers, training
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
     BlockModel,
@@ -18,7 +18,7 @@ from shardopt.mesh import initialize, make_mesh
 from shardopt.parameter_server import async_sgd, should_sync
 from shardopt.pipeline import schedules
 from shardopt.planning import audit
-from shardopt.strategies import ddp, fsdp, zero
+from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
 
 __all__ = [
@@ -39,11 +39,13 @@ __all__ = [
     "fit",
     "from_bytes",
     "fsdp",
+    "hybrid",
     "hyperparams",
     "initialize",
     "make_mesh",
     "parameter_server",
     "planning",
+    "reducers",
     "restore",
     "save",
     "schedules",

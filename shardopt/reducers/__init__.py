@@ -1,0 +1,37 @@
+"""How a mean of gradients crosses the wire: less than fp32, and what is not sent is remembered."""
+
+from shardopt.reducers.device_state import (
+    ErrorMemory,
+    PerDevice,
+    init_state,
+    own_state,
+    resize_state,
+    stack_state,
+    state_specs,
+    stored_state,
+)
+from shardopt.reducers.error_feedback import error_feedback
+from shardopt.reducers.exact import exact
+from shardopt.reducers.int8 import int8
+from shardopt.reducers.power_sgd import power_sgd
+from shardopt.reducers.reducer import Reducer
+from shardopt.reducers.sign import sign
+from shardopt.reducers.top_k import top_k
+
+__all__ = [
+    "ErrorMemory",
+    "PerDevice",
+    "Reducer",
+    "error_feedback",
+    "exact",
+    "init_state",
+    "int8",
+    "own_state",
+    "power_sgd",
+    "resize_state",
+    "sign",
+    "stack_state",
+    "state_specs",
+    "stored_state",
+    "top_k",
+]

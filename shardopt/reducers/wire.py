@@ -1,0 +1,89 @@
+"""What crosses the wire: compact arrays that travel together, one collective a dtype."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.reducers.axis import AxisName, varying
+
+
+def exchange(parts: Sequence[Any], axis_name: AxisName) -> list[Any]:
+    """Send row i of each part to device i.
+
+    Args:
+      parts: arrays [N, k].
+      axis_name: the axis, of size N.
+
+    Returns:
+      As many arrays [N, k]: row j came from device j.
+    """
+    return _together(parts, lambda buffer: _all_to_all(buffer, axis_name))
+
+
+def gather(parts: Sequence[Any], axis_name: AxisName) -> list[Any]:
+    """Send rows to everybody.
+
+    Args:
+      parts: arrays [1, k].
+      axis_name: the axis, of size N.
+
+    Returns:
+      As many arrays [N, k]: row j came from device j.
+    """
+
+    def move(buffer):
+        # where types track it, the result is known to be the same on all devices
+        to = "invarying" if varying(buffer) else "varying"
+        return jax.lax.all_gather(buffer, axis_name, axis=0, tiled=True, to=to)
+
+    return _together(parts, move)
+
+
+def total(flat: Any, axis_name: AxisName, axis_size: int) -> Any:
+    """Sum a flat array over the axis, padded so that each device has an equal chunk of the ring."""
+    padding = -flat.size % axis_size
+    padded = jnp.pad(flat, (0, padding)) if padding else flat
+    return jax.lax.psum(padded, axis_name)[: flat.size]
+
+
+def _together(parts: Sequence[Any], move: Callable[[Any], Any]) -> list[Any]:
+    """Concatenate parts of one dtype, move them at once, and take them apart again."""
+    bits = [_as_bits(part) for part in parts]
+    results: list[Any] = list(parts)
+    for dtype in dict.fromkeys(part.dtype for part in bits):
+        members = [i for i, part in enumerate(bits) if part.dtype == dtype]
+        buffer = bits[members[0]] if len(members) == 1 else jnp.concatenate([bits[i] for i in members], axis=1)
+        moved, start = move(buffer), 0
+        for i in members:
+            stop = start + parts[i].shape[1]
+            results[i] = _from_bits(moved[:, start:stop], parts[i].dtype)
+            start = stop
+    return results
+
+
+def _as_bits(x: Any) -> Any:
+    """Half-precision floats travel as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
+        return jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return x
+
+
+def _from_bits(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _all_to_all(x: Any, axis_name: AxisName) -> Any:
+    """Exchange rows over one axis, or over several taken as one."""
+    if isinstance(axis_name, str) or len(axis_name) == 1:
+        return jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+    try:
+        return jax.lax.all_to_all(x, tuple(axis_name), 0, 0, tiled=True)
+    except AssertionError:
+        # jax.vmap has no rule for several axes: take one after the other, which there costs no wire
+        sizes = [jax.lax.axis_size(name) for name in axis_name]
+        grid = x.reshape(*sizes, *x.shape[1:])
+        for dim, name in enumerate(axis_name):
+            grid = jax.lax.all_to_all(grid, name, dim, dim, tiled=True)
+        return grid.reshape(x.shape)
