@@ -3,7 +3,7 @@
 Start with `make_mesh`, then `ddp`, `zero` or `fsdp`; train with `fit`; keep what you have with `Checkpoints`.
 """
 
-from shardopt import checkpoint, parameter_server, planning, reducers, training
+from shardopt import checkpoint, parameter_server, planning, reducers, training, transforms
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
     BlockModel,
@@ -52,6 +52,7 @@ __all__ = [
     "should_sync",
     "to_bytes",
     "training",
+    "transforms",
     "with_hyperparams",
     "zero",
 ]

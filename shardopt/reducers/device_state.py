@@ -53,13 +53,13 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
       axis_size: N.
 
     Example:
-      >>> import jax.numpy as jnp, optax, shardopt as so
+      >>> import jax, jax.numpy as jnp, shardopt as so
       >>> tx = so.transforms.average_gradients("data", so.reducers.error_feedback(so.reducers.int8()))
       >>> state = so.reducers.init_state(tx, {"w": jnp.zeros(3)}, "data", axis_size=4)
       >>> [leaf.shape for leaf in jax.tree.leaves(state)]
       [(4, 3)]
-      >>> so.reducers.state_specs(state, "data").reducer.memory.value["w"]
-      PartitionSpec('data',)
+      >>> so.reducers.state_specs(state, "data").reducer.memory.value["w"] == jax.P("data")
+      True
     """
     check_size("init_state", "axis_size", axis_size)
     names = axis_names("init_state", axis_name)

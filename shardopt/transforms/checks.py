@@ -1,0 +1,48 @@
+"""What every transformation here asks of its arguments."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from shardopt.core.errors import complaint
+
+
+def check_count(who: str, what: str, value: Any, *, least: int = 1) -> None:
+    """Refuse what is no integer, or is too small; an integer array, as `inject_hyperparams` makes, is taken as it is.
+
+    Raises:
+      TypeError: if it is not an integer.
+      ValueError: if it is below `least`.
+    """
+    if isinstance(value, jax.Array) and np.issubdtype(value.dtype, np.integer) and not value.ndim:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(complaint(who, f"{what} must be an integer, got {value!r} ({type(value).__name__})."))
+    if value < least:
+        raise ValueError(complaint(who, f"{what} must be at least {least}, got {value}."))
+
+
+def check_inner(who: str, inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Return an optax transformation that takes extra arguments.
+
+    Raises:
+      TypeError: if `inner` has no callable `init` and `update`.
+    """
+    if isinstance(inner, type) or not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
+        fix = "pass a transformation such as optax.adamw(1e-3), called, not the function itself."
+        shown = getattr(inner, "__name__", type(inner).__name__)
+        raise TypeError(complaint(who, f"inner must be an optax.GradientTransformation, got {shown}.", fix=fix))
+    return optax.with_extra_args_support(inner)
+
+
+def check_params(who: str, params: Any) -> None:
+    """Refuse an update without parameters.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    if params is None:
+        fix = "call update(grads, state, params)."
+        raise ValueError(complaint(who, "update needs the parameters.", fix=fix))

@@ -1,0 +1,150 @@
+"""`shard_updates`: each device keeps and updates its part of the optimizer state."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardopt.core.types import wide_dtype
+from shardopt.partition.paths import leaves_with_paths
+from shardopt.reducers import PerDevice, wire
+from shardopt.reducers.axis import AxisName, axis_names, axis_size, check_not_summed
+from shardopt.reducers.buckets import plan_buckets
+from shardopt.reducers.leaves import check_alike, check_leaves, narrow, real_dtype, widen
+from shardopt.reducers.mean import mean_of
+from shardopt.transforms.checks import check_inner
+from shardopt.transforms.mixing import check_elementwise
+
+
+class ShardUpdatesState(NamedTuple):
+    """The state of `shard_updates`: that of the wrapped transformation, over this device's shards."""
+
+    inner: PerDevice
+
+
+def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+    """Average gradients by a reduce-scatter, update this device's shard, and gather the updates: ZeRO-1 in a chain.
+
+    u = all_gather(inner(shard of mean_d g_d)). It takes the place of `average_gradients`; after it, the result is
+    the same, but gradients are reduced twice.
+
+    **Equivalence**: equal to `inner` on the mean gradients, up to summation order, for what works element by element.
+    An `inner` that does not (a norm, a factored moment, an orthogonalisation) is found by tracing it, and refused,
+    unless it talks over the axis itself, as `so.transforms.clip_by_global_norm(..., split=True)` does.
+
+    **Placement**: the state of `inner` is split N ways: each leaf flattened, padded, and cut into N equal shards, which
+    keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. Leaves without dims
+    stay whole. `init` needs the axis, too: so.reducers.init_state makes the state outside of it.
+
+    **Communication** an update, per device, for Psi gradient bytes: reduce-scatter and all-gather,
+    2(N-1)/N Psi, a bucket at a time. Gradients in half precision take an all-to-all for the reduce-scatter, and are
+    summed in fp32.
+
+    Args:
+      inner: an optimizer that works element by element.
+      axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `init` and `update`.
+
+    Returns:
+      An optax transformation.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind; in `init` and `update`, if a leaf is not floating.
+      ValueError: in `init` and `update`, if the axis is not bound; in `update`, if `inner` mixes elements, or the
+        gradients are known to be summed already.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> tx = so.transforms.shard_updates(optax.adam(1.0), "data")
+      >>> def step(g):
+      ...     state = tx.init(g)
+      ...     return tx.update(g, state)[0], state.inner.value[0].mu
+      >>> update, mu = jax.vmap(step, axis_name="data")(jnp.array([[1.0, 2.0, 3.0], [1.0, 0.0, -5.0]]))
+      >>> print(update[0].round(3), mu.shape)
+      [-1. -1.  1.] (2, 2)
+
+    References:
+      Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
+    """
+    who = "shard_updates"
+    tx = check_inner(who, inner)
+    axis_names(who, axis_name)
+
+    def shards_of(tree):
+        count, me = axis_size(who, axis_name), jax.lax.axis_index(axis_name)
+
+        def one(leaf):
+            if not leaf.ndim:
+                return leaf
+            own = jax.lax.dynamic_index_in_dim(_rows(leaf, count), me, keepdims=False)
+            return _with_dims(own, leaf.ndim)
+
+        return jax.tree.map(one, tree)
+
+    def init(params):
+        check_leaves(who, params)
+        return ShardUpdatesState(PerDevice(tx.init(shards_of(params))))
+
+    def update(updates, state, params=None, **extra_args: Any):
+        check_leaves(who, updates)
+        count = axis_size(who, axis_name)
+        leaves, treedef = jax.tree.flatten(updates)
+        check_not_summed(who, axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
+        if params is not None:
+            check_alike(who, "the parameters", updates, params)
+        check_elementwise(who, tx, updates, params, extra_args)
+        shards = treedef.unflatten(_mean_shards(leaves, count, axis_name))
+        own_params = None if params is None else shards_of(params)
+        found, inner_state = tx.update(shards, state.inner.value, own_params, **extra_args)
+        whole = _gather_whole(jax.tree.leaves(found), [leaf.shape for leaf in leaves], axis_name)
+        return treedef.unflatten(whole), ShardUpdatesState(PerDevice(inner_state))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mean_shards(leaves: list[Any], count: int, axis_name: AxisName) -> list[Any]:
+    """Return this device's shard of the mean of each leaf, reduced a bucket at a time."""
+    rows = [_rows(leaf, count) for leaf in leaves]
+    shards = [_with_dims(row[0], leaf.ndim) for row, leaf in zip(rows, leaves, strict=True)]
+    whole = [i for i, leaf in enumerate(leaves) if not leaf.ndim]
+    means, _ = mean_of(widen([leaves[i] for i in whole]), [real_dtype(leaves[i].dtype) for i in whole], axis_name)
+    for i, mean in zip(whole, narrow(means, [leaves[i].dtype for i in whole]), strict=True):
+        shards[i] = mean
+    sizes = [row.size if leaf.ndim else 0 for row, leaf in zip(rows, leaves, strict=True)]
+    for bucket in plan_buckets(sizes, [leaf.dtype for leaf in leaves]):
+        buffer = jnp.concatenate([rows[i] for i in bucket.members], axis=1)
+        mean, start = _scatter_mean(buffer, count, axis_name), 0
+        for i in bucket.members:
+            stop = start + rows[i].shape[1]
+            shards[i] = _with_dims(mean[start:stop], leaves[i].ndim)
+            start = stop
+    return shards
+
+
+def _scatter_mean(rows: Any, count: int, axis_name: AxisName) -> Any:
+    if rows.dtype == wide_dtype(rows.dtype):
+        return jax.lax.psum_scatter(rows, axis_name, scatter_dimension=0) / count
+    received = wire.exchange([rows], axis_name)[0].astype(wide_dtype(rows.dtype))
+    return (received.sum(axis=0) / count).astype(rows.dtype)
+
+
+def _gather_whole(shards: list[Any], shapes: list[tuple[int, ...]], axis_name: AxisName) -> list[Any]:
+    whole = list(shards)
+    split = [i for i, shape in enumerate(shapes) if shape]
+    for bucket in plan_buckets([shards[i].size for i in split], [shards[i].dtype for i in split]):
+        members = [split[position] for position in bucket.members]
+        gathered = wire.gather([shards[i].reshape(1, -1) for i in members], axis_name)
+        for i, rows in zip(members, gathered, strict=True):
+            whole[i] = rows.reshape(-1)[: math.prod(shapes[i])].reshape(shapes[i])
+    return [x.reshape(shape) for x, shape in zip(whole, shapes, strict=True)]
+
+
+def _rows(leaf: Any, count: int) -> Any:
+    """Return a leaf flat, padded with zeros and cut into as many rows as there are devices."""
+    length = -(-leaf.size // count)
+    return jnp.pad(jnp.reshape(leaf, -1), (0, count * length - leaf.size)).reshape(count, length)
+
+
+def _with_dims(flat: Any, ndim: int) -> Any:
+    return flat.reshape(flat.shape + (1,) * (ndim - 1))
