@@ -8,14 +8,17 @@ import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from shardopt.pipeline.min_cut import fewest_bytes
+
 Arrays = list[Any]
 
 
 class Passes(NamedTuple):
     """One block `f(given, x) -> y`, taken apart; `given` are its weights, indices and the like.
 
-    Nothing is computed twice, but for what depends on `given` alone (casts and gathers of weights, dropout masks):
-    that is computed again wherever it is needed, so it need not be kept.
+    Two kinds of things are computed again where they are needed, so that they need not be kept: what depends on `given`
+    alone (casts and gathers of weights, dropout masks), and what elementwise operations make of something kept. Inner
+    products, reductions and all else are computed once.
 
     Attributes:
       forward: `forward(given, x) -> (y, kept)`: kept is what the later passes need of this one.
@@ -65,8 +68,10 @@ def take_apart(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arrays, 
 
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*given, *x]]
     given, x = shapes[: len(given)], shapes[len(given) :]
-    closed = jax.make_jaxpr(with_gradients)(given, x, [x[i] for i in floating])
-    return _cut(closed, len(given), len(x), len(trained))
+    args = (given, x, [x[i] for i in floating])
+    closed = jax.make_jaxpr(with_gradients)(*args)
+    inlined = jax.make_jaxpr(lambda *args: _inlined(closed.jaxpr, closed.consts, jax.tree.leaves(args)))(*args)
+    return _cut(inlined, len(given), len(x), len(trained))
 
 
 def rematerialised(passes: Passes, x: Sequence[Any]) -> Passes:
@@ -108,24 +113,18 @@ def _cut(closed: Any, num_given: int, num_x: int, num_trained: int) -> Passes:
     makes = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     free = _reached(jaxpr, [*jaxpr.constvars, *given], every=True)
     late = _reached(jaxpr, dy, every=False)
+    kept = _kept(jaxpr, makes, x, free, late, [*dx, *dw])
     # What has an effect is run once, as early as its arguments are there.
     effects = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.effects}
-    early_effects = effects & {i for i in effects if not _inputs(jaxpr.eqns[i]) & late}
+    early_effects = {i for i in effects if not _inputs(jaxpr.eqns[i]) & late}
 
-    def crosses_forward(var):
-        return var in x or (var in makes and makes[var] in in_forward and var not in free)
-
-    def crosses_backward(var):
-        return var in dy or (var in makes and makes[var] in in_backward and var in late)
-
-    in_forward, _ = _slice(jaxpr, makes, y, lambda var: var in x, extra=early_effects)
-    late_effects = effects - in_forward
-    in_backward, kept_of_backward = _slice(jaxpr, makes, dx, crosses_forward, extra=late_effects, given=dy)
-    in_weight, crossing = _slice(jaxpr, makes, dw, lambda var: crosses_forward(var) or crosses_backward(var))
-    deferred = [var for var in crossing if crosses_backward(var)]
-    kept_of_weight = [var for var in crossing if not crosses_backward(var)]
-    in_both, kept_of_both = _slice(jaxpr, makes, [*dx, *dw], crosses_forward, extra=late_effects, given=dy)
-    kept = list(dict.fromkeys([*kept_of_both, *kept_of_backward, *kept_of_weight]))
+    in_forward, _ = _slice(jaxpr, makes, [*y, *kept], stop=set(x), extra=early_effects)
+    in_both, _ = _slice(jaxpr, makes, [*dx, *dw], stop={*kept, *dy}, extra=effects - early_effects)
+    in_backward, _ = _slice(jaxpr, makes, dx, stop={*kept, *dy}, extra=effects - early_effects)
+    deferrable = {*dy, *(var for i in in_backward for var in jaxpr.eqns[i].outvars if var in late)}
+    in_weight, crossing = _slice(jaxpr, makes, dw, stop={*kept, *deferrable})
+    deferred = [var for var in crossing if var in deferrable]
+    kept_of_weight = [var for var in crossing if var not in deferrable]
 
     forward = _part(jaxpr, consts, in_forward, [*given, *x], [*y, *kept])
     backward = _part(jaxpr, consts, in_backward, [*given, *kept, *dy], [*dx, *deferred])
@@ -143,6 +142,21 @@ def _cut(closed: Any, num_given: int, num_x: int, num_trained: int) -> Passes:
     )
 
 
+def _inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluate equation by equation, and what stands in a `jit` as if it stood here: `jax.nn` is full of them."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for i, eqn in enumerate(jaxpr.eqns):
+        inputs = [var.val if isinstance(var, jex.Literal) else values[var] for var in eqn.invars]
+        if eqn.primitive.name == "jit" and all(repr(s) == "UnspecifiedValue" for s in eqn.params["in_shardings"]):
+            inner = eqn.params["jaxpr"]
+            outputs = _inlined(inner.jaxpr, inner.consts, inputs)
+        else:
+            names = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
+            outputs = _part(jaxpr, consts, {i}, names, eqn.outvars)(*(values[var] for var in names))
+        values |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [var.val if isinstance(var, jex.Literal) else values[var] for var in jaxpr.outvars]
+
+
 def _inputs(eqn: Any) -> set[Any]:
     return {var for var in eqn.invars if not isinstance(var, jex.Literal)}
 
@@ -157,34 +171,32 @@ def _reached(jaxpr: Any, start: Iterable[Any], *, every: bool) -> set[Any]:
     return reached
 
 
+def _kept(
+    jaxpr: Any, makes: dict[Any, int], x: Sequence[Any], free: set[Any], late: set[Any], gradients: Sequence[Any]
+) -> list[Any]:
+    """Return what to keep of the forward pass, for what the gradients, which wait for dy, read of it."""
+    needed, _ = _slice(jaxpr, makes, gradients, stop=set(x))
+    waiting = [i for i in sorted(needed) if set(jaxpr.eqns[i].outvars) & late]
+    early = [jaxpr.eqns[i] for i in sorted(needed.difference(waiting))]
+    reads = [*gradients, *(var for i in waiting for var in _inputs(jaxpr.eqns[i]))]
+    return fewest_bytes(early, x, free, [v for v in reads if not isinstance(v, jex.Literal) and v not in late])
+
+
 def _slice(
-    jaxpr: Any,
-    makes: dict[Any, int],
-    wanted: Iterable[Any],
-    crosses: Callable[[Any], bool],
-    *,
-    extra: Iterable[int] = (),
-    given: Iterable[Any] = (),
+    jaxpr: Any, makes: dict[Any, int], wanted: Iterable[Any], *, stop: set[Any], extra: Iterable[int] = ()
 ) -> tuple[set[int], list[Any]]:
-    """Return the equations that compute `wanted`, and the variables, among those that cross, that they read."""
-    equations, crossing, given = set(), {}, set(given)
+    """Return the equations that compute `wanted` from `stop`, and which of `stop` they read."""
+    equations, read = set(extra), {}
     todo = [var for var in wanted if not isinstance(var, jex.Literal)]
-    for i in extra:
-        equations.add(i)
-        todo += _inputs(jaxpr.eqns[i])
-    seen = set()
+    todo += [var for i in equations for var in _inputs(jaxpr.eqns[i])]
     while todo:
         var = todo.pop()
-        if var in seen or var in given:
-            continue
-        seen.add(var)
-        if crosses(var):
-            crossing[var] = None
+        if var in stop:
+            read[var] = None
         elif var in makes and makes[var] not in equations:
             equations.add(makes[var])
             todo += _inputs(jaxpr.eqns[makes[var]])
-    order = {var: i for i, var in enumerate([*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)])}
-    return equations, sorted(crossing, key=order.__getitem__)
+    return equations, list(read)
 
 
 def _part(jaxpr: Any, consts: Any, equations: set[int], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
