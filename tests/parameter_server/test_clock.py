@@ -13,7 +13,10 @@ from shardopt.parameter_server import make_server
 from shardopt.parameter_server.mappings import PersistentMap
 
 BOUNDS = [0, 1, 2, 8]
-timing_server = lambda max_staleness: make_server(None, max_staleness=max_staleness)
+
+
+def timing_server(max_staleness):
+    return make_server(None, max_staleness=max_staleness)
 
 
 def check(clock):

@@ -1,0 +1,103 @@
+"""max_staleness=0 is ddp on the union batch, on threads and in the simulator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.reference import OPTIMIZERS, relative_difference
+
+import shardopt as so
+
+WORKERS = 4
+
+
+def ddp(tx, loss_fn, params, batches, data, rng=None):
+    opt = so.ddp(tx, so.make_mesh(data=data, devices=jax.devices()[:data]), loss_fn)
+    state, losses = opt.init(params, rng), []
+    for batch in batches:
+        state, metrics = opt.step(state, batch)
+        losses.append(jax.device_get(metrics))
+    return jax.device_get(state.params), losses
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_on_threads(optimizer, weighted, odd, x64):
+    case, batches_of = odd(weighted)
+    tx = OPTIMIZERS[optimizer]()
+    opt = so.async_sgd(tx, case.loss_fn, workers=WORKERS)
+    result = opt.run(case.params, batches_of(WORKERS), num_updates=len(case.batches))
+    expected, losses = ddp(tx, case.loss_fn, case.params, case.batches, WORKERS)
+    assert relative_difference(result.params, expected) <= 1e-12
+    np.testing.assert_allclose(result.metrics["history"]["loss"], [one["loss"] for one in losses], rtol=1e-12)
+    assert result.metrics["stopped"] == "completed"
+    assert result.metrics["staleness"] == result.metrics["delay"] == {0: WORKERS * len(case.batches)}
+
+
+def test_in_the_simulator(odd, x64):
+    case, batches_of = odd(weighted=True)
+    tx = OPTIMIZERS["clip_adamw"]()
+    speeds = [so.parameter_server.SimulatedWorker(seconds) for seconds in (5.0, 1.0, 3.0, 1.0)]
+    result = so.parameter_server.simulate(
+        speeds, num_updates=6, tx=tx, loss_fn=case.loss_fn, params=case.params, batches_of=batches_of(WORKERS)
+    )
+    expected, _ = ddp(tx, case.loss_fn, case.params, case.batches, WORKERS)
+    assert relative_difference(result.params, expected) <= 1e-12
+    assert result.metrics["seconds"] == 30.0
+
+
+def test_on_threads_that_drive_several_devices_each(odd, x64):
+    case, batches_of = odd(weighted=True)
+    tx = OPTIMIZERS["adamw"]()
+    devices = jax.devices()
+    opt = so.async_sgd(tx, case.loss_fn, workers=[devices[0:2], so.make_mesh(devices=devices[2:4])])
+    result = opt.run(case.params, batches_of(2), num_updates=len(case.batches))
+    expected, _ = ddp(tx, case.loss_fn, case.params, case.batches, 4)
+    assert relative_difference(result.params, expected) <= 1e-12
+    assert result.log.header["devices"] == [2, 2]
+
+
+def test_a_loss_with_rng_draws_what_ddp_draws(x64):
+    def loss_fn(params, batch, rng):
+        noise = jax.random.normal(rng, batch["x"].shape, batch["x"].dtype)
+        return jnp.mean(((batch["x"] + noise) @ params["w"] - 1.0) ** 2), {"noise": noise[0, 0]}
+
+    draw = np.random.default_rng(0)
+    batches = [{"x": draw.normal(size=(8, 3))} for _ in range(4)]
+    params, key = {"w": jnp.ones(3)}, jax.random.key(7)
+    expected, metrics = ddp(optax.sgd(0.1), loss_fn, params, batches, 2, key)
+    opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=2)
+    cut = lambda worker: ({"x": batch["x"][4 * worker : 4 * worker + 4]} for batch in batches)  # noqa: E731
+    result = opt.run(params, cut, num_updates=4, rng=key)
+    assert relative_difference(result.params, expected) <= 1e-12
+    np.testing.assert_allclose(result.metrics["history"]["noise"], [one["noise"] for one in metrics], rtol=1e-12)
+    again = so.parameter_server.replay(result.log, optax.sgd(0.1), loss_fn, params, cut)
+    np.testing.assert_array_equal(again["w"], result.params["w"])
+
+
+def test_unequal_batches_are_one_union_batch(x64):
+    """A mean over 6 rows counts three times what a mean over 2 does."""
+    draw = np.random.default_rng(0)
+    rows = draw.normal(size=(8, 3))
+    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] - 1.0) ** 2)  # noqa: E731
+    params, tx = {"w": jnp.zeros(3)}, optax.sgd(0.1, momentum=0.9)
+    shares = [rows[:2], rows[2:]]
+    result = so.async_sgd(tx, loss_fn, workers=2).run(params, lambda worker: [shares[worker]] * 5, num_updates=5)
+    expected, _ = ddp(tx, loss_fn, params, [rows] * 5, 1)
+    assert relative_difference(result.params, expected) <= 1e-12
+
+
+def test_a_block_model_trains_too(x64):
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch * outer["scale"],
+        block=lambda w, x: jnp.tanh(x @ w),
+        loss=lambda outer, x, batch: so.Weighted(((x - 1.0) ** 2).sum(), 3.0 * x.shape[0]),
+    )
+    draw = np.random.default_rng(0)
+    params = {"blocks": draw.normal(size=(2, 3, 3)), "scale": np.ones(())}
+    batches = list(draw.normal(size=(3, 8, 3)))
+    cut = lambda worker: (batch[4 * worker : 4 * worker + 4] for batch in batches)  # noqa: E731
+    result = so.async_sgd(optax.sgd(0.1), model, workers=2).run(params, cut, num_updates=3)
+    expected, _ = ddp(optax.sgd(0.1), model, params, batches, 2)
+    assert relative_difference(result.params, expected) <= 1e-12
