@@ -4,6 +4,7 @@ from shardopt.parameter_server import durations, rules
 from shardopt.parameter_server.async_sgd import AsyncOptimizer, async_sgd
 from shardopt.parameter_server.events import Event
 from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.plot import plot_timeline
 from shardopt.parameter_server.replay import replay
 from shardopt.parameter_server.run import AsyncResult
 from shardopt.parameter_server.server import Server, make_server
@@ -29,6 +30,7 @@ __all__ = [
     "durations",
     "make_server",
     "make_update",
+    "plot_timeline",
     "replay",
     "rules",
     "should_sync",

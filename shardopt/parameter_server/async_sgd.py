@@ -125,7 +125,7 @@ def async_sgd(
         raise ValueError(complaint(WHO, what, fix="leave reducer=None: gradients travel as they are."))
     if backend != "threads":
         raise ValueError(complaint(WHO, f"backend must be 'threads', got {backend!r}.", fix='use backend="threads".'))
-    server = make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite)
+    server = make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=True)
 
     def run(
         params: PyTree,
@@ -143,6 +143,8 @@ def async_sgd(
         compute = make_compute(WHO, tx, loss_fn, meshes, batches_of, rng)
         began = time.perf_counter()
         running = Run(server, compute.on_server(params), compute.header, lambda: time.perf_counter() - began)
+        if log_path is not None:
+            running.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
         try:
             stopped = run_threads(running, compute, num_workers=len(meshes), num_updates=num_updates, presence=periods)
             return running.finish(stopped)

@@ -41,20 +41,24 @@ def make_gradients(who: str, tx: optax.GradientTransformation, loss_fn: LossFn, 
       TypeError: if the optimizer, the mesh or the loss is of the wrong kind.
       ValueError: if the mesh has no data axis.
     """
-    check_recipe(Recipe(who, tx, mesh, loss_fn, DDP))
+    prepared: dict[Mesh, tuple[Recipe, Any]] = {}
     programs: dict[Any, Any] = {}
 
-    def run(mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
+    def prepare(mesh: Mesh) -> tuple[Recipe, Any]:
         recipe = check_recipe(Recipe(who, tx, mesh, loss_fn, DDP))
+        program = jax.jit(on_mesh(recipe.mesh, _program(who, loss_fn, recipe.mesh)))
+        # Threads may come here at once: whoever is first leaves what all of them use.
+        return prepared.setdefault(mesh, (recipe, programs.setdefault(recipe.mesh.abstract_mesh, program)))
+
+    def run(mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
+        recipe, program = prepared.get(mesh) or prepare(mesh)
         check_batch(recipe, batch)
-        mesh = recipe.mesh
-        if mesh.abstract_mesh not in programs:
-            programs[mesh.abstract_mesh] = jax.jit(on_mesh(mesh, _program(who, loss_fn, mesh)))
-        params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        params = jax.device_put(params, NamedSharding(recipe.mesh, PartitionSpec()))
         batch = place_batch(batch, batch_sharding(recipe))
-        found = programs[mesh.abstract_mesh](params, batch, rng, np.int32(worker), np.int32(clock))
+        found = program(params, batch, rng, np.int32(worker), np.int32(clock))
         return found._replace(rows=jax.tree.leaves(batch)[0].shape[0])
 
+    prepare(mesh)
     return run
 
 

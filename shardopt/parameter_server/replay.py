@@ -1,5 +1,6 @@
 """Do a run again from its log, on one thread, bit for bit."""
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -112,6 +113,10 @@ def replay(
     return state.params
 
 
+def _as_json(config: Any) -> Any:
+    return json.loads(json.dumps(dict(config)))
+
+
 def _next(stream: Any, worker: int, clock: int) -> Any:
     try:
         return next(stream)
@@ -124,7 +129,7 @@ def _rule(recorded: dict[str, Any], given: Rule | None) -> Rule:
     known = from_config(recorded["name"], recorded["config"])
     if given is None and known is not None:
         return known
-    if given is None or (given.name, dict(given.config)) != (recorded["name"], recorded["config"]):
+    if given is None or (given.name, _as_json(given.config)) != (recorded["name"], _as_json(recorded["config"])):
         got = "none" if given is None else f"{given.name} {dict(given.config)}"
         what = f"the run had the rule {recorded['name']} {recorded['config']}, got {got}."
         raise ValueError(complaint(WHO, what, fix="pass the rule of the run."))

@@ -14,6 +14,9 @@ from shardopt.parameter_server.state import ServerState
 from shardopt.parameter_server.summary import summarize
 from shardopt.parameter_server.trainable import digest
 
+_UNDER_WAY = 128
+"""More updates than are ever on their way through the device at once."""
+
 
 class AsyncResult(NamedTuple):
     """How an asynchronous run ended.
@@ -53,7 +56,8 @@ class Run:
                 "final": None,
             }
         )
-        self._history: list[Mapping[str, Any]] = []
+        self._history: list[Mapping[str, Any]] = []  # numbers, once they are old enough to be known
+        self._recent: list[Mapping[str, Any]] = []
 
     def join(self, worker: int) -> Event:
         """Let a worker in."""
@@ -81,13 +85,16 @@ class Run:
         if params is not None:
             params = jax.block_until_ready(params)
             self.log.header["final"] = digest(params)
-        columns = jax.device_get(self._history)
-        history = {name: np.asarray([one[name] for one in columns]) for name in (columns[0] if columns else ())}
+        rows = self._history + jax.device_get(self._recent)
+        history = {name: np.asarray([one[name] for one in rows]) for name in (rows[0] if rows else ())}
         return AsyncResult(params, self.log, {**summarize(self.log), "stopped": stopped, "history": history})
 
     def _record(self, state: ServerState, event: Event) -> Event:
         if state.version > self.state.version and state.metrics:
-            self._history.append(state.metrics)
+            self._recent.append(state.metrics)
+            if len(self._recent) == 2 * _UNDER_WAY:  # waits for nothing that is still under way
+                self._history += jax.device_get(self._recent[:_UNDER_WAY])
+                del self._recent[:_UNDER_WAY]
         event = event._replace(time=self._now())
         self.state = state
         self.log.append(event)

@@ -1,5 +1,6 @@
 """The parameter server as a pure state machine: join, pull, push, leave."""
 
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,6 +109,11 @@ def make_server(
     if not isinstance(rule, Rule):
         what = f"rule must be a Rule or None, got {type(rule).__name__}."
         raise TypeError(complaint(WHO, what, fix="call one of parameter_server.rules, such as rules.dc_asgd()."))
+    try:
+        json.dumps(dict(rule.config))
+    except TypeError:
+        what = f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
+        raise TypeError(complaint(WHO, what, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
     mathematics = None if tx is None else make_apply(tx, rule, donate=donate)

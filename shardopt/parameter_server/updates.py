@@ -74,7 +74,7 @@ def make_update(grads: PyTree, *, loss: Any = 0.0, weight: Any = 1.0, rows: int 
 
 def soundness(update: Update) -> Any:
     """Return the bool vector of `Update.sound`; traceable."""
-    checks = [update.loss.weight != 0, jnp.isfinite(update.loss.total / 1) & jnp.isfinite(update.loss.weight)]
+    checks = [update.loss.weight != 0, jnp.isfinite(update.loss.total) & jnp.isfinite(update.loss.weight)]
     return jnp.stack(checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(update.grads)])
 
 

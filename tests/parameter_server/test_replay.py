@@ -84,6 +84,15 @@ def test_a_rule_of_ones_own_is_asked_for(simulate_really, regression, message_of
     )
 
 
+def test_numbers_of_numpy_in_a_rule_survive_the_file(simulate_really, regression, tmp_path):
+    rule = rules.dc_asgd_adaptive(np.float32(0.5), decay=np.float64(0.9))
+    simulated = simulate_really(optax.sgd(0.05), max_staleness=1, rule=rule)
+    simulated.log.save(tmp_path / "log.jsonl")
+    rest = (optax.sgd(0.05), regression.loss_fn, regression.params, regression.batches_of(3))
+    same_bits(replay(Log.load(tmp_path / "log.jsonl"), *rest), simulated.params)
+    same_bits(replay(Log.load(tmp_path / "log.jsonl"), *rest, rule=rule), simulated.params)
+
+
 def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of):
     result = simulate_really(optax.sgd(0.05), max_staleness=1)
     log, tx, batches_of = result.log, optax.sgd(0.05), regression.batches_of(3)

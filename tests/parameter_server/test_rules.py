@@ -100,7 +100,7 @@ def test_a_rule_changes_nothing_where_nobody_is_late(name, x64):
                 update = make_update({"w": jnp.full(3, 1.0 + worker + step)})
                 state, _ = server.push(state, worker, update, pulled.version)
         finals.append(np.asarray(state.params["w"]))
-    np.testing.assert_array_equal(*finals)
+    np.testing.assert_allclose(*finals, rtol=1e-14)  # the compiler may fuse the two differently
 
 
 def test_delayed_nesterov_over_whole_rounds_is_nesterov_on_the_mean(x64):

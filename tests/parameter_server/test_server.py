@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from shardopt.core.types import TrainState
-from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update
+from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update, rules
 
 
 def started(server, workers=3, params=None):
@@ -353,6 +353,12 @@ def test_a_worker_beyond_the_bound_cannot_pull(message_of):
             TypeError,
             "parameter_server: rule must be a Rule or None, got str.\n"
             "Fix: call one of parameter_server.rules, such as rules.dc_asgd().",
+        ),
+        (
+            lambda: make_server(None, rule=rules.Rule("mine", {"by": {1}})),
+            TypeError,
+            "parameter_server: the config of rule 'mine' cannot be written to a log: {'by': {1}}.\n"
+            "Fix: keep plain numbers and strings in it.",
         ),
         (
             lambda: make_server(None, nonfinite="ignore"),

@@ -89,6 +89,22 @@ def test_it_stops_at_exactly_so_many_updates():
     assert run(num_updates=0).metrics["updates"] == 0
 
 
+def test_the_history_has_every_update_in_order():
+    loss_fn = lambda params, batch: (0.0 * params["w"] + batch["x"].mean(), {"twice": 2 * batch["x"].mean()})  # noqa: E731
+    batches_of = lambda worker: ({"x": np.full(2, step, np.float32)} for step in range(1000))  # noqa: E731
+    history = run(loss_fn=loss_fn, batches_of=batches_of, workers=2, num_updates=600).metrics["history"]
+    np.testing.assert_array_equal(history["loss"], np.arange(600))
+    np.testing.assert_array_equal(history["twice"], 2 * np.arange(600))
+
+
+def test_a_log_that_cannot_be_written_is_noticed_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    seen = []
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        run(log_path=tmp_path / "file" / "log.jsonl", batches_of=lambda worker: seen.append(worker) or ones(worker))
+    assert not seen
+
+
 def test_a_loss_that_raises_in_one_worker_ends_the_run_with_its_traceback(tmp_path):
     class BrokenDataError(Exception):
         pass

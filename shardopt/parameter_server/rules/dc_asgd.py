@@ -15,7 +15,7 @@ def dc_asgd(strength: float = 0.04) -> Rule:
 
     The first-order expansion of the gradient at w around w_pulled, with the Hessian replaced by the diagonal of g g^T.
 
-    **Equivalence**: exactly the plain rule where w = w_pulled, so with max_staleness=0 exactly ddp.
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
 
     **Placement**: the server keeps the parameters that each working worker has pulled.
 
@@ -43,7 +43,7 @@ def dc_asgd(strength: float = 0.04) -> Rule:
         corrected = jax.tree.map(lambda g, w, old: g + strength * g * g * (w - old), grads, params, pulled)
         return corrected, state
 
-    return Rule("dc_asgd", {"strength": strength}, gradient=gradient, uses_pulled=True)
+    return Rule("dc_asgd", {"strength": float(strength)}, gradient=gradient, uses_pulled=True)
 
 
 def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7) -> Rule:
@@ -51,7 +51,7 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
 
     m <- decay m + (1 - decay) g*g, then g' = g + strength / sqrt(m + eps) g*g*(w - w_pulled).
 
-    **Equivalence**: exactly the plain rule where w = w_pulled, so with max_staleness=0 exactly ddp.
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
 
     **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
 
@@ -94,5 +94,5 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
 
         return jax.tree.map(correct, grads, params, pulled, square), square
 
-    config = {"strength": strength, "decay": decay, "eps": eps}
+    config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
     return Rule(who, config, init=init, gradient=gradient, uses_pulled=True)

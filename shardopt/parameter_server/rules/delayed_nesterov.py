@@ -80,5 +80,5 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         buffer = jax.tree.map(lambda b: jnp.where(last, jnp.zeros_like(b), b), buffer)
         return new, DelayedNesterovState(velocity, buffer, (state.count + 1) % every)
 
-    config = {"every": int(every), "momentum": momentum, "activation": activation}
+    config = {"every": int(every), "momentum": float(momentum), "activation": float(activation)}
     return Rule(who, config, init=init, gradient=gradient)

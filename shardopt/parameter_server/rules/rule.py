@@ -25,7 +25,7 @@ class Rule(NamedTuple):
 
     Attributes:
       name: what the log calls it.
-      config: its numbers, as the log keeps them.
+      config: its numbers, as the log keeps them in JSON.
       init: `init(params) -> state`.
       gradient: what becomes of the gradient before `tx`, as above.
       scale: `scale(delay) -> factor` of the update that `tx` returns; None for 1.

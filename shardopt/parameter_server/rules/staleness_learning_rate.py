@@ -11,7 +11,7 @@ def staleness_learning_rate() -> Rule:
     The division is that of the optimizer's update, so it is one of the learning rate for every optimizer, also for
     those that do not mind the size of a gradient (Adam).
 
-    **Equivalence**: exactly the plain rule wherever tau <= 1, so with max_staleness=0 exactly ddp.
+    **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
 
     Returns:
       A `Rule`. It keeps no state.
