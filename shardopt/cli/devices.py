@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 import shardopt as so
 from shardopt.core.errors import complaint
 
-_AXES = ("replica", "data", "tensor")
+_AXES = ("replica", "data", "tensor", "pipeline")
 
 
 def start_devices(count: int) -> Sequence[Any]:
@@ -28,14 +28,17 @@ def start_devices(count: int) -> Sequence[Any]:
     return jax.devices()
 
 
-def mesh_of(sizes: str, devices: Sequence[Any]) -> Mesh:
-    """Return the mesh that "data=4,tensor=2" or "auto" describes.
+def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False) -> Mesh:
+    """Return the mesh that "data=4,tensor=2" or "auto" describes; `pipelined` gives "auto" two stages.
 
     Raises:
       ValueError: if the text cannot be read, or the sizes do not fit the devices.
     """
     if sizes == "auto":
-        return so.make_mesh(tensor=2 if len(devices) >= 4 and len(devices) % 2 == 0 else 1, devices=devices)
+        pipeline = 2 if pipelined and len(devices) % 2 == 0 else 1
+        rest = len(devices) // pipeline
+        tensor = 2 if rest >= 4 and rest % 2 == 0 else 1
+        return so.make_mesh(tensor=tensor, pipeline=pipeline, devices=devices)
     return so.make_mesh(**{"data": 1} | parse_mesh(sizes), devices=devices)
 
 

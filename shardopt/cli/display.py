@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardopt.cli.options import TrainOptions
-from shardopt.cli.run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS
+from shardopt.cli.run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
 from shardopt.core.errors import plural
+from shardopt.pipeline import Schedule
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_COLOURS = {"data": "cyan", "tensor": "magenta", "replica": "yellow"}
+_COLOURS = {"data": "cyan", "tensor": "magenta", "pipeline": "green", "replica": "yellow"}
 
 
 def open_screen() -> "Console":
@@ -42,11 +43,13 @@ def show_run(screen: "Console", options: TrainOptions, opt: Any, config: Any, wi
     table.add_row(
         "step",
         f"{training.batch_size} x {model.length} bytes"
-        + (f" in {options.where.micro_batches} parts" if options.where.micro_batches > 1 else ""),
+        + (f" in {opt.config.micro_batches} micro-batches" if opt.config.micro_batches > 1 else ""),
     )
     table.add_row("optimizer", f"{training.optimizer}, learning rate up to {training.learning_rate:g}")
     table.add_row("devices", describe_devices(opt.mesh.devices.size))
     table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
+    for label, line in schedule_lines(options, opt.config.schedule):
+        table.add_row(label, line)
     screen.print()
     screen.print(table)
 
@@ -59,14 +62,32 @@ def describe_devices(count: int) -> str:
     return f"{count} {device.device_kind}, which are there; --devices counts simulated ones only"
 
 
-def show_placement(screen: "Console", opt: Any) -> None:
+def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tuple[str, str]]:
+    """Return what there is to say of the schedule of a hybrid run: a label and a line each; nothing of others."""
+    if options.where.strategy != "hybrid":
+        return []
+    if schedule is None:
+        return [("schedule", "none, as pipeline=1: micro-batches run one after another")]
+    peaks = ", ".join(map(str, schedule.peak_activations))
+    bubbles = (
+        f"{schedule.bubble_fraction:.1%} of the table, {schedule.program_bubble_fraction:.1%} of the lockstep program"
+    )
+    return [
+        ("schedule", repr(schedule).removeprefix("Schedule(").removesuffix(")")),
+        ("ticks", str(schedule.num_ticks)),
+        ("bubble", bubbles),
+        ("activations", f"at most {max(schedule.peak_activations)} kept on a stage ({peaks})"),
+    ]
+
+
+def show_placement(screen: "Console", options: TrainOptions, opt: Any) -> None:
     """Show how each leaf is split, and the bytes that a device holds."""
     from rich.table import Table
 
     report = opt.config.report()
     same = all(row.params == row.opt_state for row in report.rows)
     table = Table(
-        title=f"{opt.config.strategy}: what each device holds", title_justify="left", title_style="bold", box=_box()
+        title=f"{_strategy_text(options)}: what each device holds", title_justify="left", title_style="bold", box=_box()
     )
     table.add_column("leaf")
     table.add_column("parameters and optimizer state" if same else "parameters")
@@ -140,7 +161,8 @@ def show_result(screen: "Console", options: TrainOptions, result: Any, prompt: s
     screen.print("\nWhat it writes (given the dimmed beginning):\n")
     screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
     folder = options.run.run_dir
-    screen.print(f"\nin {folder}: {CHECKPOINTS}, {METRICS}, {CONFIG}, {CURVE}", markup=False, soft_wrap=True)
+    files = [CHECKPOINTS, METRICS, CONFIG, CURVE] + ([SCHEDULE] if (folder / SCHEDULE).is_file() else [])
+    screen.print(f"\nin {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
 
 
 def indented(text: str) -> str:
@@ -170,6 +192,12 @@ def size(count: int) -> str:
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # not on every system
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _strategy_text(options: TrainOptions) -> str:
+    if options.where.strategy != "hybrid":
+        return options.where.strategy
+    return f"hybrid, {options.pipeline.placement or 'fsdp'} over data"
 
 
 def _mesh_text(sizes: dict[str, int]) -> "Text":

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from shardopt.cli.options import TrainOptions
+from shardopt.cli.options import Pipeline, TrainOptions
 from shardopt.cli.run_folder import read_options
 
 _STYLE = (tyro.conf.HelptextFromCommentsOff,)
@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(words, TrainOptions())
     try:
         if options.run.resume:
-            options = _parse(words, _as_before(options))
+            before = _as_before(options)
+            options = _parse(words, _carried_over(before, _parse(words, before)))
         from shardopt.cli.train import train  # no sooner: asking for help need not wait for it
 
         train(options)
@@ -49,6 +50,15 @@ def _as_before(options: TrainOptions) -> TrainOptions:
     saved = read_options(options.run.run_dir)
     here = dataclasses.replace(saved.run, run_dir=options.run.run_dir, debug=False)
     return dataclasses.replace(saved, run=here)
+
+
+def _carried_over(before: TrainOptions, now: TrainOptions) -> TrainOptions:
+    """Return the saved options without those that have no meaning under the strategy or schedule asked for now."""
+    if now.where.strategy != "hybrid":
+        return dataclasses.replace(before, pipeline=Pipeline())
+    if now.pipeline.schedule != before.pipeline.schedule:
+        return dataclasses.replace(before, pipeline=dataclasses.replace(before.pipeline, chunks=None))
+    return before
 
 
 def _print_error(error: BaseException) -> None:

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"]
+Placement = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+Schedule = Literal["one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,20 +19,43 @@ class Devices:
     """How many CPU devices to simulate where there is no accelerator. With one, those that are there are used."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "auto"
-    """Sizes of the mesh axes replica, data and tensor; one may be -1. By itself, tensor gets 2 where there are four \
-devices or more, and data the rest: data=4,tensor=2 of eight."""
+    """Sizes of the mesh axes replica, data, tensor and, for hybrid, pipeline; one may be -1. By itself, tensor gets \
+2 where there are four devices or more, and data the rest: data=4,tensor=2 of eight. With hybrid pipeline gets 2 \
+first: data=2,tensor=2,pipeline=2 of eight."""
 
     strategy: Strategy = "fsdp"
     """What is split over data: nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too \
-(zero3, fsdp; fsdp gathers one block at a time)."""
+(zero3, fsdp; fsdp gathers one block at a time). Hybrid cuts the model into stages too, one a place on the \
+pipeline axis."""
 
-    micro_batches: int = 1
-    """Parts of a batch that are worked on one after another, to save memory."""
+    micro_batches: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Parts of a batch that are worked on one after another: to save memory, and with hybrid to keep all stages \
+busy. By itself 1; with a pipeline twice as many as stages, or as many where twice does not divide the batch."""
 
     gather_dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None, tyro.conf.arg(metavar="{bfloat16,float16,float32}")
     ] = None
-    """Dtype in which fsdp gathers weights and computes; masters stay float32."""
+    """Dtype in which fsdp gathers weights and computes; masters stay float32. For hybrid too, if its placement \
+gathers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How stages work together, for --strategy hybrid. Each stage has a place on the mesh axis pipeline."""
+
+    placement: Annotated[Placement | None, tyro.conf.arg(metavar="{ddp,zero1,zero2,zero3,fsdp}")] = None
+    """What is split over data, in the words of --strategy. By itself, fsdp."""
+
+    schedule: Annotated[
+        Schedule | None, tyro.conf.arg(metavar="{one_f_one_b,gpipe,interleaved,zero_bubble,zero_bubble_lockstep}")
+    ] = None
+    """When each stage works on which micro-batch. By itself, one_f_one_b."""
+
+    chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Parts of the model on each stage, for interleaved (by itself 2) and zero_bubble_lockstep (1)."""
+
+    remat: bool = False
+    """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +65,8 @@ class Model:
     dim: int = 192
     """Width of the residual stream."""
 
-    layers: int = 2
-    """Number of blocks."""
+    layers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Number of blocks. By itself 2; with a pipeline, one a stage and chunk."""
 
     heads: int = 4
     """Attention heads; the tensor axis takes some each."""
@@ -81,7 +106,7 @@ class Run:
     """What is kept."""
 
     run_dir: Path = Path("runs/default")
-    """Folder for checkpoints, metrics.jsonl, config.json and loss.png."""
+    """Folder for checkpoints, metrics.jsonl, config.json, loss.png and, of a pipeline, schedule.png."""
 
     resume: bool = False
     """Go on with the run in the folder, with its options where none are given here: mesh, strategy, devices and \
@@ -109,6 +134,7 @@ class TrainOptions:
     """
 
     where: tyro.conf.OmitArgPrefixes[Devices] = dataclasses.field(default_factory=Devices)
+    pipeline: tyro.conf.OmitArgPrefixes[Pipeline] = dataclasses.field(default_factory=Pipeline)
     model: tyro.conf.OmitArgPrefixes[Model] = dataclasses.field(default_factory=Model)
     training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
     run: tyro.conf.OmitArgPrefixes[Run] = dataclasses.field(default_factory=Run)

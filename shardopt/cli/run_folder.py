@@ -8,7 +8,8 @@ from shardopt.checkpoint.steps import committed
 from shardopt.cli.options import TrainOptions, from_json, to_json
 from shardopt.core.errors import complaint
 
-CONFIG, CHECKPOINTS, METRICS, CURVE = "config.json", "checkpoints", "metrics.jsonl", "loss.png"
+CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
+CURVE, SCHEDULE = "loss.png", "schedule.png"
 
 _FIXED = ("dim", "layers", "heads")
 """Options of the model that decide the shapes of its parameters."""

@@ -1,9 +1,10 @@
 """`shardopt train`: a language model from one command."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import shardopt as so
 from shardopt import data
@@ -11,18 +12,20 @@ from shardopt.cli import display
 from shardopt.cli.curve import draw_curve
 from shardopt.cli.devices import mesh_of, start_devices
 from shardopt.cli.optimizers import make_optimizer
-from shardopt.cli.options import Devices, TrainOptions
+from shardopt.cli.options import TrainOptions
 from shardopt.cli.run_folder import (
     CHECKPOINTS,
     CURVE,
     METRICS,
+    SCHEDULE,
     check_run_folder,
     order_changes,
     read_metrics,
     write_options,
 )
-from shardopt.core.errors import complaint
+from shardopt.cli.strategy import check_strategy, fitted, make_strategy
 from shardopt.models import gpt, sample
+from shardopt.pipeline import Schedule
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
@@ -37,9 +40,12 @@ def train(options: TrainOptions) -> None:
       OSError: if the text or the run folder cannot be used.
       NonFiniteLossError: if training diverged.
     """
-    model, training, run = options.model, options.training, options.run
     check_run_folder(options)
+    check_strategy(options)
     devices = start_devices(options.where.devices)
+    mesh = mesh_of(options.where.mesh, devices, pipelined=options.where.strategy == "hybrid")
+    options = fitted(options, mesh)
+    model, training, run = options.model, options.training, options.run
     screen = display.open_screen()
 
     corpus = data.open_corpus(training.data)
@@ -50,10 +56,10 @@ def train(options: TrainOptions) -> None:
     tx = make_optimizer(
         training.optimizer, learning_rate=training.learning_rate, steps=training.steps, clip=training.clip
     )
-    opt = make_strategy(options.where, tx, mesh_of(options.where.mesh, devices), gpt.model(config))
+    opt = make_strategy(options, tx, mesh, gpt.model(config))
     state = opt.init(lambda rng: gpt.init(config, rng), jax.random.key(training.seed))
     display.show_run(screen, options, opt, config, windows, held_out)
-    display.show_placement(screen, opt)
+    display.show_placement(screen, options, opt)
     if run.resume:
         display.show_order_changes(screen, order_changes(options, corpus.num_bytes))
 
@@ -63,6 +69,7 @@ def train(options: TrainOptions) -> None:
         log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
     if jax.process_index() == 0:
         write_options(options, corpus.num_bytes)
+        write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
     with so.Checkpoints(
         run.run_dir / CHECKPOINTS, run.checkpoint_every, 2, best="val_loss", resume=run.resume
     ) as checkpoints:
@@ -87,23 +94,12 @@ def train(options: TrainOptions) -> None:
     display.show_result(screen, options, result, data.decode(prompt), text)
 
 
-def make_strategy(
-    where: Devices, tx: optax.GradientTransformation, mesh: Mesh, model: so.BlockModel
-) -> so.ShardedOptimizer:
-    """Return the strategy that the options name.
-
-    Raises:
-      ValueError: if `gather_dtype` is given to another than fsdp, or the strategy refuses the rest.
-    """
-    arguments = {"micro_batches": where.micro_batches, "rules": gpt.rules}
-    if where.strategy == "fsdp":
-        return so.fsdp(tx, mesh, model, gather_dtype=where.gather_dtype, **arguments)
-    if where.gather_dtype is not None:
-        what = f"--gather-dtype is for fsdp, which gathers weights; {where.strategy} was asked for."
-        raise ValueError(complaint("train", what, fix="leave it out, or choose --strategy fsdp."))
-    if where.strategy == "ddp":
-        return so.ddp(tx, mesh, model, **arguments)
-    return so.zero(tx, mesh, model, stage=int(where.strategy.removeprefix("zero")), **arguments)
+def write_schedule(schedule: Schedule | None, path: Path) -> None:
+    """Draw the schedule of the strategy that runs now; without one, remove what an earlier run drew."""
+    if schedule is None:
+        path.unlink(missing_ok=True)
+    else:
+        schedule.plot(path)
 
 
 def continue_text(params: gpt.Params, config: gpt.GPTConfig, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:

@@ -1,0 +1,144 @@
+"""The strategy that the options name, and the refusal of options that do not go together."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import optax
+from jax.sharding import Mesh
+
+import shardopt as so
+from shardopt.cli.options import Pipeline, TrainOptions
+from shardopt.core.errors import complaint, plural
+from shardopt.mesh import data_axes
+from shardopt.models import gpt
+from shardopt.pipeline import Schedule
+
+_CHUNKS = {"interleaved": 2, "zero_bubble_lockstep": 1}
+"""Schedules that can have several chunks a stage, and how many they have by themselves."""
+
+_GATHER = ("fsdp", "zero3")
+"""Placements of hybrid that gather weights."""
+
+
+def check_strategy(options: TrainOptions) -> None:
+    """Refuse options that do not go together, as far as they can be told before there are devices.
+
+    Raises:
+      ValueError: if a number is out of range, a flag is for another strategy, or the schedule has no chunks.
+    """
+    where, pipeline = options.where, options.pipeline
+    numbers = {
+        "--batch-size": options.training.batch_size,
+        "--micro-batches": where.micro_batches,
+        "--chunks": pipeline.chunks,
+        "--layers": options.model.layers,
+    }
+    for flag, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"train: {flag} must be at least 1, got {number}.")
+    if where.strategy != "hybrid" and (given := _given(pipeline)):
+        what = f"{plural(len(given), 'option')} for --strategy hybrid; {where.strategy} was asked for."
+        raise ValueError(complaint("train", what, given, "leave out what is listed, or choose --strategy hybrid."))
+    _check_gather_dtype(options)
+    schedule = _schedule_name(pipeline)
+    if (pipeline.chunks or 1) > 1 and schedule not in _CHUNKS:
+        what = f"--chunks {pipeline.chunks} is for schedules that have chunks; {schedule} has one a stage."
+        fix = f"leave it out, or choose --schedule {' or '.join(_CHUNKS)}."
+        raise ValueError(complaint("train", what, fix=fix))
+
+
+def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
+    """Return the options with a number of layers that can be cut into stages, where none was given.
+
+    Raises:
+      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid.
+    """
+    where, stages = options.where, mesh.shape["pipeline"]
+    if stages > 1 and where.strategy != "hybrid":
+        what = f"pipeline={stages} is for --strategy hybrid; {where.strategy} was asked for."
+        raise ValueError(complaint("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
+    if options.model.layers is not None:
+        return options
+    parts = stages * _num_chunks(options.pipeline) if where.strategy == "hybrid" else 1
+    layers = parts if parts > 1 else 2
+    return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
+
+
+def make_strategy(
+    options: TrainOptions, tx: optax.GradientTransformation, mesh: Mesh, model: so.BlockModel
+) -> so.ShardedOptimizer:
+    """Return the strategy that the options name, once they have passed `check_strategy` and `fitted`.
+
+    Raises:
+      ValueError: if the batch cannot be cut as asked, or the strategy refuses the rest.
+    """
+    where, pipeline = options.where, options.pipeline
+    arguments = {"micro_batches": num_micro_batches(options, mesh), "rules": gpt.rules}
+    if where.strategy == "hybrid":
+        placement = pipeline.placement or "fsdp"
+        schedule = _schedule(pipeline)
+        arguments |= {"placement": placement, "gather_dtype": where.gather_dtype, "remat": pipeline.remat}
+        return so.hybrid(tx, mesh, model, schedule=schedule, **arguments)
+    if where.strategy == "fsdp":
+        return so.fsdp(tx, mesh, model, gather_dtype=where.gather_dtype, **arguments)
+    if where.strategy == "ddp":
+        return so.ddp(tx, mesh, model, **arguments)
+    return so.zero(tx, mesh, model, stage=int(where.strategy.removeprefix("zero")), **arguments)
+
+
+def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
+    """Return how many there are: as asked, else twice as many as stages, or as many; one without a pipeline.
+
+    Raises:
+      ValueError: if the batch cannot be cut so over the devices.
+    """
+    size, asked, stages = options.training.batch_size, options.where.micro_batches, mesh.shape["pipeline"]
+    axes = data_axes(mesh)
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    candidates = [asked] if asked else [2 * stages, stages] if stages > 1 else [1]
+    for count in candidates:
+        if size % (devices * count) == 0:
+            return count
+    # The fewest, for the remedy: what other batch would do.
+    pieces = devices * candidates[-1]
+    cut = f"{plural(devices, 'device')} along {' x '.join(axes)}"
+    if candidates[-1] > 1:
+        cut += f" x {candidates[-1]} micro-batches"
+    nearest = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
+    what = f"--batch-size {size} is not divisible by {cut} = {pieces}."
+    fix = f"use --batch-size {' or '.join(map(str, nearest))}, or another --mesh or --micro-batches."
+    raise ValueError(complaint("train", what, fix=fix))
+
+
+def _given(pipeline: Pipeline) -> list[str]:
+    """Return the flags that say something else than nothing."""
+    values = dataclasses.asdict(pipeline)
+    return [f"--{name}" + ("" if value is True else f" {value}") for name, value in values.items() if value]
+
+
+def _check_gather_dtype(options: TrainOptions) -> None:
+    strategy, placement = options.where.strategy, options.pipeline.placement or "fsdp"
+    if options.where.gather_dtype is None or strategy == "fsdp":
+        return
+    if strategy != "hybrid":
+        what = f"--gather-dtype is for fsdp, which gathers weights; {strategy} was asked for."
+        raise ValueError(complaint("train", what, fix="leave it out, or choose --strategy fsdp."))
+    if placement not in _GATHER:
+        what = f"--gather-dtype is for placements that gather weights; --placement {placement} does not."
+        raise ValueError(complaint("train", what, fix="leave it out, or choose --placement fsdp."))
+
+
+def _schedule_name(pipeline: Pipeline) -> str:
+    return pipeline.schedule or "one_f_one_b"
+
+
+def _num_chunks(pipeline: Pipeline) -> int:
+    return pipeline.chunks or _CHUNKS.get(_schedule_name(pipeline), 1)
+
+
+def _schedule(pipeline: Pipeline) -> Callable[[int, int], Schedule]:
+    name = _schedule_name(pipeline)
+    make = getattr(so.schedules, name)
+    return functools.partial(make, num_chunks=_num_chunks(pipeline)) if name in _CHUNKS else make
