@@ -43,7 +43,7 @@ def axis_size(who: str, axis_name: AxisName) -> int:
         what = f"axis {quoted} {are} not bound here."
         fix = (
             f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the partitioner), "
-            f"or inside jax.pmap or jax.vmap with axis_name={quoted if len(unbound) == 1 else names!r}."
+            f"or inside jax.pmap or jax.vmap with axis_name={quoted if len(unbound) == 1 else names}."
         )
         raise ValueError(complaint(who, what, fix=fix))
     return math.prod(jax.lax.axis_size(name) for name in names)

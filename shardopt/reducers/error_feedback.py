@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from shardopt.core.errors import complaint
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, abstract
 from shardopt.reducers.device_state import ErrorMemory
 from shardopt.reducers.leaves import check_leaves, zeros_like
 from shardopt.reducers.reducer import Reducer, check_reducer, keep_if_finite
@@ -69,7 +69,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
 
     def init(params):
         check_leaves(name, params)
-        return ErrorFeedbackState(ErrorMemory(zeros_like(params)), reducer.init(params))
+        return ErrorFeedbackState(ErrorMemory(zeros_like(abstract(params))), reducer.init(params))
 
     def reduce(grads, state, axis_name):
         mean, left, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)

@@ -83,7 +83,7 @@ def make_reducer(
 
     def checked_init(params):
         check_leaves(name, params)
-        return init(params)
+        return init(abstract(params))
 
     return Reducer(name, checked_init, reduce, counter(name, count), transmit)
 

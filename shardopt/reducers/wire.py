@@ -1,5 +1,6 @@
 """What crosses the wire: compact arrays that travel together, one collective a dtype."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,13 +33,7 @@ def gather(parts: Sequence[Any], axis_name: AxisName) -> list[Any]:
     Returns:
       As many arrays [N, k]: row j came from device j.
     """
-
-    def move(buffer):
-        # where types track it, the result is known to be the same on all devices
-        to = "invarying" if varying(buffer) else "varying"
-        return jax.lax.all_gather(buffer, axis_name, axis=0, tiled=True, to=to)
-
-    return _together(parts, move)
+    return _together(parts, lambda buffer: _all_gather(buffer, axis_name))
 
 
 def total(flat: Any, axis_name: AxisName, axis_size: int) -> Any:
@@ -75,15 +70,34 @@ def _from_bits(x: Any, dtype: Any) -> Any:
 
 
 def _all_to_all(x: Any, axis_name: AxisName) -> Any:
-    """Exchange rows over one axis, or over several taken as one."""
-    if isinstance(axis_name, str) or len(axis_name) == 1:
-        return jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True)
-    try:
-        return jax.lax.all_to_all(x, tuple(axis_name), 0, 0, tiled=True)
-    except AssertionError:
-        # jax.vmap has no rule for several axes: take one after the other, which there costs no wire
-        sizes = [jax.lax.axis_size(name) for name in axis_name]
+    def one_by_one(names):
+        sizes = [jax.lax.axis_size(name) for name in names]
         grid = x.reshape(*sizes, *x.shape[1:])
-        for dim, name in enumerate(axis_name):
+        for dim, name in enumerate(names):
             grid = jax.lax.all_to_all(grid, name, dim, dim, tiled=True)
         return grid.reshape(x.shape)
+
+    return _over(axis_name, lambda names: jax.lax.all_to_all(x, names, 0, 0, tiled=True), one_by_one)
+
+
+def _all_gather(x: Any, axis_name: AxisName) -> Any:
+    # where types track it, the result is known to be the same on all devices
+    to = "invarying" if varying(x) else "varying"
+
+    def over(x, names):
+        return jax.lax.all_gather(x, names, axis=0, tiled=True, to=to)
+
+    return _over(axis_name, lambda names: over(x, names), lambda names: functools.reduce(over, reversed(names), x))
+
+
+def _over(axis_name: AxisName, together: Callable[[Any], Any], one_by_one: Callable[[Any], Any]) -> Any:
+    """Run a collective over several axes taken as one.
+
+    jax.vmap has no rule for several axes. There they are taken one after the other, which costs no wire.
+    """
+    if isinstance(axis_name, str) or len(axis_name) == 1:
+        return together(axis_name)
+    try:
+        return together(tuple(axis_name))
+    except AssertionError:
+        return one_by_one(tuple(axis_name))

@@ -1,0 +1,97 @@
+"""State that differs between devices: stored, seen from inside, carried to another axis size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+
+R = so.reducers
+
+
+def chain():
+    return optax.chain(
+        so.transforms.average_gradients("data", R.error_feedback(R.top_k(0.3))), optax.sgd(0.1, momentum=0.9)
+    )
+
+
+def stored_step(tx, mesh, params, state):
+    """Return a step over the stored form, jitted."""
+    specs = R.state_specs(state, "data")
+
+    def step(state, grads):
+        updates, new = tx.update(jax.tree.map(lambda g: g[0], grads), R.own_state(state), params)
+        return updates, R.stored_state(new)
+
+    shard = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check_vma=False)
+    return jax.jit(shard)
+
+
+def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
+    """Two steps through it equal two steps that never left the axis."""
+    grads, tx = draw_gradients([(4, 3), (5,)], 4), chain()
+    params = jax.tree.map(lambda g: g[0], grads)
+    state = R.init_state(tx, params, "data", axis_size=4)
+    step = stored_step(tx, mesh_of(data=4), params, state)
+    found = []
+    for _ in range(2):
+        updates, state = step(state, grads)
+        found.append(updates)
+
+    def inside(g):
+        one, own = tx.update(g, tx.init(params), params)
+        two, own = tx.update(g, own, params)
+        return [one, two], own
+
+    expected, own = jax.vmap(inside, axis_name="data")(grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[0], rtol=1e-6), found, expected)
+    memory, expected_memory = state[0].reducer.memory.value, own[0].reducer.memory.value
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), memory, expected_memory)
+    assert memory["leaf0"].sharding.spec == P("data")
+    assert memory["leaf0"].addressable_shards[0].data.shape == (1, 4, 3)
+
+
+def test_stored_forms_are_alike(draw_gradients):
+    params, tx = {"w": jnp.ones((4, 3))}, chain()
+    made = R.init_state(tx, params, "data", axis_size=4)
+    stacked = R.stack_state(tx.init(params), 4)
+    abstract = R.stack_state(jax.eval_shape(tx.init, params), 4)
+    for other in (stacked, abstract):
+        assert jax.tree.structure(made) == jax.tree.structure(other)
+        assert [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(other)]
+    jax.tree.map(np.testing.assert_array_equal, made, stacked)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (3, 1)])
+def test_a_change_of_axis_size_loses_nothing(before, after, x64, on_devices, draw_gradients):
+    """What was fed in before, and not sent, adds to the mean of the axis as it is now."""
+    reducer = R.error_feedback(R.top_k(0.2))
+    old = draw_gradients([(7, 3), ()], before, dtype=np.float64)
+    new = draw_gradients([(7, 3), ()], after, seed=1, dtype=np.float64)
+    first, state = on_devices(lambda g: reducer.reduce(g, reducer.init(g), "data"), before, old)
+    state = R.resize_state(state, after)
+    second, state = on_devices(lambda g, state: reducer.reduce(g, state, "data"), after, new, state)
+    for name in old:
+        left = state.memory.value[name].mean(0)
+        total = np.asarray(old[name]).mean(0) + np.asarray(new[name]).mean(0)
+        np.testing.assert_allclose(first[name][0] + second[name][0] + left, total, rtol=1e-12, atol=1e-12)
+
+
+def test_other_state_is_carried_as_it_is():
+    state = {"count": jnp.int32(3), "mu": jnp.ones(5), "memory": R.ErrorMemory({"w": jnp.arange(6.0).reshape(2, 3)})}
+    resized = R.resize_state(state, 4)
+    assert resized["count"] == 3
+    assert resized["mu"].shape == (5,)
+    np.testing.assert_array_equal(resized["memory"].value["w"], np.tile([1.5, 2.5, 3.5], (4, 1)))
+
+
+def test_optax_finds_the_parts_that_are_like_parameters():
+    """`tree_map_params` initialises with placeholders; strategies place optimizer state by it."""
+    for reducer in (R.error_feedback(R.power_sgd(2)), R.error_feedback(R.top_k(momentum=0.5))):
+        tx = so.transforms.average_gradients("data", reducer)
+        state = tx.init({"w": jnp.ones((9, 9)), "b": jnp.ones(3)})
+        marked = optax.tree_map_params(tx, lambda _: "like", state, transform_non_params=lambda _: "other")
+        assert jax.tree.leaves(marked.reducer.memory.value) == ["like", "like"]

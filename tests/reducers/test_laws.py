@@ -1,0 +1,199 @@
+"""What each reducer promises, on whatever shapes, sizes and settings hypothesis finds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardopt as so
+
+R = so.reducers
+quick = settings(
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=4)
+SIZES = st.sampled_from([1, 2, 3, 8])
+BLOCK = st.integers(1, 40)
+REDUCERS = st.one_of(
+    st.sampled_from([None, jnp.bfloat16, jnp.float32]).map(R.exact),
+    BLOCK.map(R.int8),
+    BLOCK.map(lambda n: R.sign(8 * n)),
+    st.floats(0.01, 1).map(R.top_k),
+    st.builds(R.power_sgd, st.integers(1, 9), start_step=st.integers(0, 1), min_ratio=st.sampled_from([0.0, 1.0, 2.0])),
+)
+
+
+def calls(reducer, count):
+    """Reduce the same gradients some times; return the means and the last state."""
+
+    def run(grads):
+        state, means = reducer.init(grads), []
+        for i in range(count):
+            mean, state = reducer.reduce(jax.tree.map(lambda g, by=1 + i: g * by, grads), state, "data")
+            means.append(mean)
+        return means, state
+
+    return run
+
+
+@quick
+@given(shapes=SHAPES, size=SIZES, reducer=REDUCERS, seed=st.integers(0, 99))
+def test_error_feedback_conserves_mass(shapes, size, reducer, seed, x64, on_devices, draw_gradients):
+    grads = draw_gradients(shapes, size, seed=seed, dtype=np.float64)
+    means, state = on_devices(calls(R.error_feedback(reducer), 3), size, grads)
+    for name, g in grads.items():
+        memory = state.memory.value[name].sum(0)
+        sent = size * sum(mean[name][0] for mean in means)
+        np.testing.assert_allclose(sent + memory, (1 + 2 + 3) * g.sum(0), rtol=1e-12, atol=1e-11)
+
+
+@quick
+@given(shapes=SHAPES, size=SIZES, seed=st.integers(0, 99))
+def test_density_one_gives_the_exact_mean(shapes, size, seed, x64, on_devices, draw_gradients):
+    grads = draw_gradients(shapes, size, seed=seed, dtype=np.float64)
+    (mean,), _ = on_devices(calls(R.top_k(1.0), 1), size, grads)
+    for name, g in grads.items():
+        np.testing.assert_allclose(mean[name], np.broadcast_to(g.mean(0), g.shape), rtol=1e-13, atol=1e-14)
+
+
+@settings(quick, max_examples=4)
+@given(shape=st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(1, 3)), size=SIZES, seed=st.integers(0, 99))
+def test_full_rank_gives_the_exact_mean(shape, size, seed, x64, on_devices, draw_gradients):
+    grads = draw_gradients([shape], size, seed=seed, dtype=np.float64)
+    reducer = R.power_sgd(rank=99, min_ratio=0)
+    assert jax.tree.leaves(reducer.init({"leaf0": grads["leaf0"][0]}).factors), "it must be compressed"
+    (mean,), _ = on_devices(calls(reducer, 1), size, grads)
+    np.testing.assert_allclose(mean["leaf0"][0], grads["leaf0"].mean(0), rtol=1e-9, atol=1e-9)
+
+
+@quick
+@given(
+    size=st.sampled_from([1, 2, 4, 8]),
+    block=BLOCK,
+    blocks=st.integers(1, 3),
+    power=st.integers(-9, 9),
+    seed=st.integers(0, 99),
+)
+def test_int8_is_exact_on_a_grid(size, block, blocks, power, seed, on_devices):
+    """Each block has its largest code in front; deviations from the mean cancel between pairs of devices."""
+    draw = np.random.default_rng(seed)
+    mean = draw.integers(-60, 61, size=size * blocks * block)
+    off = draw.integers(-60, 61, size=mean.size)
+    mean[::block], off[::block] = 127, 0
+    signs = np.ones(size) if size == 1 else np.resize([1, -1], size)
+    codes = mean[None] + (signs[:, None] * off[None] if size > 1 else 0)
+    grads = jnp.asarray(codes * 2.0**power, jnp.float32)
+    (found,), _ = on_devices(calls(R.int8(block), 1), size, grads)
+    np.testing.assert_array_equal(found, np.broadcast_to(mean * 2.0**power, found.shape).astype(np.float32))
+
+
+@quick
+@given(size=SIZES, block=BLOCK, length=st.integers(1, 200), seed=st.integers(0, 99))
+def test_int8_errs_by_half_a_step_each_time(size, block, length, seed, x64, on_devices):
+    grads = np.random.default_rng(seed).normal(size=(size, length))
+    (mean,), _ = on_devices(calls(R.int8(block), 1), size, jnp.asarray(grads))
+    largest = np.abs(grads).max()
+    assert np.abs(mean[0] - grads.mean(0)).max() <= 2 * largest / 127 / 2 * (1 + 1e-9)
+
+
+@quick
+@given(shapes=SHAPES, size=SIZES, reducer=REDUCERS)
+def test_the_mean_is_bit_for_bit_the_same_on_all_devices(shapes, size, reducer, ways, draw_gradients):
+    grads = draw_gradients(shapes, size)
+    (mean,), _ = ways["shard_map"](calls(reducer, 1), size)(grads)
+    for leaf in map(np.asarray, jax.tree.leaves(mean)):
+        assert all(leaf[i].tobytes() == leaf[0].tobytes() for i in range(size))
+
+
+def test_sign_sends_mean_magnitudes_by_block(on_devices):
+    """Two chunks of one block each; each owner has its own part exactly, and signs of the mean are sent again."""
+    grads = np.array([[1.0, -3, 2, 2, 4, -4, 4, 4, 1, 1, 1, 1, -1, 1, 1, 1]] * 2, np.float32)
+    grads[1] *= 2
+    (mean,), _ = on_devices(calls(R.sign(8), 1), 2, jnp.asarray(grads))
+    signs = np.where(grads[0] >= 0, 1, -1)
+    means = [(grads[0][:8] + signs[:8] * 6) / 2, (grads[1][8:] + signs[8:] * 1) / 2]
+    expected = np.concatenate([np.abs(half).mean() * np.where(half >= 0, 1, -1) for half in means])
+    np.testing.assert_allclose(mean[0], expected, rtol=1e-6)
+
+
+def test_top_k_keeps_the_largest_of_each_leaf(on_devices):
+    grads = {"a": jnp.array([[1.0, -5, 2, 0]]), "b": jnp.array([[0.1, 0.2]]), "s": jnp.array([7.0])}
+    (mean,), _ = on_devices(calls(R.top_k(0.5), 1), 1, grads)
+    np.testing.assert_array_equal(mean["a"], [[0, -5, 2, 0]])
+    np.testing.assert_array_equal(mean["b"], [[0, np.float32(0.2)]])
+    np.testing.assert_array_equal(mean["s"], [7])
+
+
+def test_momentum_correction_is_that_of_deep_gradient_compression(x64, on_devices):
+    """Against numpy, from the equations: u = mu u + g; v = v + u; send the top k of |v|; zero u and v there."""
+    rows, k, mu = np.random.default_rng(0).normal(size=(5, 3, 20)), 4, 0.9
+    reducer = R.error_feedback(R.top_k(k / 20, momentum=mu))
+
+    def run(grads):
+        state, means = reducer.init(grads[0]), []
+        for t in range(5):
+            mean, state = reducer.reduce(grads[t], state, "data")
+            means.append(mean)
+        return means
+
+    found = on_devices(run, 3, jnp.asarray(rows.swapaxes(0, 1)))
+    u, v = np.zeros((3, 20)), np.zeros((3, 20))
+    for t in range(5):
+        u = mu * u + rows[t]
+        v = v + u
+        sent = np.zeros((3, 20))
+        for d in range(3):
+            at = np.argsort(-np.abs(v[d]))[:k]
+            sent[d, at], u[d, at], v[d, at] = v[d, at], 0, 0
+        np.testing.assert_allclose(found[t][0], sent.mean(0), rtol=1e-12, atol=1e-13)
+
+
+def test_power_sgd_is_one_step_of_power_iteration(x64, on_devices, draw_gradients):
+    grads = draw_gradients([(12, 9)], 3, dtype=np.float64)
+    reducer = R.power_sgd(2, min_ratio=0)
+    start = np.asarray(reducer.init({"leaf0": grads["leaf0"][0]}).factors["leaf0"])[0]
+    means, state = on_devices(calls(reducer, 2), 3, grads)
+    q, m = start, np.asarray(grads["leaf0"]).mean(0)
+    for call, mean in enumerate(means):
+        p = np.linalg.qr((1 + call) * m @ q)[0]
+        q = ((1 + call) * m).T @ p
+        np.testing.assert_allclose(mean["leaf0"][0], p @ q.T, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(state.factors["leaf0"][0, 0], q, rtol=1e-10, atol=1e-10)
+
+
+def test_power_sgd_sends_everything_before_its_first_step(x64, on_devices, draw_gradients):
+    grads = draw_gradients([(12, 9)], 2, dtype=np.float64)
+    means, _ = on_devices(calls(R.power_sgd(1, min_ratio=0, start_step=1), 2), 2, grads)
+    exact = np.asarray(grads["leaf0"]).mean(0)
+    np.testing.assert_allclose(means[0]["leaf0"][0], exact, rtol=1e-13)
+    assert np.abs(means[1]["leaf0"][0] - 2 * exact).max() > 0.01
+
+
+def test_power_sgd_treats_each_block_as_a_matrix():
+    params = {"blocks": {"w": np.ones((5, 40, 30))}, "list": [np.ones((40, 30)), np.ones(40), np.ones((3, 3))]}
+    factors = R.power_sgd(4).init(params).factors
+    assert factors["blocks"]["w"].shape == (5, 30, 4)
+    assert factors["list"][0].shape == (1, 30, 4)
+    assert factors["list"][1:] == [None, None], "vectors and small matrices are not compressed"
+    as_list = R.power_sgd(4).init({"blocks": [np.zeros((5, 40, 30))]}).factors["blocks"][0]
+    assert as_list.shape == (1, 30, 4), "5 x 40 rows: a list of blocks is not stacked"
+
+
+@pytest.mark.parametrize("reducer", [R.exact(jnp.bfloat16), R.int8(64), R.sign(), R.top_k(0.1), R.power_sgd(2)])
+def test_over_time_error_feedback_sends_everything(reducer, on_devices, draw_gradients):
+    """The mean of many means of one gradient comes near it; without feedback the error stays."""
+    grads = draw_gradients([(16, 16), (16,)], 4)
+    exact = np.asarray(grads["leaf0"]).mean(0)
+
+    def run(grads):
+        def body(state, _):
+            mean, state = R.error_feedback(reducer).reduce(grads, state, "data")
+            return state, mean
+
+        return jax.lax.scan(body, R.error_feedback(reducer).init(grads), None, length=200)[1]
+
+    means = on_devices(run, 4, grads)["leaf0"][0]
+    once, often = np.abs(means[0] - exact).max(), np.abs(means.mean(0) - exact).max()
+    assert often < once / 10

@@ -1,0 +1,262 @@
+"""Each transformation against one device, in every place where an axis can be bound, inside optax's combinators."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+
+T, N, STEPS = so.transforms, 3, 5
+MATRIX = {"w": (4, 3), "b": (5,), "s": ()}
+
+
+def gradients(steps=STEPS, size=N, dtype=np.float64):
+    """Local gradients [size, steps, ...]."""
+    draw = np.random.default_rng(0)
+    return {name: jnp.asarray(draw.normal(size=(size, steps, *shape)), dtype) for name, shape in MATRIX.items()}
+
+
+def parameters(dtype=np.float64):
+    draw = np.random.default_rng(1)
+    return {name: jnp.asarray(draw.normal(size=shape), dtype) for name, shape in MATRIX.items()}
+
+
+def trajectory(tx):
+    """Return run(grads [steps, ...]) -> parameters after each step."""
+
+    def run(grads):
+        params = parameters()
+        state, seen = tx.init(params), []
+        for t in range(STEPS):
+            updates, state = tx.update(jax.tree.map(lambda g, t=t: g[t], grads), state, params)
+            params = optax.apply_updates(params, updates)
+            seen.append(params)
+        return seen
+
+    return run
+
+
+def close(found, expected, rtol=1e-10):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), found, expected)
+
+
+def on_the_mean(tx):
+    """What one device does with the mean gradients."""
+    return trajectory(tx)(jax.tree.map(lambda g: g.mean(0), gradients()))
+
+
+average = functools.partial(T.average_gradients, "data")
+SPLIT_CLIP = functools.partial(T.clip_by_global_norm, axis_names="data", split=True)
+labels = {"w": "one", "b": "two", "s": "two"}
+EQUAL = {
+    "average": (optax.chain(average(), optax.adamw(0.1)), optax.adamw(0.1)),
+    "average in multi_transform": (
+        optax.multi_transform({"one": optax.chain(average(), optax.sgd(0.1)), "two": average()}, labels),
+        optax.multi_transform({"one": optax.sgd(0.1), "two": optax.identity()}, labels),
+    ),
+    "average of some": (
+        optax.chain(optax.masked(average(), {"w": True, "b": False, "s": False}), average(), optax.sgd(0.1)),
+        optax.sgd(0.1),
+    ),
+    "injected": (
+        optax.chain(average(), optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0, 9))),
+        optax.adam(optax.linear_schedule(0.1, 0, 9)),
+    ),
+    "shard": (T.shard_updates(optax.adamw(0.1, weight_decay=0.1), "data"), optax.adamw(0.1, weight_decay=0.1)),
+    "shard with a mask by dims": (
+        T.shard_updates(
+            optax.adamw(0.1, weight_decay=0.3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), "data"
+        ),
+        optax.adamw(0.1, weight_decay=0.3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    ),
+    "average, then shard": (optax.chain(average(), T.shard_updates(optax.adam(0.1), "data")), optax.adam(0.1)),
+    "shard in multi_transform": (
+        optax.multi_transform({"one": T.shard_updates(optax.lion(0.1), "data"), "two": average()}, labels),
+        optax.multi_transform({"one": optax.lion(0.1), "two": optax.identity()}, labels),
+    ),
+    "accumulate": (
+        T.accumulate(optax.chain(average(), optax.inject_hyperparams(optax.adam)(learning_rate=0.1)), 2),
+        optax.MultiSteps(optax.adam(0.1), 2),
+    ),
+    "accumulate injected": (
+        optax.inject_hyperparams(lambda every: T.accumulate(optax.chain(average(), optax.sgd(0.1)), every))(every=2),
+        optax.MultiSteps(optax.sgd(0.1), 2),
+    ),
+    "clip injected": (
+        optax.chain(
+            average(),
+            optax.inject_hyperparams(T.clip_by_global_norm)(max_norm=0.5, axis_names="data", split=False),
+            optax.sgd(0.1),
+        ),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    ),
+    "local, always averaged": (T.local_updates(optax.sgd(0.1), "data", sync_every=1), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_to_one_device_wherever_the_axis_is_bound(name, ways, x64):
+    tx, reference = EQUAL[name]
+    expected = jax.tree.map(lambda x: jnp.stack([x] * N), on_the_mean(reference))
+    for way in ways if name in ("average", "accumulate", "shard") else ("vmap", "shard_map"):
+        close(ways[way](trajectory(tx), N)(gradients()), expected)
+
+
+@pytest.mark.parametrize("sync_every", [2, 3])
+def test_local_updates_are_local_sgd(sync_every, ways, x64):
+    """Against loops over devices: each has its own parameters and momentum, averaged now and then."""
+    tx, grads = optax.sgd(0.1, momentum=0.9), gradients()
+    devices = [parameters() for _ in range(N)]
+    states = [tx.init(p) for p in devices]
+    expected = []
+    for t in range(STEPS):
+        for d in range(N):
+            updates, states[d] = tx.update(jax.tree.map(lambda g, d=d, t=t: g[d, t], grads), states[d])
+            devices[d] = optax.apply_updates(devices[d], updates)
+        if (t + 1) % sync_every == 0:
+            devices = [jax.tree.map(lambda *x: sum(x) / N, *devices)] * N
+        expected.append(jax.tree.map(lambda *x: jnp.stack(x), *devices))
+    for way in ways.values():
+        close(way(trajectory(T.local_updates(tx, "data", sync_every)), N)(grads), expected)
+
+
+def test_local_updates_bring_half_precision_together(on_devices):
+    """The mean itself is reached, although p + (mean - p) in bfloat16 would miss it."""
+    tx = T.local_updates(optax.identity(), "data", sync_every=1)
+    params = jnp.asarray(np.random.default_rng(0).normal(size=(4, 500)), jnp.bfloat16)
+
+    def run(p):
+        updates, _ = tx.update(jnp.zeros_like(p), tx.init(p), p)
+        return optax.apply_updates(p, updates)
+
+    found = on_devices(run, 4, params)
+    assert all((found[d] == found[0]).all() for d in range(4))
+
+
+RULES = {
+    None: lambda g, now, then, tau: g,
+    T.staleness_learning_rate(): lambda g, now, then, tau: g / max(1, tau),
+    T.delay_compensation(0.3): lambda g, now, then, tau: g + 0.3 * g * g * (now - then),
+}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("rule", RULES, ids=["none", "learning rate", "compensation"])
+def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, on_devices, x64):
+    tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness, rule), optax.sgd(0.1))
+    params, means = parameters(), jax.tree.map(lambda g: g.mean(0), gradients())
+    history, expected = [], []
+    for t in range(STEPS):
+        history.append(params)
+        if t >= staleness:
+            late = jax.tree.map(lambda g, t=t: g[t - staleness], means)
+            correct = functools.partial(RULES[rule], tau=staleness)
+            late = jax.tree.map(correct, late, params, history[t - staleness])
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, late)
+        expected.append(params)
+    found = on_devices(trajectory(tx), N, gradients())
+    close(found, jax.tree.map(lambda x: np.stack([x] * N), expected))
+
+
+def test_delayed_before_averaging_is_the_same(on_devices, x64):
+    before = optax.chain(T.delay_gradients(2), T.average_gradients("data"), optax.sgd(0.1))
+    after = optax.chain(T.average_gradients("data"), T.delay_gradients(2), optax.sgd(0.1))
+    close(*(on_devices(trajectory(tx), N, gradients()) for tx in (before, after)))
+
+
+SPLIT = {"rows": P("data"), "whole": P(), "deep": [P(None, "data"), P()]}
+
+
+def split_and_whole():
+    draw = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(draw.normal(size=shape))  # noqa: E731
+    return {"rows": normal(8, 3), "whole": normal(5), "deep": [normal(2, 4), normal()]}
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+@pytest.mark.parametrize(("split", "check_vma"), [(SPLIT, False), (SPLIT, True), (None, True)])
+def test_the_norm_counts_split_and_whole_leaves_once(split, check_vma, max_norm, mesh_of, x64):
+    grads = split_and_whole()
+    tx = T.clip_by_global_norm(max_norm, "data", split=split)
+    run = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
+    placed = jax.shard_map(run, mesh=mesh_of(data=4), in_specs=(SPLIT,), out_specs=SPLIT, check_vma=check_vma)
+    reference = optax.clip_by_global_norm(max_norm)
+    close(jax.jit(placed)(grads), reference.update(grads, reference.init(grads))[0])
+
+
+def test_the_norm_over_two_axes(mesh_of, x64):
+    grads = {"both": jnp.arange(8.0).reshape(4, 2), "one": jnp.arange(6.0), "none": jnp.arange(3.0)}
+    split = {"both": P("replica", "data"), "one": P("data"), "none": P()}
+    tx = T.clip_by_global_norm(1.0, ("replica", "data"), split=split)
+    run = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
+    mesh = mesh_of(replica=2, data=2)
+    placed = jax.shard_map(run, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False)
+    reference = optax.clip_by_global_norm(1.0)
+    close(jax.jit(placed)(grads), reference.update(grads, reference.init(grads))[0])
+
+
+@pytest.mark.parametrize("split", [True, False, {"a": P("data"), "b": False}])
+def test_the_norm_under_vmap_and_pmap(split, ways, x64):
+    """Stacked [4, ...]: whole leaves are copies, split ones are not."""
+    is_split = {"a": split is not False, "b": split is True}
+    whole = {"a": np.arange(8.0).reshape(4, 2), "b": np.arange(4.0).reshape(4, 1) + 1}
+    local = {name: x if is_split[name] else np.stack([x] * 4) for name, x in whole.items()}
+    tx, reference = T.clip_by_global_norm(2.0, "data", split=split), optax.clip_by_global_norm(2.0)
+    expected = reference.update(whole, reference.init(whole))[0]
+    for name in ("vmap", "pmap"):
+        found = ways[name](lambda g: tx.update(g, tx.init(g))[0], 4)(jax.tree.map(jnp.asarray, local))
+        close({n: x if is_split[n] else x[0] for n, x in found.items()}, expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite_is_not_hidden(bad, on_devices):
+    tx = T.clip_by_global_norm(1.0, "data", split=True)
+    found = on_devices(lambda g: tx.update(g, ())[0], 2, jnp.array([[1.0, bad], [1.0, 2.0]]))
+    assert not np.isfinite(found[0]).all()
+    assert np.isnan(bad) <= np.isnan(found).all()
+
+
+def test_clipping_inside_of_shards_is_clipping(on_devices, x64):
+    sharded = T.shard_updates(optax.chain(SPLIT_CLIP(0.5), optax.sgd(0.1, momentum=0.9)), "data")
+    names = ("w", "b")  # leaves without dims stay whole, so they are not among what is said to be split
+    expected = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+    grads = {name: gradients()[name] for name in names}
+
+    def run(tx):
+        def steps(g):
+            params = {name: parameters()[name] for name in names}
+            state, seen = tx.init(params), []
+            for t in range(3):
+                updates, state = tx.update({name: g[name][t] for name in names}, state, params)
+                seen.append(updates)
+            return seen
+
+        return steps
+
+    means = {name: grads[name].mean(0) for name in names}
+    reference = jax.tree.map(lambda x: np.stack([x] * N), run(expected)(means))
+    close(on_devices(run(sharded), N, grads), reference)
+
+
+def test_each_device_keeps_a_part_of_the_state(on_devices):
+    tx = T.shard_updates(optax.adam(0.1), "data")
+    params = {"w": jnp.ones((5, 4)), "h": jnp.ones(3, jnp.bfloat16), "s": jnp.ones(()), "e": jnp.ones((0, 2))}
+    state = so.reducers.init_state(tx, params, "data", axis_size=4)
+    assert {name: mu.shape for name, mu in state.inner.value[0].mu.items()} == {
+        "w": (4, 5, 1),
+        "h": (4, 1),
+        "s": (4,),
+        "e": (4, 0, 1),
+    }
+    grads = {name: jnp.broadcast_to(x, (4, *x.shape)) for name, x in params.items()}
+    updates = on_devices(lambda g: tx.update(g, tx.init(params), params)[0], 4, grads)
+    assert {name: (u.shape[1:], u.dtype) for name, u in updates.items()} == {
+        n: (p.shape, p.dtype) for n, p in params.items()
+    }
+    np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-4)
+    np.testing.assert_allclose(updates["h"].astype(np.float32), -0.1, rtol=1e-2)
