@@ -2,19 +2,13 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from shardopt.core.block_model import BLOCKS, as_block_model, call
-from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
 from shardopt.pipeline import Schedule
 from shardopt.pipeline.executor import execute, forward_only
 from shardopt.pipeline.reorder import to_model, to_schedule
-from shardopt.pipeline.run import Parts
 from shardopt.strategies.layout import Layout
-from shardopt.strategies.local_loss import cut, gather_leaves, num_pieces, step_key
-from shardopt.strategies.loss import LossParts, loss_parts
+from shardopt.strategies.loss import LossParts
+from shardopt.strategies.parts_of_model import block_and_outer, parts_of_model
 from shardopt.strategies.recipe import Recipe
 from shardopt.strategies.reduction import scatter
 
@@ -28,10 +22,10 @@ def pipelined_gradients(
     scattered where they are used, as without a pipeline.
     """
     schedule, split = _schedule(recipe), recipe.placement
-    blocks, outer = _indices(layout)
+    blocks, outer = block_and_outer(layout)
     trained_blocks = [i for i in blocks if layout.plans[i].trainable]
     trained_outer = [i for i in outer if layout.plans[i].trainable]
-    parts = _parts(recipe, layout, params, batch, step, rng)
+    parts = parts_of_model(recipe, layout, params, batch, step, rng)
     sums = execute(
         schedule,
         parts,
@@ -63,8 +57,8 @@ def pipelined_losses(
     recipe: Recipe, layout: Layout, params: list[Any], batch: PyTree, step: Any, rng: Any
 ) -> LossParts:
     """Return what `micro_batch_losses` returns; zeros but on the stage of the last block."""
-    blocks, _ = _indices(layout)
-    parts = _parts(recipe, layout, params, batch, step, rng)
+    blocks, _ = block_and_outer(layout)
+    parts = parts_of_model(recipe, layout, params, batch, step, rng)
     weights = to_schedule(_schedule(recipe), [params[i] for i in blocks], [layout.plans[i].tensor for i in blocks])
     return forward_only(_schedule(recipe), parts, weights)
 
@@ -72,111 +66,3 @@ def pipelined_losses(
 def _schedule(recipe: Recipe) -> Schedule:
     assert recipe.schedule is not None
     return recipe.schedule
-
-
-def _indices(layout: Layout) -> tuple[list[int], list[int]]:
-    """Return which leaves belong to blocks, and which are outer."""
-    blocks = [i for i, plan in enumerate(layout.plans) if plan.stacked]
-    return blocks, [i for i, plan in enumerate(layout.plans) if not plan.stacked]
-
-
-def _parts(recipe: Recipe, layout: Layout, params: list[Any], batch: PyTree, step: Any, rng: Any) -> Parts:
-    """Write the model as functions of lists and micro-batch numbers."""
-    model, split = as_block_model(recipe.loss_fn), recipe.placement
-    assert model is not None
-    gathers = split.params or recipe.gather_dtype is not None
-    num_blocks, pieces = layout.plans[_indices(layout)[0][0]].shape[0], num_pieces(recipe)
-    micro_batches, _ = cut(batch, recipe.micro_batches)
-    rows = jax.tree.leaves(micro_batches)[0].shape[1]
-    blocks, outer_indices = _indices(layout)
-    plans = layout.treedef.unflatten(layout.plans)
-    block_treedef = jax.tree.structure(plans[BLOCKS])
-    trained = [place for place, i in enumerate(outer_indices) if layout.plans[i].trainable]
-
-    whole = [params[i] for i in outer_indices]
-    if gathers:
-        whole = gather_leaves(recipe, whole, [layout.plans[i] for i in outer_indices])
-
-    def outer_with(leaves):
-        new, all_leaves = list(whole), [None] * len(layout.plans)
-        for place, leaf in zip(trained, leaves, strict=True):
-            new[place] = leaf
-        for i, leaf in zip(outer_indices, new, strict=True):
-            all_leaves[i] = leaf
-        return {name: value for name, value in layout.treedef.unflatten(all_leaves).items() if name != BLOCKS}
-
-    def rows_of(m):
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), micro_batches)
-
-    def key_of(m):
-        return None if rng is None else step_key(recipe, step, rng, m)
-
-    def embed_tree(leaves, m):
-        return call(model.embed, key_of(m), num_blocks, outer_with(leaves), rows_of(m))
-
-    trained_outer = [whole[place] for place in trained]
-    x_shapes, x_treedef = jax.tree.flatten(jax.eval_shape(embed_tree, trained_outer, jnp.int32(0)))
-    floating = [i for i, leaf in enumerate(x_shapes) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-    def loss_of(leaves, m, x):
-        returned = call(model.loss, key_of(m), num_blocks + 1, outer_with(leaves), x_treedef.unflatten(x), rows_of(m))
-        return loss_parts(recipe.who, returned, rows)
-
-    def embed_grads(m, dx):
-        def floats(leaves):
-            x = jax.tree.leaves(embed_tree(leaves, m))
-            return [x[i] for i in floating]
-
-        return jax.vjp(floats, trained_outer)[1](dx)[0]
-
-    def loss_grads(m, x):
-        def total(leaves, floats):
-            inputs = list(x)
-            for i, leaf in zip(floating, floats, strict=True):
-                inputs[i] = leaf
-            parts = loss_of(leaves, m, inputs)
-            return parts.loss.total / pieces, parts
-
-        (grads, dx), parts = jax.grad(total, argnums=(0, 1), has_aux=True)(trained_outer, [x[i] for i in floating])
-        return dx, grads, parts
-
-    def block(given, x):
-        *leaves, number, m = given
-        weights = block_treedef.unflatten(leaves)
-        if gathers:
-            weights = gather_leaves(recipe, weights, plans[BLOCKS], of_block=True)
-
-        def run(weights, x):
-            return call(model.block, key_of(m), number, weights, x)
-
-        if model.remat not in (None, "full"):
-            run = jax.checkpoint(run, policy=model.remat)
-        return _same_shape(recipe, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
-
-    def reduce(dw):
-        if not split.grads or split.params:
-            return dw
-        return scatter(dw, [layout.plans[i].of_block() for i in blocks if layout.plans[i].trainable])
-
-    return Parts(
-        embed=lambda m: jax.tree.leaves(embed_tree(trained_outer, m)),
-        embed_grads=embed_grads,
-        loss=lambda m, x: loss_of(trained_outer, m, x),
-        loss_grads=loss_grads,
-        block=block,
-        trained=[place for place, i in enumerate(blocks) if layout.plans[i].trainable],
-        reduce=reduce,
-        remat_blocks=model.remat == "full",
-    )
-
-
-def _same_shape(recipe: Recipe, shapes: list[Any], treedef: Any, y: Any) -> list[Any]:
-    leaves, structure = jax.tree.flatten(y)
-    if structure == treedef and all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(leaves, shapes, strict=True)
-    ):
-        return leaves
-    show = lambda leaves: ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"  # noqa: E731
-    what = f"a block of a pipeline must return what it is given, {show(shapes)}; it returned {show(leaves)}."
-    fix = "let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
-    raise ValueError(complaint(recipe.who, what, fix=fix))
