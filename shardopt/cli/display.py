@@ -89,12 +89,12 @@ def show_placement(screen: "Console", options: TrainOptions, opt: Any) -> None:
     table = Table(
         title=f"{_strategy_text(options)}: what each device holds", title_justify="left", title_style="bold", box=_box()
     )
-    table.add_column("leaf")
+    table.add_column("leaf", no_wrap=True)
     table.add_column("parameters and optimizer state" if same else "parameters")
     if not same:
         table.add_column("optimizer state")
-    table.add_column("bytes", justify="right")
-    table.add_column("of", justify="right", style="dim")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("of", justify="right", style="dim", no_wrap=True)
     for row in report.rows:
         splits = [split_text(row.shape, row.params)] + ([] if same else [split_text(row.shape, row.opt_state)])
         table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_whole:,}")

@@ -50,19 +50,24 @@ def check_strategy(options: TrainOptions) -> None:
 
 
 def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
-    """Return the options with a number of layers that can be cut into stages, where none was given.
+    """Return the options with a number of layers, where none was given, that can be cut into stages.
 
     Raises:
-      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid.
+      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid; or the layers that were
+        given cannot be cut evenly.
     """
     where, stages = options.where, mesh.shape["pipeline"]
     if stages > 1 and where.strategy != "hybrid":
         what = f"pipeline={stages} is for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(complaint("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
-    if options.model.layers is not None:
-        return options
-    parts = stages * _num_chunks(options.pipeline) if where.strategy == "hybrid" else 1
-    layers = parts if parts > 1 else 2
+    chunks = _num_chunks(options.pipeline)
+    parts = stages * chunks if stages > 1 else 1
+    layers = options.model.layers or max(2, parts)
+    if layers % parts:
+        cut = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {parts}"
+        what = f"--layers {layers} cannot be cut evenly into {cut}, remainder {layers % parts}."
+        fix = f"use --layers {_nearest(layers, parts)}, or another --mesh, --schedule or --chunks."
+        raise ValueError(complaint("train", what, fix=fix))
     return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
 
 
@@ -106,10 +111,15 @@ def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
     cut = f"{plural(devices, 'device')} along {' x '.join(axes)}"
     if candidates[-1] > 1:
         cut += f" x {candidates[-1]} micro-batches"
-    nearest = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
     what = f"--batch-size {size} is not divisible by {cut} = {pieces}."
-    fix = f"use --batch-size {' or '.join(map(str, nearest))}, or another --mesh or --micro-batches."
+    fix = f"use --batch-size {_nearest(size, pieces)}, or another --mesh or --micro-batches."
     raise ValueError(complaint("train", what, fix=fix))
+
+
+def _nearest(count: int, pieces: int) -> str:
+    """Return the multiples of `pieces` on both sides of `count`, or the first."""
+    below = count // pieces * pieces
+    return f"{below} or {below + pieces}" if below else str(pieces)
 
 
 def _given(pipeline: Pipeline) -> list[str]:

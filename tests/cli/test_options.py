@@ -41,7 +41,12 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         "--devices": "8",
         "--mesh": "auto",
         "--strategy": "fsdp",
-        "--micro-batches": "1",
+        "--micro-batches": "None",
+        "--placement": "None",
+        "--schedule": "None",
+        "--chunks": "None",
+        "--remat": "False",
+        "--layers": "None",
         "--gather-dtype": "None",
         "--optimizer": "adamw",
         "--clip": "1.0",
@@ -55,7 +60,7 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         "--debug": "False",
     }.items():
         assert re.search(rf"{option}\b[^()]*(\([^()]*\)[^()]*)*\(default: {default}\)", words), option
-    for option in ("--learning-rate", "--steps", "--batch-size", "--dim", "--layers", "--heads", "--length"):
+    for option in ("--learning-rate", "--steps", "--batch-size", "--dim", "--heads", "--length"):
         assert option in words
 
 
@@ -92,6 +97,7 @@ def test_words_that_are_no_options_exit_with_2(capsys, words):
         ("data=4,tensor=2", {"data": 4, "tensor": 2}),
         (" replica=2 , data=-1 ", {"replica": 2, "data": -1}),
         ("tensor=8", {"tensor": 8}),
+        ("data=2,tensor=2,pipeline=2", {"data": 2, "tensor": 2, "pipeline": 2}),
     ],
 )
 def test_mesh_sizes_are_read(text, sizes):
@@ -105,7 +111,7 @@ def test_every_wrong_part_of_a_mesh_is_named():
         "  'tensor=two': the size must be an integer\n"
         "  'data=2': data is there twice\n"
         "  '3': there is no axis '3'\n"
-        "Fix: write --mesh data=4,tensor=2; the axes are replica, data, tensor, and one size may be -1."
+        "Fix: write --mesh data=4,tensor=2; the axes are replica, data, tensor, pipeline, and one size may be -1."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_mesh("dota=4,tensor=two,data=2,data=2,3")
@@ -115,6 +121,14 @@ def test_every_wrong_part_of_a_mesh_is_named():
 def test_the_mesh_by_itself_fits_any_number_of_devices(count, tensor):
     mesh = mesh_of("auto", jax.devices()[:count])
     assert (mesh.shape["data"], mesh.shape["tensor"]) == (count // tensor, tensor)
+
+
+@pytest.mark.parametrize(
+    ("count", "pipeline", "tensor"), [(8, 2, 2), (6, 2, 1), (4, 2, 1), (2, 2, 1), (5, 1, 1), (1, 1, 1)]
+)
+def test_the_mesh_by_itself_has_two_stages_for_hybrid_where_it_can(count, pipeline, tensor):
+    mesh = mesh_of("auto", jax.devices()[:count], pipelined=True)
+    assert dict(mesh.shape) == {"data": count // pipeline // tensor, "pipeline": pipeline, "tensor": tensor}
 
 
 def test_a_mesh_that_names_tensor_alone_leaves_no_device_out():

@@ -14,8 +14,8 @@ import pytest
 from shardopt.checkpoint.steps import committed
 from shardopt.cli import main
 from shardopt.cli.devices import mesh_of
-from shardopt.cli.options import Devices
-from shardopt.cli.train import make_strategy
+from shardopt.cli.options import Devices, TrainOptions
+from shardopt.cli.strategy import make_strategy
 from shardopt.models import gpt
 from shardopt.strategies.placement import DDP, ZERO_1, ZERO_2, ZERO_3
 
@@ -146,6 +146,15 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
             "Fix: leave it out, or choose --strategy fsdp.",
         ),
         (
+            ("--batch-size", "6"),
+            "train: --batch-size 6 is not divisible by 4 devices along data = 4.\n"
+            "Fix: use --batch-size 4 or 8, or another --mesh or --micro-batches.",
+        ),
+        (
+            ("--micro-batches", "0"),
+            "train: --micro-batches must be at least 1, got 0.",
+        ),
+        (
             ("--dim", "36"),
             "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even width\n"
             "Fix: choose positive sizes, and dim a multiple of 2 * num_heads.",
@@ -189,7 +198,8 @@ def test_a_damaged_config_is_named(train, tmp_path):
 )
 def test_every_strategy_is_the_one_asked_for(name, placement):
     where = Devices(strategy=name, micro_batches=2, gather_dtype="bfloat16" if name == "fsdp" else None)
-    opt = make_strategy(where, optax.sgd(0.1), mesh_of("auto", jax.devices()), gpt.model(gpt.GPTConfig()))
+    mesh = mesh_of("auto", jax.devices())
+    opt = make_strategy(TrainOptions(where=where), optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig()))
     assert opt.config.placement == placement
     assert opt.config.strategy == name.rstrip("123")
     assert (opt.config.micro_batches, opt.config.gather_dtype) == (2, where.gather_dtype)
