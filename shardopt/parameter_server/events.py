@@ -16,6 +16,7 @@ class Event(NamedTuple):
       pulled: for a push, the version that it was computed from; otherwise `version`.
       staleness: by how many *clocks* the worker was ahead of the slowest when it began this step: 0 to max_staleness.
       time: seconds since the run began, measured or virtual. Of no influence on the mathematics.
+      waited: for a pull (or leave), for how many of the seconds before it the worker was ready and the bound held it back.
     """
 
     kind: str
@@ -25,6 +26,11 @@ class Event(NamedTuple):
     pulled: int
     staleness: int = 0
     time: float = 0.0
+    waited: float = 0.0
+
+    def without_times(self) -> "Event":
+        """Return the event as the server itself makes it: it knows no times."""
+        return self._replace(time=0.0, waited=0.0)
 
     @property
     def delay(self) -> int:

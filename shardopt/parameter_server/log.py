@@ -11,11 +11,11 @@ from shardopt.core.errors import complaint
 from shardopt.parameter_server.events import KINDS, Event
 
 FORMAT = 1
-_COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time")
+_COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time", "waited")
 
 
 class Log:
-    """What happened, in order, and under which settings. About 44 bytes an event in memory.
+    """What happened, in order, and under which settings. About 64 bytes an event in memory.
 
     Attributes:
       header: the settings that a replay needs (`max_staleness`, `rule`, `nonfinite`, `rng`, `devices` of each
@@ -32,7 +32,7 @@ class Log:
     def __init__(self, header: dict[str, Any]):
         self.header = dict(header)
         self._integers = tuple(array("q") for _ in range(6))
-        self._times = array("d")
+        self._times, self._waits = array("d"), array("d")
 
     def append(self, event: Event) -> None:
         """Add an event at the end."""
@@ -40,13 +40,14 @@ class Log:
         for column, value in zip(self._integers, values, strict=True):
             column.append(value)
         self._times.append(event.time)
+        self._waits.append(event.waited)
 
     def __len__(self) -> int:
         return len(self._times)
 
     def __getitem__(self, index: int) -> Event:
         kind, worker, clock, version, pulled, behind = (column[index] for column in self._integers)
-        return Event(KINDS[kind], worker, clock, version, pulled, behind, self._times[index])
+        return Event(KINDS[kind], worker, clock, version, pulled, behind, self._times[index], self._waits[index])
 
     def __iter__(self) -> Iterator[Event]:
         return (self[index] for index in range(len(self)))
@@ -54,7 +55,8 @@ class Log:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Log):
             return NotImplemented
-        return (self.header, self._integers, self._times) == (other.header, other._integers, other._times)
+        mine, theirs = ((log.header, log._integers, log._times, log._waits) for log in (self, other))
+        return mine == theirs
 
     __hash__ = None  # type: ignore[assignment]  # it grows
 
@@ -115,6 +117,6 @@ def _is_event(value: Any) -> bool:
         isinstance(value, list)
         and len(value) == len(_COLUMNS)
         and value[0] in KINDS
-        and all(type(one) is int for one in value[1:-1])
-        and type(value[-1]) in (int, float)
+        and all(type(one) is int for one in value[1:-2])
+        and all(type(one) in (int, float) for one in value[-2:])
     )

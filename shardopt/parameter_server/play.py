@@ -43,7 +43,7 @@ class Play:
         self.draws = [np.random.default_rng([seed, worker]) for worker in range(len(specs))]
         self.lives = [0] * len(specs)  # counts deaths: messages of an earlier life are lost
         self.steps: dict[int, Step] = {}
-        self.asking: dict[int, None] = {}  # who waits for the bound, in the order of asking
+        self.asking: dict[int, float] = {}  # who waits for the bound, in the order of asking, and since when
         self.free_at = 0.0
         self.count = 0
         self.queue: list[tuple[float, int, int, int, int]] = []
@@ -71,7 +71,7 @@ class Play:
             if what == _JOIN:
                 self.run.join(worker)
                 self.compute.begin(worker)
-                self.asking[worker] = None
+                self.asking[worker] = self.now
                 self.ask(worker)
             elif what == _DIE:
                 if worker in self.run.state.clock.steps:
@@ -95,8 +95,7 @@ class Play:
         if batch is None:
             self.drop(worker)
             return
-        del self.asking[worker]
-        event = self.run.pull(worker)
+        event = self.run.pull(worker, self.asking.pop(worker))
         self.steps[worker] = Step(event.version, event.clock, self.run.state.params, batch)
         compute = seconds_of(self.specs[worker].step_seconds, self.draws[worker])
         done = self.now + self.transfers[worker] + compute + self.transfers[worker]
@@ -107,12 +106,11 @@ class Play:
         step = self.steps.pop(worker)
         update = self.compute.update(worker, step.params, step.batch, step.clock)
         self.run.push(worker, update, step.version)
-        self.asking[worker] = None
+        self.asking[worker] = self.now
         self.ask(worker)
 
     def drop(self, worker: int) -> None:
         """Let a worker go, whatever it was doing."""
-        self.run.leave(worker)
+        self.run.leave(worker, self.asking.pop(worker, None))
         self.lives[worker] += 1
         self.steps.pop(worker, None)
-        self.asking.pop(worker, None)

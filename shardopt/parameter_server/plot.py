@@ -11,8 +11,13 @@ from shardopt.parameter_server.summary import summarize, timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLORS = {"step": "#3369b2", "wait": "#dfa63a", "lost": "#c04a3a"}
-_NAMES = {"step": "step, from pull to push", "wait": "waits", "lost": "step never pushed"}
+_COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
+_NAMES = {
+    "step": "step, from pull to push",
+    "wait": "waits for others",
+    "data": "gets its data",
+    "lost": "step never pushed",
+}
 _INK, _IDLE = "#22272e", "#eceef2"
 _MOST = 64  # rows that can be told apart
 
@@ -62,7 +67,7 @@ def plot_timeline(
     _dress(axes, workers, figures, end)
     handles = [Patch(facecolor=color, label=_NAMES[doing]) for doing, color in _COLORS.items()]
     handles.append(Patch(facecolor=_IDLE, label="not there"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=8, labelcolor=_INK)
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, labelcolor=_INK)
     if path is not None:
         figure.savefig(path)
     return figure

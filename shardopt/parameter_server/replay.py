@@ -101,8 +101,8 @@ def replay(
             update = compute(meshes[worker], *steps.pop(worker), worker, recorded.clock)
             update = moved(update, meshes[0].devices.flat[0])
             state, event = server.push(state, worker, update, recorded.pulled)
-        if event != recorded._replace(time=0.0):
-            what = f"event {number} of the log is {recorded._replace(time=0.0)}, and the server comes to {event}."
+        if event != recorded.without_times():
+            what = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
             raise ValueError(
                 complaint(WHO, what, fix="the log is damaged, or its data or loss is not that of the run.")
             )

@@ -41,10 +41,11 @@ class Run:
     Attributes:
       state: the present `ServerState`.
       log: what has happened so far.
+      now: `now() -> seconds` since the run began.
     """
 
     def __init__(self, server: Server, params: PyTree, header: Mapping[str, Any], now: Callable[[], float]):
-        self.server, self._now = server, now
+        self.server, self.now = server, now
         self.state: ServerState = server.init(params)
         self.log = Log(
             {
@@ -67,17 +68,17 @@ class Run:
         """Say whether a worker may start its next step now."""
         return self.server.may_pull(self.state, worker)
 
-    def pull(self, worker: int) -> Event:
-        """Begin a step; the parameters are `state.params`."""
-        return self._record(*self.server.pull(self.state, worker))
+    def pull(self, worker: int, asked: float) -> Event:
+        """Begin a step that the worker asked for at this time; the parameters are `state.params`."""
+        return self._record(*self.server.pull(self.state, worker), asked)
 
     def push(self, worker: int, update: Any, pulled_version: int) -> Event:
         """Take the result of a step."""
         return self._record(*self.server.push(self.state, worker, update, pulled_version))
 
-    def leave(self, worker: int) -> Event:
-        """Let a worker go."""
-        return self._record(*self.server.leave(self.state, worker))
+    def leave(self, worker: int, asked: float | None = None) -> Event:
+        """Let a worker go; `asked` is since when it has been waiting for a step, if it has."""
+        return self._record(*self.server.leave(self.state, worker), asked)
 
     def finish(self, stopped: str) -> AsyncResult:
         """Return the result, once nobody works any more."""
@@ -89,13 +90,14 @@ class Run:
         history = {name: np.asarray([one[name] for one in rows]) for name in (rows[0] if rows else ())}
         return AsyncResult(params, self.log, {**summarize(self.log), "stopped": stopped, "history": history})
 
-    def _record(self, state: ServerState, event: Event) -> Event:
+    def _record(self, state: ServerState, event: Event, asked: float | None = None) -> Event:
         if state.version > self.state.version and state.metrics:
             self._recent.append(state.metrics)
             if len(self._recent) == 2 * _UNDER_WAY:  # waits for nothing that is still under way
                 self._history += jax.device_get(self._recent[:_UNDER_WAY])
                 del self._recent[:_UNDER_WAY]
-        event = event._replace(time=self._now())
+        now = self.now()
+        event = event._replace(time=now, waited=0.0 if asked is None else now - asked)
         self.state = state
         self.log.append(event)
         return event

@@ -6,13 +6,17 @@ from typing import Any, NamedTuple
 
 from shardopt.parameter_server.events import Event
 
+_SHORTEST = 1e-9
+"""Seconds; what is shorter is the rounding of a difference of times."""
+
 
 class Segment(NamedTuple):
     """A stretch of a worker's time.
 
     Attributes:
       worker: whose.
-      doing: "step", from a pull to the push (transfers included), "lost", a step that was never pushed, or "wait".
+      doing: "step", from a pull to the push (transfers included); "lost", a step that was never pushed; "wait", held
+        back by the bound; "data", between its steps with something of its own, such as its next batch.
       start: seconds since the run began.
       end: the same.
     """
@@ -33,23 +37,28 @@ def timeline(log: Iterable[Event]) -> list[Segment]:
       Segment(worker=0, doing='step', start=0.0, end=1.0)
     """
     segments: list[Segment] = []
-    since: dict[int, tuple[str, float]] = {}
+    since: dict[int, tuple[str, float]] = {}  # worker -> in a "step" or between steps, and from when on
     last = 0.0
 
-    def end(worker: int, time: float, doing: str) -> None:
-        start = since.pop(worker)[1]
-        if time > start:
-            segments.append(Segment(worker, doing, start, time))
+    def add(worker: int, doing: str, start: float, end: float) -> None:
+        if end - start > _SHORTEST:
+            segments.append(Segment(worker, doing, start, end))
 
     for event in log:
-        last = event.time
-        if event.worker in since:
-            was = since[event.worker][0]
-            end(event.worker, last, "lost" if was == "step" and event.kind == "leave" else was)
+        worker, last = event.worker, event.time
+        if worker in since:
+            was, start = since.pop(worker)
+            if was == "step":
+                add(worker, "lost" if event.kind == "leave" else "step", start, last)
+            else:
+                asked = last - event.waited
+                asked = start if asked - start <= _SHORTEST else asked
+                add(worker, "data", start, asked)
+                add(worker, "wait", asked, last)
         if event.kind != "leave":
-            since[event.worker] = ("step" if event.kind == "pull" else "wait", last)
-    for worker in sorted(since):
-        end(worker, last, "lost" if since[worker][0] == "step" else "wait")
+            since[worker] = ("step" if event.kind == "pull" else "between", last)
+    for worker, (was, start) in sorted(since.items()):
+        add(worker, "lost" if was == "step" else "wait", start, last)
     return segments
 
 
@@ -62,7 +71,8 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
     Returns:
       A dict of "seconds"; "updates" (versions of the parameters) and "pushes" (of workers, refused ones not counted),
       "refused"; "updates_per_second", "pushes_per_second"; "staleness" {clocks: pushes}; "delay" {versions: pushes};
-      "wait_seconds" and "step_seconds" {worker: seconds}.
+      "wait_seconds" (held back by the bound), "step_seconds" (from pull to push) and "data_seconds" (of its own, between
+      steps) {worker: seconds}.
 
     Example:
       >>> import shardopt as so
@@ -81,10 +91,9 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
         if event.kind in ("push", "refuse"):
             staleness[event.staleness] += 1
             delay[event.delay] += 1
-    spent = {doing: dict.fromkeys(sorted(members), 0.0) for doing in ("wait", "step")}
+    spent = {doing: dict.fromkeys(sorted(members), 0.0) for doing in ("wait", "step", "data", "lost")}
     for segment in timeline(events):
-        if segment.doing in spent:
-            spent[segment.doing][segment.worker] += segment.end - segment.start
+        spent[segment.doing][segment.worker] += segment.end - segment.start
     rate = 1 / seconds if seconds > 0 else 0.0
     return {
         "seconds": seconds,
@@ -97,4 +106,5 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
         "delay": dict(sorted(delay.items())),
         "wait_seconds": spent["wait"],
         "step_seconds": spent["step"],
+        "data_seconds": spent["data"],
     }

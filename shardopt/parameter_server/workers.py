@@ -20,7 +20,8 @@ def worker_meshes(who: str, workers: Any) -> list[Mesh]:
 
     Raises:
       TypeError: if `workers` is neither a number nor a sequence of devices, sequences of devices and meshes.
-      ValueError: if there are none, or a mesh splits something else than the batch.
+      ValueError: if there are none, a mesh splits something else than the batch, or workers with several devices
+        share one.
     """
     if is_integer(workers):
         check_count(who, "workers", workers, least=1)
@@ -32,7 +33,25 @@ def worker_meshes(who: str, workers: Any) -> list[Mesh]:
         raise TypeError(complaint(who, what, fix=fix))
     if not len(workers):
         raise ValueError(complaint(who, "workers must be at least 1, got none.", fix=fix))
-    return [_mesh(who, number, worker, fix) for number, worker in enumerate(workers)]
+    meshes = [_mesh(who, number, worker, fix) for number, worker in enumerate(workers)]
+    _check_shared(who, meshes)
+    return meshes
+
+
+def _check_shared(who: str, meshes: Sequence[Mesh]) -> None:
+    """Two programs with collectives on the same devices can each wait for a device that the other has."""
+    owners: dict[Any, list[int]] = {}
+    for number, mesh in enumerate(meshes):
+        for device in mesh.devices.flat:
+            owners.setdefault(device, []).append(number)
+    shared = [
+        f"{device.platform}:{device.id}: workers {', '.join(map(str, numbers))}"
+        for device, numbers in owners.items()
+        if len(numbers) > 1 and any(meshes[number].size > 1 for number in numbers)
+    ]
+    if shared:
+        what = "a worker with several devices must have them for itself."
+        raise ValueError(complaint(who, what, shared, "give each its own, or one device to several workers."))
 
 
 def _mesh(who: str, number: int, worker: Any, fix: str) -> Mesh:

@@ -21,8 +21,7 @@ def ddp(tx, loss_fn, params, batches, data, rng=None):
     return jax.device_get(state.params), losses
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(("optimizer", "weighted"), [("momentum", False), ("adamw", True)])
 def test_on_threads(optimizer, weighted, odd, x64):
     case, batches_of = odd(weighted)
     tx = OPTIMIZERS[optimizer]()

@@ -25,7 +25,7 @@ def test_each_stretch_is_a_box(tmp_path):
     figure = plot_timeline(log, tmp_path / "run.png")
     drawn = {box for box in boxes(figure) if box[1] in _COLORS.values()}
     assert drawn == {(one.worker, _COLORS[one.doing], one.start, one.end) for one in timeline(log)}
-    assert {box[1] for box in drawn} == set(_COLORS.values())
+    assert {box[1] for box in drawn} == {_COLORS[doing] for doing in ("step", "wait", "lost")}
     assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0", "worker 1", "worker 2"]
 

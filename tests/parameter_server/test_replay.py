@@ -24,8 +24,16 @@ def same_bits(a, b):
         assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("max_staleness", [0, 2, None])
+@pytest.mark.parametrize(
+    ("rule", "max_staleness"),
+    [
+        ("none", 0),
+        ("none", 2),
+        ("none", None),
+        ("delayed_nesterov", 0),
+        *((rule, 1) for rule in RULES if rule != "none"),
+    ],
+)
 def test_threads(rule, max_staleness, regression, tmp_path):
     tx = optax.adam(0.05)
     opt = so.async_sgd(tx, regression.loss_fn, workers=3, max_staleness=max_staleness, rule=RULES[rule])
@@ -117,7 +125,7 @@ def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of)
     for event in log:
         damaged.append(event._replace(version=event.version + (event.kind == "push")))
     first = next(index for index, event in enumerate(log) if event.kind == "push")
-    recorded = damaged[first]._replace(time=0.0)
+    recorded = damaged[first].without_times()
     assert message(damaged, tx, regression.loss_fn, regression.params, batches_of) == (
         f"replay: event {first} of the log is {recorded}, and the server comes to "
         f"{recorded._replace(version=recorded.version - 1)}.\n"
@@ -156,7 +164,7 @@ def test_a_log_is_saved_and_loaded(tmp_path):
     assert loaded == result.log
     assert list(loaded) == list(result.log)
     assert [one.name for one in tmp_path.iterdir()] == ["log.jsonl"]
-    assert path.stat().st_size / len(loaded) < 60
+    assert path.stat().st_size / len(loaded) < 70
     loaded.append(Event("leave", 0, 0, 0, 0))
     assert loaded != result.log
     assert repr(result.log) == f"Log({len(result.log)} events, max_staleness=1)"
@@ -174,8 +182,8 @@ def test_a_log_is_saved_and_loaded(tmp_path):
         (lambda lines: lines[:-2], "{path} has 6 events, and its header says 8."),
         (lambda lines: [*lines[:3], '["push",0,'], "line 4 of {path} is no event: '[\"push\",0,'."),
         (
-            lambda lines: [*lines[:3], '["fly",0,0,0,0,0,0.0]'],
-            "line 4 of {path} is no event: '[\"fly\",0,0,0,0,0,0.0]'.",
+            lambda lines: [*lines[:3], '["fly",0,0,0,0,0,0.0,0.0]'],
+            "line 4 of {path} is no event: '[\"fly\",0,0,0,0,0,0.0,0.0]'.",
         ),
         (lambda lines: [*lines[:3], '["push",0,0,0,0]'], "line 4 of {path} is no event: '[\"push\",0,0,0,0]'."),
     ],

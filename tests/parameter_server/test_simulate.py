@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardopt.parameter_server import SimulatedWorker, durations, replay, simulate, timeline
+from shardopt.parameter_server import Event, Log, SimulatedWorker, durations, replay, simulate, summarize, timeline
 
 INF = math.inf
 
@@ -99,6 +99,27 @@ def test_the_dead_are_forgotten_and_late_joiners_catch_up():
     # 2 s of two, 0.5 s lost with the half step of worker 1, which holds up nobody beyond its death
     assert [one.time for one in events if one.kind == "leave"] == [2.5]
     assert result.metrics["seconds"] == pytest.approx(10.25)
+
+
+def test_time_for_data_is_no_waiting():
+    log = Log({})
+    for event in (
+        Event("join", 0, 0, 0, 0, 0, 0.0),
+        Event("pull", 0, 0, 0, 0, 0, 2.0, waited=0.5),
+        Event("push", 0, 0, 1, 0, 0, 3.0),
+        Event("pull", 0, 1, 1, 1, 0, 4.0, waited=1.0),
+        Event("leave", 0, 1, 1, 1, 0, 4.5),
+    ):
+        log.append(event)
+    assert timeline(log) == [
+        (0, "data", 0.0, 1.5),
+        (0, "wait", 1.5, 2.0),
+        (0, "step", 2.0, 3.0),
+        (0, "wait", 3.0, 4.0),
+        (0, "lost", 4.0, 4.5),
+    ]
+    figures = summarize(log)
+    assert (figures["data_seconds"], figures["wait_seconds"], figures["step_seconds"]) == ({0: 1.5}, {0: 1.5}, {0: 1.0})
 
 
 def test_without_workers_it_ends():

@@ -265,6 +265,13 @@ REFUSED = {
         "async_sgd: the mesh of worker 0 has axes that nothing is split over: tensor (size 2).\n"
         "Fix: an async_sgd worker splits its batch: use so.make_mesh(data=...).",
     ),
+    "devices shared": (
+        {"workers": ["shared"]},
+        ValueError,
+        "async_sgd: a worker with several devices must have them for itself.\n"
+        "  cpu:1: workers 0, 1\n"
+        "Fix: give each its own, or one device to several workers.",
+    ),
     "negative staleness": (
         {"max_staleness": -1},
         ValueError,
@@ -332,6 +339,8 @@ def test_refusals(name):
     options, error, message = REFUSED[name]
     if options.get("workers") == ["mesh"]:
         options = {"workers": [so.make_mesh(data=1, tensor=2, devices=jax.devices()[:2])]}
+    if options.get("workers") == ["shared"]:
+        options = {"workers": [jax.devices()[:2], jax.devices()[1:3]]}
     with pytest.raises(error) as caught:
         run(**options)
     assert str(caught.value) == message

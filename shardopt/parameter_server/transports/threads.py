@@ -114,13 +114,14 @@ class _Crew:
     def step(self, worker: int) -> bool:
         """Do one step; say False if the worker has left, or all is over."""
         batch = self.compute.next_batch(worker)
+        asked = self.run.now()
         with self.changed:
             self.changed.wait_for(lambda: self.over() or self.dead(worker) or self.run.may_pull(worker))
             if self.over():
                 return False
             if batch is None or self.dead(worker):
-                return self.leave(worker)
-            pulled = self.run.pull(worker)
+                return self.leave(worker, asked)
+            pulled = self.run.pull(worker, asked)
             params = self.run.state.params
         update = self.compute.update(worker, params, batch, pulled.clock)
         with self.changed:
@@ -132,8 +133,8 @@ class _Crew:
             self.changed.notify_all()
         return True
 
-    def leave(self, worker: int) -> bool:
-        self.run.leave(worker)
+    def leave(self, worker: int, asked: float | None = None) -> bool:
+        self.run.leave(worker, asked)
         del self.until[worker]
         self.changed.notify_all()
         return False
