@@ -82,5 +82,6 @@ def _matching(num_stages: int, moves: list[Move]) -> list[Move]:
                     return True
         return False
 
-    assert all(place(stage, set()) for stage in range(num_stages))
+    found = [place(stage, set()) for stage in range(num_stages)]
+    assert all(found)
     return list(into.values())

@@ -111,6 +111,9 @@ def _check_blocks(recipe: Recipe, params: PyTree) -> None:
 def _check_stages(recipe: Recipe, schedule: Schedule, params: PyTree) -> None:
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     stages, chunks = schedule.num_stages, schedule.num_chunks
+    if num_blocks == 0:
+        what = f"there are no blocks to cut into {plural(stages, 'stage')}."
+        raise ValueError(complaint(recipe.who, what, fix="stack at least one block a stage and chunk."))
     if num_blocks % (stages * chunks):
         cut = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {stages * chunks}"
         what = f"{plural(num_blocks, 'block')} cannot be cut evenly into {cut}, remainder {num_blocks % (stages * chunks)}."

@@ -121,6 +121,7 @@ def _same_shape(recipe: Recipe, shapes: list[Any], treedef: Any, y: Any) -> list
     ):
         return leaves
     show = lambda leaves: ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"  # noqa: E731
-    what = f"a block of a pipeline must return what it is given, {show(shapes)}; it returned {show(leaves)}."
+    given, returned = (show(shapes), show(leaves)) if show(shapes) != show(leaves) else (treedef, structure)
+    what = f"a block of a pipeline must return what it is given, {given}; it returned {returned}."
     fix = "let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
     raise ValueError(complaint(recipe.who, what, fix=fix))

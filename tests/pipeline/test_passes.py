@@ -1,0 +1,223 @@
+"""A block taken apart gives what `jax.vjp` gives, whatever it is made of; each pass does its own share of the work."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardopt.pipeline.passes import rematerialised, take_apart
+
+ROWS, WIDTH = 3, 4
+
+
+@jax.custom_vjp
+def twice_in_reverse(x, w):
+    """Its gradient is not that of what it computes, so an executor that differentiates anew is found out."""
+    return x * w
+
+
+twice_in_reverse.defvjp(lambda x, w: (x * w, (x, w)), lambda kept, dy: (2 * dy * kept[1], 3 * (dy * kept[0]).sum()))
+
+
+@jax.custom_jvp
+def bent(x):
+    return jnp.abs(x)
+
+
+bent.defjvp(lambda primals, tangents: (bent(*primals), 5 * tangents[0]))
+
+
+def scanned(given, x):
+    w, _ = given
+    rows, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x[0], None, length=3)
+    return [rows]
+
+
+def unrolled(given, x):
+    w, _ = given
+    rows, _ = jax.lax.scan(lambda h, s: (jnp.tanh(h @ w * s), h.sum()), x[0], jnp.arange(3.0), unroll=True)
+    return [rows]
+
+
+def checkpointed(given, x):
+    w, b = given
+    return [x[0] + jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w))(x[0], w) * b]
+
+
+def branching(given, x):
+    w, b = given
+    return [jax.lax.cond(b > 0, lambda x: jnp.tanh(x @ w), lambda x: x @ w.T, x[0])]
+
+
+def looping(given, x):
+    w, b = given
+    return [jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w) * b + i, x[0])]
+
+
+CONSTANT = np.linspace(-1.0, 1.0, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
+BLOCKS = {
+    "linear": lambda g, x: [x[0] @ g[0] + g[1]],
+    "residual": lambda g, x: [x[0] + jnp.tanh(x[0] @ g[0]) @ g[0].T * g[1]],
+    "relu": lambda g, x: [jax.nn.relu(x[0] @ g[0])],
+    "softmax": lambda g, x: [jax.nn.softmax(x[0] @ g[0]) @ g[0]],
+    "gelu": lambda g, x: [jax.nn.gelu(x[0] @ g[0]) * jax.nn.silu(x[0])],
+    "norm": lambda g, x: [(x[0] - x[0].mean(-1, keepdims=True)) / (x[0].std(-1, keepdims=True) + 0.1) @ g[0]],
+    "custom_vjp": lambda g, x: [twice_in_reverse(x[0] @ g[0], g[1])],
+    "custom_jvp": lambda g, x: [bent(x[0] @ g[0])],
+    "constant": lambda g, x: [jnp.tanh(x[0] @ CONSTANT @ g[0])],
+    "jit": lambda g, x: [jax.jit(lambda x, w: jnp.tanh(x @ w))(x[0], g[0]) * g[1]],
+    "scanned": scanned,
+    "unrolled": unrolled,
+    "checkpointed": checkpointed,
+    "branching": branching,
+    "looping": looping,
+    "identity": lambda g, x: list(x),
+    "the weight passes through": lambda g, x: [x[0] + g[0][:ROWS]],
+    "the input is not used": lambda g, x: [jnp.zeros_like(x[0]) + jnp.tanh(g[0][:ROWS])],
+    "a weight is not used": lambda g, x: [jnp.sin(x[0]) * g[1]],
+    "constant output": lambda g, x: [jnp.ones_like(x[0])],
+    "stopped": lambda g, x: [x[0] @ jax.lax.stop_gradient(g[0]) + jax.lax.stop_gradient(x[0]) @ g[0]],
+    "sorted": lambda g, x: [jnp.sort(x[0] @ g[0], axis=-1)],
+    "dropout": lambda g, x: [x[0] @ g[0] * jax.random.bernoulli(jax.random.key(7), 0.5, x[0].shape)],
+    "the same weight twice": lambda g, x: [x[0] @ g[0] @ g[0] @ g[0]],
+}
+
+
+def example():
+    draw = np.random.default_rng(0)
+    given = [jnp.asarray(draw.normal(size=(WIDTH, WIDTH))), jnp.asarray(0.7)]
+    return given, [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))], [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))]
+
+
+def check(f, given, x, dy, trained):
+    """Compare every way through the passes with jax.vjp."""
+    floating = [i for i, leaf in enumerate(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+    def plain(weights, inputs):
+        here, there = list(given), list(x)
+        for place, w in zip(trained, weights, strict=True):
+            here[place] = w
+        for place, one in zip(floating, inputs, strict=True):
+            there[place] = one
+        y = f(here, there)
+        return [y[i] for i in floating], y
+
+    _, vjp, y = jax.vjp(plain, [given[i] for i in trained], [x[i] for i in floating], has_aux=True)
+    dw, dx = vjp(dy)
+    passes = take_apart(f, given, x, trained=trained)
+    for one in (passes, rematerialised(passes, x)):
+
+        @jax.jit
+        def run(given, x, dy, one=one):
+            found, kept = one.forward(given, x)
+            assert [(k.shape, k.dtype) for k in kept] == [(k.shape, k.dtype) for k in one.kept]
+            dx, deferred = one.backward(given, kept, dy)
+            assert [(k.shape, k.dtype) for k in deferred] == [(k.shape, k.dtype) for k in one.deferred]
+            dw = one.weight(given, [kept[i] for i in one.weight_keeps], deferred)
+            return found, dx, dw, one.both(given, kept, dy)
+
+        found, its_dx, its_dw, both = run(given, x, dy)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14)
+        for a, b in zip([*found, *its_dx, *its_dw], [*y, *dx, *dw], strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            close(a, b)
+        for a, b in zip([*both[0], *both[1]], [*dx, *dw], strict=True):
+            close(a, b)
+    return passes
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_any_block(name, x64):
+    check(BLOCKS[name], *example(), trained=[0, 1])
+
+
+@pytest.mark.parametrize("trained", [[], [1], [0]], ids=str)
+def test_some_of_the_weights(trained, x64):
+    check(BLOCKS["residual"], *example(), trained=trained)
+
+
+def test_integer_leaves_of_what_travels_and_of_the_weights(x64):
+    (w, b), (x,), (dy,) = example()
+
+    def f(given, x):
+        w, b, table, mask = given
+        h = jnp.where(mask[x[1]][:, None], jnp.tanh(x[0] @ w), x[0]) * b
+        return [h, (x[1] + table) % 4, x[2] + h[:, 0]]
+
+    given = [w, b, jnp.int32(1), jnp.array([True, False, True, True])]
+    travels = [x, jnp.array([0, 1, 3], jnp.int32), jnp.ones(ROWS)]
+    passes = check(f, given, travels, [dy, jnp.arange(3.0)], trained=[0, 1])
+    assert not [one for one in passes.deferred if jnp.issubdtype(one.dtype, jnp.integer)]
+
+
+def test_half_precision(x64):
+    given, x, dy = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), example())
+    check(BLOCKS["residual"], given, x, dy, trained=[0, 1])
+
+
+def test_complex_numbers(x64):
+    given, x, dy = jax.tree.map(lambda leaf: leaf + 1j * leaf[..., ::-1] if leaf.ndim else leaf, example())
+    check(BLOCKS["residual"], given, x, dy, trained=[0])
+
+
+def count(f, *args, primitive="dot_general"):
+    jaxpr = jax.make_jaxpr(f)(*args)
+    return sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
+
+
+def test_each_inner_product_runs_once(x64):
+    """Two products forwards, two more for the input, two more for the weights: none of them twice."""
+    given, x, dy = example()
+
+    def mlp(g, x):
+        return [x[0] + jnp.tanh(x[0] @ g[0]) @ g[1]]
+
+    given = [given[0], given[0].T]
+    passes = take_apart(mlp, given, x, trained=[0, 1])
+    _, kept = passes.forward(given, x)
+    _, deferred = passes.backward(given, kept, dy)
+    assert count(passes.forward, given, x) == 2
+    assert count(passes.backward, given, kept, dy) == 2
+    assert count(passes.weight, given, [kept[i] for i in passes.weight_keeps], deferred) == 2
+    assert count(passes.both, given, kept, dy) == 4
+    again = rematerialised(passes, x)
+    _, deferred = again.backward(given, x, dy)
+    assert count(again.backward, given, x, dy) >= 3
+    assert count(again.weight, given, [], deferred) == 2
+
+
+def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
+    given, x, dy = example()
+    big = jnp.ones((WIDTH, 50 * WIDTH))
+    f = lambda g, x: [x[0] @ jnp.tanh(g[0]) @ jnp.exp(g[0].T) * jax.random.uniform(jax.random.key(g[1]))]  # noqa: E731
+    passes = take_apart(f, [big, jnp.int32(3)], x, trained=[0])
+    sizes = [one.size for one in (*passes.kept, *passes.deferred)]
+    assert max(sizes) < big.size
+    assert sum(one.size for one in passes.kept) <= ROWS * (WIDTH + 50 * WIDTH)
+    check(f, [big, jnp.int32(3)], x, dy, trained=[0])
+
+
+def test_elementwise_results_are_not_kept(x64):
+    given, x, _ = example()
+    passes = take_apart(lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], given, x, trained=[0])
+    assert [one.shape for one in passes.kept] == [(ROWS, WIDTH)] * 2  # x, and x @ w
+
+
+def test_effects_run_once_a_forward(x64, capfd):
+    given, x, dy = example()
+
+    def f(g, x):
+        jax.debug.print("seen")
+        return [jnp.tanh(x[0] @ g[0])]
+
+    passes = take_apart(f, given, x, trained=[0])
+    _, kept = jax.jit(passes.forward)(given, x)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "seen\n"
+    dx, deferred = jax.jit(passes.backward)(given, kept, dy)
+    jax.jit(passes.weight)(given, [kept[i] for i in passes.weight_keeps], deferred)
+    jax.jit(passes.both)(given, kept, dy)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == ""

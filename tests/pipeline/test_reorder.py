@@ -1,0 +1,86 @@
+"""Blocks reach the stage that runs them, whatever it is, and their gradients the stage that stores them."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+from shardopt.collectives import per_device
+from shardopt.pipeline import reorder
+
+PLACES = {
+    "ring": lambda stages, chunks: [*range(stages)] * chunks,
+    "v": lambda stages, chunks: [s for c in range(chunks) for s in (range(stages) if c % 2 == 0 else range(stages)[::-1])],
+    "backwards": lambda stages, chunks: [*range(stages)[::-1]] * chunks,
+    "in a row": lambda stages, chunks: [s for s in range(stages) for _ in range(chunks)],
+    "shuffled": lambda stages, chunks: np.random.default_rng(5).permutation([*range(stages)] * chunks).tolist(),
+}
+
+
+def placed(stage_of):
+    """A schedule of one micro-batch with virtual stages where they are wanted."""
+    count = len(stage_of)
+    forward = np.arange(count)[:, None]
+    return so.schedules.from_ticks(1 + max(stage_of), forward, 2 * count - 1 - forward, stage_of=stage_of)
+
+
+def run(schedule, move, leaves, specs, mesh):
+    whole = [P("pipeline")] * len(leaves)
+    f = per_device(lambda *xs: move(schedule, list(xs), specs), mesh, in_specs=tuple(whole), out_specs=whole)
+    return jax.jit(f)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (4, 1)])
+def test_every_block_reaches_the_stage_that_runs_it_and_returns(place, stages, chunks, mesh_of):
+    schedule = placed(PLACES[place](stages, chunks))
+    mesh, k = mesh_of(data=1, tensor=2, pipeline=stages), 2
+    numbers = jnp.arange(stages * chunks * k)
+    leaves = [numbers, numbers[:, None] * jnp.array([[1.0, 10.0]]), numbers % 2 == 0, numbers.astype(jnp.bfloat16)]
+    specs = [P(), P(None, "tensor"), P(), P()]
+    there = run(schedule, reorder.to_schedule, leaves, specs, mesh)(*leaves)
+    wanted = np.array(schedule.virtual_stages).reshape(-1, 1) * k + np.arange(k)
+    for leaf, found in zip(leaves, there, strict=True):
+        assert found.dtype == leaf.dtype
+        np.testing.assert_array_equal(found, np.asarray(leaf)[wanted.reshape(-1)])
+    back = run(schedule, reorder.to_model, leaves, specs, mesh)(*there)
+    for leaf, found in zip(leaves, back, strict=True):
+        np.testing.assert_array_equal(found, leaf)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("stages", "chunks"), [(4, 2), (4, 1)])
+def test_one_permute_a_chunk_and_none_where_nothing_moves(place, stages, chunks, mesh_of):
+    schedule = placed(PLACES[place](stages, chunks))
+    x = jnp.zeros((stages * chunks, 3))
+    text = str(jax.make_jaxpr(run(schedule, reorder.to_schedule, [x], [P()], mesh_of(data=1, pipeline=stages)))(x))
+    stays = PLACES[place](stages, chunks) == [s for s in range(stages) for _ in range(chunks)]
+    assert reorder.in_order(schedule) == stays
+    assert text.count("ppermute") == (0 if stays else chunks)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(stages=st.integers(1, 9), chunks=st.integers(1, 5), draw=st.randoms(use_true_random=False))
+def test_rounds_are_permutations_and_hold_every_move_once(stages, chunks, draw):
+    homes = [*range(stages)] * chunks
+    draw.shuffle(homes)
+    moves = reorder._moves(placed(homes))
+    rounds = reorder._rounds(stages, moves)
+    assert len(rounds) == chunks
+    assert sorted(move for one in rounds for move in one) == sorted(moves)
+    for one in rounds:
+        assert sorted(move[0] for move in one) == sorted(move[2] for move in one) == [*range(stages)]
+
+
+def test_optimised_python_finds_the_rounds_too():
+    """Under `python -O` assertions are not run, so nothing may depend on what they do."""
+    code = "from shardopt.pipeline import reorder as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
+    ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "2\n"

@@ -1,0 +1,96 @@
+"""Hybrid equals one device on the union batch: every pair of schedule, placement, mesh, sizes, optimizer and model."""
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from support.pairwise import all_pairs
+from support.pipelines import BLOCK_MODELS, MICRO_BATCHES, SCHEDULES, block_problem, micro_batches
+from support.reference import OPTIMIZERS, relative_difference, train
+
+import shardopt as so
+
+MESHES = [
+    {"data": 2, "tensor": 2, "pipeline": 2},
+    {"tensor": 2, "pipeline": 4},
+    {"data": 2, "pipeline": 4},
+    {"pipeline": 8},
+    {"data": 4, "pipeline": 2},
+    {"replica": 2, "data": 2, "pipeline": 2},
+]
+FACTORS = {
+    "schedule": list(SCHEDULES),
+    "placement": ["ddp", "zero1", "zero2", "zero3", "fsdp"],
+    "mesh": MESHES,
+    "micro_batches": list(MICRO_BATCHES),
+    "optimizer": ["momentum", "clip_adamw", "muon", "adafactor"],
+    "weighted": [False, True],
+    "remat": [False, True],
+    "model": list(BLOCK_MODELS),
+}
+ROWS = all_pairs(FACTORS)
+
+
+def row_id(row) -> str:
+    mesh = ",".join(f"{axis}{size}" for axis, size in row["mesh"].items())
+    words = [row["schedule"], row["placement"], mesh, row["micro_batches"], row["optimizer"], row["model"]]
+    return "-".join([*words, *(["weighted"] if row["weighted"] else []), *(["remat"] if row["remat"] else [])])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
+    sizes = {"data": 1} | row["mesh"]
+    stages = sizes["pipeline"]
+    count = micro_batches(row["schedule"], row["micro_batches"], stages)
+    devices = sizes["data"] * sizes.get("replica", 1)
+    num_blocks = 16 if stages == 8 else 8
+    case = block_problem(row["model"], weighted=row["weighted"], num_blocks=num_blocks, rows=2 * count * devices)
+    tx = OPTIMIZERS[row["optimizer"]]()
+    opt = so.hybrid(
+        tx,
+        mesh_of(**sizes),
+        case.loss_fn,
+        schedule=SCHEDULES[row["schedule"]],
+        micro_batches=count,
+        placement=row["placement"],
+        rules=case.rules if "tensor" in sizes else (),
+        min_shard_elements=8,
+        remat=row["remat"],
+    )
+    expected, final = train(tx, case.reference, case.params, case.batches)
+    state = opt.init(case.params)
+    if ROWS.index(row) % 2:  # before the first step and not donated; it takes a third of the time
+        loss = opt.evaluate(state, case.batches[0])["loss"]
+        np.testing.assert_allclose(loss, expected[0][0], rtol=1e-10)
+    found = []
+    for batch in case.batches:
+        state, metrics = opt.step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert relative_difference(state.params, final) <= 1e-10
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+def test_the_rows_cover_every_pair():
+    for a, b in itertools.combinations(FACTORS, 2):
+        seen = {(str(row[a]), str(row[b])) for row in ROWS}
+        assert len(seen) == len(FACTORS[a]) * len(FACTORS[b]), (a, b)
+    assert len(ROWS) < math.prod(map(len, FACTORS.values())) / 100
+
+
+def test_the_rows_cover_both_kinds_of_evaluation():
+    evaluated = [row for row in ROWS if ROWS.index(row) % 2]
+    for name, values in FACTORS.items():
+        assert {str(row[name]) for row in evaluated} == set(map(str, values)), name
+
+
+def test_the_problems_tell_devices_apart():
+    """Rows of the first device must not stand for all: or forgetting a reduction would not show."""
+    with jax.enable_x64(True):
+        for name in BLOCK_MODELS:
+            case = block_problem(name, weighted=True, num_blocks=4, rows=8, steps=1)
+            half = jax.tree.map(lambda x: x[:4], case.batches[0])
+            one, other = (jax.grad(case.reference, allow_int=True)(case.params, b) for b in (case.batches[0], half))
+            leaves = [(a, b) for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True) if a.dtype == float]
+            assert max(float(abs(a - b).max()) for a, b in leaves) > 1e-3
