@@ -94,6 +94,42 @@ def test_10_000_pushes_with_random_stalls(max_staleness):
     assert max(result.metrics["delay"]) <= 7 * (2 * max_staleness + 1) * (max_staleness > 0)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    max_staleness=st.sampled_from([*BOUNDS, None]),
+    lives=st.lists(
+        st.tuples(
+            st.floats(0.1, 5.0), st.lists(st.floats(0.0, 30.0), min_size=2, max_size=6, unique=True), st.booleans()
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_deaths_at_any_time_leave_nobody_waiting_for_ever(max_staleness, lives, seed):
+    """A simulation whose queue runs dry while somebody is there would be a deadlock."""
+    workers = []
+    for mean, times, for_good in lives:
+        times = sorted(times)[: len(times) // 2 * 2]
+        if for_good:
+            times[-1] = float("inf")
+        presence = tuple(zip(times[::2], times[1::2], strict=True))
+        workers.append(
+            so.parameter_server.SimulatedWorker(so.parameter_server.durations.exponential(mean), presence=presence)
+        )
+    result = so.parameter_server.simulate(workers, max_staleness=max_staleness, num_updates=60, seed=seed)
+    here = Counter()
+    for event in result.log:
+        here[event.worker] += {"join": 1, "leave": -1}.get(event.kind, 0)
+        assert max_staleness is None or event.staleness <= max_staleness
+    if any(for_good for *_, for_good in lives):
+        assert result.metrics["stopped"] == "completed"
+    if result.metrics["stopped"] == "exhausted":
+        assert not any(here.values())
+    else:
+        assert result.metrics["updates"] == 60
+
+
 @pytest.mark.parametrize("max_staleness", [1, 2, 8])
 @pytest.mark.parametrize("others", [1, 3])
 def test_the_bound_on_versions_is_reached(max_staleness, others):

@@ -57,6 +57,22 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression):
     same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_threads_with_random_kills(seed, regression):
+    """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every bit."""
+    draw = np.random.default_rng(seed)
+    presence = {}
+    for worker in (1, 2, 3):
+        times = [float(time) for time in sorted(draw.choice(60, size=4, replace=False))]
+        presence[worker] = [(times[0], times[1]), (times[2], times[3])]
+    tx = optax.sgd(0.02, momentum=0.9)
+    opt = so.async_sgd(tx, regression.loss_fn, workers=4, max_staleness=int(draw.integers(3)))
+    result = opt.run(regression.params, regression.batches_of(4), num_updates=60, presence=presence)
+    assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 60)
+    assert result.metrics["history"]["loss"].shape == (60,)
+    same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
+
+
 def test_threads_with_several_devices(regression):
     devices = jax.devices()
     opt = so.async_sgd(

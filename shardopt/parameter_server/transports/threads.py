@@ -134,19 +134,23 @@ class _Crew:
         return True
 
     def leave(self, worker: int, asked: float | None = None) -> bool:
+        """Let the worker go, with whatever it was computing."""
         self.run.leave(worker, asked)
         del self.until[worker]
         self.changed.notify_all()
         return False
 
     def over(self) -> bool:
+        """Whether every thread is to end."""
         return self.stopped or self.run.state.version >= self.num_updates
 
     def due(self, worker: int) -> bool:
+        """Whether the worker's next period has come."""
         periods = self.periods[worker]
         return bool(periods) and worker not in self.until and periods[0][0] <= self.run.state.version
 
     def dead(self, worker: int) -> bool:
+        """Whether the worker's present period is at its end."""
         return self.run.state.version >= self.until[worker]
 
     def stuck(self) -> bool:
