@@ -66,9 +66,9 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
     if len(names) > 1:
         fix = "make the state for one axis; stacked leaves can be split over several by state_specs."
         raise ValueError(complaint("init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix))
-    run = jax.vmap(lambda _: tx.init(params), axis_name=names[0], axis_size=int(axis_size))
-    everywhere = run(jnp.zeros(int(axis_size)))
-    return _map(everywhere, lambda leaf: leaf, lambda leaf: jax.tree.map(lambda x: x[0], leaf))
+    run: Any = jax.vmap(lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size))
+    everywhere: Any = run(jnp.zeros(int(axis_size)))
+    return _map(everywhere, lambda leaf: leaf, lambda leaf: leaf[0])
 
 
 def stack_state(state: PyTree, axis_size: int) -> PyTree:

@@ -37,8 +37,8 @@ def check_inner(who: str, inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def check_params(who: str, params: Any) -> None:
-    """Refuse an update without parameters.
+def check_params(who: str, params: Any) -> Any:
+    """Return the parameters, refusing an update without any.
 
     Raises:
       ValueError: if there are none.
@@ -46,3 +46,4 @@ def check_params(who: str, params: Any) -> None:
     if params is None:
         fix = "call update(grads, state, params)."
         raise ValueError(complaint(who, "update needs the parameters.", fix=fix))
+    return params

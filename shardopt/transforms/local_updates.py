@@ -76,14 +76,14 @@ def local_updates(
 
     def update(updates, state, params=None, **extra_args: Any):
         axis_size(who, axis_name)
-        check_params(who, params)
+        known: Any = check_params(who, params)
         found, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
         # in a wide dtype, in which p + (mean - p) is the mean for half-precision parameters
-        found = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), found, params)
+        found = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), found, known)
 
         def synchronise(found):
-            mean, _ = exact().reduce(optax.apply_updates(params, found), (), axis_name)
-            return jax.tree.map(lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype), mean, params, found)
+            mean, _ = exact().reduce(optax.apply_updates(known, found), (), axis_name)
+            return jax.tree.map(lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype), mean, known, found)
 
         if isinstance(sync_every, int) and sync_every == 1:
             found = synchronise(found)

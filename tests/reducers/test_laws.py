@@ -11,7 +11,7 @@ import shardopt as so
 
 R = so.reducers
 quick = settings(
-    max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=4)
 SIZES = st.sampled_from([1, 2, 3, 8])
@@ -58,7 +58,7 @@ def test_density_one_gives_the_exact_mean(shapes, size, seed, x64, on_devices, d
         np.testing.assert_allclose(mean[name], np.broadcast_to(g.mean(0), g.shape), rtol=1e-13, atol=1e-14)
 
 
-@settings(quick, max_examples=4)
+@settings(quick, max_examples=3)
 @given(shape=st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(1, 3)), size=SIZES, seed=st.integers(0, 99))
 def test_full_rank_gives_the_exact_mean(shape, size, seed, x64, on_devices, draw_gradients):
     grads = draw_gradients([shape], size, seed=seed, dtype=np.float64)

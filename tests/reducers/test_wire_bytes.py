@@ -43,10 +43,9 @@ def audited(reducer, mesh, grads, axis="data"):
     return so.audit(program_of(reducer, mesh, axis), grads, state, mesh=mesh)
 
 
-@pytest.mark.parametrize("size", [3, 8])
 @pytest.mark.parametrize("reducer", REDUCERS, ids=lambda one: one.name)
-def test_the_compiled_program_sends_what_was_stated(reducer, size, mesh_of):
-    for one in (reducer, R.error_feedback(reducer)) if size == 3 else (reducer,):
+def test_the_compiled_program_sends_what_was_stated(reducer, mesh_of):
+    for size, one in ((8, reducer), (3, R.error_feedback(reducer))):
         found = audited(one, mesh_of(data=size), ODD)
         assert found.total_wire_bytes == one.wire_bytes(ODD, size), f"{found}"
         assert {collective.axes for collective in found.collectives} == {("data",)}
@@ -60,9 +59,8 @@ def test_two_axes_send_what_one_of_their_size_does(reducer, mesh_of):
 
 
 def test_nothing_is_sent_to_nobody(mesh_of):
-    for reducer in REDUCERS:
-        assert reducer.wire_bytes(ODD, 1) == 0
-        assert audited(reducer, mesh_of(data=1), ODD).collectives == ()
+    assert [reducer.wire_bytes(ODD, 1) for reducer in REDUCERS] == [0] * len(REDUCERS)
+    assert audited(R.int8(), mesh_of(data=1), ODD).collectives == ()
 
 
 @pytest.mark.parametrize(
@@ -122,16 +120,14 @@ def test_power_sgd_on_the_gpt_is_its_formula(gpt_params):
 
 
 def test_the_gpt_compiles_to_those_bytes(gpt_params, mesh_of):
-    for reducer in (R.int8(), R.power_sgd(4)):
-        found = audited(reducer, mesh_of(data=4), gpt_params)
-        assert found.total_wire_bytes == reducer.wire_bytes(gpt_params, 4)
+    found = audited(R.int8(), mesh_of(data=4), gpt_params)
+    assert found.total_wire_bytes == R.int8().wire_bytes(gpt_params, 4)
 
 
 def test_leaves_travel_in_buckets(mesh_of, monkeypatch):
-    many = {f"leaf{i:02}": jnp.ones((30, 10)) for i in range(20)}
-    kinds = lambda: [one.kind for one in audited(R.int8(), mesh_of(data=4), many).collectives]  # noqa: E731
-    assert len(kinds()) == 4, "codes and scales, there and back"
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 1000)  # three leaves each: seven buckets
+    many = {f"leaf{i}": jnp.ones((30, 10)) for i in range(7)}
+    found = audited(R.int8(), mesh_of(data=4), many)
+    assert [one.kind for one in found.collectives] == ["all-to-all"] * 2 + ["all-gather"] * 2, "codes and scales"
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 1000)
+    assert [bucket.size for bucket in buckets.plan_buckets([300] * 7, ["fp32"] * 7)] == [900, 900, 300]
     assert R.int8().wire_bytes(many, 4) == audited(R.int8(), mesh_of(data=4), many).total_wire_bytes
-    assert sorted(set(kinds())) == ["all-gather", "all-to-all"]
-    assert len(buckets.plan_buckets([300] * 20, ["fp32"] * 20)) == 7

@@ -50,16 +50,3 @@ def on_devices():
         return jax.tree.map(np.asarray, under_vmap(f, size)(*args))
 
     return run
-
-
-@pytest.fixture(scope="session")
-def draw_gradients():
-    """Return a function from shapes to gradients [size, *shape] of scales far apart."""
-
-    def make(shapes, size, *, seed=0, dtype=np.float32):
-        draw = np.random.default_rng(seed)
-        scales = [10.0 ** (i % 3 - 1) for i in range(len(shapes))]
-        arrays = [scale * draw.normal(size=(size, *shape)) for scale, shape in zip(scales, shapes, strict=True)]
-        return {f"leaf{i}": jnp.asarray(x, dtype) for i, x in enumerate(arrays)}
-
-    return make
