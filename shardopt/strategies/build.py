@@ -11,6 +11,7 @@ from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import PyTree, TrainState
 from shardopt.partition import Report, report
 from shardopt.pipeline import Schedule
+from shardopt.reducers import Reducer
 from shardopt.strategies.batch import batch_sharding, check_batch, place_batch
 from shardopt.strategies.init import init_state
 from shardopt.strategies.placement import Placement
@@ -22,7 +23,8 @@ from shardopt.strategies.state import check_placement, check_state
 class Config(NamedTuple):
     """How a strategy was built. `report(abstract_params=None)` gives the placement of every leaf.
 
-    `schedule` is None where micro-batches run one after another, without a pipeline.
+    `schedule` is None where micro-batches run one after another, without a pipeline. `recipe` is what the strategy was
+    built from, for combinators over strategies.
     """
 
     strategy: str
@@ -35,6 +37,8 @@ class Config(NamedTuple):
     frozen: tuple[str, ...]
     schedule: Schedule | None
     remat: bool
+    reducer: Reducer | None
+    recipe: Recipe
     report: Callable[..., Report]
 
 
@@ -114,6 +118,8 @@ def build(recipe: Recipe) -> ShardedOptimizer:
             frozen=tuple(recipe.frozen),
             schedule=recipe.schedule,
             remat=recipe.remat,
+            reducer=recipe.reducer,
+            recipe=recipe,
             report=make_report,
         ),
     )

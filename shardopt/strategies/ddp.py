@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import LossFn, Rules
+from shardopt.reducers import Reducer
 from shardopt.strategies.build import build
 from shardopt.strategies.placement import DDP
 from shardopt.strategies.recipe import Recipe
@@ -17,6 +18,7 @@ def ddp(
     mesh: Mesh,
     loss_fn: LossFn,
     *,
+    reducer: Reducer | None = None,
     micro_batches: int = 1,
     rules: Rules = (),
     frozen: Sequence[str] = (),
@@ -45,6 +47,9 @@ def ddp(
         Batch leaves are [global batch, ...] outside and [rows here, ...] inside. It runs in the per-device view,
         but for the tensor axis; a kernel that wants every axis manual (Pallas, callbacks) is wrapped in
         `jax.shard_map(kernel, in_specs=..., out_specs=..., axis_names={"tensor"}, check_vma=False)`.
+      reducer: how the mean of gradients crosses the wire, from `so.reducers`; by default as an exact all-reduce. Its
+        state lives in the train state, what differs between devices one row a device. See the reducer for what it does
+        to the equivalence and to the bytes.
       micro_batches: into how many pieces each device cuts its rows, one differentiated at a time.
       rules: `[(regex, PartitionSpec), ...]` or `(path, shape) -> PartitionSpec | None`, placing dims on the
         tensor axis; searched in key paths such as "blocks/attention/qkv", the first match wins. For leaves of
@@ -71,4 +76,6 @@ def ddp(
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
-    return build(Recipe("ddp", tx, mesh, loss_fn, DDP, micro_batches=micro_batches, rules=rules, frozen=frozen))
+    return build(
+        Recipe("ddp", tx, mesh, loss_fn, DDP, micro_batches=micro_batches, rules=rules, frozen=frozen, reducer=reducer)
+    )

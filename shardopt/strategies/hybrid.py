@@ -11,6 +11,7 @@ from shardopt.core.errors import complaint, plural
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import Rules
 from shardopt.pipeline import Schedule, schedules
+from shardopt.reducers import Reducer
 from shardopt.strategies.build import build
 from shardopt.strategies.placement import PLACEMENTS
 from shardopt.strategies.recipe import Recipe, check_count, check_mesh
@@ -29,6 +30,7 @@ def hybrid(
     gather_dtype: Any = None,
     frozen: Sequence[str] = (),
     remat: bool = False,
+    reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
     """Train a model that is cut over data, tensor and pipeline axes at once.
 
@@ -72,6 +74,7 @@ def hybrid(
       frozen: see `ddp`.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
         memory of one activation a slot.
+      reducer: see `ddp`; how gradients cross the data axis. For placements "ddp" and "zero1".
 
     Returns:
       A `ShardedOptimizer`.
@@ -131,6 +134,7 @@ def hybrid(
             frozen=frozen,
             schedule=table if num_stages > 1 else None,
             remat=remat,
+            reducer=reducer,
         )
     )
 

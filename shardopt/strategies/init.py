@@ -11,6 +11,7 @@ from shardopt.core.types import PyTree, TrainState
 from shardopt.mesh import on_mesh
 from shardopt.strategies.programs import Program, Programs, abstract_params
 from shardopt.strategies.recipe import Recipe
+from shardopt.strategies.reducing import Reduced, init_reducer
 
 
 def init_state(recipe: Recipe, programs: Programs, params: Any, rng: Any) -> TrainState:
@@ -31,7 +32,9 @@ def init_state(recipe: Recipe, programs: Programs, params: Any, rng: Any) -> Tra
 
     def init_opt_state(params):
         # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
-        return _copy(recipe.tx.init(program.layout.trainable(params)))
+        state = _copy(recipe.tx.init(program.layout.trainable(params)))
+        through = program.layout.reducer
+        return state if through is None else Reduced(state, init_reducer(through))
 
     opt_state = jax.jit(on_mesh(recipe.mesh, init_opt_state), out_shardings=on.opt_state)(placed)
     # Folded, so that the steps do not draw what init_fn drew.

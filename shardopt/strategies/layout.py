@@ -15,6 +15,7 @@ from shardopt.partition import LeafPlan, plan_leaves, state_specs
 from shardopt.partition.paths import leaves_with_paths
 from shardopt.pipeline import Schedule
 from shardopt.strategies.recipe import Recipe
+from shardopt.strategies.reducing import Reduced, ReducerPlan, init_reducer, local_shape, reducer_specs
 
 
 class Layout(NamedTuple):
@@ -25,12 +26,14 @@ class Layout(NamedTuple):
       plans: a `LeafPlan` a leaf, in that order.
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
+      reducer: how gradients go through the recipe's reducer; None without one.
     """
 
     treedef: Any
     plans: tuple[LeafPlan, ...]
     abstract: TrainState
     specs: TrainState
+    reducer: ReducerPlan | None = None
 
     def trainable(self, params: PyTree) -> PyTree:
         """Return the parameters with None in place of the frozen leaves."""
@@ -75,12 +78,25 @@ def make_layout(recipe: Recipe, abstract_params: PyTree) -> Layout:
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     step = jax.ShapeDtypeStruct((), jnp.int32)
     param_specs = treedef.unflatten([plan.spec(split=recipe.placement.params) for plan in flat])
+    through = _reducer_plan(recipe, flat)
+    if through is not None:
+        opt_state = Reduced(opt_state, jax.eval_shape(lambda: init_reducer(through)))
+        opt_specs = Reduced(opt_specs, reducer_specs(through))
     return Layout(
         treedef,
         flat,
         abstract=TrainState(step, abstract_params, opt_state, key),
         specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
+        reducer=through,
     )
+
+
+def _reducer_plan(recipe: Recipe, plans: Sequence[LeafPlan]) -> ReducerPlan | None:
+    if recipe.reducer is None:
+        return None
+    trained = [plan for plan in plans if plan.trainable]
+    leaves = [local_shape(recipe.mesh, plan, plan.spec(split=False)) for plan in trained]
+    return ReducerPlan(recipe.reducer, recipe.mesh, recipe.axes, tuple(leaves), tuple(p.tensor for p in trained))
 
 
 def shardings(mesh: Any, specs: PyTree) -> PyTree:

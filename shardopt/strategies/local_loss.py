@@ -27,7 +27,7 @@ from shardopt.strategies.recipe import Recipe
 
 def num_pieces(recipe: Recipe) -> int:
     """Return into how many pieces the global batch is cut: devices along the data axes times micro-batches."""
-    return math.prod(recipe.mesh.shape[axis] for axis in data_axes(recipe.mesh)) * recipe.micro_batches
+    return math.prod(recipe.mesh.shape[axis] for axis in recipe.axes) * recipe.micro_batches
 
 
 def cut(batch: PyTree, count: int) -> tuple[PyTree, Any]:

@@ -15,6 +15,7 @@ from shardopt.strategies.batch import batch_sharding
 from shardopt.strategies.gradients import make_gradients, make_loss
 from shardopt.strategies.layout import Layout, make_layout, shardings
 from shardopt.strategies.recipe import Recipe
+from shardopt.strategies.reducing import Reduced
 from shardopt.strategies.update import apply_update, global_norm
 
 
@@ -112,8 +113,13 @@ def _make_program(recipe: Recipe, layout: Layout) -> Program:
         def value_fn(params):
             return loss(params, batch, state.step, state.rng)[0]
 
-        found = gradients(state.params, batch, state.step, state.rng)
-        params, opt_state = apply_update(recipe, layout, state.params, state.opt_state, found, value_fn)
+        opt_state, reducer_state = state.opt_state, None
+        if layout.reducer is not None:
+            opt_state, reducer_state = opt_state
+        found = gradients(state.params, batch, state.step, state.rng, reducer_state)
+        params, opt_state = apply_update(recipe, layout, state.params, opt_state, found, value_fn)
+        if layout.reducer is not None:
+            opt_state = Reduced(opt_state, found.reducer)
         metrics = {"loss": found.loss, "grad_norm": global_norm(found.grads), **found.metrics}
         return TrainState(state.step + 1, params, opt_state, state.rng), metrics
 

@@ -13,16 +13,19 @@ from shardopt.core.block_model import as_block_model
 from shardopt.core.errors import complaint
 from shardopt.core.optimizer import check_optimizer
 from shardopt.core.types import LossFn, Rules
-from shardopt.mesh import AXES
+from shardopt.mesh import AXES, data_axes
 from shardopt.partition.rules import check_rules
 from shardopt.pipeline import Schedule
+from shardopt.reducers import Reducer
+from shardopt.reducers.reducer import check_reducer
 from shardopt.strategies.placement import Placement
 
 
 class Recipe(NamedTuple):
     """The checked arguments of a strategy; see `fsdp` and `hybrid` for what each means.
 
-    Without a schedule micro-batches run one after another on every device.
+    Without a schedule micro-batches run one after another on every device. With `apart` nothing is averaged over the
+    replica axis: parameters and optimizer state have a first dim, one row a replica.
     """
 
     who: str
@@ -37,6 +40,13 @@ class Recipe(NamedTuple):
     frozen: Sequence[str] = ()
     schedule: Schedule | None = None
     remat: bool = False
+    reducer: Reducer | None = None
+    apart: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that gradients are averaged over: data, and replica unless replicas train apart."""
+        return ("data",) if self.apart else data_axes(self.mesh)
 
 
 def check_recipe(recipe: Recipe) -> Recipe:
@@ -55,6 +65,8 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_count(who, "micro_batches", recipe.micro_batches, least=1)
     check_count(who, "min_shard_elements", recipe.min_shard_elements, least=1)
     # Stored as checked: an iterator would be empty by the time it is used.
+    if recipe.reducer is not None:
+        _check_reducer(who, recipe)
     rules = recipe.rules if callable(recipe.rules) else _as_tuple(recipe.rules)
     check_rules(rules, who=who)
     frozen = _check_frozen(who, recipe.frozen)
@@ -72,6 +84,13 @@ def check_count(who: str, name: str, value: Any, *, least: int) -> None:
         raise TypeError(f"{who}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{who}: {name} must be at least {least}, got {value}.")
+
+
+def _check_reducer(who: str, recipe: Recipe) -> None:
+    check_reducer(who, recipe.reducer)
+    if recipe.placement.grads:
+        what = "a reducer takes the mean of whole gradients, and this placement splits them."
+        raise ValueError(complaint(who, what, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 
 def _as_tuple(rules: Any) -> Any:

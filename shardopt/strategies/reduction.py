@@ -38,6 +38,11 @@ def reduce(
     return reduced
 
 
+def sum_shared(grads: Sequence[Any], plans: Sequence[LeafPlan], *, pipelined: bool) -> list[Any]:
+    """Sum over pipeline the gradients of the outer parameters, which the two ends of a pipeline share."""
+    return reduce(grads, plans, (), split=False, pipelined=pipelined)
+
+
 def scale(grad: Any, factor: Any) -> Any:
     """Return `grad * factor`, computed in fp32 at least."""
     wide = wide_dtype(grad.dtype)

@@ -47,7 +47,8 @@ def apply_update(
     shards = optax.apply_updates(shards, updates)
     new = layout.merge(frozen, jax.tree.leaves(shards))
     new = _replace_updated(recipe, layout, new, step.updates)
-    return place(new, layout.specs.params), place(opt_state, layout.specs.opt_state)
+    opt_specs = layout.specs.opt_state if layout.reducer is None else layout.specs.opt_state.optimizer
+    return place(new, layout.specs.params), place(opt_state, opt_specs)
 
 
 def _taken(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
