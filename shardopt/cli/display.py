@@ -37,7 +37,7 @@ def show_run(screen: "Console", options: TrainOptions, opt: Any, config: Any, wi
     table.add_column(style="bold")
     table.add_row(
         "model",
-        f"{num_parameters(config) / 1e6:.2f} million parameters: {plural(model.layers, 'block')} of width {model.dim}, {plural(model.heads, 'head')}",
+        f"{num_parameters(config) / 1e6:.2f} million parameters: {plural(config.num_layers, 'block')} of width {model.dim}, {plural(model.heads, 'head')}",
     )
     table.add_row("text", f"{size(windows.end)} of {text}, {size(held_out.end - held_out.begin)} held out")
     table.add_row(

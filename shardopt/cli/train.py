@@ -46,6 +46,7 @@ def train(options: TrainOptions) -> None:
     mesh = mesh_of(options.where.mesh, devices, pipelined=options.where.strategy == "hybrid")
     options = fitted(options, mesh)
     model, training, run = options.model, options.training, options.run
+    assert model.layers is not None  # fitted
     screen = display.open_screen()
 
     corpus = data.open_corpus(training.data)
