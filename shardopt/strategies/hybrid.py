@@ -107,8 +107,10 @@ def hybrid(
     if blocks is None:
         what = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
         raise TypeError(complaint(who, what, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."))
+    fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
+    if not isinstance(placement, str):
+        raise TypeError(complaint(who, f"placement must be a string, got {placement!r}.", fix=fix))
     if placement not in PLACEMENTS:
-        fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
         raise ValueError(complaint(who, f"unknown placement {placement!r}.", fix=fix))
     if gather_dtype is not None and not PLACEMENTS[placement].params:
         what = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
@@ -116,6 +118,7 @@ def hybrid(
     if not isinstance(remat, bool):
         raise TypeError(f"{who}: remat must be True or False, got {remat!r}.")
     check_count(who, "micro_batches", micro_batches, least=1)
+    check_count(who, "min_shard_elements", min_shard_elements, least=1)
     num_stages = check_mesh(who, mesh, pipelined=True).shape["pipeline"]
     table = _schedule(who, schedule, num_stages, micro_batches)
     if num_stages == 1 and remat and blocks.remat is None:

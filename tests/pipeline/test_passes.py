@@ -189,7 +189,7 @@ def test_each_inner_product_runs_once(x64):
 
 
 def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
-    given, x, dy = example()
+    _, x, dy = example()
     big = jnp.ones((WIDTH, 50 * WIDTH))
     f = lambda g, x: [x[0] @ jnp.tanh(g[0]) @ jnp.exp(g[0].T) * jax.random.uniform(jax.random.key(g[1]))]  # noqa: E731
     passes = take_apart(f, [big, jnp.int32(3)], x, trained=[0])
@@ -216,7 +216,7 @@ def test_effects_run_once_a_forward(x64, capfd):
     _, kept = jax.jit(passes.forward)(given, x)
     jax.effects_barrier()
     assert capfd.readouterr().out == "seen\n"
-    dx, deferred = jax.jit(passes.backward)(given, kept, dy)
+    _, deferred = jax.jit(passes.backward)(given, kept, dy)
     jax.jit(passes.weight)(given, [kept[i] for i in passes.weight_keeps], deferred)
     jax.jit(passes.both)(given, kept, dy)
     jax.effects_barrier()

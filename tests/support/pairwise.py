@@ -31,5 +31,15 @@ def all_pairs(factors: dict[str, list], allowed=lambda row: True, seed: int = 0)
     return rows
 
 
+def lighten(rows: list[dict], name: str, value) -> list[dict]:
+    """Give a factor its cheapest value wherever every pair stays covered without the other one."""
+    rows = [dict(row) for row in rows]
+    for row in rows:
+        lost = [{name: row[name], other: row[other]} for other in row if other != name]
+        if all(any(row is not one and pair.items() <= one.items() for one in rows) for pair in lost):
+            row[name] = value
+    return rows
+
+
 def _pairs(row: dict[str, int], names: list[str]) -> set:
     return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations(names, 2)}
