@@ -57,7 +57,7 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression):
     same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_threads_with_random_kills(seed, regression):
     """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every bit."""
     draw = np.random.default_rng(seed)
@@ -66,7 +66,8 @@ def test_threads_with_random_kills(seed, regression):
         times = [float(time) for time in sorted(draw.choice(60, size=4, replace=False))]
         presence[worker] = [(times[0], times[1]), (times[2], times[3])]
     tx = optax.sgd(0.02, momentum=0.9)
-    opt = so.async_sgd(tx, regression.loss_fn, workers=4, max_staleness=int(draw.integers(3)))
+    here = jax.devices()[:1] * 4  # one program for all
+    opt = so.async_sgd(tx, regression.loss_fn, workers=here, max_staleness=seed % 3)
     result = opt.run(regression.params, regression.batches_of(4), num_updates=60, presence=presence)
     assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 60)
     assert result.metrics["history"]["loss"].shape == (60,)
