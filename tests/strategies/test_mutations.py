@@ -10,11 +10,11 @@ from support.table import STRATEGIES
 
 from shardopt.collectives import gathering
 from shardopt.core.types import Weighted
-from shardopt.strategies import batch, build, gradients, local_loss, micro_batches, programs
+from shardopt.strategies import batch, build, gradients, local_loss, micro_batches, programs, recipe
 
 
 def drop_the_reduction(patch):
-    patch.setattr(gradients, "reduce", lambda grads, plans, axes, *, split: grads)
+    patch.setattr(gradients, "reduce", lambda grads, *args, **kwargs: grads)
 
 
 def reduce_twice(patch):
@@ -22,15 +22,15 @@ def reduce_twice(patch):
     patch.setattr(
         gradients,
         "reduce",
-        lambda grads, plans, axes, *, split: once(once(grads, plans, axes, split=split), plans, axes, split=split),
+        lambda grads, *args, **kwargs: once(once(grads, *args, **kwargs), *args, **kwargs),
     )
 
 
 def sum_for_mean(patch):
     sum_parts = gradients.sum_parts
 
-    def unweighted(parts, axes):
-        summed = sum_parts(parts, axes)
+    def unweighted(parts, axes, **kwargs):
+        summed = sum_parts(parts, axes, **kwargs)
         return summed._replace(loss=Weighted(summed.loss.total, jnp.ones_like(summed.loss.weight)))
 
     patch.setattr(gradients, "sum_parts", unweighted)
@@ -48,7 +48,7 @@ def mean_of_means(patch):
 
 
 def swap_two_axes(patch):
-    patch.setattr(gradients, "data_axes", lambda mesh: ("replica",))
+    patch.setattr(recipe.Recipe, "axes", property(lambda self: ("replica",)))
 
 
 def forget_a_micro_batch(patch):

@@ -55,7 +55,7 @@ CONSTRUCTION = [
         lambda: so.ddp(TX, mesh(data=4, pipeline=2), square),
         ValueError,
         "ddp: mesh axis 'pipeline' (size 2) is above 1, but nothing is split over it.\n"
-        "Fix: make the mesh with pipeline=1.",
+        "Fix: use so.hybrid, or make the mesh with pipeline=1.",
     ),
     (
         lambda: so.ddp(TX, Mesh(np.array(jax.devices()), ("model",)), square),
