@@ -50,11 +50,12 @@ def micro_batches(schedule: str, how_many: str, stages: int) -> int:
 
 
 def block_problem(name: str, *, weighted: bool, num_blocks: int, rows: int, steps: int = 3) -> Problem:
-    """Build a `Problem` in float64 whose loss is a `BlockModel`; rows differ in scale and weight."""
+    """Build a `Problem`, in float64 where that is on, whose loss is a `BlockModel`; rows differ in scale and weight."""
     params, model, rules, make_batch = BLOCK_MODELS[name](weighted, num_blocks)
     draw = np.random.default_rng(11)
-    wide = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
-    batches = [make_batch(draw, rows) for _ in range(steps)]
+    dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    batches = [jax.tree.map(wide, make_batch(draw, rows)) for _ in range(steps)]
 
     def reference(params, batch):
         loss = model.loss_fn(params, batch)

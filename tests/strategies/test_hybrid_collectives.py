@@ -1,0 +1,174 @@
+"""The compiled pipeline sends what the schedule's table and the placement say, on the axis they say, and nothing more."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.pipelines import SCHEDULES
+from support.table import STRATEGIES
+
+import shardopt as so
+from shardopt.models import gpt
+from shardopt.planning import Expected, audit
+
+LAYERS, WIDTH, HIDDEN, ROWS, INPUTS, OUTPUTS = 8, 32, 128, 32, 32, 40
+RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
+SCALARS = 64  # losses, weights and norms
+MODEL = so.BlockModel(
+    embed=lambda outer, batch: batch @ outer["in"],
+    block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
+    loss=lambda outer, x, batch: jnp.mean((x @ outer["out"]) ** 2),
+)
+SHAPES = {
+    "blocks": {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)},
+    "in": (INPUTS, WIDTH),
+    "out": (WIDTH, OUTPUTS),
+}
+PARAMS = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+)
+BATCH = jax.ShapeDtypeStruct((ROWS, INPUTS), jnp.float32)
+BLOCK, OUTER = 4 * 2 * WIDTH * HIDDEN, 4 * (INPUTS + OUTPUTS) * WIDTH
+CASES = [
+    ("one_f_one_b", "ddp", {"data": 2, "tensor": 2, "pipeline": 2}, False),
+    ("gpipe", "zero2", {"data": 2, "tensor": 2, "pipeline": 2}, True),
+    ("zero_bubble", "fsdp", {"data": 2, "tensor": 2, "pipeline": 2}, False),
+    ("interleaved", "zero1", {"data": 1, "tensor": 2, "pipeline": 4}, False),
+    ("zero_bubble_lockstep_2", "zero1", {"data": 2, "pipeline": 4}, True),
+    ("lean", "zero2", {"data": 4, "pipeline": 2}, False),
+    ("v_shaped", "fsdp", {"data": 2, "pipeline": 4}, False),
+    ("zero_bubble_lockstep", "ddp", {"replica": 2, "data": 2, "pipeline": 2}, False),
+    ("one_f_one_b", "fsdp", {"replica": 2, "data": 2, "pipeline": 2}, True),
+]
+
+
+def make(schedule, placement, mesh, remat=False, micro_batches=4):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    rules = RULES if mesh.shape["tensor"] > 1 else ()
+    options = {"micro_batches": micro_batches, "placement": placement, "rules": rules, "remat": remat}
+    return so.hybrid(tx, mesh, MODEL, schedule=SCHEDULES[schedule], **options)
+
+
+def stated_table(schedule, placement, sizes, remat):
+    """What the docstring of hybrid says, in bytes, per device."""
+    data, tensor, replica = sizes["data"], sizes.get("tensor", 1), sizes.get("replica", 1)
+    ticks, k = schedule.num_ticks, LAYERS // (schedule.num_stages * schedule.num_chunks)
+    activation = 4 * ROWS // (data * replica) // schedule.num_micro_batches * WIDTH
+    axes = tuple(axis for axis in ("replica", "data") if axis in sizes)
+    splits_weights = schedule.ticks.weight is not None
+    stage = BLOCK * LAYERS // sizes["pipeline"] // tensor
+    runs = ticks * k * BLOCK // tensor  # of a block in every tick, at the most
+    permutes = sum(map(bool, schedule.forward_shifts)) + sum(map(bool, schedule.backward_shifts))
+    table = [Expected("collective-permute", "pipeline", permutes * ticks * activation, permutes * ticks, in_loop=True)]
+    if tensor > 1:
+        # a sum in the forward and one in the backward pass of a block; with remat, again in the backward pass
+        sums = (3 if remat else 2) * ticks * k
+        table.append(Expected("all-reduce", "tensor", sums * activation, sums, in_loop=True))
+    if schedule.num_chunks > 1:  # parameters, as they are split over data, and gradients, as they are reduced
+        params, grads = (stage // data if split else stage for split in (placement == "fsdp", placement != "ddp"))
+        table.append(Expected("collective-permute", "pipeline", params + grads, in_loop=False))
+    if placement == "ddp":
+        table.append(Expected("all-reduce", axes, stage, in_loop=False))
+        return [*table, Expected("all-reduce", (*axes, "pipeline"), OUTER, in_loop=False)]
+    table.append(Expected("reduce-scatter", "data", OUTER, in_loop=False))
+    table.append(Expected("all-reduce", ("replica", "pipeline") if replica > 1 else "pipeline", OUTER // data))
+    if replica > 1:
+        table.append(Expected("all-reduce", "replica", stage // data, in_loop=False))
+    if placement == "zero1":
+        table.append(Expected("reduce-scatter", "data", stage, in_loop=False))
+    else:
+        table.append(Expected("reduce-scatter", "data", runs, in_loop=True))
+    if placement == "fsdp":
+        table.append(Expected("all-gather", "data", OUTER, in_loop=False))
+        gathers = 3 if remat else 2  # remat gathers for the forward that it runs again, and once more for the backward
+        table.append(Expected("all-gather", "data", gathers * runs, in_loop=True))
+    else:
+        table.append(Expected("all-gather", "data", stage + OUTER, in_loop=False))
+    assert splits_weights == ("zero" in schedule.name or schedule.name == "v_shaped")
+    return table
+
+
+@pytest.mark.parametrize(("name", "placement", "sizes", "remat"), CASES, ids=str)
+def test_the_compiled_step_sends_what_the_table_says(name, placement, sizes, remat, mesh_of):
+    opt = make(name, placement, mesh_of(**sizes), remat)
+    found = audit(opt.step, opt.abstract_state(PARAMS), BATCH)
+    table = stated_table(opt.config.schedule, placement, sizes, remat)
+    found.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
+    assert all(one.axes == ("pipeline",) for one in found.of(kind="collective-permute").collectives)
+    if placement in ("ddp", "zero1"):
+        assert not found.of(axis="data", in_loop=True).collectives
+    assert not found.of(axis="replica", in_loop=True).collectives
+
+
+def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of):
+    """Four sums a block: were a ring or a sum of gradients whole over tensor, gathers would be here."""
+    config = gpt.GPTConfig(vocab_size=64, dim=32, num_layers=4, num_heads=4, mlp_multiple=2)
+    for schedule in ("one_f_one_b", "zero_bubble"):
+        opt = so.hybrid(
+            optax.adamw(1e-3),
+            mesh_of(data=2, tensor=2, pipeline=2),
+            gpt.model(config),
+            schedule=SCHEDULES[schedule],
+            micro_batches=4,
+            rules=gpt.rules,
+        )
+        state = opt.abstract_state(jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)))
+        found = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)})
+        looped = found.of(axis="tensor", in_loop=True)
+        activation, ticks = 4 * 2 * 16 * 32, opt.config.schedule.num_ticks
+        inside = [one for one in looped.collectives if one.bytes >= activation and len(one.loops) > 1]
+        assert {one.kind for one in inside} == {"all-reduce"}
+        assert sum(one.bytes * one.calls for one in inside) == 4 * 2 * ticks * activation, str(looped)
+        assert not [one for one in looped.collectives if one.kind != "all-reduce" and one.bytes > SCALARS], str(looped)
+
+
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "fsdp"])
+def test_one_stage_is_the_plain_strategy(placement, mesh_of):
+    """Not a similar program: the very same one."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    options = {} if placement == "ddp" else {"min_shard_elements": 8}
+    plain = STRATEGIES[placement](tx, mesh_of(data=4, tensor=2), MODEL, micro_batches=2, rules=RULES)
+    options = {
+        "schedule": SCHEDULES["interleaved"],
+        "micro_batches": 2,
+        "placement": placement,
+        "rules": RULES,
+    } | options
+    one = so.hybrid(tx, mesh_of(data=4, tensor=2, pipeline=1), MODEL, **options)
+    texts = [opt.step.lower(opt.abstract_state(PARAMS), BATCH).as_text() for opt in (plain, one)]
+    assert texts[0] == texts[1]
+    assert one.config.schedule is None
+
+
+def test_all_sizes_of_one_send_nothing(mesh_of):
+    opt = make("one_f_one_b", "fsdp", mesh_of(data=1, tensor=1, pipeline=1))
+    assert not audit(opt.step, opt.abstract_state(PARAMS), BATCH).collectives
+
+
+def test_remat_on_one_stage_is_that_of_the_model(mesh_of):
+    mesh = mesh_of(data=2, pipeline=1)
+    one = make("gpipe", "ddp", mesh, remat=True)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    full = so.ddp(tx, mesh, MODEL._replace(remat="full"), micro_batches=4)
+    texts = [opt.step.lower(opt.abstract_state(PARAMS), BATCH).as_text() for opt in (one, full)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2, "pipeline": 2}, {"data": 2, "pipeline": 4}], ids=str)
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "fsdp"])
+def test_bytes_per_device(placement, sizes, mesh_of):
+    """Blocks a stage's part, outer leaves whole over pipeline; on data and tensor as without a pipeline."""
+    opt = make("interleaved", placement, mesh_of(**sizes))
+    opt.specs(PARAMS)
+    blocks, outer = BLOCK * LAYERS // sizes["pipeline"] // sizes.get("tensor", 1), OUTER
+    share = {"ddp": (1, 1), "zero1": (1, 2), "fsdp": (2, 2)}[placement]
+    report = opt.config.report()
+    assert report.params_bytes == (blocks + outer) // share[0]
+    moments = 2 * (blocks + outer) // share[1]
+    assert moments <= report.opt_state_bytes <= moments + SCALARS
+    compiled = opt.step.lower(opt.abstract_state(PARAMS), BATCH).compile().memory_analysis()
+    held = report.params_bytes + report.opt_state_bytes + 4 * ROWS * INPUTS // sizes["data"]
+    np.testing.assert_allclose(compiled.argument_size_in_bytes, held, atol=SCALARS)
+    assert compiled.alias_size_in_bytes >= report.params_bytes + report.opt_state_bytes
