@@ -1,0 +1,80 @@
+"""Temporary memory and program size of the compiled step against the number of micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.pipelines import SCHEDULES
+
+import shardopt as so
+
+STAGES, BLOCKS, WIDTH, ROWS = 4, 8, 64, 8  # rows of a micro-batch
+MODEL = so.BlockModel(
+    embed=lambda outer, batch: batch @ outer["in"],
+    block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
+    loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T) ** 2),
+)
+SHAPES = {"blocks": {"up": (BLOCKS, WIDTH, 2 * WIDTH), "down": (BLOCKS, 2 * WIDTH, WIDTH)}, "in": (4, WIDTH)}
+PARAMS = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def compiled(schedule, micro_batches, mesh, remat=False):
+    opt = so.hybrid(
+        optax.sgd(0.1),
+        mesh,
+        MODEL,
+        schedule=SCHEDULES[schedule],
+        micro_batches=micro_batches,
+        placement="ddp",
+        remat=remat,
+    )
+    batch = jax.ShapeDtypeStruct((micro_batches * ROWS, 4), jnp.float32)
+    return opt.step.lower(opt.abstract_state(PARAMS), batch).compile(), opt.config.schedule
+
+
+def slot_bytes(remat):
+    """What one slot of one chunk of a whole stage keeps: a block's input and its first product; or the chunk's input."""
+    per_block = ROWS * WIDTH * 4 * (1 + 2)
+    return ROWS * WIDTH * 4 if remat else BLOCKS // STAGES * per_block
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"),
+    [("one_f_one_b", False), ("one_f_one_b", True), ("interleaved", False), ("zero_bubble", False), ("gpipe", True)],
+)
+def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, mesh_of):
+    """With 4 micro-batches the pipeline never fills: fewer slots are taken than from 8 on."""
+    mesh = mesh_of(data=1, pipeline=STAGES)
+    found = {count: compiled(schedule, count, mesh, remat) for count in (4, 8, 16, 32, 64)}
+    temporary = {count: one.memory_analysis().temp_size_in_bytes for count, (one, _) in found.items()}
+    slots = {count: table.num_slots for count, (_, table) in found.items()}
+    if schedule == "gpipe":  # an input a micro-batch, all of them small beside the rest
+        growth = [(temporary[2 * m] - temporary[m]) / m for m in (8, 16, 32)]
+        np.testing.assert_allclose(growth, slot_bytes(remat=True), rtol=0.2)
+    else:
+        assert slots[8] == slots[64] >= slots[4]
+        flat = [temporary[count] for count in (8, 16, 32, 64)]
+        assert max(flat) <= 1.05 * min(flat), temporary
+        assert temporary[4] <= 1.05 * min(flat)
+    texts = {count: len(one.as_text()) for count, (one, _) in found.items()}
+    assert texts[64] <= 1.15 * texts[8], texts
+
+
+def test_memory_of_gpipe_grows_by_a_slot_a_micro_batch(mesh_of):
+    mesh = mesh_of(data=1, pipeline=STAGES)
+    temporary = [compiled("gpipe", count, mesh)[0].memory_analysis().temp_size_in_bytes for count in (8, 16, 32)]
+    growth = [(temporary[1] - temporary[0]) / 8, (temporary[2] - temporary[1]) / 16]
+    np.testing.assert_allclose(growth, slot_bytes(remat=False) + ROWS * WIDTH * 4, rtol=0.1)  # and the last one's output
+
+
+def test_memory_follows_the_slots_of_the_table(mesh_of):
+    """Lean 1F1B keeps S where the lockstep one keeps 2 S - 1; the difference is what the table says."""
+    mesh = mesh_of(data=1, pipeline=STAGES)
+    (wide, wide_table), (lean, lean_table) = (compiled(name, 16, mesh) for name in ("one_f_one_b", "lean"))
+    saved = wide.memory_analysis().temp_size_in_bytes - lean.memory_analysis().temp_size_in_bytes
+    fewer = wide_table.num_slots - lean_table.num_slots
+    assert fewer == STAGES - 1
+    waiting = lean_table.num_input_slots + lean_table.num_cotangent_slots + lean_table.num_slots  # outputs wait as well
+    message = ROWS * WIDTH * 4
+    np.testing.assert_allclose(saved, fewer * slot_bytes(remat=False) - waiting * message, rtol=0.25)
