@@ -18,6 +18,7 @@ from shardopt.mesh import initialize, make_mesh
 from shardopt.parameter_server import async_sgd, should_sync
 from shardopt.pipeline import schedules
 from shardopt.planning import audit
+from shardopt.replicas import diloco, local_sgd
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
 
@@ -36,12 +37,14 @@ __all__ = [
     "audit",
     "checkpoint",
     "ddp",
+    "diloco",
     "fit",
     "from_bytes",
     "fsdp",
     "hybrid",
     "hyperparams",
     "initialize",
+    "local_sgd",
     "make_mesh",
     "parameter_server",
     "planning",

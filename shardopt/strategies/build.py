@@ -100,8 +100,8 @@ def build(recipe: Recipe) -> ShardedOptimizer:
 
     return ShardedOptimizer(
         init=init,
-        step=_on_batch(recipe, programs, lambda program: program.step, paced),
-        evaluate=_on_batch(recipe, programs, lambda program: program.evaluate, paced),
+        step=_on_batch(recipe, programs, lambda program, state: (program.step, state), paced),
+        evaluate=_on_batch(recipe, programs, lambda program, state: (program.evaluate, state.params), paced),
         synchronize=jax.block_until_ready,
         specs=specs,
         abstract_state=abstract_state,
@@ -126,26 +126,30 @@ def build(recipe: Recipe) -> ShardedOptimizer:
 
 
 def _on_batch(
-    recipe: Recipe, programs: Programs, choose: Callable[[Program], Any], paced: Callable[[Any], Any]
+    recipe: Recipe,
+    programs: Programs,
+    choose: Callable[[Program, TrainState], tuple[Any, PyTree]],
+    paced: Callable[[Any], Any],
 ) -> OnBatch:
+    """Make the function of a program's part: `choose(program, state)` gives it and what of the state it takes."""
     sharding = batch_sharding(recipe)
     known: set[int] = set()
 
-    def prepare(state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
+    def prepare(state: TrainState, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
         check_state(recipe, state)
         check_batch(recipe, batch)
         program = programs.of(state.params)
         if id(program) not in known:  # once: what a step returns lives where it should
-            check_placement(recipe, program, state)
+            check_placement(recipe, program.layout, program.shardings, state)
             known.add(id(program))
-        return choose(program), place_batch(batch, sharding)
+        return *choose(program, state), place_batch(batch, sharding)
 
     def run(state: TrainState, batch: PyTree) -> Any:
-        jitted, placed = prepare(state, batch)
-        return paced(jitted(state, placed))
+        jitted, taken, placed = prepare(state, batch)
+        return paced(jitted(taken, placed))
 
     def lower(state: TrainState, batch: PyTree) -> Any:
-        jitted, placed = prepare(state, batch)
-        return jitted.lower(state, placed)
+        jitted, taken, placed = prepare(state, batch)
+        return jitted.lower(taken, placed)
 
     return OnBatch(run, lower)

@@ -26,7 +26,7 @@ class Program(NamedTuple):
       layout: where every leaf lives.
       shardings: the same as a train state of `NamedSharding`.
       step: jitted `(state, batch) -> (state, metrics)`, donating the state.
-      evaluate: jitted `(state, batch) -> metrics`.
+      evaluate: jitted `(params, batch) -> metrics`.
     """
 
     layout: Layout
@@ -123,8 +123,8 @@ def _make_program(recipe: Recipe, layout: Layout) -> Program:
         metrics = {"loss": found.loss, "grad_norm": global_norm(found.grads), **found.metrics}
         return TrainState(state.step + 1, params, opt_state, state.rng), metrics
 
-    def evaluate(state: TrainState, batch: PyTree) -> dict[str, Any]:
-        value, metrics = loss(state.params, batch)
+    def evaluate(params: PyTree, batch: PyTree) -> dict[str, Any]:
+        value, metrics = loss(params, batch)
         return {"loss": value, **metrics}
 
     return Program(
@@ -136,5 +136,7 @@ def _make_program(recipe: Recipe, layout: Layout) -> Program:
             out_shardings=(on_state, everywhere),
             donate_argnums=0,
         ),
-        evaluate=jax.jit(on_mesh(recipe.mesh, evaluate), in_shardings=(on_state, on_batch), out_shardings=everywhere),
+        evaluate=jax.jit(
+            on_mesh(recipe.mesh, evaluate), in_shardings=(on_state.params, on_batch), out_shardings=everywhere
+        ),
     )

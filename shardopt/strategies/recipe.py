@@ -25,7 +25,8 @@ class Recipe(NamedTuple):
     """The checked arguments of a strategy; see `fsdp` and `hybrid` for what each means.
 
     Without a schedule micro-batches run one after another on every device. With `apart` nothing is averaged over the
-    replica axis: parameters and optimizer state have a first dim, one row a replica.
+    replica axis: parameters and optimizer state have a first dim, one row a replica. With `warm` as well gradients are,
+    and the rows stay equal.
     """
 
     who: str
@@ -42,11 +43,12 @@ class Recipe(NamedTuple):
     remat: bool = False
     reducer: Reducer | None = None
     apart: bool = False
+    warm: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that gradients are averaged over: data, and replica unless replicas train apart."""
-        return ("data",) if self.apart else data_axes(self.mesh)
+        return ("data",) if self.apart and not self.warm else data_axes(self.mesh)
 
 
 def check_recipe(recipe: Recipe) -> Recipe:

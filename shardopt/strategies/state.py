@@ -8,7 +8,7 @@ from jax.core import Tracer
 from shardopt.core.errors import complaint, plural
 from shardopt.core.types import TrainState
 from shardopt.partition.paths import leaves_with_paths
-from shardopt.strategies.programs import Program
+from shardopt.strategies.layout import Layout
 from shardopt.strategies.recipe import Recipe
 
 
@@ -28,18 +28,18 @@ def check_state(recipe: Recipe, state: Any) -> None:
         raise ValueError(complaint(recipe.who, what, fix="go on with the state that step returned."))
 
 
-def check_placement(recipe: Recipe, program: Program, state: TrainState) -> None:
+def check_placement(recipe: Recipe, layout: Layout, placed: TrainState, state: TrainState) -> None:
     """Refuse a state of another optimizer, strategy or mesh.
 
     Raises:
       ValueError: if the optimizer state has another structure, or a leaf another shape, dtype or sharding.
     """
     fix = "move a state between strategies and meshes with so.save and so.restore, or so.to_bytes and so.from_bytes."
-    if jax.tree.structure(state) != jax.tree.structure(program.layout.abstract):
+    if jax.tree.structure(state) != jax.tree.structure(layout.abstract):
         what = "the optimizer state is not that of this optimizer: its structure differs."
         raise ValueError(complaint(recipe.who, what, fix=fix))
     problems = []
-    wanted = zip(jax.tree.leaves(program.layout.abstract), jax.tree.leaves(program.shardings), strict=True)
+    wanted = zip(jax.tree.leaves(layout.abstract), jax.tree.leaves(placed), strict=True)
     for (path, leaf), (promised, sharding) in zip(leaves_with_paths(state), wanted, strict=True):
         if (leaf.shape, leaf.dtype) != (promised.shape, promised.dtype):
             problems.append(f"{path}: {leaf.dtype}{list(leaf.shape)}, not {promised.dtype}{list(promised.shape)}")

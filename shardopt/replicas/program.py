@@ -1,0 +1,126 @@
+"""The steps of replicas that train apart, one program a kind of step, compiled when first needed."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardopt.core.errors import complaint
+from shardopt.core.types import PyTree, TrainState
+from shardopt.mesh import on_mesh
+from shardopt.replicas.agree import Agreement, average, of_first_row
+from shardopt.replicas.state import REPLICA, PerReplica, Replicas, Sync
+from shardopt.strategies.batch import batch_sharding
+from shardopt.strategies.gradients import make_gradients
+from shardopt.strategies.layout import Layout
+from shardopt.strategies.recipe import Recipe
+from shardopt.strategies.update import apply_update, global_norm
+
+
+class Kind(NamedTuple):
+    """What a step does besides training each replica.
+
+    Attributes:
+      warm: gradients are averaged over replicas.
+      send: the fragment whose outer gradient is sent, or None: before the step where there is a delay, else after it.
+      apply: the fragment whose outer update is applied after the step, or None.
+    """
+
+    warm: bool = False
+    send: int | None = None
+    apply: int | None = None
+
+
+def kind_of(sync: Sync, step: int) -> Kind:
+    """Return the kind of the step that is taken from `step` to `step + 1`.
+
+    Fragment f is due after steps (f + 1) H / P, then every H steps, counted from the end of the warm-up. It is sent
+    then, from the parameters as they are after that step, and applied `delay` steps later. With a delay the sending is
+    part of the next step's program, so that it can go on while the replicas train.
+    """
+    done = step + 1 - sync.warmup_steps
+    if done <= 0:
+        return Kind(warm=True)
+    stride = sync.sync_every // len(sync.fragments)
+
+    def due(after):
+        turn = after % sync.sync_every or sync.sync_every
+        return turn // stride - 1 if after > 0 and turn % stride == 0 else None
+
+    if not sync.delay:
+        return Kind(send=due(done), apply=due(done))
+    return Kind(send=due(done - 1), apply=due(done - sync.delay))
+
+
+def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, kind: Kind) -> Any:
+    """Return the jitted `(state, batch) -> (state, metrics)` of a kind; metrics have a row a replica."""
+    recipe = recipe._replace(warm=kind.warm)
+    gradients = make_gradients(recipe, layout)
+    agreements = [Agreement(recipe, layout, sync, fragment) for fragment in sync.fragments]
+    before, after = (kind.send, None) if sync.delay else (None, kind.send)
+
+    def value_fn(_):
+        what = "a line search evaluates the loss at other parameters, which replicas that train apart cannot."
+        raise ValueError(complaint(recipe.who, what, fix="use an optimizer without value_fn."))
+
+    def update(params, opt_state, found):
+        params, opt_state = apply_update(recipe, layout, params, opt_state, found, value_fn)
+        return params, opt_state, global_norm(found.grads)
+
+    def send(number, shared, own, replicas):
+        wire = replicas.reducer[number] if replicas.reducer else None
+        delta, wire = agreements[number].send(shared, own, wire)
+        if replicas.reducer:
+            replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, wire))
+        return delta, replicas
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+        replicas: Replicas = state.opt_state
+        flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
+        shared = flatten(state.params)
+        if before is not None:
+            delta, replicas = send(before, shared, flatten(replicas.params.value), replicas)
+            replicas = replicas._replace(pending=_replaced(replicas.pending, before, delta))
+        found = gradients(replicas.params.value, batch, state.step, state.rng, replicas.inner_reducer)
+        wire, found = found.reducer, found._replace(reducer=None)
+        run = jax.vmap(update, spmd_axis_name=REPLICA)
+        params, optimizer, norms = run(replicas.params.value, replicas.optimizer.value, found)
+        own = flatten(params)
+        if kind.warm:
+            shared = of_first_row(recipe, layout, own)
+        if kind.apply is not None:
+            if after is not None:
+                delta, replicas = send(after, shared, own, replicas)
+            else:
+                delta = replicas.pending[kind.apply]
+            shared, own, outer = agreements[kind.apply].apply(shared, own, delta, replicas.outer[kind.apply])
+            replicas = replicas._replace(outer=_replaced(replicas.outer, kind.apply, outer))
+        replicas = replicas._replace(
+            params=PerReplica(unflatten(own)), optimizer=PerReplica(optimizer), inner_reducer=wire
+        )
+        metrics = {"loss": found.loss, "grad_norm": norms, **found.metrics}
+        return TrainState(state.step + 1, unflatten(shared), replicas, state.rng), metrics
+
+    by_replica = NamedSharding(recipe.mesh, PartitionSpec(REPLICA))
+    return jax.jit(
+        on_mesh(recipe.mesh, step),
+        in_shardings=(placed, batch_sharding(recipe)),
+        out_shardings=(placed, by_replica),
+        donate_argnums=0,
+    )
+
+
+def make_average(recipe: Recipe, layout: Layout, placed: TrainState) -> Any:
+    """Return the jitted `state -> state` that makes all parameters the mean of the replicas'."""
+
+    def run(state: TrainState) -> TrainState:
+        replicas: Replicas = state.opt_state
+        shared, own = average(recipe, layout, layout.treedef.flatten_up_to(replicas.params.value))
+        unflatten = layout.treedef.unflatten
+        return state._replace(params=unflatten(shared), opt_state=replicas._replace(params=PerReplica(unflatten(own))))
+
+    return jax.jit(on_mesh(recipe.mesh, run), in_shardings=(placed,), out_shardings=placed, donate_argnums=0)
+
+
+def _replaced(items: tuple[Any, ...], at: int, new: Any) -> tuple[Any, ...]:
+    return (*items[:at], new, *items[at + 1 :])

@@ -1,0 +1,155 @@
+"""What replicas that train apart carry from step to step, and where it lives."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from shardopt.core.types import PyTree, TrainState
+from shardopt.partition import LeafPlan, state_specs
+from shardopt.replicas.fragments import Fragment, fragment_shape
+from shardopt.strategies.layout import Layout
+from shardopt.strategies.recipe import Recipe
+from shardopt.strategies.reducing import Reduced, ReducerPlan, init_reducer, local_shape, reducer_specs
+
+REPLICA = "replica"
+
+
+class PerReplica(NamedTuple):
+    """State whose leaves are [replicas, ...], split over the replica axis.
+
+    Attributes:
+      value: a tree.
+    """
+
+    value: PyTree
+
+
+class Replicas(NamedTuple):
+    """The optimizer state of `local_sgd` and `diloco`; the parameters of the train state are the shared ones.
+
+    Attributes:
+      params: each replica's own parameters.
+      optimizer: the state of the wrapped optax transformation, each replica's own.
+      inner_reducer: the state of the strategy's own reducer, or None.
+      outer: the state of the outer optimizer, one a fragment, placed like the parameters.
+      pending: means of outer gradients that are on their way, a list a fragment; empty without delay.
+      reducer: the state of the reducer of outer gradients, one a fragment, or None.
+    """
+
+    params: PerReplica
+    optimizer: PerReplica
+    inner_reducer: PyTree
+    outer: tuple[PyTree, ...]
+    pending: tuple[list[Any], ...]
+    reducer: tuple[PyTree, ...] | None
+
+
+class Sync(NamedTuple):
+    """How replicas agree.
+
+    Attributes:
+      outer: the outer optimizer.
+      sync_every: H, steps between two agreements of the same fragment.
+      warmup_steps: steps at first in which gradients are averaged over replicas.
+      delay: steps from when a fragment is sent to when it is applied.
+      mix: the share of its own parameters that a replica keeps.
+      fragments: the parts of the model that agree together.
+      reducers: how each fragment's outer gradients cross the wire; empty for an exact mean.
+    """
+
+    outer: optax.GradientTransformation
+    sync_every: int
+    warmup_steps: int
+    delay: int
+    mix: float
+    fragments: tuple[Fragment, ...]
+    reducers: tuple[ReducerPlan, ...]
+
+
+def rows(spec: PartitionSpec) -> PartitionSpec:
+    """Return the spec of a leaf with a first dim of one row a replica."""
+    return PartitionSpec(REPLICA, *spec)
+
+
+def reducer_plans(recipe: Recipe, layout: Layout, reducer: Any, fragments: tuple[Fragment, ...]) -> Any:
+    """Return how the outer gradients of each fragment go through a reducer; nothing without one."""
+    if reducer is None:
+        return ()
+    plans = []
+    for fragment in fragments:
+        parts = fragment_plans(recipe, layout, fragment)
+        shapes = [local_shape(recipe.mesh, part, part.spec(split=recipe.placement.params)) for part in parts]
+        specs = [part.tensor for part in parts]
+        plans.append(ReducerPlan(reducer, recipe.mesh, (REPLICA,), tuple(shapes), tuple(specs)))
+    return tuple(plans)
+
+
+def fragment_plans(recipe: Recipe, layout: Layout, fragment: Fragment) -> list[LeafPlan]:
+    """Return plans of the leaves of a fragment, with the shapes that they have in it."""
+    plans = [layout.plans[i] for i in fragment.leaves]
+    return [dataclasses.replace(plan, shape=fragment_shape(recipe, plan, fragment)) for plan in plans]
+
+
+def abstract_state(recipe: Recipe, layout: Layout, sync: Sync) -> tuple[TrainState, TrainState]:
+    """Return the train state as shapes and as specs."""
+    replicas = recipe.mesh.shape[REPLICA]
+    stack = lambda leaf: jax.ShapeDtypeStruct((replicas, *leaf.shape), leaf.dtype)  # noqa: E731
+    base, specs = layout.abstract, layout.specs
+    inner, inner_specs, wire, wire_specs = base.opt_state, specs.opt_state, None, None
+    if layout.reducer is not None:
+        (inner, wire), (inner_specs, wire_specs) = inner, inner_specs
+    parts = [fragment_plans(recipe, layout, fragment) for fragment in sync.fragments]
+    shapes = [[jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans] for plans in parts]
+    outer = tuple(jax.eval_shape(sync.outer.init, leaves) for leaves in shapes)
+    split = recipe.placement.params
+    state = Replicas(
+        params=PerReplica(jax.tree.map(stack, base.params)),
+        optimizer=PerReplica(jax.tree.map(stack, inner)),
+        inner_reducer=wire,
+        outer=outer,
+        pending=tuple(shapes) if sync.delay else (),
+        reducer=tuple(jax.eval_shape(lambda plan=plan: init_reducer(plan)) for plan in sync.reducers) or None,
+    )
+    where = Replicas(
+        params=PerReplica(_map_specs(rows, specs.params)),
+        optimizer=PerReplica(_map_specs(rows, inner_specs)),
+        inner_reducer=wire_specs,
+        outer=tuple(_outer_specs(recipe, one, plans) for one, plans in zip(outer, parts, strict=True)),
+        pending=tuple([plan.spec(split=split) for plan in plans] for plans in parts) if sync.delay else (),
+        reducer=tuple(reducer_specs(plan) for plan in sync.reducers) or None,
+    )
+    return base._replace(opt_state=state), specs._replace(opt_state=where)
+
+
+def first_state(recipe: Recipe, layout: Layout, sync: Sync, state: TrainState, parts: list[list[Any]]) -> Replicas:
+    """Return the first state of replicas that are all equal; `parts` are the shared parameters by fragment."""
+    replicas = recipe.mesh.shape[REPLICA]
+    stack = lambda x: jnp.broadcast_to(x, (replicas, *x.shape))  # noqa: E731
+    inner = state.opt_state.optimizer if isinstance(state.opt_state, Reduced) else state.opt_state
+    return Replicas(
+        params=PerReplica(jax.tree.map(stack, state.params)),
+        optimizer=PerReplica(jax.tree.map(stack, inner)),
+        inner_reducer=None if layout.reducer is None else init_reducer(layout.reducer),
+        outer=tuple(sync.outer.init(one) for one in parts),
+        pending=tuple([jnp.zeros_like(x) for x in one] for one in parts) if sync.delay else (),
+        reducer=tuple(init_reducer(plan) for plan in sync.reducers) or None,
+    )
+
+
+def _outer_specs(recipe: Recipe, state: PyTree, plans: list[LeafPlan]) -> PyTree:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(list(range(len(plans))))]
+    return state_specs(
+        state,
+        list(zip(paths, plans, strict=True)),
+        split=recipe.placement.params,
+        data_size=recipe.mesh.shape["data"],
+        min_shard_elements=recipe.min_shard_elements,
+    )
+
+
+def _map_specs(f: Any, specs: PyTree) -> PyTree:
+    return jax.tree.map(f, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
