@@ -48,9 +48,10 @@ def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False):
 
 
 def relative_difference(found, expected) -> float:
-    """Return the largest difference of any leaf, relative to that leaf's largest magnitude."""
+    """Return the largest difference of any leaf, relative to that leaf's largest magnitude; NaN if there is a NaN."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
         scale = np.max(np.abs(b)) or 1.0
-        worst = max(worst, float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))) / scale))
-    return worst
+        difference = np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))) / scale
+        worst = np.maximum(worst, difference)  # max() would drop a NaN
+    return float(worst)

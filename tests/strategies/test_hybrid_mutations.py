@@ -1,0 +1,174 @@
+"""The comparison with one device can fail: each way of breaking a pipeline on purpose is noticed."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support.pipelines import SCHEDULES, block_problem
+from support.reference import relative_difference, train
+
+import shardopt as so
+from shardopt.core.types import Weighted
+from shardopt.pipeline import executor, messages, run, tick
+from shardopt.strategies import gradients, pipelined
+
+
+def drop_the_reduction_over_pipeline(patch):
+    reduce = gradients.reduce
+    patch.setattr(gradients, "reduce", lambda *args, split, pipelined: reduce(*args, split=split, pipelined=False))
+
+
+def drop_the_reduction_over_data(patch):
+    reduce = gradients.reduce
+    patch.setattr(gradients, "reduce", lambda grads, plans, axes, **options: reduce(grads, plans, (), **options))
+
+
+def swap_the_directions(patch):
+    permute = messages.permute
+    turned = lambda leaves, pairs, specs=None: permute(leaves, [(b, a) for a, b in pairs], specs)  # noqa: E731
+    patch.setattr(messages, "permute", turned)
+
+
+def forget_to_reorder_the_blocks(patch):
+    patch.setattr(pipelined, "to_schedule", lambda schedule, leaves, specs: list(leaves))
+
+
+def forget_to_put_gradients_back(patch):
+    patch.setattr(gradients, "stored_order", lambda recipe, layout, grads: grads)
+
+
+def changed_rows(patch, change):
+    rows = executor._rows
+
+    def changed(schedule):
+        table = rows(schedule)
+        return table | change(table, schedule)
+
+    patch.setattr(executor, "_rows", changed)
+
+
+def read_the_wrong_activation(patch):
+    changed_rows(patch, lambda rows, s: {"backward_slot": (rows["backward_slot"] + 1) % s.num_slots})
+
+
+def read_the_wrong_message(patch):
+    changed_rows(patch, lambda rows, s: {"forward_waited": (rows["forward_waited"] + 1) % s.num_input_slots})
+
+
+def defer_into_one_slot(patch):
+    changed_rows(patch, lambda rows, s: {name: rows[name] * 0 for name in ("backward_deferred", "weight_deferred")})
+
+
+def take_another_micro_batch_for_the_loss(patch):
+    def change(rows, schedule):
+        m = rows["backward_micro_batch"]
+        return {"backward_micro_batch": jnp.where(m == 1, 0, m)}
+
+    changed_rows(patch, change)
+
+
+def run_the_chunks_in_another_order(patch):
+    changed_rows(patch, lambda rows, s: {"forward_chunk": (rows["forward_chunk"] + 1) % s.num_chunks})
+
+
+def lose_arrivals_that_wait(patch):
+    patch.setattr(messages, "put_down", lambda ring, arrived, slots: ring)
+
+
+def skip_the_weight_pass(patch):
+    patch.setattr(tick, "weight", lambda run, carry, row: carry)
+
+
+def skip_a_weight_pass(patch):
+    changed_rows(
+        patch,
+        lambda rows, s: {
+            "weight_micro_batch": jnp.where(rows["weight_micro_batch"] == 2, -1, rows["weight_micro_batch"])
+        },
+    )
+
+
+def forget_the_embedding(patch):
+    parts_of_model = pipelined.parts_of_model
+
+    def without(*args):
+        parts = parts_of_model(*args)
+        zeros = lambda m, dx: jax.tree.map(jnp.zeros_like, parts.embed_grads(m, dx))  # noqa: E731
+        return parts._replace(embed_grads=zeros)
+
+    patch.setattr(pipelined, "parts_of_model", without)
+
+
+def sum_for_mean(patch):
+    sum_parts = gradients.sum_parts
+
+    def unweighted(parts, axes, *, pipelined):
+        summed = sum_parts(parts, axes, pipelined=pipelined)
+        return summed._replace(loss=Weighted(summed.loss.total, jnp.ones_like(summed.loss.weight)))
+
+    patch.setattr(gradients, "sum_parts", unweighted)
+
+
+def start_from_sums_that_are_not_zero(patch):
+    zero_sums = run._zero_sums
+
+    def ones(prepared):
+        sums = zero_sums(prepared)
+        return sums._replace(blocks=[x + 1e-4 for x in sums.blocks])
+
+    patch.setattr(run, "_zero_sums", ones)
+
+
+def keep_half_a_message(patch):
+    send = messages.send
+
+    def half(schedule, kind, leaves):
+        return send(schedule, kind, [x.at[: x.shape[0] // 2].set(0) if kind == "backward" else x for x in leaves])
+
+    patch.setattr(messages, "send", half)
+
+
+MUTATIONS = {
+    drop_the_reduction_over_pipeline: ["one_f_one_b"],
+    drop_the_reduction_over_data: ["one_f_one_b"],
+    swap_the_directions: ["one_f_one_b"],
+    forget_to_reorder_the_blocks: ["interleaved", "v_shaped"],
+    forget_to_put_gradients_back: ["interleaved"],
+    read_the_wrong_activation: ["one_f_one_b", "gpipe"],
+    read_the_wrong_message: ["v_shaped"],
+    defer_into_one_slot: ["zero_bubble"],
+    take_another_micro_batch_for_the_loss: ["one_f_one_b"],
+    run_the_chunks_in_another_order: ["interleaved"],
+    lose_arrivals_that_wait: ["lean"],
+    skip_the_weight_pass: ["zero_bubble"],
+    skip_a_weight_pass: ["zero_bubble_lockstep"],
+    forget_the_embedding: ["gpipe"],
+    sum_for_mean: ["one_f_one_b"],
+    start_from_sums_that_are_not_zero: ["one_f_one_b"],
+    keep_half_a_message: ["zero_bubble"],
+}
+CASES = [(mutate, schedule) for mutate, schedules in MUTATIONS.items() for schedule in schedules]
+
+
+def difference(schedule, mesh):
+    case = block_problem("pytree", weighted=True, num_blocks=8, rows=16, steps=2)
+    tx = optax.sgd(0.05, momentum=0.9)
+    opt = so.hybrid(
+        tx, mesh, case.loss_fn, schedule=SCHEDULES[schedule], micro_batches=4, placement="zero1", min_shard_elements=8
+    )
+    state = opt.init(case.params)
+    for rows in case.batches:
+        state, _ = opt.step(state, rows)
+    return relative_difference(state.params, train(tx, case.reference, case.params, case.batches)[1])
+
+
+@pytest.mark.parametrize(("mutate", "schedule"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_the_contract_notices(mutate, schedule, mesh_of, x64):
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        assert not difference(schedule, mesh_of(data=2, pipeline=4)) <= 1e-6  # NaN is noticed as well
+
+
+@pytest.mark.parametrize("schedule", sorted({schedule for _, schedule in CASES}))
+def test_unbroken_it_does_not(schedule, mesh_of, x64):
+    assert difference(schedule, mesh_of(data=2, pipeline=4)) <= 1e-10
