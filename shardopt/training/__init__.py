@@ -1,6 +1,6 @@
 """Training: the loop, early stopping, loggers, and hyperparameters between steps."""
 
-from shardopt.training.early_stopping import EarlyStopping
+from shardopt.core.early_stopping import EarlyStopping
 from shardopt.training.evaluation import evaluation
 from shardopt.training.fit import FitResult, fit
 from shardopt.training.hyperparams import hyperparams, with_hyperparams

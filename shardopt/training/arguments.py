@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import complaint
-from shardopt.training.early_stopping import EarlyStopping
 from shardopt.training.loggers import as_loggers
 
 _CHECKPOINTS = ("directory", "resume", "due", "save", "wait", "latest", "restore")

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from shardopt.core.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.training.agree import agree
 from shardopt.training.arguments import check_arguments
-from shardopt.training.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.training.evaluation import measure
 from shardopt.training.finite import check_state
 from shardopt.training.loggers import Log, open_log

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from shardopt.core import early_stopping as stopping
+from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import CheckpointError, NonFiniteLossError, complaint
-from shardopt.training import early_stopping as stopping
-from shardopt.training.early_stopping import EarlyStopping, StoppingState
 from shardopt.training.position import Stream
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from shardopt.core.early_stopping import StoppingState, best, from_json, out_of_patience, to_json, update
 from shardopt.training import EarlyStopping, fit
-from shardopt.training.early_stopping import StoppingState, best, from_json, out_of_patience, to_json, update
 
 
 def observe(rule, values):

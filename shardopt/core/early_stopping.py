@@ -96,7 +96,7 @@ def best(rule: EarlyStopping | None, state: StoppingState) -> dict[str, float] |
     return {"step": state.best_step, rule.metric: state.best}
 
 
-def check_metric(rule: EarlyStopping | None, known: Collection[str]) -> None:
+def check_metric(rule: EarlyStopping | None, known: Collection[str], who: str = "fit") -> None:
     """Refuse a metric that is not reported.
 
     Raises:
@@ -105,7 +105,7 @@ def check_metric(rule: EarlyStopping | None, known: Collection[str]) -> None:
     if rule is not None and rule.metric not in known:
         what = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
         fix = "watch one of these, or return it from evaluate and give evaluate_every."
-        raise ValueError(complaint("fit", what, sorted(known), fix))
+        raise ValueError(complaint(who, what, sorted(known), fix))
 
 
 def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:
