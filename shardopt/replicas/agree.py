@@ -1,5 +1,6 @@
 """How replicas agree on a fragment: the mean of what they did, an outer update, and a mix of it with their own."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import optax
 
 from shardopt.collectives import per_device, sum_over
 from shardopt.core.types import wide_dtype
+from shardopt.partition import LeafPlan
 from shardopt.replicas.fragments import Fragment, put, take
 from shardopt.replicas.state import REPLICA, Sync, fragment_plans, rows
 from shardopt.strategies.layout import Layout, shardings
@@ -87,9 +89,9 @@ class Agreement:
         return per_device(local, self.recipe.mesh, in_specs=(self.whole_specs,), out_specs=self.part_specs)(shared)
 
 
-def average(recipe: Recipe, layout: Layout, own: Leaves) -> tuple[Leaves, Leaves]:
-    """Return parameters shared and own, all of them the mean of the replicas'; integers take the maximum."""
-    specs = [plan.data_spec(split=recipe.placement.params) for plan in layout.plans]
+def average(recipe: Recipe, plans: Sequence[LeafPlan], own: Leaves) -> tuple[Leaves, Leaves]:
+    """Return leaves shared and own, all of them the mean of the replicas'; integers take the maximum."""
+    specs = [plan.data_spec(split=recipe.placement.params) for plan in plans]
     replicas = recipe.mesh.shape[REPLICA]
 
     def one(plan, leaf):
@@ -99,11 +101,25 @@ def average(recipe: Recipe, layout: Layout, own: Leaves) -> tuple[Leaves, Leaves
         return (total / replicas).astype(leaf.dtype)
 
     def local(own):
-        means = [one(plan, x.reshape(x.shape[1:])) for plan, x in zip(layout.plans, own, strict=True)]
+        means = [one(plan, x.reshape(x.shape[1:])) for plan, x in zip(plans, own, strict=True)]
         return means, [x[None] for x in means]
 
     of_rows = [rows(spec) for spec in specs]
     return per_device(local, recipe.mesh, in_specs=(of_rows,), out_specs=(specs, of_rows))(own)
+
+
+def average_updated(
+    recipe: Recipe, layout: Layout, shared: Leaves, own: Leaves, paths: Collection[str]
+) -> tuple[Leaves, Leaves]:
+    """Make the frozen leaves that the loss itself updates (`so.Updated`) those of all replicas together."""
+    chosen = [i for i, plan in enumerate(layout.plans) if plan.path in paths]
+    if not chosen:
+        return shared, own
+    means, rows_of = average(recipe, [layout.plans[i] for i in chosen], [own[i] for i in chosen])
+    shared, own = list(shared), list(own)
+    for i, mean, row in zip(chosen, means, rows_of, strict=True):
+        shared[i], own[i] = mean, row
+    return shared, own
 
 
 def of_first_row(recipe: Recipe, layout: Layout, own: Leaves) -> Leaves:

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
+from shardopt.core.errors import complaint
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import PyTree, TrainState
 from shardopt.mesh import on_mesh
@@ -15,6 +17,7 @@ from shardopt.replicas.program import Kind, kind_of, make_average, make_step
 from shardopt.replicas.state import Sync, abstract_state, first_state, reducer_plans
 from shardopt.strategies.batch import batch_sharding, check_batch, place_batch
 from shardopt.strategies.build import OnBatch
+from shardopt.strategies.init import copied
 from shardopt.strategies.layout import Layout, make_layout, shardings
 from shardopt.strategies.programs import Programs, abstract_params, pace
 from shardopt.strategies.recipe import Recipe
@@ -77,7 +80,8 @@ def build(who: str, strategy: ShardedOptimizer, *, fragments: int, reducer: Any,
         def make(state):
             leaves = placed.inner.treedef.flatten_up_to(state.params)
             agreements = [Agreement(recipe, placed.inner, placed.sync, one) for one in placed.sync.fragments]
-            return first_state(recipe, placed.inner, placed.sync, state, [one.take(leaves) for one in agreements])
+            parts = [one.take(leaves) for one in agreements]
+            return copied(first_state(recipe, placed.inner, placed.sync, state, parts))
 
         opt_state = jax.jit(on_mesh(recipe.mesh, make), out_shardings=placed.shardings.opt_state)(state)
         return state._replace(opt_state=opt_state)
@@ -90,9 +94,13 @@ def build(who: str, strategy: ShardedOptimizer, *, fragments: int, reducer: Any,
             check_placement(recipe, placed.layout, placed.shardings, state)
             known.add(id(placed))
         abstract = isinstance(state.step, jax.ShapeDtypeStruct)
+        if isinstance(state.step, Tracer):
+            what = "which program a step runs depends on state.step, which is traced here."
+            raise TypeError(complaint(who, what, fix="call step outside jit: it is compiled already."))
         # What this function returned last it need not read back from the device, which would wait for the step.
-        step = last[1] if state.step is last[0] else 0 if abstract else int(state.step)
-        kind = Kind() if abstract else kind_of(placed.sync, step)
+        # An abstract state gives the first step that replicas take by themselves.
+        step = last[1] if state.step is last[0] else placed.sync.warmup_steps if abstract else int(state.step)
+        kind = kind_of(placed.sync, step)
         if kind not in placed.steps:
             placed.steps[kind] = make_step(recipe, placed.inner, placed.sync, placed.shardings, kind)
         return placed.steps[kind], place_batch(batch, sharding), step
@@ -135,6 +143,10 @@ def build(who: str, strategy: ShardedOptimizer, *, fragments: int, reducer: Any,
             placed.shardings,
         )
 
+    def report(abstract: PyTree = None) -> Any:
+        """Return the placement within a replica, by default of the parameters last seen."""
+        return strategy.config.report(programs.last().layout.abstract.params if abstract is None else abstract)
+
     return ShardedOptimizer(
         init=init,
         step=OnBatch(run, lower),
@@ -154,7 +166,7 @@ def build(who: str, strategy: ShardedOptimizer, *, fragments: int, reducer: Any,
             delay=how["delay"],
             mix=how["mix"],
             reducer=reducer,
-            report=strategy.config.report,
+            report=report,
         ),
     )
 

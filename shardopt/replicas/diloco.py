@@ -41,7 +41,9 @@ def diloco(
     nothing at all in steps that do not send (they are programs of their own).
 
     `step` returns metrics averaged over the replicas of this process. `evaluate` takes the shared parameters.
-    `synchronize` makes them, and all replicas, the mean of the replicas, without an outer step.
+    `synchronize` makes them, and all replicas, the mean of the replicas, without an outer step; outer gradients that are
+    on their way are dropped, as the mean has what they say. Frozen leaves that the loss updates (`so.Updated`) are
+    averaged whenever something is sent, integers take the maximum.
 
     Args:
       strategy: from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.

@@ -24,7 +24,8 @@ def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int 
     every H steps, and nothing at all in the steps between (they are programs of their own).
 
     `step` returns metrics averaged over the replicas of this process. `evaluate` takes the shared parameters, those
-    last agreed on; `synchronize` averages now.
+    last agreed on; `synchronize` averages now. Frozen leaves that the loss updates (`so.Updated`) are averaged with the
+    parameters, integers take the maximum.
 
     Args:
       strategy: from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.

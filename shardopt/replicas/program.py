@@ -3,12 +3,13 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, TrainState
 from shardopt.mesh import on_mesh
-from shardopt.replicas.agree import Agreement, average, of_first_row
+from shardopt.replicas.agree import Agreement, average, average_updated, of_first_row
 from shardopt.replicas.state import REPLICA, PerReplica, Replicas, Sync
 from shardopt.strategies.batch import batch_sharding
 from shardopt.strategies.gradients import make_gradients
@@ -95,6 +96,8 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
                 delta = replicas.pending[kind.apply]
             shared, own, outer = agreements[kind.apply].apply(shared, own, delta, replicas.outer[kind.apply])
             replicas = replicas._replace(outer=_replaced(replicas.outer, kind.apply, outer))
+        if kind.send is not None:
+            shared, own = average_updated(recipe, layout, shared, own, found.updates)
         replicas = replicas._replace(
             params=PerReplica(unflatten(own)), optimizer=PerReplica(optimizer), inner_reducer=wire
         )
@@ -111,13 +114,19 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
 
 
 def make_average(recipe: Recipe, layout: Layout, placed: TrainState) -> Any:
-    """Return the jitted `state -> state` that makes all parameters the mean of the replicas'."""
+    """Return the jitted `state -> state` that makes all parameters the mean of the replicas'.
+
+    What was on its way is dropped: the mean has it all, and to apply it later would count it twice.
+    """
 
     def run(state: TrainState) -> TrainState:
         replicas: Replicas = state.opt_state
-        shared, own = average(recipe, layout, layout.treedef.flatten_up_to(replicas.params.value))
+        shared, own = average(recipe, layout.plans, layout.treedef.flatten_up_to(replicas.params.value))
         unflatten = layout.treedef.unflatten
-        return state._replace(params=unflatten(shared), opt_state=replicas._replace(params=PerReplica(unflatten(own))))
+        replicas = replicas._replace(
+            params=PerReplica(unflatten(own)), pending=jax.tree.map(jnp.zeros_like, replicas.pending)
+        )
+        return state._replace(params=unflatten(shared), opt_state=replicas)
 
     return jax.jit(on_mesh(recipe.mesh, run), in_shardings=(placed,), out_shardings=placed, donate_argnums=0)
 

@@ -26,13 +26,13 @@ def init_state(recipe: Recipe, programs: Programs, params: Any, rng: Any) -> Tra
             fix = "pass arrays, or a function and a key: init(init_fn, rng)."
             raise TypeError(complaint(recipe.who, "init was given shapes without values.", fix=fix))
         # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
-        copy = jax.jit(on_mesh(recipe.mesh, _copy), out_shardings=program.shardings.params)
+        copy = jax.jit(on_mesh(recipe.mesh, copied), out_shardings=program.shardings.params)
         placed = copy(jax.device_put(params, program.shardings.params))
     on = program.shardings
 
     def init_opt_state(params):
         # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
-        state = _copy(recipe.tx.init(program.layout.trainable(params)))
+        state = copied(recipe.tx.init(program.layout.trainable(params)))
         through = program.layout.reducer
         return state if through is None else Reduced(state, init_reducer(through))
 
@@ -45,11 +45,11 @@ def init_state(recipe: Recipe, programs: Programs, params: Any, rng: Any) -> Tra
 
 def init_program(recipe: Recipe, program: Program, init_fn: Callable[[jax.Array], PyTree]) -> Any:
     """Return the jitted `init_fn` whose result is created split: each device makes its own shard."""
-    make = on_mesh(recipe.mesh, lambda rng: _copy(init_fn(rng)))
+    make = on_mesh(recipe.mesh, lambda rng: copied(init_fn(rng)))
     return jax.jit(make, out_shardings=program.shardings.params)
 
 
-def _copy(tree: PyTree) -> PyTree:
+def copied(tree: PyTree) -> PyTree:
     """Copy every leaf, without the weak type that would make the second step another program than the first."""
 
     def one(leaf):

@@ -1,5 +1,7 @@
 """Local SGD and DiLoCo written from their equations: replicas in a list, numpy for what crosses between them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +15,8 @@ def own_batches(batch, replicas):
     return [jax.tree.map(lambda x: np.split(np.asarray(x), replicas)[i], batch) for i in range(replicas)]
 
 
-def fragment_masks(params, count):
-    """Return P trees of 0 and 1: blocks f, f + P, ... of stacked leaves, other leaves dealt out in turn."""
+def fragment_masks(params, count, stages=1):
+    """Return P trees of 0 and 1: blocks f, f + P, ... of each stage, other leaves dealt out in turn."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     leaves, treedef = jax.tree.flatten(params)
     turn, masks = 0, [[] for _ in range(count)]
@@ -23,7 +25,8 @@ def fragment_masks(params, count):
         for f in range(count):
             mask = np.zeros(np.shape(leaf))
             if stacked:
-                mask[f::count] = 1
+                for stage in np.split(mask, stages):  # views
+                    stage[f::count] = 1
             elif turn % count == f:
                 mask[...] = 1
             masks[f].append(mask)
@@ -31,19 +34,34 @@ def fragment_masks(params, count):
     return [treedef.unflatten(mask) for mask in masks]
 
 
-def diloco(tx, loss, params, batches, replicas, *, sync_every, fragments=1, delay=0, mix=0.0, outer=NESTEROV, warmup=0):
+def diloco(
+    tx,
+    loss,
+    params,
+    batches,
+    replicas,
+    *,
+    sync_every,
+    fragments=1,
+    delay=0,
+    mix=0.0,
+    outer=NESTEROV,
+    warmup_steps=0,
+    stages=1,
+):
     """Return (shared parameters, each replica's parameters) after training on global batches."""
-    step = jax.jit(lambda p, s, b: _inner_step(tx, loss, p, s, b))
+    warmup = warmup_steps
+    step, gradient = _compiled(tx, loss)
     shared = jax.tree.map(np.asarray, params)
     own = [params] * replicas
     states = [tx.init(params)] * replicas
     velocity = jax.tree.map(np.zeros_like, shared)
-    masks = fragment_masks(params, fragments)
+    masks = fragment_masks(params, fragments, stages)
     pending = {}
     for t, batch in enumerate(batches, start=1):
         rows = own_batches(batch, replicas)
         if t <= warmup:
-            grads = [jax.grad(loss)(own[0], one) for one in rows]
+            grads = [gradient(own[0], one) for one in rows]
             mean = jax.tree.map(lambda *g: sum(g) / replicas, *grads)
             updates, state = tx.update(mean, states[0], own[0])
             own, states = [optax.apply_updates(own[0], updates)] * replicas, [state] * replicas
@@ -72,6 +90,11 @@ def diloco(tx, loss, params, batches, replicas, *, sync_every, fragments=1, dela
                 for one in own
             ]
     return shared, own
+
+
+@functools.cache
+def _compiled(tx, loss):
+    return jax.jit(lambda p, s, b: _inner_step(tx, loss, p, s, b)), jax.jit(jax.grad(loss))
 
 
 def _inner_step(tx, loss, params, state, batch):
