@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import complaint
+from shardopt.replicas.state import PerReplica
 
 _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
 
@@ -20,7 +22,8 @@ def hyperparams(state: Any) -> dict[str, Any]:
 
     Returns:
       {name: value}, numbers on the host (numpy arrays for those with a shape). A name that several injected states
-      share is preceded by their key paths: "0/learning_rate", "1/learning_rate".
+      share is preceded by their key paths: "0/learning_rate", "1/learning_rate". Of `local_sgd` and `diloco` one value
+      where all replicas have the same, else all of them [replicas, ...]; with several processes all must call it.
 
     Raises:
       ValueError: if the state has no injected hyperparameters.
@@ -34,7 +37,7 @@ def hyperparams(state: Any) -> dict[str, Any]:
       {'learning_rate': 0.5, 'momentum': 0.25}
     """
     found = _find("hyperparams", state)
-    values = jax.device_get({name: one.value for name, one in found.items()})
+    values = {name: _on_host(one) for name, one in found.items()}
     return {name: value.item() if np.ndim(value) == 0 else value for name, value in values.items()}
 
 
@@ -43,7 +46,7 @@ def with_hyperparams(state: Any, **values: Any) -> Any:
 
     Shapes, dtypes and placement stay, so the next step runs the program that is already compiled. Every other leaf is
     shared with the state passed in: use only the returned one from here on. With several processes all must set the
-    same values.
+    same values. Of `local_sgd` and `diloco` a value is set on all replicas, or [replicas, ...] one on each.
 
     Args:
       state: a `TrainState`.
@@ -74,7 +77,7 @@ def with_hyperparams(state: Any, **values: Any) -> Any:
     if scheduled := sorted(name for name in values if found[name].scheduled):
         what = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
         raise ValueError(complaint(who, what, fix="inject a number instead of the schedule, and set it as you go."))
-    new = {found[name].path: _like(name, found[name].value, value) for name, value in values.items()}
+    new = {found[name].path: _like(name, found[name], value) for name, value in values.items()}
     opt_state = jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path, leaf), state.opt_state)
     return state._replace(opt_state=opt_state)
 
@@ -83,6 +86,7 @@ class _Injected(NamedTuple):
     path: tuple[Any, ...]
     value: Any
     scheduled: bool
+    has_rows: bool
 
 
 def _find(who: str, state: Any) -> dict[str, _Injected]:
@@ -97,16 +101,19 @@ def _find(who: str, state: Any) -> dict[str, _Injected]:
 
 def _walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, str, _Injected]]:
     """Yield (path of the injected state, name, hyperparameter); an inner state may hold injected ones again."""
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_injected):
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is_injected(x) or _has_rows(x)):
+        here = (*prefix, *path)
+        if _has_rows(node):
+            for text, name, one in _walk((*here, jax.tree_util.GetAttrKey("value")), node.value):
+                yield text, name, one._replace(has_rows=True)
         if not _is_injected(node):
             continue
-        here = (*prefix, *path)
         scheduled = getattr(node, "hyperparams_states", {})
         field = jax.tree_util.GetAttrKey("hyperparams")
         for name, value in node.hyperparams.items():
             full = (*here, field, jax.tree_util.DictKey(name))
             text = jax.tree_util.keystr(here, simple=True, separator="/")
-            yield text, name, _Injected(full, value, name in scheduled)
+            yield text, name, _Injected(full, value, name in scheduled, has_rows=False)
         yield from _walk((*here, jax.tree_util.GetAttrKey("inner_state")), node.inner_state)
 
 
@@ -114,13 +121,28 @@ def _is_injected(node: Any) -> bool:
     return hasattr(node, "hyperparams") and hasattr(node, "inner_state")
 
 
-def _like(name: str, old: Any, value: Any) -> Any:
+def _has_rows(node: Any) -> bool:
+    return isinstance(node, PerReplica)
+
+
+def _on_host(one: _Injected) -> Any:
+    """Return a value as numpy; of equal rows a single one."""
+    value = one.value
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
+        value = jax.jit(lambda x: x, out_shardings=NamedSharding(value.sharding.mesh, PartitionSpec()))(value)
+    value = np.asarray(jax.device_get(value))
+    return value[0] if one.has_rows and (value == value[:1]).all() else value
+
+
+def _like(name: str, one: _Injected, value: Any) -> Any:
     """Return the value as an array with the shape, dtype and placement of the one it replaces."""
-    who = "with_hyperparams"
+    who, old = "with_hyperparams", one.value
     numeric = isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(value, bool)
     given = np.asarray(jax.device_get(value)) if numeric else None
     if given is None or not jax.numpy.issubdtype(given.dtype, jax.numpy.number):
         raise TypeError(f"{who}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+    if one.has_rows and given.shape == old.shape[1:]:
+        given = np.broadcast_to(given, old.shape)
     if given.shape != old.shape:
         raise ValueError(f"{who}: {name} has shape {old.shape}, got {given.shape}.")
     if np.isnan(given).any():

@@ -44,6 +44,24 @@ def model_of():
     return lambda weighted=False: MODELS[int(weighted)]
 
 
+TINY = so.BlockModel(
+    embed=lambda outer, batch: batch["x"] @ outer["in"],
+    block=lambda w, x: x + jnp.tanh(x @ w),
+    loss=lambda outer, x, batch: jnp.mean((x[:, :2] - batch["y"]) ** 2),
+)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """Two leaves, for grids of many programs: the model and a function that makes its parameters."""
+
+    def make():
+        draw = np.random.default_rng(6)
+        return {"blocks": jnp.asarray(draw.normal(size=(4, 4, 4)) * 0.3), "in": jnp.asarray(draw.normal(size=(3, 4)))}
+
+    return TINY, make
+
+
 @pytest.fixture(scope="session")
 def new_params():
     """Return a function that makes the parameters, float64 where that is on."""

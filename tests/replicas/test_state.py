@@ -1,0 +1,114 @@
+"""What the state of replicas means: synchronize, evaluate, frozen leaves, leaves that the loss updates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothing(
+    strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+):
+    opt = so.diloco(strategy_of("fsdp"), sync_every=8, fragments=2)
+    state, _ = steps_on(opt, opt.init(new_params()), new_batches(6))
+    own = rows_of(state)
+    assert apart(own[0], own[1]) > 1e-3
+    mean = jax.tree.map(lambda *x: sum(x) / 2, *own)
+    state = opt.synchronize(state)
+    assert apart(state.params, mean) < 1e-12
+    assert all(equal(one, jax.device_get(state.params)) for one in rows_of(state))
+    once = jax.device_get(state)
+    state = opt.synchronize(state)
+    assert equal(jax.device_get(state), once)
+    steps_on(opt, state, new_batches(1))  # and training goes on
+
+
+def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
+    strategy_of, new_params, new_batches, steps_on, apart, x64
+):
+    """With an outer step of plain SGD, what was sent before is in the mean already."""
+    inner = strategy_of("ddp", optax.sgd(0.05))
+    opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=2)
+    batches = new_batches(6)
+    state, _ = steps_on(opt, opt.init(new_params()), batches[:5])  # sent with step 5, due after step 6
+    state = opt.synchronize(state)
+    mean = jax.device_get(state.params)
+    state, _ = steps_on(opt, state, batches[5:])
+    assert apart(state.params, mean) < 1e-12
+
+
+def test_evaluate_takes_the_shared_parameters(strategy_of, new_params, new_batches, steps_on, model_of, x64):
+    opt = so.local_sgd(strategy_of("fsdp"), sync_every=3)
+    batches = new_batches(5)
+    state, _ = steps_on(opt, opt.init(new_params()), batches)
+    value = opt.evaluate(state, batches[0])["loss"]
+    np.testing.assert_allclose(value, model_of().loss_fn(jax.device_get(state.params), batches[0]), rtol=1e-12)
+    assert int(state.step) == 5  # nothing was donated
+    lowered = opt.evaluate.lower(state, batches[0])
+    assert not [one for one in so.audit(lowered).of(axis="replica").collectives if one.bytes > 64]
+
+
+def test_frozen_leaves_stay_and_are_in_no_fragment(strategy_of, new_params, new_batches, steps_on, rows_of):
+    inner = strategy_of("fsdp", options={"frozen": ["^in$"]})
+    opt = so.diloco(inner, sync_every=2)
+    state, _ = steps_on(opt, opt.init(new_params()), new_batches(4))
+    for tree in (jax.device_get(state.params), *rows_of(state)):
+        assert np.array_equal(tree["in"], new_params()["in"])
+        assert not np.array_equal(tree["out"], new_params()["out"])
+    assert len(state.opt_state.outer[0][0].trace) == len(jax.tree.leaves(new_params())) - 1
+
+
+def with_statistics(params, batch):
+    mean = 0.5 * params["mean"] + 0.5 * batch["x"].mean(0)
+    loss = jnp.mean(((batch["x"] - params["mean"][None]) @ params["w"] - batch["y"]) ** 2)
+    return loss, {"stats": so.Updated({"mean": mean, "seen": params["seen"] + 1 + jnp.int32(batch["x"][0, 0] > 0)})}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, strategy_of, new_batches, steps_on, x64):
+    """Each replica keeps its own between; the shared ones, which evaluation sees, follow at each agreement."""
+    params = {"w": jnp.ones((3, 2)), "mean": jnp.zeros(3), "seen": jnp.int32(0)}
+    inner = strategy_of("ddp", optax.sgd(0.01), model=with_statistics, options={"frozen": ["^mean$"]})
+    opt = so.diloco(inner, sync_every=3, delay=delay)
+    batches = new_batches(5)
+    state, own, shared, seen = opt.init(params), np.zeros((2, 3)), np.zeros(3), np.zeros(2, int)
+    for step, batch in enumerate(batches, start=1):
+        state, _ = opt.step(state, batch)
+        halves = np.split(batch["x"], 2)
+        own = 0.5 * own + 0.5 * np.stack([half.mean(0) for half in halves])
+        # integers take the maximum over the devices of a replica, too
+        seen = seen + 1 + [max(int(quarter[0, 0] > 0) for quarter in np.split(half, 2)) for half in halves]
+        if step == 3 + delay:
+            shared = own.mean(0)
+            own, seen = np.stack([shared] * 2), np.full(2, seen.max())
+        np.testing.assert_allclose(state.opt_state.params.value["mean"], own, rtol=1e-12)
+        np.testing.assert_allclose(state.params["mean"], shared, rtol=1e-12, atol=1e-15)
+        assert np.array_equal(state.opt_state.params.value["seen"], seen)
+    assert np.abs(own[0] - own[1]).max() > 1e-3
+
+
+def test_hyperparameters_are_one_number_for_all_replicas(strategy_of, new_params, new_batches, steps_on, rows_of):
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    outer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.25)
+    opt = so.diloco(strategy_of("fsdp", tx), outer=outer, sync_every=2)
+    state = opt.init(new_params())
+    inside, outside = "optimizer/value/learning_rate", "outer/0/learning_rate"
+    assert so.hyperparams(state) == {inside: 0.5, outside: 1.0, "momentum": 0.25}
+    state = so.with_hyperparams(state, **{inside: 0.0, outside: 0.5})
+    assert so.hyperparams(state) == {inside: 0.0, outside: 0.5, "momentum": 0.25}
+    state, _ = steps_on(opt, state, new_batches(3))
+    assert all(equal(one, new_params()) for one in rows_of(state))  # a rate of 0 reaches every replica
+    state = so.with_hyperparams(state, **{inside: np.array([0.0, 0.25])})
+    assert so.hyperparams(state)[inside].tolist() == [0.0, 0.25]
+    state, _ = steps_on(opt, state, new_batches(1))  # the agreement follows, so look at what was shared: half a step
+    assert not equal(jax.device_get(state.params), new_params())
+    message = r"^with_hyperparams: optimizer/value/learning_rate has shape \(2,\), got \(3,\)\.$"
+    with pytest.raises(ValueError, match=message):
+        so.with_hyperparams(state, **{inside: np.ones(3)})
