@@ -15,7 +15,7 @@ from shardopt.core import (
     Weighted,
 )
 from shardopt.mesh import initialize, make_mesh
-from shardopt.parameter_server import async_sgd, should_sync
+from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
 from shardopt.pipeline import schedules
 from shardopt.planning import audit
 from shardopt.replicas import diloco, local_sgd
@@ -33,6 +33,7 @@ __all__ = [
     "TrainState",
     "Updated",
     "Weighted",
+    "async_local_sgd",
     "async_sgd",
     "audit",
     "checkpoint",

@@ -1,9 +1,11 @@
 """Training without barriers: a parameter server with bounded staleness, its event log, replay and simulation."""
 
 from shardopt.parameter_server import durations, rules
-from shardopt.parameter_server.async_sgd import AsyncOptimizer, async_sgd
+from shardopt.parameter_server.async_local_sgd import async_local_sgd
+from shardopt.parameter_server.async_sgd import async_sgd
 from shardopt.parameter_server.events import Event
 from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.optimizer import AsyncOptimizer
 from shardopt.parameter_server.plot import plot_timeline
 from shardopt.parameter_server.replay import replay
 from shardopt.parameter_server.run import AsyncResult
@@ -26,6 +28,7 @@ __all__ = [
     "ServerState",
     "SimulatedWorker",
     "Update",
+    "async_local_sgd",
     "async_sgd",
     "durations",
     "make_server",

@@ -1,50 +1,21 @@
 """Asynchronous SGD: workers push gradients, the server applies the optimizer."""
 
-import math
-import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import jax
 import optax
-from jax.sharding import Mesh
 
 from shardopt.core.errors import complaint
-from shardopt.core.types import LossFn, PyTree
-from shardopt.parameter_server.arguments import check_count, check_max_staleness, is_integer
-from shardopt.parameter_server.compute import make_compute
+from shardopt.core.types import LossFn
+from shardopt.parameter_server.arguments import check_max_staleness
+from shardopt.parameter_server.compute import Compute, make_compute
 from shardopt.parameter_server.gradients import make_gradients
+from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
-from shardopt.parameter_server.run import AsyncResult, Run
 from shardopt.parameter_server.server import make_server
-from shardopt.parameter_server.simulated_worker import check_presence
-from shardopt.parameter_server.trainable import check_params
-from shardopt.parameter_server.transports.threads import run_threads
 from shardopt.parameter_server.workers import Workers, worker_meshes
 
 WHO = "async_sgd"
-
-
-class AsyncOptimizer(NamedTuple):
-    """An optax optimizer that trains without barriers.
-
-    Attributes:
-      run: `run(params, batches_of, *, num_updates, rng=None, presence=None, log_path=None) -> AsyncResult`; see
-        `async_sgd`.
-      workers: the mesh of each worker.
-      wrapped: the optax transformation.
-      max_staleness: the bound in clocks, None without.
-      rule: the staleness rule, None for none.
-      backend: what carries pulls and pushes.
-    """
-
-    run: Callable[..., AsyncResult]
-    workers: tuple[Mesh, ...]
-    wrapped: optax.GradientTransformation
-    max_staleness: int | None
-    rule: Rule | None
-    backend: str
 
 
 def async_sgd(
@@ -96,6 +67,15 @@ def async_sgd(
       which workers are there only at times, `{worker: [(from, to), ...]}` in versions: at `to` it dies with the step
       that it is at. `rng` is a random key. `log_path` is a file that gets the log, also of a run that fails.
 
+      `checkpoints`, a `so.Checkpoints`, gets the server (parameters, optimizer, clocks, log) every so many updates and
+      at the end. A run that finds checkpoints there goes on from the newest: each worker at its clock and behind the
+      batches of the steps that it had pushed, the steps under way done again; `metrics["resumed_from"]` says from
+      where. With max_staleness=0 the outcome is that of an unbroken run, bit for bit; otherwise its log explains it.
+      Workers that are not there any more leave, new ones join. `evaluate(params) -> metrics` is called every
+      `evaluate_every` updates while the workers go on, its results are `metrics["evaluations"]` with the means of the
+      training metrics since the one before. `early_stopping`, a `so.EarlyStopping`, watches these and ends the run
+      ("early").
+
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if `max_staleness` is negative, there are no workers, or the backend, the policy or a reducer is not
@@ -125,45 +105,12 @@ def async_sgd(
         raise ValueError(complaint(WHO, what, fix="leave reducer=None: gradients travel as they are."))
     if backend != "threads":
         raise ValueError(complaint(WHO, f"backend must be 'threads', got {backend!r}.", fix='use backend="threads".'))
-    server = make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=True)
 
-    def run(
-        params: PyTree,
-        batches_of: Callable[[int], Iterable[Any]],
-        *,
-        num_updates: int,
-        rng: jax.Array | None = None,
-        presence: Mapping[int, Sequence[tuple[int, float]]] | None = None,
-        log_path: str | os.PathLike[str] | None = None,
-    ) -> AsyncResult:
-        """Train until the server has made `num_updates` updates; see `async_sgd`."""
-        check_params(WHO, params)
-        check_count(WHO, "num_updates", num_updates, least=0)
-        periods = _presence(presence, len(meshes))
-        compute = make_compute(WHO, tx, loss_fn, meshes, batches_of, rng)
-        began = time.perf_counter()
-        running = Run(server, compute.on_server(params), compute.header, lambda: time.perf_counter() - began)
-        if log_path is not None:
-            running.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
-        try:
-            stopped = run_threads(running, compute, num_workers=len(meshes), num_updates=num_updates, presence=periods)
-            return running.finish(stopped)
-        finally:
-            if log_path is not None:
-                running.log.save(log_path)
+    def server(donate: bool) -> Any:
+        return make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate)
 
-    return AsyncOptimizer(run, tuple(meshes), tx, max_staleness, rule, backend)
+    def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
+        return make_compute(WHO, tx, loss_fn, meshes, batches_of, key)
 
-
-def _presence(presence: Any, num_workers: int) -> dict[int, Sequence[tuple[int, float]]]:
-    always = [(0, math.inf)]
-    if presence is None:
-        return dict.fromkeys(range(num_workers), always)
-    if not isinstance(presence, Mapping):
-        what = f"presence must be a dict {{worker: [(from, to), ...]}}, got {type(presence).__name__}."
-        raise TypeError(complaint(WHO, what))
-    if unknown := [worker for worker in presence if not is_integer(worker) or not 0 <= worker < num_workers]:
-        raise ValueError(complaint(WHO, f"presence names workers that are not there: {unknown}."))
-    for worker, periods in presence.items():
-        check_presence(WHO, f"worker {worker}", periods)
-    return {worker: presence.get(worker, always) for worker in range(num_workers)}
+    job = Job(WHO, len(meshes), server, compute)
+    return AsyncOptimizer(make_run(job), make_replay(job), tuple(meshes), tx, max_staleness, rule, backend)

@@ -1,18 +1,19 @@
 """A worker's side of a run: its batches, its device, its gradient. Shared by the simulator and the transports."""
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import data_axes
 from shardopt.parameter_server.gradients import make_gradients
 from shardopt.parameter_server.updates import Update
-from shardopt.parameter_server.workers import worker_meshes
 
 
 class Compute(NamedTuple):
@@ -20,14 +21,15 @@ class Compute(NamedTuple):
 
     Attributes:
       header: what the log keeps of it: `rng` and the number of `devices` of each worker.
-      begin: `begin(worker)`, at each join: its batches start anew.
+      begin: `begin(worker, position)`, at each join: its batches start anew, and so many rounds of them are skipped,
+        which is 0 but in a run that is resumed.
       next_batch: `next_batch(worker) -> batch`, or None where there are no more.
       update: `update(worker, params, batch, clock) -> Update`, finished, on the device of the server.
       on_server: `on_server(tree) -> tree`, moved to the device of the server: the first of the first worker.
     """
 
     header: dict[str, Any]
-    begin: Callable[[int], None]
+    begin: Callable[[int, int], None]
     next_batch: Callable[[int], Any]
     update: Callable[[int, PyTree, Any, int], Any]
     on_server: Callable[[PyTree], PyTree]
@@ -37,42 +39,69 @@ def make_compute(
     who: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
-    workers: Any,
+    meshes: Sequence[Mesh] | Mapping[int, Mesh],
     batches_of: Callable[[int], Iterable[Any]],
-    rng: jax.Array | None,
+    key: np.ndarray,
 ) -> Compute:
-    """Return the real thing.
+    """Return workers that push the gradient of a batch.
+
+    Args:
+      who: the function that the user called, for messages.
+      tx: the optimizer, checked only.
+      loss_fn: as for `ddp`.
+      meshes: the mesh of each worker, from `worker_meshes`.
+      batches_of: `batches_of(worker)`, its batches.
+      key: from `key_data`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if there are no workers, or a mesh cannot be used.
     """
-    meshes = worker_meshes(who, workers)
-    if not callable(batches_of):
-        what = f"batches_of must be a function (worker) -> iterable of batches, got {type(batches_of).__name__}."
-        raise TypeError(
-            complaint(who, what, fix="to share out one stream: lambda w: itertools.islice(stream(), w, None, n).")
-        )
-    key = _key_data(who, rng)
-    gradients = make_gradients(who, tx, loss_fn, meshes[0], key)
-    home = meshes[0].devices.flat[0]
-    streams: dict[int, Iterator[Any]] = {}
-
-    def begin(worker: int) -> None:
-        batches = batches_of(worker)
-        if not isinstance(batches, Iterable):
-            what = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
-            raise TypeError(complaint(who, what))
-        streams[worker] = iter(batches)
+    streams = Streams(who, batches_of)
+    listed = list(meshes.values() if isinstance(meshes, Mapping) else meshes)
+    gradients = make_gradients(who, tx, loss_fn, listed[0], key)
+    home = listed[0].devices.flat[0]
 
     def update(worker: int, params: PyTree, batch: Any, clock: int) -> Any:
         found = gradients(meshes[worker], params, batch, worker, clock)
         return jax.block_until_ready(moved(found, home))
 
-    rows = [int(np.prod([mesh.shape[axis] for axis in data_axes(mesh)])) for mesh in meshes]
+    rows = [int(np.prod([mesh.shape[axis] for axis in data_axes(mesh)])) for mesh in listed]
     header = {"rng": key.tolist(), "devices": rows}
     on_server = lambda tree: jax.device_put(tree, home)  # noqa: E731
-    return Compute(header, begin, lambda worker: next(streams[worker], None), update, on_server)
+    return Compute(header, streams.begin, streams.next_batch, update, on_server)
+
+
+class Streams:
+    """The data of each worker: rounds of as many batches as it takes between two pushes.
+
+    A round is a batch, or with `sizes` a list of `sizes[worker]` batches. Batches that are left over at the end, fewer
+    than a round, are not used.
+    """
+
+    def __init__(self, who: str, batches_of: Any, sizes: Sequence[int] | None = None):
+        if not callable(batches_of):
+            what = f"batches_of must be a function (worker) -> iterable of batches, got {type(batches_of).__name__}."
+            raise TypeError(
+                complaint(who, what, fix="to share out one stream: lambda w: itertools.islice(stream(), w, None, n).")
+            )
+        self.who, self.batches_of, self.sizes = who, batches_of, sizes
+        self.streams: dict[int, Iterator[Any]] = {}
+
+    def begin(self, worker: int, position: int = 0) -> None:
+        """Start a worker's batches anew, after the first `position` rounds."""
+        batches = self.batches_of(worker)
+        if not isinstance(batches, Iterable):
+            what = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
+            raise TypeError(complaint(self.who, what))
+        skipped = position * (1 if self.sizes is None else self.sizes[worker])
+        self.streams[worker] = itertools.islice(batches, skipped, None) if skipped else iter(batches)
+
+    def next_batch(self, worker: int) -> Any:
+        """Return the next round, or None where there is none."""
+        if self.sizes is None:
+            return next(self.streams[worker], None)
+        found = list(itertools.islice(self.streams[worker], self.sizes[worker]))
+        return found if len(found) == self.sizes[worker] else None
 
 
 def moved(update: Update, device: Any) -> Update:
@@ -82,10 +111,10 @@ def moved(update: Update, device: Any) -> Update:
 
 def no_compute() -> Compute:
     """Return workers that compute nothing and never run out of it."""
-    return Compute({}, lambda worker: None, lambda worker: (), lambda *_: None, lambda tree: tree)
+    return Compute({}, lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
 
 
-def _key_data(who: str, rng: Any) -> np.ndarray:
+def key_data(who: str, rng: Any) -> np.ndarray:
     """Return the key data that a ring-1 strategy would draw from, were it initialised with this key."""
     typed = jax.random.key(0) if rng is None else rng
     if not isinstance(typed, jax.Array):

@@ -2,14 +2,15 @@
 
 from typing import NamedTuple
 
-KINDS = ("join", "pull", "push", "refuse", "leave")
+KINDS = ("join", "pull", "push", "refuse", "leave", "resume")
 
 
 class Event(NamedTuple):
     """One entry of the log.
 
     Attributes:
-      kind: "join", "pull", "push", "leave", or "refuse" for a push that was not used because it was not finite.
+      kind: "join", "pull", "push", "leave"; "refuse" for a push that was not used because it was not finite; "resume"
+        for a worker that goes on after the server was restored from a checkpoint, its step under way given up.
       worker: who.
       clock: the step in question: the one begun by a pull, finished by a push; else the worker's next one.
       version: updates that had been applied to the parameters once this had happened.

@@ -3,9 +3,11 @@
 import json
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shardopt.core.errors import complaint
 from shardopt.parameter_server.events import KINDS, Event
@@ -41,6 +43,19 @@ class Log:
             column.append(value)
         self._times.append(event.time)
         self._waits.append(event.waited)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return a copy as arrays, one a field of `Event`; kinds are numbers."""
+        values = (*self._integers, self._times, self._waits)
+        return {name: np.array(value) for name, value in zip(_COLUMNS, values, strict=True)}
+
+    @classmethod
+    def from_columns(cls, header: dict[str, Any], columns: Mapping[str, np.ndarray]) -> "Log":
+        """Return the log whose `columns` these are."""
+        log = cls(header)
+        for name, column in zip(_COLUMNS, (*log._integers, log._times, log._waits), strict=True):
+            column.frombytes(np.ascontiguousarray(columns[name], column.typecode).tobytes())
+        return log
 
     def __len__(self) -> int:
         return len(self._times)

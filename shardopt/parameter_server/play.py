@@ -70,7 +70,7 @@ class Play:
             slowest = self.run.state.clock.slowest
             if what == _JOIN:
                 self.run.join(worker)
-                self.compute.begin(worker)
+                self.compute.begin(worker, 0)
                 self.asking[worker] = self.now
                 self.ask(worker)
             elif what == _DIE:

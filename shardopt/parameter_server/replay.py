@@ -11,11 +11,11 @@ import optax
 from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server.compute import moved
-from shardopt.parameter_server.gradients import make_gradients
+from shardopt.parameter_server.compute import Compute, make_compute
 from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.positions import Positions
 from shardopt.parameter_server.rules import Rule, from_config
-from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.server import Server, make_server
 from shardopt.parameter_server.trainable import digest
 
 WHO = "replay"
@@ -72,34 +72,50 @@ def replay(
     if header.get("initial") is None:
         fix = "give simulate an optimizer, a loss, parameters and data."
         raise ValueError(complaint(WHO, "this is the log of a simulation of time only.", fix=fix))
+    if "local_steps" in header:
+        fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
+        raise ValueError(complaint(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
     meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
-    rng = np.asarray(header["rng"], np.uint32)
-    compute = make_gradients(WHO, tx, loss_fn, meshes[0], rng)
+    compute = make_compute(WHO, tx, loss_fn, meshes, batches_of, np.asarray(header["rng"], np.uint32))
     server = make_server(
         tx, max_staleness=header["max_staleness"], rule=_rule(header["rule"], rule), nonfinite=header["nonfinite"]
     )
-    state = server.init(jax.device_put(params, meshes[0].devices.flat[0]))
+    return replay_events(log, server, compute, params)
+
+
+def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) -> PyTree:
+    """Return the parameters that a log's events lead to, on one thread; `replay` says what is checked.
+
+    Args:
+      log: with real mathematics.
+      server: under the settings of the log's header.
+      compute: what the workers did, their data fresh.
+      params: the parameters that the run began with.
+    """
+    header = log.header
+    state = server.init(compute.on_server(params))
     if digest(state.params) != header["initial"]:
         what = "the parameters are not those that the run began with."
         raise ValueError(
             complaint(WHO, what, fix="pass the same values in the same dtypes, or make them the same way.")
         )
 
-    streams: dict[int, Any] = {}
+    positions = Positions()
     steps: dict[int, tuple[PyTree, Any]] = {}
     for number, recorded in enumerate(log):
         worker = recorded.worker
-        if recorded.kind == "join":
-            streams[worker] = iter(batches_of(worker))
-            state, event = server.join(state, worker)
+        positions.record(recorded)
+        if recorded.kind in ("join", "resume"):
+            compute.begin(worker, positions.of(worker))
+            steps.pop(worker, None)
+            state, event = (server.join if recorded.kind == "join" else server.resume)(state, worker)
         elif recorded.kind == "pull":
-            steps[worker] = (state.params, _next(streams[worker], worker, recorded.clock))
+            steps[worker] = (state.params, _next(compute, worker, recorded.clock))
             state, event = server.pull(state, worker)
         elif recorded.kind == "leave":
             state, event = server.leave(state, worker)
         else:
-            update = compute(meshes[worker], *steps.pop(worker), worker, recorded.clock)
-            update = moved(update, meshes[0].devices.flat[0])
+            update = compute.update(worker, *steps.pop(worker), recorded.clock)
             state, event = server.push(state, worker, update, recorded.pulled)
         if event != recorded.without_times():
             what = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
@@ -117,12 +133,12 @@ def _as_json(config: Any) -> Any:
     return json.loads(json.dumps(dict(config)))
 
 
-def _next(stream: Any, worker: int, clock: int) -> Any:
-    try:
-        return next(stream)
-    except StopIteration:
+def _next(compute: Compute, worker: int, clock: int) -> Any:
+    batch = compute.next_batch(worker)
+    if batch is None:
         what = f"batches_of({worker}) ended before step {clock} of worker {worker}."
-        raise ValueError(complaint(WHO, what, fix="pass the data of the run.")) from None
+        raise ValueError(complaint(WHO, what, fix="pass the data of the run."))
+    return batch
 
 
 def _rule(recorded: dict[str, Any], given: Rule | None) -> Rule:

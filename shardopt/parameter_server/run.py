@@ -1,6 +1,6 @@
 """A server at work: the one thing here that changes. Whatever drives it, threads or a simulation, drives this."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from shardopt.core.types import PyTree
 from shardopt.parameter_server.events import Event
 from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.positions import Positions
 from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.state import ServerState
 from shardopt.parameter_server.summary import summarize
@@ -26,8 +27,8 @@ class AsyncResult(NamedTuple):
       log: the event log, for `parameter_server.replay` and `Log.save`.
       metrics: what `parameter_server.summarize(log)` says of the run: rates, histograms of staleness (clocks) and
         delay (versions), seconds that each worker waited; "stopped", which is "completed" (num_updates reached),
-        "exhausted" (no worker is left, or the data is at its end) or "until" (of a simulation); and "history", the
-        loss and aux metrics of every update as arrays [updates].
+        "exhausted" (no worker is left, or the data is at its end), "early" (by early stopping) or "until" (of a
+        simulation); and "history", the loss and aux metrics of every update as arrays [updates].
     """
 
     params: PyTree
@@ -57,8 +58,17 @@ class Run:
                 "final": None,
             }
         )
+        self.positions = Positions()
         self._history: list[Mapping[str, Any]] = []  # numbers, once they are old enough to be known
         self._recent: list[Mapping[str, Any]] = []
+
+    def restore(self, state: ServerState, log: Log, history: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from where an earlier run was; its times are counted on from."""
+        began, clock = log[len(log) - 1].time if len(log) else 0.0, self.now
+        start = clock()
+        self.now = lambda: began + clock() - start
+        self.state, self.log, self.positions = state, log, Positions(log)
+        self._history, self._recent = list(history), []
 
     def join(self, worker: int) -> Event:
         """Let a worker in."""
@@ -80,15 +90,25 @@ class Run:
         """Let a worker go; `asked` is since when it has been waiting for a step, if it has."""
         return self._record(*self.server.leave(self.state, worker), asked)
 
-    def finish(self, stopped: str) -> AsyncResult:
-        """Return the result, once nobody works any more."""
+    def resume(self, worker: int) -> Event:
+        """Let a worker go on after a `restore`."""
+        return self._record(*self.server.resume(self.state, worker))
+
+    def history(self, since: int = 0) -> list[Mapping[str, Any]]:
+        """Return the metrics of each update from version `since` on; the latest may still be under way."""
+        old = len(self._history)
+        return self._history[since:] + self._recent[max(0, since - old) :]
+
+    def finish(self, stopped: str, **more: Any) -> AsyncResult:
+        """Return the result, once nobody works any more, with `more` metrics."""
         params = self.state.params
         if params is not None:
             params = jax.block_until_ready(params)
             self.log.header["final"] = digest(params)
         rows = self._history + jax.device_get(self._recent)
         history = {name: np.asarray([one[name] for one in rows]) for name in (rows[0] if rows else ())}
-        return AsyncResult(params, self.log, {**summarize(self.log), "stopped": stopped, "history": history})
+        metrics = {**summarize(self.log), "stopped": stopped, "history": history, **more}
+        return AsyncResult(params, self.log, metrics)
 
     def _record(self, state: ServerState, event: Event, asked: float | None = None) -> Event:
         if state.version > self.state.version and state.metrics:
@@ -100,4 +120,5 @@ class Run:
         event = event._replace(time=now, waited=0.0 if asked is None else now - asked)
         self.state = state
         self.log.append(event)
+        self.positions.record(event)
         return event

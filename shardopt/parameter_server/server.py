@@ -32,6 +32,7 @@ class Server(NamedTuple):
       pull: `pull(state, worker) -> (state, event)`; the parameters are `state.params`, their version `event.version`.
       push: `push(state, worker, update, pulled_version) -> (state, event)`.
       leave: `leave(state, worker) -> (state, event)`. What it was computing is forgotten, what it pushed stays.
+      resume: `resume(state, worker) -> (state, event)`. What it was computing is forgotten, its clock stays.
       max_staleness: the bound in clocks, None without.
       rule: the staleness rule.
       nonfinite: "raise" or "skip".
@@ -43,6 +44,7 @@ class Server(NamedTuple):
     pull: Callable[[ServerState, int], tuple[ServerState, Event]]
     push: Callable[[ServerState, int, Any, int], tuple[ServerState, Event]]
     leave: Callable[[ServerState, int], tuple[ServerState, Event]]
+    resume: Callable[[ServerState, int], tuple[ServerState, Event]]
     max_staleness: int | None
     rule: Rule
     nonfinite: str
@@ -170,6 +172,11 @@ def make_server(
         state = _close(state._replace(clock=clock, working=state.working.drop(worker)))
         return state, Event("leave", worker, at, state.version, state.version)
 
+    def resume(state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        at = clocks.clock_of(state.clock, worker)
+        state = state._replace(working=state.working.drop(worker))
+        return state, Event("resume", worker, at, state.version, state.version)
+
     def _refused(state: ServerState, worker: int, at: int, update: Any) -> bool:
         check_update(update, state.params, worker)
         found = faults(update)
@@ -209,7 +216,7 @@ def make_server(
             metrics=new.metrics,
         )
 
-    return Server(init, join, may_pull, pull, push, leave, empty.max_staleness, rule, nonfinite)
+    return Server(init, join, may_pull, pull, push, leave, resume, empty.max_staleness, rule, nonfinite)
 
 
 def _own(leaf: Any) -> jax.Array:

@@ -10,13 +10,14 @@ import optax
 from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
 from shardopt.parameter_server.arguments import check_count, check_number
-from shardopt.parameter_server.compute import make_compute, no_compute
+from shardopt.parameter_server.compute import key_data, make_compute, no_compute
 from shardopt.parameter_server.play import Play
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import AsyncResult, Run
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.simulated_worker import SimulatedWorker, simulated_workers
 from shardopt.parameter_server.trainable import check_params
+from shardopt.parameter_server.workers import worker_meshes
 
 WHO = "simulate"
 
@@ -91,8 +92,8 @@ def simulate(
     if tx is None or batches_of is None:
         compute = no_compute()
     else:
-        here = [jax.local_devices()[0]] * len(specs)
-        compute = make_compute(WHO, tx, loss_fn, here, batches_of, rng)
+        here = worker_meshes(WHO, [jax.local_devices()[0]] * len(specs))
+        compute = make_compute(WHO, tx, loss_fn, here, batches_of, key_data(WHO, rng))
         check_params(WHO, params)
         params = compute.on_server(params)
     if message_bytes is None:

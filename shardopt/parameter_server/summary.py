@@ -49,7 +49,7 @@ def timeline(log: Iterable[Event]) -> list[Segment]:
         if worker in since:
             was, start = since.pop(worker)
             if was == "step":
-                add(worker, "lost" if event.kind == "leave" else "step", start, last)
+                add(worker, "lost" if event.kind in ("leave", "resume") else "step", start, last)
             else:
                 asked = last - event.waited
                 asked = start if asked - start <= _SHORTEST else asked

@@ -50,6 +50,14 @@ class NonFiniteUpdateError(FloatingPointError):
         super().__init__(message)
         self.worker, self.clock = worker, clock
 
+    def __reduce__(self):
+        """Cross from one process to another whole."""
+        return _rebuild, (str(self), self.worker, self.clock)
+
+
+def _rebuild(message: str, worker: int, clock: int) -> NonFiniteUpdateError:
+    return NonFiniteUpdateError(message, worker=worker, clock=clock)
+
 
 def make_update(grads: PyTree, *, loss: Any = 0.0, weight: Any = 1.0, rows: int = 1) -> Update:
     """Make an update by hand, from a gradient; workers make theirs from a loss function.

@@ -34,24 +34,28 @@ def worker_meshes(who: str, workers: Any) -> list[Mesh]:
     if not len(workers):
         raise ValueError(complaint(who, "workers must be at least 1, got none.", fix=fix))
     meshes = [_mesh(who, number, worker, fix) for number, worker in enumerate(workers)]
-    _check_shared(who, meshes)
+    check_shared(who, meshes)
     return meshes
 
 
-def _check_shared(who: str, meshes: Sequence[Mesh]) -> None:
-    """Two programs with collectives on the same devices can each wait for a device that the other has."""
+def check_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> None:
+    """Refuse shared devices: two programs with collectives can each wait for a device that the other has.
+
+    Raises:
+      ValueError: if a worker with several devices shares one.
+    """
     owners: dict[Any, list[int]] = {}
     for number, mesh in enumerate(meshes):
         for device in mesh.devices.flat:
             owners.setdefault(device, []).append(number)
     shared = [
-        f"{device.platform}:{device.id}: workers {', '.join(map(str, numbers))}"
+        f"{device.platform}:{device.id}: {noun}s {', '.join(map(str, numbers))}"
         for device, numbers in owners.items()
         if len(numbers) > 1 and any(meshes[number].size > 1 for number in numbers)
     ]
     if shared:
-        what = "a worker with several devices must have them for itself."
-        raise ValueError(complaint(who, what, shared, "give each its own, or one device to several workers."))
+        what = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for itself."
+        raise ValueError(complaint(who, what, shared, f"give each its own, or one device to several {noun}s."))
 
 
 def _mesh(who: str, number: int, worker: Any, fix: str) -> Mesh:

@@ -1,0 +1,135 @@
+"""Asynchronous Local SGD: islands train by themselves, and push how far they have come."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import optax
+
+from shardopt.core.errors import complaint
+from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
+from shardopt.parameter_server.arguments import check_count, check_max_staleness, is_integer
+from shardopt.parameter_server.compute import Compute
+from shardopt.parameter_server.islands import make_island_compute
+from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, make_replay, make_run
+from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.workers import check_shared
+from shardopt.strategies.recipe import Recipe
+
+WHO = "async_local_sgd"
+
+
+def async_local_sgd(
+    strategies: Sequence[ShardedOptimizer],
+    *,
+    outer: optax.GradientTransformation | None = None,
+    local_steps: int | Sequence[int],
+    max_staleness: int | None = None,
+    rule: Rule | None = None,
+    backend: str = "threads",
+    nonfinite: str = "raise",
+) -> AsyncOptimizer:
+    """Let islands train by themselves, and apply an outer optimizer to each one's change as it comes.
+
+    Island i pulls the parameters theta, takes H steps of its strategy on batches of its own to theta_i, and pushes
+    Delta_i = theta - theta_i; the server does theta' <- theta' + outer.update(rule(Delta_i)) with the theta' that it has
+    by then. The island keeps its optimizer state and goes on from what it pulls next.
+
+    **Equivalence**: with max_staleness=0, where the changes of a round are averaged and applied once, equal to `diloco`
+    with `sync_every=local_steps`, up to summation order. Otherwise equal to its own event log, replayed: bit for bit
+    (`opt.replay`).
+
+    **Placement**: on an island as its strategy says. The server keeps parameters and the outer optimizer's state, whole,
+    on the first device of the first island.
+
+    **Communication** for each push, once every H steps: the parameters one way, the change the other.
+
+    Args:
+      strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on devices of its own. They train the same
+        parameters; optimizers, meshes and micro-batches may differ.
+      outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With several islands and no
+        bound, stale changes enter its momentum one by one: then `optax.sgd(0.7)` with `rules.delayed_nesterov(every=n)`
+        is what Liu et al. found to train well.
+      local_steps: H, or one for each island, for instance from `rules.dynamic_local_steps`.
+      max_staleness: in pushes; None for no bound.
+      rule: what to do about late changes, from `parameter_server.rules`.
+      backend: "threads", islands in this process.
+      nonfinite: what to do about changes that are not finite: "raise", which ends the run, or "skip".
+
+    Returns:
+      An `AsyncOptimizer`. Its `run(params, batches_of, *, num_updates, ...)` is that of `async_sgd`, with pushes for
+      steps; `batches_of(worker)` gives the global batches of an island, of which each push takes H. Batches left over at
+      the end, fewer than H, are not used. An island that joins anew, also after a restart from a checkpoint, begins with
+      a fresh optimizer state: checkpoints are of the server. A loss with `rng` draws from a key of the island and of the
+      clock at which it joined. `metrics["history"]` has the means over H steps of all that the strategies' steps return.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if there are no islands, two share devices, a number is out of range or the backend unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] * params["w"] - batch["y"]) ** 2)
+      >>> make = lambda devices: so.fsdp(optax.adam(0.02), so.make_mesh(devices=devices), loss_fn)
+      >>> islands = [make(jax.devices()[:2]), make(jax.devices()[2:4])]
+      >>> opt = so.async_local_sgd(islands, outer=optax.sgd(0.7), local_steps=5)
+      >>> batch = {"x": np.ones(4, np.float32), "y": np.ones(4, np.float32)}
+      >>> batches_of = lambda worker: iter([batch] * 400)
+      >>> result = opt.run({"w": jnp.zeros(())}, batches_of, num_updates=60)
+      >>> result.metrics["stopped"], abs(float(result.params["w"]) - 1) < 0.1
+      ('completed', True)
+      >>> bool(opt.replay(result.log, {"w": jnp.zeros(())}, batches_of)["w"] == result.params["w"])
+      True
+
+    References:
+      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024; Douillard et al., "DiLoCo: Distributed
+      Low-Communication Training of Language Models", 2023.
+    """
+    check_max_staleness(WHO, max_staleness)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    check_optimizer(WHO, outer)
+    islands = _check_islands(strategies)
+    check_shared(WHO, [one.mesh for one in islands], "island")
+    steps = _check_local_steps(local_steps, len(islands))
+    if backend != "threads":
+        raise ValueError(complaint(WHO, f"backend must be 'threads', got {backend!r}.", fix='use backend="threads".'))
+
+    def server(donate: bool) -> Any:
+        return make_server(outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate)
+
+    def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
+        return make_island_compute(WHO, dict(enumerate(islands)), steps, batches_of, key)
+
+    job = Job(WHO, len(islands), server, compute)
+    meshes = tuple(one.mesh for one in islands)
+    return AsyncOptimizer(make_run(job), make_replay(job), meshes, outer, max_staleness, rule, backend)
+
+
+def _check_islands(strategies: Any) -> list[ShardedOptimizer]:
+    fix = "pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
+    if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence):
+        what = f"strategies must be a sequence of ring-1 strategies, got {type(strategies).__name__}."
+        raise TypeError(complaint(WHO, what, fix=fix))
+    if not strategies:
+        raise ValueError(complaint(WHO, "strategies must be at least 1, got none.", fix=fix))
+    for number, one in enumerate(strategies):
+        if not isinstance(one, ShardedOptimizer) or not isinstance(getattr(one.config, "recipe", None), Recipe):
+            given = getattr(getattr(one, "config", None), "strategy", type(one).__name__)
+            raise TypeError(complaint(WHO, f"strategies[{number}] must be a strategy of ring 1, got {given}.", fix=fix))
+    return list(strategies)
+
+
+def _check_local_steps(local_steps: Any, num_islands: int) -> list[int]:
+    if is_integer(local_steps):
+        check_count(WHO, "local_steps", local_steps, least=1)
+        return [int(local_steps)] * num_islands
+    if isinstance(local_steps, str) or not isinstance(local_steps, Sequence | np.ndarray):
+        what = f"local_steps must be an integer or one for each island, got {local_steps!r}"
+        raise TypeError(f"{WHO}: {what} ({type(local_steps).__name__}).")
+    if len(local_steps) != num_islands:
+        what = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
+        raise ValueError(complaint(WHO, what, fix="pass one number, or one for each island."))
+    for number, steps in enumerate(local_steps):
+        check_count(WHO, f"local_steps[{number}]", steps, least=1)
+    return [int(steps) for steps in local_steps]

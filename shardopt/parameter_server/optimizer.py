@@ -1,0 +1,152 @@
+"""From a server and its workers to `AsyncOptimizer`: what `async_sgd` and `async_local_sgd` have in common."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from shardopt.core.early_stopping import EarlyStopping
+from shardopt.core.errors import complaint
+from shardopt.core.types import PyTree
+from shardopt.parameter_server.arguments import check_count, is_integer
+from shardopt.parameter_server.compute import Compute, key_data
+from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.replay import replay_events
+from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.run import AsyncResult, Run
+from shardopt.parameter_server.saving import snapshot
+from shardopt.parameter_server.server import Server
+from shardopt.parameter_server.simulated_worker import check_presence
+from shardopt.parameter_server.trainable import check_params
+from shardopt.parameter_server.transports.hall import Hall
+from shardopt.parameter_server.transports.threads import run_threads
+from shardopt.parameter_server.watch import Watch
+
+
+class AsyncOptimizer(NamedTuple):
+    """An optax optimizer that trains without barriers.
+
+    Attributes:
+      run: `run(params, batches_of, *, num_updates, rng=None, presence=None, log_path=None, checkpoints=None,
+        early_stopping=None, evaluate=None, evaluate_every=100) -> AsyncResult`; see `async_sgd`.
+      replay: `replay(log, params, batches_of) -> params`: does a run of this optimizer again from its log, on one
+        thread, bit for bit; see `parameter_server.replay`.
+      workers: the mesh of each worker.
+      wrapped: the optax transformation that the server applies.
+      max_staleness: the bound in clocks, None without.
+      rule: the staleness rule, None for none.
+      backend: what carries pulls and pushes.
+    """
+
+    run: Callable[..., AsyncResult]
+    replay: Callable[..., PyTree]
+    workers: tuple[Any, ...]
+    wrapped: optax.GradientTransformation
+    max_staleness: int | None
+    rule: Rule | None
+    backend: str
+
+
+class Job(NamedTuple):
+    """What a run is made of, apart from its data.
+
+    Attributes:
+      who: the function that the user called, for messages.
+      num_workers: how many.
+      make_server: `make_server(donate) -> Server`.
+      make_compute: `make_compute(batches_of, key) -> Compute` of all workers.
+    """
+
+    who: str
+    num_workers: int
+    make_server: Callable[[bool], Server]
+    make_compute: Callable[[Callable[[int], Iterable[Any]], Any], Compute]
+
+
+def make_run(job: Job) -> Callable[..., AsyncResult]:
+    """Return the `run` of an optimizer, on threads."""
+    who, server = job.who, job.make_server(True)
+
+    def run(
+        params: PyTree,
+        batches_of: Callable[[int], Iterable[Any]],
+        *,
+        num_updates: int,
+        rng: jax.Array | None = None,
+        presence: Mapping[int, Sequence[tuple[int, float]]] | None = None,
+        log_path: str | os.PathLike[str] | None = None,
+        checkpoints: Any = None,
+        early_stopping: EarlyStopping | None = None,
+        evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
+        evaluate_every: int = 100,
+    ) -> AsyncResult:
+        """Train until the server has made `num_updates` updates; see `async_sgd`."""
+        check_params(who, params)
+        check_count(who, "num_updates", num_updates, least=0)
+        periods = check_periods(who, presence, job.num_workers)
+        watch = Watch(
+            who,
+            checkpoints=checkpoints,
+            early_stopping=early_stopping,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+        )
+        compute = job.make_compute(batches_of, key_data(who, rng))
+        began = time.perf_counter()
+        params = compute.on_server(params)
+        running = Run(server, params, compute.header, lambda: time.perf_counter() - began)
+        watch.begin(running, params)
+        if log_path is not None:
+            running.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
+        try:
+            hall = Hall(running, num_updates, periods, watch.wishes.wanted, watch.wishes.keep)
+            run_threads(who, hall, compute, watch)
+            result = running.finish(hall.why(), **watch.metrics())
+            watch.finish(None if checkpoints is None else snapshot(running))
+            return result
+        finally:
+            if log_path is not None:
+                running.log.save(log_path)
+
+    return run
+
+
+def make_replay(job: Job) -> Callable[..., PyTree]:
+    """Return the `replay` of an optimizer."""
+
+    def replay(log: Log, params: PyTree, batches_of: Callable[[int], Iterable[Any]]) -> PyTree:
+        """Do a run of this optimizer again, bit for bit; see `parameter_server.replay`."""
+        if not isinstance(log, Log):
+            what = f"log must be a parameter_server.Log, got {type(log).__name__}."
+            raise TypeError(complaint("replay", what, fix="pass result.log, or parameter_server.Log.load(path)."))
+        if log.header.get("initial") is None:
+            raise ValueError(complaint("replay", "this is the log of a simulation of time only."))
+        key = np.asarray(log.header["rng"], np.uint32)
+        return replay_events(log, job.make_server(False), job.make_compute(batches_of, key), params)
+
+    return replay
+
+
+def check_periods(who: str, presence: Any, num_workers: int) -> dict[int, Sequence[tuple[int, float]]]:
+    """Return when each worker is there, in versions.
+
+    Raises:
+      TypeError: if `presence` is neither None nor a dict of periods.
+      ValueError: if it names unknown workers, or times do not rise.
+    """
+    always = [(0, math.inf)]
+    if presence is None:
+        return dict.fromkeys(range(num_workers), always)
+    if not isinstance(presence, Mapping):
+        what = f"presence must be a dict {{worker: [(from, to), ...]}}, got {type(presence).__name__}."
+        raise TypeError(complaint(who, what))
+    if unknown := [worker for worker in presence if not is_integer(worker) or not 0 <= worker < num_workers]:
+        raise ValueError(complaint(who, f"presence names workers that are not there: {unknown}."))
+    for worker, periods in presence.items():
+        check_presence(who, f"worker {worker}", periods)
+    return {worker: presence.get(worker, always) for worker in range(num_workers)}

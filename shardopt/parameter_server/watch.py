@@ -1,0 +1,164 @@
+"""Beside a run: checkpoints, evaluation and early stopping, on the thread of the caller."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardopt.core import early_stopping as stopping
+from shardopt.core.early_stopping import EarlyStopping, StoppingState
+from shardopt.core.errors import complaint
+from shardopt.core.types import PyTree
+from shardopt.parameter_server.arguments import check_count
+from shardopt.parameter_server.run import Run
+from shardopt.parameter_server.saving import Snapshot, load_snapshot, restore_run, snapshot
+from shardopt.parameter_server.transports.hall import Milestone
+
+
+class Wishes:
+    """Which versions somebody wants to see, and what of them: numbers only, so that it crosses to other processes."""
+
+    def __init__(self, save_every: int | None, evaluate_every: int | None):
+        self.save_every, self.evaluate_every = save_every, evaluate_every
+
+    def saves(self, version: int) -> bool:
+        """Whether this version becomes a checkpoint."""
+        return self.save_every is not None and version % self.save_every == 0
+
+    def evaluates(self, version: int) -> bool:
+        """Whether this version is evaluated."""
+        return self.evaluate_every is not None and version % self.evaluate_every == 0
+
+    def wanted(self, version: int) -> bool:
+        """Whether this version is a milestone."""
+        return self.saves(version) or self.evaluates(version)
+
+    def keep(self, run: Run) -> Snapshot | None:
+        """Copy the run, if this version becomes a checkpoint."""
+        return snapshot(run) if self.saves(run.state.version) else None
+
+
+class Watch:
+    """What is done with milestones.
+
+    Args:
+      who: the function that the user called, for messages.
+      checkpoints: a `shardopt.Checkpoints`, or None.
+      early_stopping: a `shardopt.EarlyStopping`, or None.
+      evaluate: `evaluate(params) -> metrics`, or None.
+      evaluate_every: updates between evaluations, and observations of early stopping.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        *,
+        checkpoints: Any = None,
+        early_stopping: EarlyStopping | None = None,
+        evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
+        evaluate_every: int = 100,
+    ):
+        _check(who, checkpoints, early_stopping, evaluate, evaluate_every)
+        self.who, self.checkpoints, self.rule, self.evaluate = who, checkpoints, early_stopping, evaluate
+        evaluates = early_stopping is not None or evaluate is not None
+        self.wishes = Wishes(
+            None if checkpoints is None else checkpoints.every, int(evaluate_every) if evaluates else None
+        )
+        self.state = StoppingState()
+        self.resumed_from: int | None = None
+        self.saved: int | None = None
+        self.evaluations: list[dict[str, float]] = []
+        self._window: list[Mapping[str, Any]] = []
+        self._last: dict[str, float] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.wishes.save_every is None and self.wishes.evaluate_every is None
+
+    def begin(self, run: Run, params: PyTree) -> None:
+        """Let a new run go on from the newest checkpoint, if there is one."""
+        if (found := self.latest(run.server, params)) is not None:
+            restore_run(self.who, run, found)
+            self.resumed_from = self.saved = run.state.version
+
+    def latest(self, server: Any, params: PyTree) -> Snapshot | None:
+        """Read the newest checkpoint, and what early stopping remembered then; None where there is none."""
+        checkpoints = self.checkpoints
+        if checkpoints is None or (step := checkpoints.latest()) is None:
+            return None
+        if not checkpoints.resume:
+            what = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
+            fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
+            raise ValueError(complaint(self.who, what, fix=fix))
+        found = load_snapshot(self.who, checkpoints, server, params, step)
+        saved = found.about.get("early_stopping")
+        if self.rule is not None and saved is not None:
+            self.state = stopping.from_json(self.rule, saved) or StoppingState()
+        return found
+
+    def handle(self, milestone: Milestone) -> bool:
+        """Evaluate, save; say whether the run is to end."""
+        self._window += milestone.history
+        if self.wishes.evaluates(milestone.version):
+            self._observe(milestone.version, milestone.params)
+        if milestone.snapshot is not None:
+            self.save(milestone.snapshot)
+        return stopping.out_of_patience(self.rule, self.state) is not None
+
+    def save(self, found: Snapshot) -> None:
+        """Begin to write a checkpoint."""
+        about = dict(found.about)
+        if self.rule is not None:
+            about["early_stopping"] = stopping.to_json(self.rule, self.state)
+        version = int(found.state.step)
+        self.checkpoints.save(found.state, step=version, metrics=self._last, extra={"server": about})
+        self.saved = version
+
+    def finish(self, found: Snapshot | None) -> None:
+        """Save the end of a run, and wait until it is written."""
+        if self.checkpoints is None:
+            return
+        if found is not None and int(found.state.step) != self.saved:
+            self.save(found)
+        self.checkpoints.wait()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what the result says of all this."""
+        found: dict[str, Any] = {"resumed_from": self.resumed_from}
+        if self.wishes.evaluate_every is not None:
+            found["evaluations"], found["best"] = self.evaluations, stopping.best(self.rule, self.state)
+        return found
+
+    def __call__(self, hall: Any) -> None:
+        """Take milestones away until nobody works any more."""
+        while not self.idle and ((milestone := hall.milestone()) is not None or hall.working):
+            if milestone is not None and self.handle(milestone):
+                hall.finish_early()
+
+    def _observe(self, version: int, params: PyTree) -> None:
+        rows, self._window = jax.device_get(self._window), []
+        metrics = {name: float(np.mean([row[name] for row in rows])) for name in (rows[0] if rows else ())}
+        if self.evaluate is not None:
+            found = self.evaluate(params)
+            if not isinstance(found, Mapping):
+                what = f"evaluate must return a dict of metrics, got {type(found).__name__}."
+                raise TypeError(complaint(self.who, what, fix='return {"val_loss": loss}.'))
+            metrics |= {name: float(value) for name, value in found.items()}
+        stopping.check_metric(self.rule, metrics, self.who)
+        self.state = stopping.update(self.rule, self.state, version, metrics)
+        self.evaluations.append({"step": version, **metrics})
+        self._last = metrics
+
+
+def _check(who: str, checkpoints: Any, rule: Any, evaluate: Any, evaluate_every: Any) -> None:
+    if checkpoints is not None and not all(hasattr(checkpoints, name) for name in ("every", "save", "restore", "wait")):
+        what = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
+        raise TypeError(complaint(who, what, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
+    if rule is not None and not isinstance(rule, EarlyStopping):
+        what = f"early_stopping must be a shardopt.EarlyStopping, got {type(rule).__name__}."
+        raise TypeError(complaint(who, what, fix='pass so.EarlyStopping("loss", patience=5).'))
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(f"{who}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
+    check_count(who, "evaluate_every", evaluate_every, least=1)
