@@ -13,8 +13,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 _CHEAP = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp concatenate
     convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota
-    is_finite le lgamma log log1p logistic lt max min mul name ne neg not or pad pow real reduce_precision rem reshape rev
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
+    is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg not one_minus_square or pad polynomial pow real
+    reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
     squeeze stop_gradient sub tan tanh transpose xor""".split()  # noqa: SIM905
 )
 _MOST = 2**30

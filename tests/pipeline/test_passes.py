@@ -205,6 +205,17 @@ def test_elementwise_results_are_not_kept(x64):
     assert [one.shape for one in passes.kept] == [(ROWS, WIDTH)] * 2  # x, and x @ w
 
 
+def test_a_product_inside_a_jit_is_taken_apart_too(x64):
+    """`jax.nn` is full of jits; left whole, both gradients of what stands in one would be computed at once."""
+    given, x, dy = example()
+    f = lambda g, x: [jax.jit(lambda x, w: jax.nn.gelu(x @ w))(x[0], g[0])]  # noqa: E731
+    passes = take_apart(f, given, x, trained=[0])
+    _, kept = passes.forward(given, x)
+    _, deferred = passes.backward(given, kept, dy)
+    assert count(passes.backward, given, kept, dy) == 1
+    assert count(passes.weight, given, [kept[i] for i in passes.weight_keeps], deferred) == 1
+
+
 def test_effects_run_once_a_forward(x64, capfd):
     given, x, dy = example()
 
