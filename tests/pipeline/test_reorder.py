@@ -17,7 +17,9 @@ from shardopt.pipeline import reorder
 
 PLACES = {
     "ring": lambda stages, chunks: [*range(stages)] * chunks,
-    "v": lambda stages, chunks: [s for c in range(chunks) for s in (range(stages) if c % 2 == 0 else range(stages)[::-1])],
+    "v": lambda stages, chunks: [
+        s for c in range(chunks) for s in (range(stages) if c % 2 == 0 else range(stages)[::-1])
+    ],
     "backwards": lambda stages, chunks: [*range(stages)[::-1]] * chunks,
     "in a row": lambda stages, chunks: [s for s in range(stages) for _ in range(chunks)],
     "shuffled": lambda stages, chunks: np.random.default_rng(5).permutation([*range(stages)] * chunks).tolist(),
