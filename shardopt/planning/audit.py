@@ -9,10 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardopt.core.errors import complaint
-from shardopt.planning.program.collective import read_collective
-from shardopt.planning.program.report import Audit
-from shardopt.planning.program.text import parse
-from shardopt.planning.program.walk import collectives_of
+from shardopt.hlo.collective import read_collective
+from shardopt.hlo.report import Audit
+from shardopt.hlo.text import parse
+from shardopt.hlo.walk import collectives_of
 
 
 def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None) -> Audit:

@@ -13,6 +13,7 @@ from shardopt.replicas.agree import Agreement, average, average_updated, of_firs
 from shardopt.replicas.state import REPLICA, PerReplica, Replicas, Sync
 from shardopt.strategies.batch import batch_sharding
 from shardopt.strategies.gradients import make_gradients
+from shardopt.strategies.guard import guarded
 from shardopt.strategies.layout import Layout
 from shardopt.strategies.recipe import Recipe
 from shardopt.strategies.update import apply_update, global_norm
@@ -105,12 +106,13 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
         return TrainState(state.step + 1, unflatten(shared), replicas, state.rng), metrics
 
     by_replica = NamedSharding(recipe.mesh, PartitionSpec(REPLICA))
-    return jax.jit(
+    jitted = jax.jit(
         on_mesh(recipe.mesh, step),
         in_shardings=(placed, batch_sharding(recipe)),
         out_shardings=(placed, by_replica),
         donate_argnums=0,
     )
+    return guarded(recipe, jitted)
 
 
 def make_average(recipe: Recipe, layout: Layout, placed: TrainState) -> Any:

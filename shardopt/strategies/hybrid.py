@@ -73,7 +73,8 @@ def hybrid(
       gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
       frozen: see `ddp`.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
-        memory of one activation a slot.
+        memory of one activation a slot. "fsdp" then gathers a block three times a micro-batch, not twice, and a schedule
+        that splits weight passes off keeps from backward to weight what the latter needs.
       reducer: see `ddp`; how gradients cross the data axis. For placements "ddp" and "zero1".
 
     Returns:
@@ -83,7 +84,8 @@ def hybrid(
       TypeError: if an argument is of the wrong kind; `model` is not a `BlockModel`.
       ValueError: as `fsdp`; if the mesh has no pipeline axis, the placement is unknown, the schedule is of other sizes
         or refuses them, blocks do not divide evenly over stages and chunks, or a block changes the shape of what it
-        is given.
+        is given; on CPU, if a block shifts or cuts a dim that is split over tensor, which makes stages wait for each
+        other.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so

@@ -13,6 +13,7 @@ from shardopt.mesh import on_mesh
 from shardopt.partition.paths import leaves_with_paths
 from shardopt.strategies.batch import batch_sharding
 from shardopt.strategies.gradients import make_gradients, make_loss
+from shardopt.strategies.guard import guarded
 from shardopt.strategies.layout import Layout, make_layout, shardings
 from shardopt.strategies.recipe import Recipe
 from shardopt.strategies.reducing import Reduced
@@ -127,16 +128,13 @@ def _make_program(recipe: Recipe, layout: Layout) -> Program:
         value, metrics = loss(params, batch)
         return {"loss": value, **metrics}
 
-    return Program(
-        layout,
-        on_state,
-        step=jax.jit(
-            on_mesh(recipe.mesh, step),
-            in_shardings=(on_state, on_batch),
-            out_shardings=(on_state, everywhere),
-            donate_argnums=0,
-        ),
-        evaluate=jax.jit(
-            on_mesh(recipe.mesh, evaluate), in_shardings=(on_state.params, on_batch), out_shardings=everywhere
-        ),
+    jitted_step = jax.jit(
+        on_mesh(recipe.mesh, step),
+        in_shardings=(on_state, on_batch),
+        out_shardings=(on_state, everywhere),
+        donate_argnums=0,
     )
+    jitted_evaluate = jax.jit(
+        on_mesh(recipe.mesh, evaluate), in_shardings=(on_state.params, on_batch), out_shardings=everywhere
+    )
+    return Program(layout, on_state, guarded(recipe, jitted_step), guarded(recipe, jitted_evaluate))

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from shardopt.planning.program.shapes import arrays, elements, nbytes
-from shardopt.planning.program.text import attributes, operands, parse
+from shardopt.hlo.shapes import arrays, elements, nbytes
+from shardopt.hlo.text import attributes, operands, parse
 
 LINES = r"""HloModule jit_f, is_scheduled=true, num_partitions=2
 

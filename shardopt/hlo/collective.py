@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardopt.planning.program.axes import axes_of_groups, axes_of_pairs
-from shardopt.planning.program.groups import Groups, permute_pairs, replica_groups
-from shardopt.planning.program.shapes import arrays, elements, nbytes
-from shardopt.planning.program.text import Instruction, attributes
-from shardopt.planning.program.walk import Found
+from shardopt.hlo.axes import axes_of_groups, axes_of_pairs
+from shardopt.hlo.groups import Groups, permute_pairs, replica_groups
+from shardopt.hlo.shapes import arrays, elements, nbytes
+from shardopt.hlo.text import Instruction, attributes
+from shardopt.hlo.walk import Found
 
 
 class Collective(NamedTuple):

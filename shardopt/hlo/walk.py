@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardopt.planning.program.text import Instruction, Module, attributes, operands
-from shardopt.planning.program.trips import trip_count
+from shardopt.hlo.text import Instruction, Module, attributes, operands
+from shardopt.hlo.trips import trip_count
 
 KINDS = (
     "all-gather",

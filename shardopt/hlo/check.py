@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardopt.core.errors import complaint, plural
-from shardopt.planning.program.collective import Collective
+from shardopt.hlo.collective import Collective
 
 
 class Expected(NamedTuple):

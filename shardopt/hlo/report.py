@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from shardopt.core.errors import plural
-from shardopt.planning.program.check import Expected, differences
-from shardopt.planning.program.collective import Collective
+from shardopt.hlo.check import Expected, differences
+from shardopt.hlo.collective import Collective
 
 
 class Traffic(NamedTuple):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardopt.planning.program.text import parse
-from shardopt.planning.program.trips import trip_count
+from shardopt.hlo.text import parse
+from shardopt.hlo.trips import trip_count
 
 LOOP = """HloModule m
 

@@ -3,7 +3,7 @@
 import math
 import re
 
-from shardopt.planning.program.text import split
+from shardopt.hlo.text import split
 
 
 def elements(shape: str) -> list[str]:

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from shardopt.planning.program.text import Instruction, Module, attributes, operands
+from shardopt.hlo.text import Instruction, Module, attributes, operands
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:

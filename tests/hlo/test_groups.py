@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from shardopt.planning.program.axes import axes_of_groups, axes_of_pairs
-from shardopt.planning.program.groups import permute_pairs, read_groups, replica_groups
+from shardopt.hlo.axes import axes_of_groups, axes_of_pairs
+from shardopt.hlo.groups import permute_pairs, read_groups, replica_groups
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardopt.planning.program.groups import Groups
+from shardopt.hlo.groups import Groups
 
 
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
