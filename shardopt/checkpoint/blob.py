@@ -21,6 +21,7 @@ from shardopt.checkpoint.leaves import Leaf, check_leaves, describe, dtype_of, p
 from shardopt.checkpoint.match import check_match
 from shardopt.checkpoint.meta import Meta, describe_state, from_json, to_json
 from shardopt.checkpoint.paths import leaves_by_path
+from shardopt.checkpoint.rows import as_stored, carry_over
 from shardopt.checkpoint.saving import check_step
 from shardopt.checkpoint.target import target_state
 from shardopt.core.errors import CheckpointError, complaint
@@ -100,15 +101,17 @@ def from_bytes(
         raise TypeError(complaint("from_bytes", f"data must be bytes, got {type(data).__name__}."))
     meta, raws = _unpack(memoryview(data).cast("B"))
     target = target_state("from_bytes", opt, meta, abstract_params)
-    check_match("from_bytes", f"the state of step {meta.step}", meta.leaves, target)
-    wanted = leaves_by_path(target)
+    what = f"the state of step {meta.step}"
+    readable, changes = as_stored("from_bytes", what, meta.leaves, target)
+    check_match("from_bytes", what, meta.leaves, readable)
+    wanted = leaves_by_path(readable)
     hosts = dict(zip(meta.leaves, raws, strict=True))
     leaves = []
     for path, leaf in wanted.items():
         stored = plain(leaf)
         host = _array(hosts[path], stored.shape, stored.dtype)
         leaves.append(unplain(place(stored, host.__getitem__), describe(leaf)))
-    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+    return carry_over(jax.tree.unflatten(jax.tree.structure(target), leaves), changes)
 
 
 def _layout(sizes: list[int]) -> tuple[list[list[int]], int]:

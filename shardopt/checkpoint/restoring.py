@@ -8,6 +8,7 @@ from shardopt.checkpoint import manifest, store
 from shardopt.checkpoint.agree import from_first
 from shardopt.checkpoint.match import check_match
 from shardopt.checkpoint.meta import Meta, read_meta
+from shardopt.checkpoint.rows import as_stored, carry_over
 from shardopt.checkpoint.steps import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint.target import target_state
 from shardopt.core.errors import CheckpointError, complaint
@@ -30,6 +31,9 @@ def restore(
 
     **Equivalence**: the restored arrays equal the saved ones bit for bit; on the same mesh and strategy training
     goes on bit for bit as if it had never stopped, elsewhere up to the order of summation.
+
+    State of `local_sgd` and `diloco` may go to another number of replicas, and the error memory of a reducer to another
+    number of devices: each new row is the mean of the old ones (of integers the maximum).
 
     **Memory**: each process reads only the shards of its own devices.
 
@@ -78,8 +82,10 @@ def load(
     folder = step_folder(path, chosen)
     meta = read_meta(who, folder)
     target = target_state(who, opt, meta, abstract_params)
-    check_match(who, f"step {chosen} in {path}", meta.leaves, target)
-    return store.read(folder, target), meta
+    what = f"step {chosen} in {path}"
+    readable, changes = as_stored(who, what, meta.leaves, target)
+    check_match(who, what, meta.leaves, readable)
+    return carry_over(store.read(folder, readable), changes), meta
 
 
 def _choose(who: str, directory: Path, step: int | None) -> int:

@@ -111,6 +111,7 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
         in_shardings=(placed, batch_sharding(recipe)),
         out_shardings=(placed, by_replica),
         donate_argnums=0,
+        keep_unused=True,  # what a step overwrites unread, such as what was on its way, gives its memory as well
     )
     return guarded(recipe, jitted)
 

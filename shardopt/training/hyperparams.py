@@ -127,9 +127,9 @@ def _has_rows(node: Any) -> bool:
 
 def _on_host(one: _Injected) -> Any:
     """Return a value as numpy; of equal rows a single one."""
-    value = one.value
-    if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
-        value = jax.jit(lambda x: x, out_shardings=NamedSharding(value.sharding.mesh, PartitionSpec()))(value)
+    value, sharding = one.value, getattr(one.value, "sharding", None)
+    if isinstance(sharding, NamedSharding) and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
+        value = jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(value)
     value = np.asarray(jax.device_get(value))
     return value[0] if one.has_rows and (value == value[:1]).all() else value
 

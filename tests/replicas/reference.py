@@ -12,7 +12,7 @@ NESTEROV = {"rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 def own_batches(batch, replicas):
     """Cut a global batch into the replicas' rows."""
-    return [jax.tree.map(lambda x: np.split(np.asarray(x), replicas)[i], batch) for i in range(replicas)]
+    return [jax.tree.map(lambda x, i=i: np.split(np.asarray(x), replicas)[i], batch) for i in range(replicas)]
 
 
 def fragment_masks(params, count, stages=1):
@@ -57,7 +57,7 @@ def diloco(
     states = [tx.init(params)] * replicas
     velocity = jax.tree.map(np.zeros_like, shared)
     masks = fragment_masks(params, fragments, stages)
-    pending = {}
+    pending, mu = {}, outer["momentum"]
     for t, batch in enumerate(batches, start=1):
         rows = own_batches(batch, replicas)
         if t <= warmup:
@@ -76,7 +76,6 @@ def diloco(
                 pending[t + delay] = (mask, mean)
         if t in pending:
             mask, delta = pending.pop(t)
-            mu = outer["momentum"]
             velocity = jax.tree.map(lambda m, v, d: np.where(m > 0, mu * v + d, v), mask, velocity, delta)
             ahead = jax.tree.map(lambda v, d: d + mu * v if outer["nesterov"] else v, velocity, delta)
             shared = jax.tree.map(lambda m, s, u: np.where(m > 0, s - outer["rate"] * u, s), mask, shared, ahead)

@@ -37,7 +37,13 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, mode
     return check
 
 
-@pytest.mark.parametrize(("fragments", "delay", "mix"), GRID)
+def slow_if(slow, *values):
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "mix"), [slow_if(row[0] == 4 and row[1:] not in ((0, 0.5), (1, 0.0)), *row) for row in GRID]
+)
 def test_streaming_with_fsdp_inside(fragments, delay, mix, compare, tiny, x64):
     how = {"sync_every": 2 * fragments, "fragments": fragments, "delay": delay, "mix": mix}
     compare("fsdp", steps=4 * fragments + 1, how=how, tiny=tiny, tx=MOMENTUM)

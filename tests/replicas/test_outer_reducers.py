@@ -1,0 +1,83 @@
+"""Reducers of outer gradients: exact ones change nothing, others conserve what they do not send."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+
+R = so.reducers
+HOW = {"sync_every": 2, "fragments": 2}
+
+
+@pytest.mark.parametrize(
+    ("reducer", "name", "sizes"),
+    [
+        (R.exact(), "hybrid", {"pipeline": 2}),
+        (R.error_feedback(R.top_k(1.0)), "fsdp", {"tensor": 2}),
+        pytest.param(R.error_feedback(R.power_sgd(8, min_ratio=0)), "hybrid", {"pipeline": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_an_exact_one_is_the_exact_mean(
+    reducer, name, sizes, strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+):
+    inner, batches = strategy_of(name, optax.sgd(0.05), **sizes), new_batches(5, rows=16)
+    found, wanted = (
+        steps_on(opt, opt.init(new_params()), batches)[0]
+        for opt in (so.diloco(inner, reducer=reducer, **HOW), so.diloco(inner, **HOW))
+    )
+    assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
+    assert apart(rows_of(found), rows_of(wanted)) < 1e-10
+
+
+def test_int8_of_an_exactly_representable_grid_is_exact(strategy_of, apart):
+    """Outer gradients are whole numbers up to 127, one of them 127 in each block, on both ways."""
+    loss = lambda params, batch: jnp.mean(batch["x"] @ params["w"])  # noqa: E731
+    x = np.array([127.0, 3, -64, 1] * 4, np.float32).reshape(4, 4)
+    inner = strategy_of("ddp", optax.sgd(1.0), model=loss, data=2)
+    reducer = R.error_feedback(R.int8(2))
+    opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=1, reducer=reducer)
+    state = opt.init({"w": jnp.zeros((4, 1))})
+    x[:, 3] = 127
+    state, _ = opt.step(state, {"x": x})
+    assert state.params["w"][:, 0].tolist() == [-127.0, -3.0, 64.0, -127.0]
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state.reducer))
+
+
+@pytest.mark.parametrize("reducer", [R.int8(4), R.top_k(0.2), R.sign(8)], ids=lambda one: one.name)
+def test_error_feedback_conserves_outer_gradients(reducer, strategy_of, new_params, new_batches, x64):
+    """With H = 1, a plain outer step and no error left out: R (theta_0 - theta) + memories = sum of all inner steps."""
+    inner = strategy_of("fsdp", optax.sgd(0.05), data=2)
+    opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=1, reducer=R.error_feedback(reducer))
+    plain = so.diloco(inner, outer=optax.sgd(1.0), sync_every=1)
+    state = opt.init(new_params())
+    stepped = jax.tree.map(np.zeros_like, jax.device_get(state.params))
+    for batch in new_batches(4):
+        before = jax.device_get(state.params)
+        alone = plain.init(state.params)
+        alone, _ = plain.step(alone, batch)
+        stepped = jax.tree.map(lambda s, a, b: s + 2 * (a - b), stepped, before, jax.device_get(alone.params))
+        state, _ = opt.step(state, batch)
+    moved = jax.tree.map(lambda a, b: 2 * (a - np.asarray(b)), new_params(), jax.device_get(state.params))
+    memory = state.opt_state.reducer[0].memory.value  # [replicas, data, pipeline, tensor, ...] of each shard
+    for kept, m, s in zip(jax.tree.leaves(memory), jax.tree.leaves(moved), jax.tree.leaves(stepped), strict=True):
+        kept = np.asarray(kept).sum(0)
+        whole = kept.shape[3:] == s.shape
+        total = kept[0].sum() if whole else kept.sum()
+        np.testing.assert_allclose(m.sum() + total, s.sum(), atol=1e-12)
+
+
+def test_a_reducer_of_the_strategy_keeps_to_its_replica(strategy_of, new_params, new_batches, steps_on, apart, x64):
+    """Inside a replica the gradients go through it; full density is exact, and nothing crosses between replicas."""
+    exact = R.error_feedback(R.top_k(1.0))
+    inner = strategy_of("ddp", options={"reducer": exact})
+    opt, plain = (so.local_sgd(one, sync_every=3) for one in (inner, strategy_of("ddp")))
+    batches = new_batches(4)
+    found, wanted = (steps_on(one, one.init(new_params()), batches)[0] for one in (opt, plain))
+    assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
+    assert found.opt_state.inner_reducer.memory.value[0].shape[:2] == (2, 2)  # devices of the mean, then replicas
+    state = found._replace(step=np.int32(0))
+    assert not so.audit(opt.step.lower(state, batches[0])).of(axis="replica").collectives

@@ -1,0 +1,172 @@
+"""Steps that do not agree send nothing over replica; those that do send what is stated; one program a kind of step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+
+R = so.reducers
+
+
+def at_step(opt, abstract, step):
+    """Lower the step from `step` to `step + 1` without running any."""
+    return opt.step.lower(abstract._replace(step=np.int32(step)), {"x": rows(3), "y": rows(2), "weights": rows()})
+
+
+def rows(*shape):
+    return jax.ShapeDtypeStruct((16, *shape), jnp.float32)
+
+
+def sent_over_replica(opt, params, step, min_bytes=0):
+    abstract = opt.abstract_state(jax.eval_shape(lambda: params))
+    return so.audit(at_step(opt, abstract, step)).of(axis="replica", min_bytes=min_bytes)
+
+
+def shard_bytes(params, *, data=1, whole=("scale",)):
+    sizes = {path[-1].key: leaf.size * 4 for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return sum(size if name in whole else size // data for name, size in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("ddp", {}), ("fsdp", {"data": 4}), ("fsdp", {"tensor": 2}), ("hybrid", {"pipeline": 2})],
+    ids=str,
+)
+def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_parameters(
+    name, sizes, strategy_of, new_params
+):
+    opt = so.diloco(strategy_of(name, **sizes), sync_every=3)
+    assert not sent_over_replica(opt, new_params(), 0).collectives
+    assert not sent_over_replica(opt, new_params(), 1).collectives
+    found = sent_over_replica(opt, new_params(), 2)
+    assert set(found.by_axis()) == {("replica",)}
+    assert set(found.by_kind()) == {"all-reduce"}
+    assert not found.of(in_loop=True).collectives
+    params, abstract = new_params(), opt.abstract_state()
+    here = 0
+    for leaf, spec in zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(opt.specs(abstract.params).params, is_leaf=lambda x: isinstance(x, P)),
+        strict=True,
+    ):
+        here += leaf.size * 4 // int(np.prod([opt.mesh.shape[axis] for axis in spec if axis]))
+    assert found.total.bytes == here
+    assert found.total_wire_bytes == here  # 2 (R - 1) / R of it, with R = 2
+    if name == "ddp":
+        assert here == shard_bytes(params)
+
+
+def test_a_streamed_fragment_is_sent_in_the_program_of_the_next_step(strategy_of, new_params):
+    opt = so.diloco(strategy_of("ddp"), sync_every=6, fragments=2, delay=1)
+    params = new_params()
+    halves = [sent_over_replica(opt, params, step).total.bytes or 0 for step in range(8)]
+    blocks = sum(leaf.size * 4 for leaf in jax.tree.leaves(params["blocks"])) // 2
+    first, second = blocks + (3 * 4 + 1) * 4, blocks + 4 * 2 * 4  # in and scale; out
+    assert halves == [0, 0, 0, first, 0, 0, second, 0]
+
+
+def test_warm_up_averages_gradients_and_the_state_is_not_looked_at(strategy_of, new_params):
+    opt = so.local_sgd(strategy_of("ddp"), sync_every=2, warmup_steps=2)
+    warm = sent_over_replica(opt, new_params(), 1, min_bytes=64)
+    assert set(warm.by_axis()) == {("replica", "data")}
+    assert not sent_over_replica(opt, new_params(), 2).collectives
+    assert sent_over_replica(opt, new_params(), 3).collectives
+
+
+def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselves(strategy_of, new_params):
+    batch = {"x": rows(3), "y": rows(2), "weights": rows()}
+    for how, sends in (
+        ({"sync_every": 1}, True),
+        ({"sync_every": 2}, False),
+        ({"sync_every": 2, "warmup_steps": 3}, False),
+    ):
+        opt = so.local_sgd(strategy_of("ddp"), **how)
+        state = opt.abstract_state(jax.eval_shape(new_params))
+        assert bool(so.audit(opt.step.lower(state, batch)).of(axis="replica").collectives) == sends
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [R.int8(8), R.error_feedback(R.top_k(0.25)), R.error_feedback(R.power_sgd(1)), R.sign()],
+    ids=lambda one: one.name,
+)
+def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(reducer, strategy_of, new_params):
+    """Of what each device holds: shards over data and tensor, the blocks of its stage that are in the fragment."""
+    for name, sizes in (("fsdp", {"tensor": 2}), ("hybrid", {"pipeline": 2, "data": 1})):
+        opt = so.diloco(strategy_of(name, **sizes), sync_every=4, fragments=2, reducer=reducer)
+        abstract = opt.abstract_state(jax.eval_shape(new_params))
+        # The outer state of a fragment lives where its parameters do.
+        held = [leaf.sharding.shard_shape(leaf.shape) for leaf in abstract.opt_state.outer[0][0].trace]
+        if name == "fsdp":
+            assert held == [(2, 4, 2), (2, 2, 4), (3, 2), ()]
+        stated = reducer.wire_bytes([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in held], 2)
+        assert sent_over_replica(opt, new_params(), 1).total_wire_bytes == stated
+        assert not sent_over_replica(opt, new_params(), 0).collectives
+
+
+@pytest.mark.parametrize(
+    ("how", "outer", "programs"),
+    [
+        ({"sync_every": 4, "fragments": 2, "delay": 1}, None, 3),
+        ({"sync_every": 2}, optax.inject_hyperparams(optax.sgd)(learning_rate=0.7, momentum=0.9), 2),
+    ],
+    ids=["streaming", "injected"],
+)
+def test_specs_are_true_buffers_are_reused_and_each_kind_of_step_compiles_once(
+    how, outer, programs, strategy_of, new_params, new_batches
+):
+    opt = so.diloco(strategy_of("fsdp"), outer=outer, reducer=R.error_feedback(R.int8(8)), **how)
+    state = opt.init(new_params())
+    specs = jax.tree.leaves(opt.specs(jax.eval_shape(new_params)), is_leaf=lambda x: isinstance(x, P))
+    promised = jax.tree.leaves(opt.abstract_state())
+
+    def check(state):
+        for leaf, spec, one in zip(jax.tree.leaves(state), specs, promised, strict=True):
+            assert leaf.sharding == NamedSharding(opt.mesh, spec) == one.sharding
+            assert (leaf.shape, leaf.dtype, leaf.weak_type) == (one.shape, one.dtype, False)
+
+    check(state)
+    compiled = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = jax._src.compiler.compile_or_get_cached
+
+        def spy(backend, module, *args, **kwargs):
+            name = str(module.operation.attributes["sym_name"])
+            compiled.append(name)
+            return real(backend, module, *args, **kwargs)
+
+        patch.setattr(jax._src.compiler, "compile_or_get_cached", spy)
+        for batch in new_batches(13, rows=16):
+            old = jax.tree.leaves(state)
+            state, _ = opt.step(state, batch)
+            assert all(leaf.is_deleted() for leaf in old if leaf.size > 4)
+            check(state)
+    assert sum("step" in name for name in compiled) == programs
+
+
+def test_the_step_count_is_read_back_once(strategy_of, new_params, new_batches, monkeypatch):
+    """Reading it would make the host wait for the step before, each time."""
+    opt = so.local_sgd(strategy_of("ddp"), sync_every=2)
+    state = opt.init(new_params())
+    reads, kind = [], type(state.step)
+    real = kind.__int__
+    monkeypatch.setattr(kind, "__int__", lambda self: reads.append(1) or real(self))
+    for batch in new_batches(5):
+        state, _ = opt.step(state, batch)
+    assert len(reads) == 1
+    other = jax.device_put(jax.device_get(state), jax.tree.map(lambda leaf: leaf.sharding, state))
+    opt.step(other, batch)  # a state from elsewhere is asked
+    assert len(reads) == 2
+
+
+def test_the_report_is_that_of_a_replica_whoever_saw_the_parameters(strategy_of, new_params):
+    opt = so.diloco(strategy_of("fsdp"), sync_every=2)
+    opt.specs(jax.eval_shape(new_params))
+    assert [row.path for row in opt.config.report().rows] == ["blocks/down", "blocks/up", "in", "out", "scale"]
+    assert opt.config.strategy == "diloco"
+    assert opt.config.inner.strategy == "fsdp"

@@ -1,0 +1,185 @@
+"""Contract rows of ddp and hybrid with a reducer: exact where it is exact, placed and sent as stated, refused where it cannot be."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.pipelines import block_problem
+from support.reference import relative_difference, train
+
+import shardopt as so
+
+R = so.reducers
+EF = R.error_feedback
+EXACT = [R.exact(), EF(R.top_k(1.0)), EF(R.power_sgd(64, min_ratio=0))]
+LOSSY = [R.int8(16), EF(R.int8(16)), EF(R.top_k(0.1)), EF(R.power_sgd(1, min_ratio=0)), EF(R.sign(8))]
+ROWS = {
+    "ddp": (so.ddp, {"data": 4}),
+    "ddp, replica": (so.ddp, {"replica": 2, "data": 2}),
+    "ddp, tensor": (so.ddp, {"data": 2, "tensor": 2}),
+    "hybrid": (functools.partial(so.hybrid, micro_batches=2, placement="ddp"), {"data": 2, "pipeline": 2}),
+    "hybrid zero1, tensor": (
+        functools.partial(so.hybrid, micro_batches=2, placement="zero1"),
+        {"data": 2, "pipeline": 2, "tensor": 2},
+    ),
+}
+name_of = lambda one: one.name if isinstance(one, R.Reducer) else one  # noqa: E731
+
+
+def build(row, reducer, mesh_of, *, tx=None, weighted=True, steps=3):
+    make, sizes = ROWS[row]
+    case = block_problem("pytree", weighted=weighted, num_blocks=4, rows=16, steps=steps)
+    rules = case.rules if "tensor" in sizes else ()
+    return case, make(tx or optax.sgd(0.05, momentum=0.9), mesh_of(**sizes), case.loss_fn, rules=rules, reducer=reducer)
+
+
+def run(opt, case):
+    state = opt.init(case.params)
+    for batch in case.batches:
+        state, metrics = opt.step(state, batch)
+    return state, metrics
+
+
+def each(reducers, quick):
+    """Every reducer in every row: those (row, reducer) that are not among the quick ones are slow."""
+    for i, row in enumerate(ROWS):
+        for k, reducer in enumerate(reducers):
+            yield pytest.param(row, reducer, marks=[] if k == quick[i] else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("row", "reducer"), [*each(EXACT, [2, 1, 0, 1, 2])], ids=name_of)
+def test_an_exact_reducer_is_one_device(row, reducer, mesh_of, x64):
+    case, opt = build(row, reducer, mesh_of)
+    state, metrics = run(opt, case)
+    history, params = train(optax.sgd(0.05, momentum=0.9), case.reference, case.params, case.batches)
+    assert relative_difference(state.params, params) < 1e-12
+    np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], history[-1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
+    """Each device's gradient, and their mean, is a whole multiple of what a block's scale can say."""
+    x = np.repeat(np.tile(np.array([[127, 254, -127, 0], [381, 254, 127, 0]], np.float32), (2, 1)), 2, axis=0)
+    rules = [("w", P(None, "tensor"))] if "tensor" in sizes else ()
+    loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]).sum(-1))  # noqa: E731
+    opt = so.ddp(optax.sgd(1.0), mesh_of(**sizes), loss, reducer=EF(R.int8(1)), rules=rules)
+    state, _ = opt.step(opt.init({"w": jnp.zeros((4, 2))}), {"x": x})
+    assert state.params["w"].tolist() == [[-float(value)] * 2 for value in x.mean(0)]
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state.reducer))
+
+
+@pytest.mark.parametrize(
+    ("row", "reducer"), list(zip([*ROWS], LOSSY, strict=True)), ids=lambda x: getattr(x, "name", x)
+)
+def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reducer, mesh_of):
+    case, opt = build(row, reducer, mesh_of, tx=optax.adam(1e-2))
+    specs = jax.tree.leaves(opt.specs(jax.eval_shape(lambda: case.params)), is_leaf=lambda x: isinstance(x, P))
+    state, promised = opt.init(case.params), jax.tree.leaves(opt.abstract_state())
+
+    def check(state):
+        for leaf, spec, one in zip(jax.tree.leaves(state), specs, promised, strict=True):
+            assert leaf.sharding == NamedSharding(opt.mesh, spec) == one.sharding
+            assert (leaf.shape, leaf.dtype) == (one.shape, one.dtype)
+
+    check(state)
+    kept = jax.tree.leaves(state.opt_state.reducer)
+    state, _ = opt.step(state, case.batches[0])
+    check(state)
+    assert all(leaf.is_deleted() for leaf in kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+        state, metrics = opt.step(state, case.batches[1])
+    check(state)
+    assert np.isfinite(metrics["loss"])
+    for leaf in jax.tree.leaves(state.opt_state.reducer):  # a row a device, and no more on any
+        rows = sum(entry is not None for entry in leaf.sharding.spec)
+        assert set(leaf.addressable_shards[0].data.shape[:rows]) <= {1}
+
+
+@pytest.mark.parametrize(("row", "reducer"), [*each([R.int8(16), EF(R.sign(8))], [0, 1, 0, 1, 0])], ids=name_of)
+def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
+    """Of local shapes: halves over tensor, the blocks of a stage. Beside it only loss and weight cross the data axes."""
+    case, opt = build(row, reducer, mesh_of)
+    state = opt.abstract_state(jax.eval_shape(lambda: case.params))
+    batch = jax.eval_shape(lambda: case.batches[0])
+    sizes = opt.mesh.shape
+    here = [
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(state.params)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    stated = reducer.wire_bytes(here, sizes["data"] * sizes.get("replica", 1))
+    found = so.audit(opt.step, state, batch)
+    axes = tuple(axis for axis in ("replica", "data") if axis in sizes)
+    sent = [one for one in found.of(axis="data").collectives if one.axes == axes and not is_scalar(one)]
+    # ZeRO 1 gathers the parameters that its devices have updated.
+    gathered = gathered_bytes(opt, state) if "zero1" in row else 0
+    assert sum(one.wire_bytes * one.calls for one in sent) == stated + gathered
+    assert not [one for one in sent if one.in_loop]
+
+
+def gathered_bytes(opt, state):
+    """What ZeRO 1 gathers over data after the update, a ring: (N - 1) / N of what a device holds of split leaves."""
+    count = opt.mesh.shape["data"]
+    rows = {row.path: row for row in opt.config.report().rows}
+    total = 0
+    for row in rows.values():
+        if "data" in tuple(row.opt_state):
+            whole = row.bytes_whole
+            for axis in ("tensor", "pipeline"):
+                whole //= opt.mesh.shape[axis] if axis in tuple(row.opt_state) else 1
+            total += whole * (count - 1) // count
+    return total
+
+
+def is_scalar(one):
+    return one.bytes <= 16 and one.kind == "all-reduce"
+
+
+@pytest.mark.parametrize("placement", ["zero2", "fsdp"])
+def test_placements_that_split_gradients_refuse_one(placement, mesh_of):
+    case = block_problem("pytree", weighted=False, num_blocks=4, rows=16, steps=1)
+    with pytest.raises(ValueError, match="hybrid") as caught:
+        so.hybrid(
+            optax.sgd(0.1),
+            mesh_of(data=2, pipeline=2),
+            case.loss_fn,
+            micro_batches=2,
+            placement=placement,
+            reducer=R.int8(),
+        )
+    assert str(caught.value) == (
+        "hybrid: a reducer takes the mean of whole gradients, and this placement splits them.\n"
+        "Fix: use placement='ddp' or 'zero1', or leave reducer out."
+    )
+
+
+def test_what_is_no_reducer(mesh_of):
+    with pytest.raises(TypeError) as caught:
+        so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: 0.0, reducer=R.int8)
+    assert (
+        str(caught.value)
+        == "ddp: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called."
+    )
+
+
+def test_error_feedback_learns_where_plain_compression_stalls(mesh_of):
+    """Of a quadratic, sending one entry in ten: what is not sent is sent later, so the optimum is still found."""
+    draw = np.random.default_rng(2)
+    goal = draw.normal(size=(4, 20)).astype(np.float32)  # each device's own; the mean is what all want
+    loss = lambda params, batch: jnp.mean(((params["w"][None] - batch["goal"]) ** 2).sum(-1))  # noqa: E731
+
+    def distance(reducer, steps=150):
+        opt = so.ddp(optax.sgd(0.05), mesh_of(data=4), loss, reducer=reducer)
+        state = opt.init({"w": jnp.zeros(20)})
+        for _ in range(steps):
+            state, _ = opt.step(state, {"goal": goal})
+        return float(np.abs(np.asarray(state.params["w"]) - goal.mean(0)).max())
+
+    assert distance(EF(R.top_k(0.1))) < 0.25
+    assert distance(R.top_k(0.1)) > 0.5
