@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from shardopt.core.errors import complaint
+from shardopt.hlo.collective import read_collective
 from shardopt.hlo.text import parse
 from shardopt.hlo.walk import collectives_of
 from shardopt.strategies.recipe import Recipe
@@ -22,14 +24,14 @@ def guarded(recipe: Recipe, jitted: Any) -> Any:
     on_cpu = recipe.mesh.devices.flat[0].platform == "cpu"
     if recipe.schedule is None or recipe.mesh.shape["tensor"] == 1 or not on_cpu:
         return jitted
-    return _Guarded(recipe.who, jitted)
+    return _Guarded(recipe.who, recipe.mesh, jitted)
 
 
 class _Guarded:
     """Compiles once for each kind of arguments, and keeps what passed."""
 
-    def __init__(self, who: str, jitted: Any):
-        self.who, self.jitted, self.lower = who, jitted, jitted.lower
+    def __init__(self, who: str, mesh: Mesh, jitted: Any):
+        self.who, self.mesh, self.jitted, self.lower = who, mesh, jitted, jitted.lower
         self._passed: dict[Any, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -39,24 +41,25 @@ class _Guarded:
         key = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._passed:
             compiled = self.jitted.lower(*args).compile()
-            _check(self.who, compiled.as_text())
+            _check(self.who, self.mesh, compiled.as_text())
             self._passed[key] = compiled
         return self._passed[key](*args)
 
 
-def _check(who: str, text: str) -> None:
-    found = [one for one in collectives_of(parse(text)) if one.conditional and one.kind == "collective-permute"]
-    if not found:
+def _check(who: str, mesh: Mesh, text: str) -> None:
+    permutes = [one for one in collectives_of(parse(text)) if one.conditional and one.kind == "collective-permute"]
+    read = [read_collective(one, mesh.shape, replicas=1, partitions=mesh.size) for one in permutes]
+    # Those over pipeline are our own, in branches that all stages take together (a line search has such).
+    places = {_place(one.op_name) for one in read if one is not None and (one.axes is None or "tensor" in one.axes)}
+    if not places:
         return
-    places = sorted({_place(one.instruction.rest) for one in found})
     what = "the partitioner moves data over tensor by permutes inside of stages, which other stages never come to."
     fix = (
         "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a "
         "weight of their own (as shardopt/models/layers.py does), or change the rule."
     )
-    raise ValueError(complaint(who, what, places, fix))
+    raise ValueError(complaint(who, what, sorted(places), fix))
 
 
-def _place(line: str) -> str:
-    name = line.partition('op_name="')[2].partition('"')[0]
-    return name.rpartition("closed_call/")[2] or "a collective-permute without a name"
+def _place(op_name: str) -> str:
+    return op_name.rpartition("closed_call/")[2] or "a collective-permute without a name"
