@@ -28,18 +28,28 @@ def start_devices(count: int) -> Sequence[Any]:
     return jax.devices()
 
 
-def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False) -> Mesh:
+def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
     """Return the mesh that "data=4,tensor=2" or "auto" describes; `pipelined` gives "auto" two stages.
 
     Raises:
-      ValueError: if the text cannot be read, or the sizes do not fit the devices.
+      ValueError: if the text cannot be read, says another number of replicas, or the sizes do not fit the devices.
     """
     if sizes == "auto":
-        pipeline = 2 if pipelined and len(devices) % 2 == 0 else 1
-        rest = len(devices) // pipeline
+        count = replicas or 1
+        if len(devices) % count:
+            what = f"{len(devices)} devices cannot be shared evenly by --replicas {count}."
+            raise ValueError(
+                complaint("train", what, fix="choose another number of either, or name sizes with --mesh.")
+            )
+        pipeline = 2 if pipelined and len(devices) // count % 2 == 0 else 1
+        rest = len(devices) // count // pipeline
         tensor = 2 if rest >= 4 and rest % 2 == 0 else 1
-        return so.make_mesh(tensor=tensor, pipeline=pipeline, devices=devices)
-    return so.make_mesh(**{"data": 1} | parse_mesh(sizes), devices=devices)
+        return so.make_mesh(replica=count, tensor=tensor, pipeline=pipeline, devices=devices)
+    named = parse_mesh(sizes)
+    if replicas is not None and named.get("replica", replicas) != replicas:
+        what = f"--mesh {sizes} and --replicas {replicas} disagree."
+        raise ValueError(complaint("train", what, fix="leave one of them out."))
+    return so.make_mesh(**{"data": 1, "replica": replicas or 1} | named, devices=devices)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from shardopt.cli.communication import describe
 from shardopt.cli.options import TrainOptions
 from shardopt.cli.run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
+from shardopt.cli.strategy import ring_1
+from shardopt.cli.traffic import Traffic, size, traffic_text
 from shardopt.core.errors import plural
 from shardopt.pipeline import Schedule
 
@@ -31,7 +34,7 @@ def show_run(screen: "Console", options: TrainOptions, opt: Any, config: Any, wi
 
     from shardopt.models.gpt import num_parameters
 
-    training, model = options.training, options.model
+    training, model, inner = options.training, options.model, ring_1(opt)
     text = "Python's standard library" if training.data is None else str(training.data)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -43,12 +46,12 @@ def show_run(screen: "Console", options: TrainOptions, opt: Any, config: Any, wi
     table.add_row(
         "step",
         f"{training.batch_size} x {model.length} bytes"
-        + (f" in {opt.config.micro_batches} micro-batches" if opt.config.micro_batches > 1 else ""),
+        + (f" in {inner.micro_batches} micro-batches" if inner.micro_batches > 1 else ""),
     )
     table.add_row("optimizer", f"{training.optimizer}, learning rate up to {training.learning_rate:g}")
     table.add_row("devices", describe_devices(opt.mesh.devices.size))
     table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
-    for label, line in schedule_lines(options, opt.config.schedule):
+    for label, line in [*schedule_lines(options, inner.schedule), *describe(options.communication)]:
         table.add_row(label, line)
     screen.print()
     screen.print(table)
@@ -108,6 +111,8 @@ def show_placement(screen: "Console", options: TrainOptions, opt: Any) -> None:
     for reason in dict.fromkeys(row.whole_because for row in report.whole):
         paths = ", ".join(row.path for row in report.whole if row.whole_because == reason)
         screen.print(f"whole over data: {paths} ({reason})", style="dim", markup=False)
+    if options.communication.sync_every is not None:
+        say(screen, "these are a replica's own; the parameters it shares and outer optimizer state come on top")
     screen.print()
 
 
@@ -143,8 +148,15 @@ def resume_command(options: TrainOptions) -> str:
     return f"shardopt train --resume --run-dir {shlex.quote(str(options.run.run_dir))}"
 
 
-def show_result(screen: "Console", options: TrainOptions, result: Any, prompt: str, text: str) -> None:
-    """Show the validation loss, a sample, and where everything is."""
+def say(screen: "Console", line: str) -> None:
+    """Say something in a line of its own."""
+    screen.print(line, markup=False, soft_wrap=True)
+
+
+def show_result(
+    screen: "Console", options: TrainOptions, result: Any, prompt: str, text: str, traffic: Traffic | None
+) -> None:
+    """Show the validation loss, what was sent for it, a sample, and where everything is."""
     from rich.text import Text
 
     losses = [line["val_loss"] for line in result.history if "val_loss" in line]
@@ -158,6 +170,8 @@ def show_result(screen: "Console", options: TrainOptions, result: Any, prompt: s
     else:
         line = Text(f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
     screen.print(line)
+    if traffic is not None and traffic.ddp:
+        say(screen, traffic_text(traffic))
     screen.print("\nWhat it writes (given the dimmed beginning):\n")
     screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
     folder = options.run.run_dir
@@ -174,19 +188,6 @@ def indented(text: str) -> str:
     """
     shown = "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
     return shown.replace("\n", "\n  ")
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in three digits: 950 bytes, 12.3 kB, 9.87 MB.
-
-    Example:
-      >>> size(950), size(12_340), size(9_870_000)
-      ('950 bytes', '12.3 kB', '9.87 MB')
-    """
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count} bytes"
 
 
 def _cores() -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from shardopt.cli.communication import with_meaning
 from shardopt.cli.options import Pipeline, TrainOptions
 from shardopt.cli.run_folder import read_options
 
@@ -54,6 +55,7 @@ def _as_before(options: TrainOptions) -> TrainOptions:
 
 def _carried_over(before: TrainOptions, now: TrainOptions) -> TrainOptions:
     """Return the saved options without those that have no meaning under the strategy or schedule asked for now."""
+    before = dataclasses.replace(before, communication=with_meaning(before.communication, now))
     if now.where.strategy != "hybrid":
         return dataclasses.replace(before, pipeline=Pipeline())
     if now.pipeline.schedule != before.pipeline.schedule:

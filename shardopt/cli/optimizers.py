@@ -1,6 +1,5 @@
 """Optimizers by name: any of optax that takes a learning rate, with arguments if wanted."""
 
-import ast
 import difflib
 import inspect
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any
 
 import optax
 
+from shardopt.cli.calls import read_call
 from shardopt.core.errors import complaint
 
 _NOT_ENOUGH = frozenset({"contrib.sophia"})
@@ -56,15 +56,11 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
       ('contrib.muon', {'beta': 0.9})
     """
     try:
-        node = ast.parse(text.strip(), mode="eval").body
-        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        if call.args or not all(keyword.arg for keyword in call.keywords):
-            raise ValueError
-        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError):
+        name, arguments = read_call(text)
+    except ValueError:
         fix = "write a name in optax, such as adamw, or a call with keywords, such as 'adamw(b2=0.99)'."
         raise ValueError(complaint("train", f"--optimizer {text} cannot be read.", fix=fix)) from None
-    return ast.unparse(call.func).removeprefix("optax."), arguments
+    return name.removeprefix("optax."), arguments
 
 
 def optimizer_named(name: str, arguments: dict[str, Any]) -> Callable[..., optax.GradientTransformation]:

@@ -9,6 +9,7 @@ import tyro
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"]
 Placement = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"]
+Outer = Literal["nesterov", "sgd", "average"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Devices:
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "auto"
     """Sizes of the mesh axes replica, data, tensor and, for hybrid, pipeline; one may be -1. By itself, tensor gets \
 2 where there are four devices or more, and data the rest: data=4,tensor=2 of eight. With hybrid pipeline gets 2 \
-first: data=2,tensor=2,pipeline=2 of eight."""
+first: data=2,tensor=2,pipeline=2 of eight. And before all of them replica gets --replicas."""
 
     strategy: Strategy = "fsdp"
     """What is split over data: nothing (ddp), optimizer state (zero1), gradients too (zero2), parameters too \
@@ -56,6 +57,47 @@ class Pipeline:
 
     remat: bool = False
     """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """What is sent less often, or in fewer bits."""
+
+    replicas: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Copies of the model, the mesh axis replica. By themselves they agree on every gradient; see --sync-every."""
+
+    sync_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Steps that replicas train apart before they agree (DiLoCo, or Local SGD with --outer average)."""
+
+    outer: Annotated[Outer | None, tyro.conf.arg(metavar="{nesterov,sgd,average}")] = None
+    """How replicas agree: a step of sgd, with Nesterov momentum or without, on how far they came on average; or \
+their average. By itself, nesterov."""
+
+    outer_lr: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Learning rate of nesterov and sgd. By itself 0.7 with momentum, 1 without."""
+
+    outer_momentum: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Momentum of nesterov (by itself 0.9) and sgd (0)."""
+
+    fragments: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Parts of the model that agree one after another, each every --sync-every steps (Streaming DiLoCo). By \
+itself 1."""
+
+    delay: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Steps for which replicas train on while what they agree on is on its way. By itself 0."""
+
+    mix: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Share of its own parameters that a replica keeps when it agrees. By itself 0."""
+
+    warmup_sync_steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Steps at first in which replicas agree on every gradient, with --outer average. By itself 0."""
+
+    reducer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """How a mean is sent in fewer bits: bf16, int8, sign, top_k or power_sgd, with arguments if wanted, \
+'top_k(density=0.05)'. That of the gradients of ddp or hybrid; with --sync-every what replicas agree on."""
+
+    error_feedback: bool = True
+    """Send later what a reducer left out. Not for bf16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +177,7 @@ class TrainOptions:
 
     where: tyro.conf.OmitArgPrefixes[Devices] = dataclasses.field(default_factory=Devices)
     pipeline: tyro.conf.OmitArgPrefixes[Pipeline] = dataclasses.field(default_factory=Pipeline)
+    communication: tyro.conf.OmitArgPrefixes[Communication] = dataclasses.field(default_factory=Communication)
     model: tyro.conf.OmitArgPrefixes[Model] = dataclasses.field(default_factory=Model)
     training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
     run: tyro.conf.OmitArgPrefixes[Run] = dataclasses.field(default_factory=Run)

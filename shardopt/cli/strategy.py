@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import optax
 from jax.sharding import Mesh
 
 import shardopt as so
+from shardopt.cli.communication import check_communication, combined, make_reducer
 from shardopt.cli.options import Pipeline, TrainOptions
 from shardopt.core.errors import complaint, plural
 from shardopt.mesh import data_axes
@@ -41,6 +43,7 @@ def check_strategy(options: TrainOptions) -> None:
     if where.strategy != "hybrid" and (given := _given(pipeline)):
         what = f"{plural(len(given), 'option')} for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(complaint("train", what, given, "leave out what is listed, or choose --strategy hybrid."))
+    check_communication(options)
     _check_gather_dtype(options)
     schedule = _schedule_name(pipeline)
     if (pipeline.chunks or 1) > 1 and schedule not in _CHUNKS:
@@ -53,10 +56,14 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     """Return the options with a number of layers, where none was given, that can be cut into stages.
 
     Raises:
-      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid; or the layers that were
-        given cannot be cut evenly.
+      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid; replicas are to train apart,
+        and there is one; or the layers that were given cannot be cut evenly.
     """
     where, stages = options.where, mesh.shape["pipeline"]
+    asked = options.communication
+    if asked.sync_every is not None and mesh.shape.get("replica", 1) < 2:
+        what = f"--sync-every {asked.sync_every} is for replicas that train apart, and there is one."
+        raise ValueError(complaint("train", what, fix="add --replicas 2, or leave --sync-every out."))
     if stages > 1 and where.strategy != "hybrid":
         what = f"pipeline={stages} is for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(complaint("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
@@ -79,18 +86,42 @@ def make_strategy(
     Raises:
       ValueError: if the batch cannot be cut as asked, or the strategy refuses the rest.
     """
+    asked = options.communication
+    reducer = make_reducer(asked) if asked.sync_every is None else None
+    return combined(asked, make_ring_1(options, tx, mesh, model, reducer=reducer))
+
+
+def make_ring_1(
+    options: TrainOptions,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    model: so.BlockModel,
+    *,
+    reducer: so.reducers.Reducer | None = None,
+) -> so.ShardedOptimizer:
+    """Return the strategy of ring 1 that the options name, by itself."""
     where, pipeline = options.where, options.pipeline
     arguments = {"micro_batches": num_micro_batches(options, mesh), "rules": gpt.rules}
     if where.strategy == "hybrid":
         placement = pipeline.placement or "fsdp"
         schedule = _schedule(pipeline)
-        arguments |= {"placement": placement, "gather_dtype": where.gather_dtype, "remat": pipeline.remat}
+        arguments |= {
+            "reducer": reducer,
+            "placement": placement,
+            "gather_dtype": where.gather_dtype,
+            "remat": pipeline.remat,
+        }
         return so.hybrid(tx, mesh, model, schedule=schedule, **arguments)
     if where.strategy == "fsdp":
         return so.fsdp(tx, mesh, model, gather_dtype=where.gather_dtype, **arguments)
     if where.strategy == "ddp":
-        return so.ddp(tx, mesh, model, **arguments)
+        return so.ddp(tx, mesh, model, reducer=reducer, **arguments)
     return so.zero(tx, mesh, model, stage=int(where.strategy.removeprefix("zero")), **arguments)
+
+
+def ring_1(opt: so.ShardedOptimizer) -> Any:
+    """Return the configuration of a strategy, of replicas that train apart that of each."""
+    return getattr(opt.config, "inner", opt.config)
 
 
 def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardopt as so
 from shardopt import data
 from shardopt.cli import display
+from shardopt.cli.carry import CarryingCheckpoints
 from shardopt.cli.curve import draw_curve
 from shardopt.cli.devices import mesh_of, start_devices
 from shardopt.cli.optimizers import make_optimizer
@@ -23,7 +24,8 @@ from shardopt.cli.run_folder import (
     read_metrics,
     write_options,
 )
-from shardopt.cli.strategy import check_strategy, fitted, make_strategy
+from shardopt.cli.strategy import check_strategy, fitted, make_ring_1, make_strategy, ring_1
+from shardopt.cli.traffic import measure
 from shardopt.models import gpt, sample
 from shardopt.pipeline import Schedule
 
@@ -43,7 +45,8 @@ def train(options: TrainOptions) -> None:
     check_run_folder(options)
     check_strategy(options)
     devices = start_devices(options.where.devices)
-    mesh = mesh_of(options.where.mesh, devices, pipelined=options.where.strategy == "hybrid")
+    pipelined, replicas = options.where.strategy == "hybrid", options.communication.replicas
+    mesh = mesh_of(options.where.mesh, devices, pipelined=pipelined, replicas=replicas)
     options = fitted(options, mesh)
     model, training, run = options.model, options.training, options.run
     assert model.layers is not None  # fitted
@@ -70,9 +73,16 @@ def train(options: TrainOptions) -> None:
         log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
     if jax.process_index() == 0:
         write_options(options, corpus.num_bytes)
-        write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
-    with so.Checkpoints(
-        run.run_dir / CHECKPOINTS, run.checkpoint_every, 2, best="val_loss", resume=run.resume
+        write_schedule(ring_1(opt).schedule, run.run_dir / SCHEDULE)
+    with CarryingCheckpoints(
+        run.run_dir / CHECKPOINTS,
+        run.checkpoint_every,
+        2,
+        best="val_loss",
+        resume=run.resume,
+        base=make_ring_1(options, tx, mesh, gpt.model(config)),
+        abstract_params=jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)),
+        say=lambda line: display.say(screen, line),
     ) as checkpoints:
         result = so.fit(
             opt,
@@ -92,7 +102,8 @@ def train(options: TrainOptions) -> None:
     text = continue_text(result.state.params, config, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
         draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
-    display.show_result(screen, options, result, data.decode(prompt), text)
+    traffic = measure(opt, result.state, held_out_batches[0]) if result.history else None
+    display.show_result(screen, options, result, data.decode(prompt), text, traffic)
 
 
 def write_schedule(schedule: Schedule | None, path: Path) -> None:

@@ -1,0 +1,197 @@
+"""What is sent, as the options say: replicas that train apart, reducers, and the refusal of what does not go together."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+
+import jax.numpy as jnp
+import optax
+
+import shardopt as so
+from shardopt.cli.calls import read_call
+from shardopt.cli.options import Communication, TrainOptions
+from shardopt.core.errors import complaint, plural
+
+_REDUCERS: dict[str, Callable[..., so.reducers.Reducer]] = {
+    "bf16": functools.partial(so.reducers.exact, jnp.bfloat16),
+    "int8": so.reducers.int8,
+    "sign": so.reducers.sign,
+    "top_k": so.reducers.top_k,
+    "power_sgd": so.reducers.power_sgd,
+}
+_APART = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "mix", "warmup_sync_steps")
+"""Options that mean something to replicas that train apart only."""
+
+_STEPPING = ("outer_lr", "outer_momentum", "fragments", "delay", "mix")
+"""Options that mean something to an outer optimizer only."""
+
+_OF_GRADIENTS = ("ddp", "zero1")
+"""Placements whose gradients a reducer can take the mean of."""
+
+
+def check_communication(options: TrainOptions) -> None:
+    """Refuse what does not go together, as far as it can be told before there are devices.
+
+    Raises:
+      ValueError: if a number is out of range, an option has no meaning beside the others, or there is no such reducer.
+    """
+    asked = options.communication
+    _check_numbers(asked)
+    if asked.sync_every is None:
+        if given := _given(asked, _APART):
+            what = f"{plural(len(given), 'option')} for replicas that train apart, and no --sync-every."
+            fix = "leave out what is listed, or say how many steps they train apart: --sync-every 50."
+            raise ValueError(complaint("train", what, given, fix))
+    elif asked.outer == "average":
+        if given := _given(asked, (*_STEPPING, "reducer")):
+            what = f"{plural(len(given), 'option')} for an outer optimizer; --outer average has none."
+            fix = "leave out what is listed, or choose --outer sgd, which by itself averages too."
+            raise ValueError(complaint("train", what, given, fix))
+    elif asked.warmup_sync_steps is not None:
+        what = "--warmup-sync-steps is for --outer average."
+        raise ValueError(complaint("train", what, fix="leave it out, or choose --outer average."))
+    make_reducer(asked)
+    placement = options.pipeline.placement or "fsdp" if options.where.strategy == "hybrid" else options.where.strategy
+    good = placement in _OF_GRADIENTS if options.where.strategy == "hybrid" else placement == "ddp"
+    if asked.reducer is not None and asked.sync_every is None and not good:
+        what = f"--reducer takes the mean of whole gradients, and {_words(options)} splits them or what they update."
+        fix = "choose --strategy ddp, or hybrid with --placement ddp or zero1; or send what replicas agree on: --sync-every."
+        raise ValueError(complaint("train", what, fix=fix))
+
+
+def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
+    """Return the reducer that was asked for, with error feedback unless it rounds only, or that was declined.
+
+    Raises:
+      ValueError: if there is no such reducer or argument, an argument is wrong, or there is no feedback to decline.
+    """
+    text = asked.reducer
+    if text is None:
+        if not asked.error_feedback:
+            what = "--no-error-feedback is for a reducer, and there is none."
+            raise ValueError(complaint("train", what, fix="leave it out, or choose one with --reducer."))
+        return None
+    try:
+        name, arguments = read_call(text)
+    except ValueError:
+        fix = "write a name such as int8, or a call with keywords, such as 'top_k(density=0.05)'."
+        raise ValueError(complaint("train", f"--reducer {text} cannot be read.", fix=fix)) from None
+    if name not in _REDUCERS:
+        what = f"there is no reducer {name!r}."
+        raise ValueError(complaint("train", what, fix=f"choose {_either(_REDUCERS)}."))
+    taken = [] if name == "bf16" else list(inspect.signature(_REDUCERS[name]).parameters)
+    if wrong := sorted(set(arguments) - set(taken)):
+        what = f"--reducer {name} has no argument {' or '.join(map(repr, wrong))}."
+        raise ValueError(complaint("train", what, fix=f"it takes {', '.join(taken) or 'none'}."))
+    if name == "bf16" and not asked.error_feedback:
+        what = "--no-error-feedback has no meaning for bf16, which rounds and feeds nothing back."
+        raise ValueError(complaint("train", what, fix="leave it out."))
+    reducer = _REDUCERS[name](**arguments)
+    return so.reducers.error_feedback(reducer) if asked.error_feedback and name != "bf16" else reducer
+
+
+def combined(asked: Communication, strategy: so.ShardedOptimizer) -> so.ShardedOptimizer:
+    """Return the strategy, or its replicas training apart where that was asked for.
+
+    Raises:
+      ValueError: if steps, fragments and delay do not go together.
+    """
+    if asked.sync_every is None:
+        return strategy
+    if asked.outer == "average":
+        return so.local_sgd(strategy, sync_every=asked.sync_every, warmup_steps=asked.warmup_sync_steps or 0)
+    return so.diloco(
+        strategy,
+        outer=outer_optimizer(asked),
+        sync_every=asked.sync_every,
+        fragments=1 if asked.fragments is None else asked.fragments,
+        delay=asked.delay or 0,
+        mix=asked.mix or 0.0,
+        reducer=make_reducer(asked),
+    )
+
+
+def outer_optimizer(asked: Communication) -> optax.GradientTransformation:
+    """Return what steps on how far the replicas came."""
+    rate, momentum, nesterov = _outer_numbers(asked)
+    return optax.sgd(rate, momentum=momentum or None, nesterov=nesterov)
+
+
+def describe(asked: Communication) -> list[tuple[str, str]]:
+    """Return what there is to say of replicas that train apart and of reducers: a label and a line each."""
+    lines = []
+    if asked.sync_every is not None:
+        how = "their average" if asked.outer == "average" else _outer_text(asked)
+        lines.append(("replicas", f"apart for {plural(asked.sync_every, 'step')}, then {how}"))
+        if (asked.fragments or 1) > 1 or asked.delay or asked.mix:
+            parts = f"{plural(asked.fragments or 1, 'fragment')}, applied {plural(asked.delay or 0, 'step')} after"
+            lines.append(("streaming", f"{parts}, replicas keep {asked.mix or 0:.0%} of their own"))
+        if asked.warmup_sync_steps:
+            lines.append(("warm-up", f"{plural(asked.warmup_sync_steps, 'step')} of common gradients at first"))
+    if (reducer := make_reducer(asked)) is not None:
+        what = "gradients" if asked.sync_every is None else "outer gradients"
+        lines.append(("sent", f"{what} by {reducer.name}"))
+    return lines
+
+
+def with_meaning(asked: Communication, options: TrainOptions) -> Communication:
+    """Return saved options without those that have no meaning under what is asked for now."""
+    now, drop = options.communication, set()
+    if now.sync_every is None:
+        drop |= set(_APART)
+        placement = options.pipeline.placement if options.where.strategy == "hybrid" else None
+        if (placement or options.where.strategy) not in _OF_GRADIENTS or options.where.strategy == "zero1":
+            drop |= {"reducer", "error_feedback"}
+    elif now.outer == "average":
+        drop |= {*_STEPPING, "reducer", "error_feedback"}
+    else:
+        drop |= {"warmup_sync_steps"}
+    if now.outer != asked.outer:
+        drop |= {"outer_lr", "outer_momentum"}
+    if (now.sync_every is None) != (asked.sync_every is None):
+        drop |= {"reducer", "error_feedback"}  # it would compress something else
+    if now.reducer != asked.reducer:
+        drop |= {"error_feedback"}
+    return dataclasses.replace(asked, **{name: getattr(Communication(), name) for name in drop})
+
+
+def _outer_numbers(asked: Communication) -> tuple[float, float, bool]:
+    nesterov = asked.outer != "sgd"
+    rate, momentum = (0.7, 0.9) if nesterov else (1.0, 0.0)
+    return asked.outer_lr or rate, momentum if asked.outer_momentum is None else asked.outer_momentum, nesterov
+
+
+def _outer_text(asked: Communication) -> str:
+    rate, momentum, nesterov = _outer_numbers(asked)
+    return f"{'nesterov' if nesterov else 'sgd'}, rate {rate:g}, momentum {momentum:g}"
+
+
+def _check_numbers(asked: Communication) -> None:
+    for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps"):
+        number, least = getattr(asked, name), 0 if name in ("delay", "warmup_sync_steps") else 1
+        if number is not None and number < least:
+            raise ValueError(f"train: {_flag(name)} must be at least {least}, got {number}.")
+    if asked.outer_lr is not None and not asked.outer_lr > 0:
+        raise ValueError(f"train: --outer-lr must be above 0, got {asked.outer_lr}.")
+    if asked.outer_momentum is not None and not 0 <= asked.outer_momentum < 1:
+        raise ValueError(f"train: --outer-momentum must be at least 0 and below 1, got {asked.outer_momentum}.")
+
+
+def _given(asked: Communication, names: Iterable[str]) -> list[str]:
+    return [f"{_flag(name)} {value}" for name in names if (value := getattr(asked, name)) is not None]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _words(options: TrainOptions) -> str:
+    if options.where.strategy != "hybrid":
+        return options.where.strategy
+    return f"hybrid with --placement {options.pipeline.placement or 'fsdp'}"
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
