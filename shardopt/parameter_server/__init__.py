@@ -15,6 +15,7 @@ from shardopt.parameter_server.simulate import simulate
 from shardopt.parameter_server.simulated_worker import SimulatedWorker
 from shardopt.parameter_server.state import ServerState
 from shardopt.parameter_server.summary import Segment, summarize, timeline
+from shardopt.parameter_server.transports.lost import ServerLostError, WorkersLostError
 from shardopt.parameter_server.updates import NonFiniteUpdateError, Update, make_update
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "NonFiniteUpdateError",
     "Segment",
     "Server",
+    "ServerLostError",
     "ServerState",
     "SimulatedWorker",
     "Update",
+    "WorkersLostError",
     "async_local_sgd",
     "async_sgd",
     "durations",

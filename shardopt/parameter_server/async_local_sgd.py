@@ -1,8 +1,10 @@
 """Asynchronous Local SGD: islands train by themselves, and push how far they have come."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -11,7 +13,7 @@ from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.parameter_server.arguments import check_count, check_max_staleness, is_integer
 from shardopt.parameter_server.compute import Compute
 from shardopt.parameter_server.islands import make_island_compute
-from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, make_replay, make_run
+from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.workers import check_shared
@@ -21,7 +23,7 @@ WHO = "async_local_sgd"
 
 
 def async_local_sgd(
-    strategies: Sequence[ShardedOptimizer],
+    strategies: Sequence[Any],
     *,
     outer: optax.GradientTransformation | None = None,
     local_steps: int | Sequence[int],
@@ -29,6 +31,9 @@ def async_local_sgd(
     rule: Rule | None = None,
     backend: str = "threads",
     nonfinite: str = "raise",
+    devices: int = 1,
+    address: str | None = None,
+    max_restarts: int = 0,
 ) -> AsyncOptimizer:
     """Let islands train by themselves, and apply an outer optimizer to each one's change as it comes.
 
@@ -47,15 +52,19 @@ def async_local_sgd(
 
     Args:
       strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on devices of its own. They train the same
-        parameters; optimizers, meshes and micro-batches may differ.
+        parameters; optimizers, meshes and micro-batches may differ. On Ray, for each a function `devices -> strategy`,
+        called in the island's process with its devices.
       outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With several islands and no
         bound, stale changes enter its momentum one by one: then `optax.sgd(0.7)` with `rules.delayed_nesterov(every=n)`
         is what Liu et al. found to train well.
       local_steps: H, or one for each island, for instance from `rules.dynamic_local_steps`.
       max_staleness: in pushes; None for no bound.
       rule: what to do about late changes, from `parameter_server.rules`.
-      backend: "threads", islands in this process.
+      backend: "threads", islands in this process; or "ray", each a process of its own; see `async_sgd`.
       nonfinite: what to do about changes that are not finite: "raise", which ends the run, or "skip".
+      devices: on Ray, how many devices each island's process has.
+      address: as for `async_sgd`.
+      max_restarts: as for `async_sgd`.
 
     Returns:
       An `AsyncOptimizer`. Its `run(params, batches_of, *, num_updates, ...)` is that of `async_sgd`, with pushes for
@@ -89,11 +98,17 @@ def async_local_sgd(
     check_max_staleness(WHO, max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     check_optimizer(WHO, outer)
-    islands = _check_islands(strategies)
-    check_shared(WHO, [one.mesh for one in islands], "island")
+    check_backend(WHO, backend, address, max_restarts)
+    check_count(WHO, "devices", devices, least=1)
+    makers: list[Callable[..., ShardedOptimizer]] = []
+    if backend == "ray":
+        makers = _check_makers(strategies)
+        here = jax.local_devices()[:devices]
+        islands = _check_islands([make(here) for make in makers])  # to check them here, and for replays
+    else:
+        islands = _check_islands(strategies)
+        check_shared(WHO, [one.mesh for one in islands], "island")
     steps = _check_local_steps(local_steps, len(islands))
-    if backend != "threads":
-        raise ValueError(complaint(WHO, f"backend must be 'threads', got {backend!r}.", fix='use backend="threads".'))
 
     def server(donate: bool) -> Any:
         return make_server(outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate)
@@ -101,7 +116,12 @@ def async_local_sgd(
     def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
         return make_island_compute(WHO, dict(enumerate(islands)), steps, batches_of, key)
 
-    job = Job(WHO, len(islands), server, compute)
+    on_ray = None
+    if backend == "ray":
+        header = lambda key: {"rng": key.tolist(), "local_steps": steps}  # noqa: E731
+        sizes = [int(devices)] * len(islands)
+        on_ray = OnRay(address, sizes, partial(_in_process, tuple(makers), steps), header, int(max_restarts))
+    job = Job(WHO, len(islands), server, compute, on_ray)
     meshes = tuple(one.mesh for one in islands)
     return AsyncOptimizer(make_run(job), make_replay(job), meshes, outer, max_staleness, rule, backend)
 
@@ -118,6 +138,22 @@ def _check_islands(strategies: Any) -> list[ShardedOptimizer]:
             given = getattr(getattr(one, "config", None), "strategy", type(one).__name__)
             raise TypeError(complaint(WHO, f"strategies[{number}] must be a strategy of ring 1, got {given}.", fix=fix))
     return list(strategies)
+
+
+def _check_makers(strategies: Any) -> list[Callable[..., ShardedOptimizer]]:
+    if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence) or not strategies:
+        what = f"on Ray strategies must be a sequence of functions, got {type(strategies).__name__}."
+    elif strange := [one for one in strategies if isinstance(one, tuple) or not callable(one)]:
+        what = f"on Ray strategies must be functions, got {type(strange[0]).__name__}: devices cannot cross."
+    else:
+        return list(strategies)
+    fix = "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four islands."
+    raise TypeError(complaint(WHO, what, fix=fix))
+
+
+def _in_process(makers: Sequence[Any], steps: Sequence[int], batches_of: Any, key: Any, worker: int) -> Compute:
+    """Return the one island of a process, on all its devices."""
+    return make_island_compute(WHO, {worker: makers[worker](jax.local_devices())}, steps, batches_of, key)
 
 
 def _check_local_steps(local_steps: Any, num_islands: int) -> list[int]:

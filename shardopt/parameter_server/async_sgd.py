@@ -1,19 +1,22 @@
 """Asynchronous SGD: workers push gradients, the server applies the optimizer."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import jax
 import optax
 
 from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn
+from shardopt.mesh import make_mesh
 from shardopt.parameter_server.arguments import check_max_staleness
 from shardopt.parameter_server.compute import Compute, make_compute
 from shardopt.parameter_server.gradients import make_gradients
-from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, make_replay, make_run
+from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
-from shardopt.parameter_server.workers import Workers, worker_meshes
+from shardopt.parameter_server.workers import Workers, process_meshes, worker_meshes
 
 WHO = "async_sgd"
 
@@ -28,6 +31,8 @@ def async_sgd(
     reducer: Any = None,
     backend: str = "threads",
     nonfinite: str = "raise",
+    address: str | None = None,
+    max_restarts: int = 0,
 ) -> AsyncOptimizer:
     """Train with workers that wait for one another only as far as a bound says.
 
@@ -55,7 +60,12 @@ def async_sgd(
       max_staleness: in steps; None for no bound.
       rule: what to do about late gradients, from `parameter_server.rules`.
       reducer: how gradients are encoded on their way; not available yet, must be None.
-      backend: "threads", workers in this process.
+      backend: "threads", workers in this process; or "ray", the server and each worker a process of its own on Ray,
+        each worker with a JAX runtime of its own. Then `workers` is how many, with one device each, or for each the
+        number of its devices (GPUs where the cluster has any, else CPUs), over which its batch is split; the server
+        keeps parameters and optimizer state in the memory of its host. Needs `pip install 'shardopt[ray]'`.
+      address: of the Ray cluster to join, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
+      max_restarts: on Ray, how often each worker that was killed is started anew, to join where the slowest is.
       nonfinite: what to do about gradients that are not finite: "raise", which ends the run, or "skip" them, which the
         log and `metrics["refused"]` tell.
 
@@ -80,6 +90,13 @@ def async_sgd(
       TypeError: if an argument is of the wrong kind.
       ValueError: if `max_staleness` is negative, there are no workers, or the backend, the policy or a reducer is not
         available.
+      ConnectionError: from `run`, if no Ray answers at `address`.
+
+    On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
+    `metrics["killed"]` names who was. When all are killed and none is started anew the run raises `WorkersLostError`.
+    When the server is killed it is started anew from the newest of `checkpoints`, the workers go on there, and
+    `metrics["lost_updates"]` says how many updates were lost; without checkpoints it raises `ServerLostError`. Loss,
+    data and optimizer cross by pickling: what is defined in a module must be importable on the workers.
 
     What a worker raises ends the run: it reaches the caller of `run` with its traceback, and all other threads have
     ended by then. `NonFiniteUpdateError` names worker, step and leaves.
@@ -98,13 +115,16 @@ def async_sgd(
       "Large Scale Distributed Deep Networks", 2012.
     """
     check_max_staleness(WHO, max_staleness)
-    meshes = worker_meshes(WHO, workers)
+    check_backend(WHO, backend, address, max_restarts)
+    if backend == "ray":
+        sizes, meshes = process_meshes(WHO, workers)
+    else:
+        meshes = worker_meshes(WHO, workers)
+        sizes = [mesh.size for mesh in meshes]
     make_gradients(WHO, tx, loss_fn, meshes[0], None)  # checks the optimizer and the loss
     if reducer is not None:
         what = f"reducer is not available yet, got {type(reducer).__name__}."
         raise ValueError(complaint(WHO, what, fix="leave reducer=None: gradients travel as they are."))
-    if backend != "threads":
-        raise ValueError(complaint(WHO, f"backend must be 'threads', got {backend!r}.", fix='use backend="threads".'))
 
     def server(donate: bool) -> Any:
         return make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate)
@@ -112,5 +132,15 @@ def async_sgd(
     def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
         return make_compute(WHO, tx, loss_fn, meshes, batches_of, key)
 
-    job = Job(WHO, len(meshes), server, compute)
+    on_ray = None
+    if backend == "ray":
+        header = lambda key: {"rng": key.tolist(), "devices": sizes}  # noqa: E731
+        on_ray = OnRay(address, sizes, partial(_in_process, tx, loss_fn), header, int(max_restarts))
+    job = Job(WHO, len(meshes), server, compute, on_ray)
     return AsyncOptimizer(make_run(job), make_replay(job), tuple(meshes), tx, max_staleness, rule, backend)
+
+
+def _in_process(tx: Any, loss_fn: Any, batches_of: Any, key: Any, worker: int) -> Compute:
+    """Return the one worker of a process, on all its devices."""
+    mesh = make_mesh(data=-1, devices=jax.local_devices())
+    return make_compute(WHO, tx, loss_fn, {worker: mesh}, batches_of, key)

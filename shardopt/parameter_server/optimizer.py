@@ -14,7 +14,7 @@ from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
 from shardopt.parameter_server.arguments import check_count, is_integer
-from shardopt.parameter_server.compute import Compute, key_data
+from shardopt.parameter_server.compute import Compute, Streams, key_data
 from shardopt.parameter_server.log import Log
 from shardopt.parameter_server.replay import replay_events
 from shardopt.parameter_server.rules import Rule
@@ -60,16 +60,36 @@ class Job(NamedTuple):
       num_workers: how many.
       make_server: `make_server(donate) -> Server`.
       make_compute: `make_compute(batches_of, key) -> Compute` of all workers.
+      ray: where to run on Ray; None for threads.
     """
 
     who: str
     num_workers: int
     make_server: Callable[[bool], Server]
     make_compute: Callable[[Callable[[int], Iterable[Any]], Any], Compute]
+    ray: "OnRay | None" = None
+
+
+class OnRay(NamedTuple):
+    """How a run is spread over processes.
+
+    Attributes:
+      address: of the cluster; None for a local one.
+      devices: how many each worker's process has.
+      make_compute: `make_compute(batches_of, key, worker) -> Compute` of one worker, in its process.
+      header: `header(key)`, what the log keeps of the workers.
+      max_restarts: how often each worker that was killed is started anew.
+    """
+
+    address: str | None
+    devices: Sequence[int]
+    make_compute: Callable[..., Compute]
+    header: Callable[[Any], dict[str, Any]]
+    max_restarts: int
 
 
 def make_run(job: Job) -> Callable[..., AsyncResult]:
-    """Return the `run` of an optimizer, on threads."""
+    """Return the `run` of an optimizer."""
     who, server = job.who, job.make_server(True)
 
     def run(
@@ -96,7 +116,10 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
             evaluate=evaluate,
             evaluate_every=evaluate_every,
         )
-        compute = job.make_compute(batches_of, key_data(who, rng))
+        key = key_data(who, rng)
+        if job.ray is not None:
+            return run_on_ray(job, params, batches_of, key, num_updates, periods, watch, log_path)
+        compute = job.make_compute(batches_of, key)
         began = time.perf_counter()
         params = compute.on_server(params)
         running = Run(server, params, compute.header, lambda: time.perf_counter() - began)
@@ -114,6 +137,34 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
                 running.log.save(log_path)
 
     return run
+
+
+def run_on_ray(
+    job: Job, params: PyTree, batches_of: Any, key: Any, num_updates: int, periods: Any, watch: Watch, log_path: Any
+) -> AsyncResult:
+    """Run on Ray, and leave nothing running."""
+    from shardopt.parameter_server.transports.ray_cluster import cluster
+    from shardopt.parameter_server.transports.ray_run import Crew, Spec
+
+    on = job.ray
+    assert on is not None
+    Streams(job.who, batches_of)  # checks it
+    spec = Spec(job.who, on.devices, job.make_server, on.make_compute, on.header(key), periods, on.max_restarts)
+    with cluster(job.who, on.address, job.num_workers) as ray:
+        params = jax.device_put(params)
+        found = watch.latest(job.make_server(False), params)
+        watch.resumed_from = watch.saved = None if found is None else int(found.state.step)
+        crew = Crew(ray, spec, params, batches_of, key, num_updates, watch)
+        log = None
+        try:
+            result = crew.run(found)
+            log = result.log
+            return result
+        finally:
+            log = crew.log() if log is None else log
+            crew.close()
+            if log_path is not None and log is not None:
+                log.save(log_path)
 
 
 def make_replay(job: Job) -> Callable[..., PyTree]:
@@ -150,3 +201,21 @@ def check_periods(who: str, presence: Any, num_workers: int) -> dict[int, Sequen
     for worker, periods in presence.items():
         check_presence(who, f"worker {worker}", periods)
     return {worker: presence.get(worker, always) for worker in range(num_workers)}
+
+
+def check_backend(who: str, backend: Any, address: Any, max_restarts: Any) -> None:
+    """Refuse an unknown backend, and options of Ray that are of the wrong kind, or without Ray.
+
+    Raises:
+      TypeError: if one is of the wrong kind.
+      ValueError: if the backend is unknown, `max_restarts` is negative, or one is given for another backend.
+    """
+    if backend not in ("threads", "ray"):
+        what = f"backend must be 'threads' or 'ray', got {backend!r}."
+        raise ValueError(complaint(who, what, fix='use backend="threads" for workers in this process.'))
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"{who}: address must be a string or None, got {type(address).__name__}.")
+    check_count(who, "max_restarts", max_restarts, least=0)
+    if backend != "ray" and (address is not None or max_restarts):
+        what = f"address and max_restarts are for backend='ray', got backend={backend!r}."
+        raise ValueError(complaint(who, what, fix='use backend="ray", or leave them out.'))

@@ -74,3 +74,25 @@ def _mesh(who: str, number: int, worker: Any, fix: str) -> Mesh:
         what = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(idle)}."
         raise ValueError(complaint(who, what, fix="an async_sgd worker splits its batch: use so.make_mesh(data=...)."))
     return worker
+
+
+def process_meshes(who: str, workers: Any) -> tuple[list[int], list[Mesh]]:
+    """Return the devices of each worker in a process of its own, and meshes like theirs in this process, for replays.
+
+    Raises:
+      TypeError: if `workers` is neither a number nor a sequence of numbers.
+      ValueError: if there are none, or a number is below 1.
+    """
+    sizes = [1] * workers if is_integer(workers) and workers > 0 else workers
+    if is_integer(sizes):
+        check_count(who, "workers", workers, least=1)
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence) or not all(is_integer(one) for one in sizes):
+        what = f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
+        raise TypeError(complaint(who, what, fix="pass workers=4, or workers=[2, 2] for two devices each."))
+    if not sizes:
+        raise ValueError(complaint(who, "workers must be at least 1, got none.", fix="pass workers=4."))
+    for number, size in enumerate(sizes):
+        check_count(who, f"workers[{number}]", size, least=1)
+    devices = jax.local_devices()
+    meshes = [make_mesh(data=min(size, len(devices)), devices=devices[:size]) for size in sizes]
+    return [int(size) for size in sizes], meshes

@@ -283,10 +283,17 @@ REFUSED = {
         ValueError,
         "async_sgd: reducer is not available yet, got module.\nFix: leave reducer=None: gradients travel as they are.",
     ),
-    "ray": (
-        {"backend": "ray"},
+    "an unknown backend": (
+        {"backend": "mpi"},
         ValueError,
-        "async_sgd: backend must be 'threads', got 'ray'.\nFix: use backend=\"threads\".",
+        "async_sgd: backend must be 'threads' or 'ray', got 'mpi'.\n"
+        'Fix: use backend="threads" for workers in this process.',
+    ),
+    "an address for threads": (
+        {"address": "10.0.0.1:6379"},
+        ValueError,
+        "async_sgd: address and max_restarts are for backend='ray', got backend='threads'.\n"
+        'Fix: use backend="ray", or leave them out.',
     ),
     "no loss": (
         {"loss_fn": 3},

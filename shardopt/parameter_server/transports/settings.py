@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import jax
 
@@ -22,7 +23,7 @@ def settings_here() -> Callable[[], AbstractContextManager[object]]:
     A context such as `jax.enable_x64(True)` holds for the thread that entered it; workers would compute in another
     precision than their caller.
     """
-    values = {name: getattr(jax.config, name) for name in _NAMES}
+    values = settings_values()
 
     def enter() -> ExitStack:
         stack = ExitStack()
@@ -31,3 +32,14 @@ def settings_here() -> Callable[[], AbstractContextManager[object]]:
         return stack
 
     return enter
+
+
+def settings_values() -> dict[str, Any]:
+    """Return the settings as they are here."""
+    return {name: getattr(jax.config, name) for name in _NAMES}
+
+
+def use_settings(values: dict[str, Any]) -> None:
+    """Make settings those of this process."""
+    for name, value in values.items():
+        jax.config.update(name, value)
