@@ -13,6 +13,7 @@ from shardopt.parameter_server.server import Server, make_server
 from shardopt.parameter_server.should_sync import should_sync
 from shardopt.parameter_server.simulate import simulate
 from shardopt.parameter_server.simulated_worker import SimulatedWorker
+from shardopt.parameter_server.sparse import SparseRows
 from shardopt.parameter_server.state import ServerState
 from shardopt.parameter_server.summary import Segment, summarize, timeline
 from shardopt.parameter_server.transports.lost import ServerLostError, WorkersLostError
@@ -29,6 +30,7 @@ __all__ = [
     "ServerLostError",
     "ServerState",
     "SimulatedWorker",
+    "SparseRows",
     "Update",
     "WorkersLostError",
     "async_local_sgd",

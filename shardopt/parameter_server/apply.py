@@ -10,6 +10,7 @@ import optax
 
 from shardopt.core.types import PyTree, Weighted, wide_dtype
 from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.sparse import is_rows, on_rows, on_union
 from shardopt.parameter_server.updates import Update
 
 
@@ -53,12 +54,17 @@ def make_apply(tx: optax.GradientTransformation, rule: Rule, *, donate: bool) ->
         return Applied(optax.apply_updates(params, step), opt_state, rule_state, metrics)
 
     jitted = jax.jit(run, donate_argnums=(1, 2) if donate else ())
+    jitted_on_rows = jax.jit(on_rows(tx, run), donate_argnums=(2, 3) if donate else ())
 
     def apply(
         params: PyTree, opt_state: PyTree, rule_state: Any, updates: Sequence[Update], pulled: PyTree, delay: int
     ) -> Applied:
-        pushed = [(one.grads, one.loss, dict(one.metrics)) for one in updates]
         rows = np.asarray([one.rows for one in updates], np.float32)
+        if any(is_rows(leaf) for leaf in jax.tree.leaves(updates[0].grads, is_leaf=is_rows)):
+            grads, where = on_union([one.grads for one in updates], params)
+            pushed = [(g, one.loss, dict(one.metrics)) for g, one in zip(grads, updates, strict=True)]
+            return jitted_on_rows(where, params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
+        pushed = [(one.grads, one.loss, dict(one.metrics)) for one in updates]
         return jitted(params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
 
     return apply

@@ -1,6 +1,6 @@
 """Asynchronous SGD: workers push gradients, the server applies the optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardopt.parameter_server.gradients import make_gradients
 from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.sparse import check_sparse
 from shardopt.parameter_server.workers import Workers, process_meshes, worker_meshes
 
 WHO = "async_sgd"
@@ -29,6 +30,7 @@ def async_sgd(
     max_staleness: int | None = 0,
     rule: Rule | None = None,
     reducer: Any = None,
+    sparse: Sequence[str] = (),
     backend: str = "threads",
     nonfinite: str = "raise",
     address: str | None = None,
@@ -60,6 +62,12 @@ def async_sgd(
       max_staleness: in steps; None for no bound.
       rule: what to do about late gradients, from `parameter_server.rules`.
       reducer: how gradients are encoded on their way; not available yet, must be None.
+      sparse: regexes of key paths of leaves [rows, ...] such as embedding tables: of their gradients only the rows that
+        are not zero travel, and only these rows of parameter and optimizer state are updated; with max_staleness=0
+        those that any worker touched. For SGD without momentum that is the same as dense, up to summation order. Other
+        optimizers become lazy: in rows that no push touches, moments do not decay and weights are not decayed, while
+        counts (bias correction, schedules) go on for all. State must have the shape of its parameter, and the rule
+        none. Pulls are dense.
       backend: "threads", workers in this process; or "ray", the server and each worker a process of its own on Ray,
         each worker with a JAX runtime of its own. Then `workers` is how many, with one device each, or for each the
         number of its devices (GPUs where the cluster has any, else CPUs), over which its batch is split; the server
@@ -122,6 +130,7 @@ def async_sgd(
         meshes = worker_meshes(WHO, workers)
         sizes = [mesh.size for mesh in meshes]
     make_gradients(WHO, tx, loss_fn, meshes[0], None)  # checks the optimizer and the loss
+    sparse = check_sparse(WHO, sparse)
     if reducer is not None:
         what = f"reducer is not available yet, got {type(reducer).__name__}."
         raise ValueError(complaint(WHO, what, fix="leave reducer=None: gradients travel as they are."))
@@ -130,17 +139,17 @@ def async_sgd(
         return make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate)
 
     def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
-        return make_compute(WHO, tx, loss_fn, meshes, batches_of, key)
+        return make_compute(WHO, tx, loss_fn, meshes, batches_of, key, sparse)
 
     on_ray = None
     if backend == "ray":
-        header = lambda key: {"rng": key.tolist(), "devices": sizes}  # noqa: E731
-        on_ray = OnRay(address, sizes, partial(_in_process, tx, loss_fn), header, int(max_restarts))
+        header = lambda key: {"rng": key.tolist(), "devices": sizes, **({"sparse": list(sparse)} if sparse else {})}  # noqa: E731
+        on_ray = OnRay(address, sizes, partial(_in_process, tx, loss_fn, sparse), header, int(max_restarts))
     job = Job(WHO, len(meshes), server, compute, on_ray)
     return AsyncOptimizer(make_run(job), make_replay(job), tuple(meshes), tx, max_staleness, rule, backend)
 
 
-def _in_process(tx: Any, loss_fn: Any, batches_of: Any, key: Any, worker: int) -> Compute:
+def _in_process(tx: Any, loss_fn: Any, sparse: Sequence[str], batches_of: Any, key: Any, worker: int) -> Compute:
     """Return the one worker of a process, on all its devices."""
     mesh = make_mesh(data=-1, devices=jax.local_devices())
-    return make_compute(WHO, tx, loss_fn, {worker: mesh}, batches_of, key)
+    return make_compute(WHO, tx, loss_fn, {worker: mesh}, batches_of, key, sparse)

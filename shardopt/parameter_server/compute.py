@@ -13,6 +13,8 @@ from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import data_axes
 from shardopt.parameter_server.gradients import make_gradients
+from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
+from shardopt.parameter_server.trainable import trained
 from shardopt.parameter_server.updates import Update
 
 
@@ -42,6 +44,7 @@ def make_compute(
     meshes: Sequence[Mesh] | Mapping[int, Mesh],
     batches_of: Callable[[int], Iterable[Any]],
     key: np.ndarray,
+    sparse: Sequence[str] = (),
 ) -> Compute:
     """Return workers that push the gradient of a batch.
 
@@ -52,6 +55,7 @@ def make_compute(
       meshes: the mesh of each worker, from `worker_meshes`.
       batches_of: `batches_of(worker)`, its batches.
       key: from `key_data`.
+      sparse: patterns of the leaves of which only the rows that are touched travel.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
@@ -62,11 +66,15 @@ def make_compute(
     home = listed[0].devices.flat[0]
 
     def update(worker: int, params: PyTree, batch: Any, clock: int) -> Any:
+        if sparse:
+            check_matches(who, sparse, trained(params))
         found = gradients(meshes[worker], params, batch, worker, clock)
+        if sparse:
+            found = found._replace(grads=shrink(found.grads, sparse))
         return jax.block_until_ready(moved(found, home))
 
     rows = [int(np.prod([mesh.shape[axis] for axis in data_axes(mesh)])) for mesh in listed]
-    header = {"rng": key.tolist(), "devices": rows}
+    header = {"rng": key.tolist(), "devices": rows, **({"sparse": list(sparse)} if sparse else {})}
     on_server = lambda tree: jax.device_put(tree, home)  # noqa: E731
     return Compute(header, streams.begin, streams.next_batch, update, on_server)
 
@@ -105,8 +113,9 @@ class Streams:
 
 
 def moved(update: Update, device: Any) -> Update:
-    """Return an update on a device; its number of rows stays a number."""
-    return jax.device_put(update._replace(rows=None), device)._replace(rows=update.rows)
+    """Return an update on a device; its number of rows stays a number, sparse leaves stay in numpy."""
+    put = lambda leaf: leaf if is_rows(leaf) else jax.device_put(leaf, device)  # noqa: E731
+    return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
 
 
 def no_compute() -> Compute:

@@ -76,7 +76,9 @@ def replay(
         fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
         raise ValueError(complaint(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
     meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
-    compute = make_compute(WHO, tx, loss_fn, meshes, batches_of, np.asarray(header["rng"], np.uint32))
+    compute = make_compute(
+        WHO, tx, loss_fn, meshes, batches_of, np.asarray(header["rng"], np.uint32), header.get("sparse", ())
+    )
     server = make_server(
         tx, max_staleness=header["max_staleness"], rule=_rule(header["rule"], rule), nonfinite=header["nonfinite"]
     )

@@ -28,7 +28,7 @@ class AsyncResult(NamedTuple):
       metrics: what `parameter_server.summarize(log)` says of the run: rates, histograms of staleness (clocks) and
         delay (versions), seconds that each worker waited; "stopped", which is "completed" (num_updates reached),
         "exhausted" (no worker is left, or the data is at its end), "early" (by early stopping) or "until" (of a
-        simulation); and "history", the loss and aux metrics of every update as arrays [updates].
+        simulation); "push_bytes", of the gradients that were pushed since the run last began; and "history", the loss and aux metrics of every update as arrays [updates].
     """
 
     params: PyTree
@@ -59,6 +59,7 @@ class Run:
             }
         )
         self.positions = Positions()
+        self.push_bytes = 0
         self._history: list[Mapping[str, Any]] = []  # numbers, once they are old enough to be known
         self._recent: list[Mapping[str, Any]] = []
 
@@ -84,7 +85,9 @@ class Run:
 
     def push(self, worker: int, update: Any, pulled_version: int) -> Event:
         """Take the result of a step."""
-        return self._record(*self.server.push(self.state, worker, update, pulled_version))
+        event = self._record(*self.server.push(self.state, worker, update, pulled_version))
+        self.push_bytes += 0 if update is None else sum(leaf.nbytes for leaf in jax.tree.leaves(update.grads))
+        return event
 
     def leave(self, worker: int, asked: float | None = None) -> Event:
         """Let a worker go; `asked` is since when it has been waiting for a step, if it has."""
@@ -107,7 +110,7 @@ class Run:
             self.log.header["final"] = digest(params)
         rows = self._history + jax.device_get(self._recent)
         history = {name: np.asarray([one[name] for one in rows]) for name in (rows[0] if rows else ())}
-        metrics = {**summarize(self.log), "stopped": stopped, "history": history, **more}
+        metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes, "history": history, **more}
         return AsyncResult(params, self.log, metrics)
 
     def _record(self, state: ServerState, event: Event, asked: float | None = None) -> Event:

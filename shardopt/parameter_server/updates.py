@@ -9,6 +9,7 @@ import numpy as np
 
 from shardopt.core.errors import complaint, plural
 from shardopt.core.types import PyTree, Weighted, wide_dtype
+from shardopt.parameter_server.sparse import is_rows, values_of
 from shardopt.parameter_server.trainable import trained
 from shardopt.partition.paths import leaves_with_paths
 
@@ -23,7 +24,8 @@ class Update(NamedTuple):
     as sum n_i grad T_i / sum n_i W_i: the gradient on the union of their rows. A plain mean loss has W_i = 1.
 
     Attributes:
-      grads: grad T, like the parameters, None for leaves that are not trained.
+      grads: grad T, like the parameters, None for leaves that are not trained; `SparseRows` for leaves of which only
+        some rows are not zero.
       loss: T and W.
       metrics: the aux metrics of the loss, each as total and weight.
       rows: n, how many rows it was computed from.
@@ -83,7 +85,7 @@ def make_update(grads: PyTree, *, loss: Any = 0.0, weight: Any = 1.0, rows: int 
 def soundness(update: Update) -> Any:
     """Return the bool vector of `Update.sound`; traceable."""
     checks = [update.loss.weight != 0, jnp.isfinite(update.loss.total) & jnp.isfinite(update.loss.weight)]
-    return jnp.stack(checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(update.grads)])
+    return jnp.stack(checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values_of(update.grads))])
 
 
 _jitted_soundness = jax.jit(soundness)
@@ -94,7 +96,7 @@ def faults(update: Update) -> list[str]:
     sound = np.asarray(_jitted_soundness(update._replace(rows=None)) if update.sound is None else update.sound)
     if sound.all():
         return []
-    names = ["loss", *(path for path, _ in leaves_with_paths(update.grads))]
+    names = ["loss", *(path for path, _ in leaves_with_paths(values_of(update.grads)))]
     found = [] if sound[0] else [NO_WEIGHT]
     return found + [f"{name}: not finite" for name, good in zip(names, sound[1:], strict=True) if not good]
 
@@ -110,6 +112,8 @@ def check_update(update: Any, params: PyTree, worker: int) -> None:
         what = f"worker {worker} must push an Update, got {type(update).__name__}."
         raise TypeError(complaint(WHO, what, fix="make one with parameter_server.make_update(grads)."))
     wanted = trained(params)
+    if any(is_rows(leaf) for leaf in jax.tree.leaves(update.grads, is_leaf=is_rows)):
+        update = update._replace(grads=_as_whole(update.grads, wanted, worker))
     if jax.tree.structure(update.grads) != jax.tree.structure(wanted):
         have, want = ({path for path, _ in leaves_with_paths(tree)} for tree in (update.grads, wanted))
         offenders = [f"{path}: pushed, but not a trained parameter" for path in sorted(have - want)]
@@ -125,6 +129,24 @@ def check_update(update: Any, params: PyTree, worker: int) -> None:
     if bad:
         what = f"{plural(len(bad), 'leaf')} of the push of worker {worker} do{'es' if len(bad) == 1 else ''} not fit."
         raise ValueError(complaint(WHO, what, bad, "push gradients of the parameters' own shapes and dtypes."))
+
+
+def _as_whole(grads: PyTree, wanted: PyTree, worker: int) -> PyTree:
+    """Return the gradient with abstract whole leaves for the sparse ones, whose rows are checked here."""
+    sizes = {path: leaf.shape[0] for path, leaf in leaves_with_paths(wanted) if leaf.ndim}
+    paths = [path for path, _ in leaves_with_paths(values_of(grads))]
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_rows)
+    for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        if not is_rows(leaf) or path not in sizes:
+            continue
+        indices, size = np.asarray(leaf.indices), sizes[path]
+        good = indices.dtype.kind in "iu" and indices.shape == leaf.values.shape[:1]
+        if not good or (indices.size and not (indices.min() >= 0 and indices.max() < size)):
+            what = f"the sparse push of worker {worker} does not fit."
+            has = f"{path}: indices {_kind(indices)}, values {_kind(leaf.values)}, the parameter has {size} rows"
+            raise ValueError(complaint(WHO, what, [has], "push an index from 0 to rows - 1 for each row of values."))
+        leaves[number] = jax.ShapeDtypeStruct((size, *leaf.values.shape[1:]), leaf.values.dtype)
+    return treedef.unflatten(leaves)
 
 
 def _kind(leaf: Any) -> str:
