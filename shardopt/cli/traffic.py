@@ -48,16 +48,19 @@ def measure(opt: so.ShardedOptimizer, state: Any, batch: Any) -> Traffic:
 
     steps = getattr(opt.config, "sync_every", 1)
     if steps == 1:
-        return Traffic(sent(_first_apart(opt)), ddp, axes, 1)
+        return Traffic(sent(_quiet(opt)), ddp, axes, 1)
     agreeing = [sent(step) for step in _agreeing(opt.config)]
-    between = [sent(_first_apart(opt))] * (steps - len(agreeing))
+    between = [sent(_quiet(opt))] * (steps - len(agreeing))
     known = [one for one in (*agreeing, *between) if one is not None]
     return Traffic(sum(known) / steps if len(known) == steps else None, ddp, axes, steps)
 
 
-def _first_apart(opt: so.ShardedOptimizer) -> int:
-    """Return a step in which nothing is agreed on, once replicas train apart; with one step between, any."""
-    return getattr(opt.config, "warmup_steps", 0) + getattr(opt.config, "sync_every", 0) * 2
+def _quiet(opt: so.ShardedOptimizer) -> int:
+    """Return a step in which replicas that train apart send nothing, if there is one."""
+    config = opt.config
+    if not hasattr(config, "sync_every"):
+        return 0
+    return config.warmup_steps + config.sync_every + (1 if config.delay else 0)
 
 
 def _agreeing(config: Any) -> list[int]:

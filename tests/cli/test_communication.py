@@ -18,7 +18,7 @@ from shardopt.cli.communication import combined, describe, outer_optimizer, with
 from shardopt.cli.devices import mesh_of
 from shardopt.cli.options import Communication, Devices, Pipeline, TrainOptions
 from shardopt.cli.strategy import check_strategy, make_strategy
-from shardopt.cli.traffic import Traffic, traffic_text
+from shardopt.cli.traffic import Traffic, measure, traffic_text
 from shardopt.models import gpt
 
 
@@ -317,3 +317,16 @@ def test_traffic_that_cannot_be_told_is_called_unknown():
     text = traffic_text(Traffic(None, 2e6, ("data",), 1))
     assert text.startswith("sent by each device over data: unknown, as a loop of the program does not tell")
     assert text.endswith("; ddp sends 2 MB a step")
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_traffic_counts_each_fragment_once_a_round(delay):
+    """On data the gradients of every step; on replica each half of the model once in four steps."""
+    mesh, size = so.make_mesh(replica=4, data=2), 2 * 64 * 32 * 4
+    loss_fn = lambda params, batch: ((batch @ params["a"] @ params["b"].T) ** 2).mean()  # noqa: E731
+    inner = so.ddp(optax.sgd(0.1), mesh, loss_fn)
+    opt = so.diloco(inner, sync_every=4, fragments=2, delay=delay)
+    state = opt.init({"a": np.ones((64, 32), np.float32), "b": np.ones((64, 32), np.float32)})
+    found = measure(opt, state, np.ones((8, 64), np.float32))
+    assert found.sent == pytest.approx(size * 2 / 2 + size * 2 * 3 / 4 / 4, abs=32)  # and the loss
+    assert (found.ddp, found.axes, found.steps) == (size * 2 * 7 / 8, ("replica", "data"), 4)

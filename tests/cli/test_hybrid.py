@@ -72,26 +72,28 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
 
 
 def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp_path, monkeypatch):
-    """Its last steps are those that ddp takes from the same checkpoint."""
+    """Its last steps are those that fsdp takes from the same checkpoint."""
     monkeypatch.setattr("shardopt.cli.train.continue_text", lambda *_, **__: "")  # the run above has shown it
     folder = shutil.copytree(finished[0], tmp_path / "run")
-    resume = ["train", "--resume", "--run-dir", folder, "--steps"]
-    out = run(*resume, 8, "--strategy", "fsdp", "--mesh", "data=4,tensor=2")
+    resume = ["train", "--resume", "--run-dir", folder, "--steps", 12, "--checkpoint-every", 4]
+    out = run(*resume, "--strategy", "fsdp", "--mesh", "data=4,tensor=2")
     assert "fsdp: what each device holds" in out
     assert "schedule" not in out
     assert not (folder / "schedule.png").exists()
-    control = shutil.copytree(folder, tmp_path / "control")
+    control = last(folder)
+    shutil.rmtree(folder / "checkpoints" / "12")  # the other run takes these steps again, from 8
 
     words = "--strategy hybrid --mesh pipeline=2,data=-1 --schedule zero_bubble_lockstep --placement zero1"
-    out = run(*resume, 12, *words.split(), "--micro-batches", 2)
+    out = run(*resume, *words.split(), "--micro-batches", 2)
     assert "schedule     zero_bubble_lockstep: 2 stages, 2 micro-batches, 1 chunk\n" in out
     assert "hybrid, zero1 over data" in out
     assert "The batches come in a new order" not in out
     assert (folder / "schedule.png").exists()
-    run("train", "--resume", "--run-dir", control, "--steps", 12, "--strategy", "ddp", "--mesh", "data=8")
-    assert last(folder)["step"] == last(control)["step"] == 12
+    lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [4, 8, 10, 12]
+    assert control["step"] == last(folder)["step"] == 12
     for metric in ("loss", "grad_norm", "val_loss"):
-        np.testing.assert_allclose(last(folder)[metric], last(control)[metric], rtol=1e-4)
+        np.testing.assert_allclose(last(folder)[metric], control[metric], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
