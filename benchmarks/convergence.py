@@ -5,8 +5,9 @@ Run: python benchmarks/convergence.py [--steps 1500] [--seeds 3], or with --tune
 Control: `so.ddp` with exact gradients. Test: `so.ddp` with each reducer, with error feedback and without it, and four
 replicas under `so.diloco`, `so.local_sgd` and streaming `so.diloco`, H = 50. All are the same GPT on four fake devices,
 with the same first parameters, the same batches (so the same tokens) and the same optimizer: AdamW, gradients clipped
-to norm 1, a learning rate that warms up over a tenth of the steps and falls as a cosine. What differs is the peak of
-the learning rate where RATES says so; `--tune` found it by the same grid for all, the control too, on a seed of its own.
+to norm 1, a learning rate that warms up over a tenth of the steps and falls as a cosine. What may differ is the peak of
+the learning rate: RATES holds those that `--tune` finds, by the same grid for all, the control too, on a seed of its own.
+RATES is empty so far: no rate is tuned yet.
 Text: the bundled corpus, Python's standard library. Loss: nats a byte on held-out files. Replicas that train apart are
 judged by their shared parameters.
 
