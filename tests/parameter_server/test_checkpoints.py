@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.parameter_server import replay, rules
+from shardopt.parameter_server import compute, replay, rules
 
 
 def same_bits(a, b):
@@ -58,6 +58,18 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
         whole = opt.run(regression.params, batches_of, num_updates=total)
         same_bits(result.params, whole.params)
         np.testing.assert_array_equal(result.metrics["history"]["loss"], whole.metrics["history"]["loss"])
+
+
+def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypatch):
+    """The comparison above can fail: a resumed run that reads its data anew ends elsewhere."""
+    batches_of, opt = regression.batches_of(3), optimizer(regression, 0)
+    whole = opt.run(regression.params, batches_of, num_updates=10)
+    begin = compute.Streams.begin
+    monkeypatch.setattr(compute.Streams, "begin", lambda self, worker, position: begin(self, worker, 0))
+    for total in (5, 10):
+        with so.Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
+            result = opt.run(regression.params, batches_of, num_updates=total, checkpoints=checkpoints)
+    assert np.abs(result.params["w"] - whole.params["w"]).max() > 1e-4
 
 
 def test_a_finished_run_is_made_longer_by_other_workers(regression, tmp_path):
