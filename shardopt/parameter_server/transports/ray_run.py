@@ -144,6 +144,7 @@ class Crew:
                     server_lost = True
         if server_lost or not self.server_lives():
             return False
+        self.reached(self.ray.get(milestone))  # what was under way when the last worker ended
         while not self.watch.idle and (found := self.ray.get(self.server.milestone.remote(_POLL))) is not None:
             self.reached(found)
         return True
