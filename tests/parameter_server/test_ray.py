@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 import jax
 import numpy as np
@@ -24,7 +25,11 @@ def local_ray():
     for name in ("conftest", "problems"):
         for module in [one for one in sys.modules.values() if one.__name__.split(".")[-1] == name]:
             ray.cloudpickle.register_pickle_by_value(module)
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="os.fork", category=RuntimeWarning
+        )  # what it forks is another program
+        ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,12 @@ def cluster(who: str, address: str | None, num_workers: int) -> Iterator[Any]:
         yield ray
         return
     if address is None:
-        ray.init(num_cpus=num_workers + 1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        with warnings.catch_warnings():
+            # jax warns of forks; what Ray forks becomes another program at once.
+            warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+            ray.init(
+                num_cpus=num_workers + 1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1"
+            )
     else:
         _join(who, ray, address)
     try:
