@@ -52,7 +52,10 @@ def durations_of(name, step):
 
 
 def closed_form(name, s):
-    """Pushes per second over those of s=0, where algorithms.md has a formula for the long run."""
+    """Pushes per second over those of s=0, where there is a formula for the long run.
+
+    That for one slow worker is algorithms.md's; that for stalls is our own: the expected maximum of n steps over a mean one.
+    """
     if s == 0:
         return 1.0
     if name == "one slower":

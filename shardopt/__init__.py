@@ -1,6 +1,7 @@
 """shardopt: turn any optax optimizer into a distributed one.
 
-Start with `make_mesh`, then `ddp`, `zero` or `fsdp`; train with `fit`; keep what you have with `Checkpoints`.
+Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`; keep what you have with `Checkpoints`.
+Over slow links `local_sgd` and `diloco` combine replicas of any of these; `async_sgd` and `async_local_sgd` do without barriers.
 """
 
 from shardopt import checkpoint, parameter_server, planning, reducers, training, transforms
