@@ -23,9 +23,9 @@ def send(schedule: Schedule, kind: str, leaves: Arrays) -> list[Arrays]:
     stage = np.asarray(schedule.ticks.stage_of)
     sources, targets = (stage[:-1], stage[1:]) if kind == "forward" else (stage[1:], stage[:-1])
     shifts = schedule.forward_shifts if kind == "forward" else schedule.backward_shifts
+    used = set(zip(sources.tolist(), targets.tolist(), strict=True))
     sent = []
     for shift in shifts:
-        used = {(s, t) for s, t in zip(sources.tolist(), targets.tolist(), strict=True)}
         pairs = sorted((s, t) for s, t in used if (t - s) % schedule.num_stages == shift)
         sent.append(permute(leaves, pairs) if shift else list(leaves))
     return sent

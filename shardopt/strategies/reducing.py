@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from shardopt.collectives.per_device import TENSOR
 from shardopt.core.types import PyTree
 from shardopt.reducers import Reducer, state_specs
-
-TENSOR = "tensor"
 
 
 class Reduced(NamedTuple):
