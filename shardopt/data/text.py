@@ -176,6 +176,11 @@ def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[
     """Return batches of windows that lie evenly over the whole range: always the same, to validate on.
 
     Where there are fewer windows than asked for, some are in it more than once.
+
+    Args:
+      windows: from `split`.
+      batch_size: windows in a batch.
+      num_batches: how many batches.
     """
     count = batch_size * num_batches
     chosen = [windows[i * len(windows) // count]["tokens"] for i in range(count)]

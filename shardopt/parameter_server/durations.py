@@ -40,6 +40,11 @@ def lognormal(mean: float, spread: float) -> Duration:
 def with_stalls(duration: Duration, *, probability: float, seconds: Duration) -> Duration:
     """Return a duration to which, with some probability, a stall is added.
 
+    Args:
+      duration: seconds without a stall, or a function that draws them.
+      probability: of a stall, each time.
+      seconds: how long a stall is, or a function that draws it.
+
     Example:
       >>> with_stalls(1.0, probability=1.0, seconds=4.0)(np.random.default_rng(0))
       5.0

@@ -1,0 +1,42 @@
+"""The table of what to use says what the README says, whose table is checked against the strategies."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import shardopt as so
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(path):
+    """Return {name: cells} of the rows with a call in their cells."""
+    found = {}
+    for line in (ROOT / path).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for cell in cells:
+            if line.startswith("|") and (name := re.fullmatch(r"`(so\.\w+(?:\(stage=\d\))?)`", cell.split(",")[0])):
+                found[name[1]] = cells
+    return found
+
+
+@pytest.mark.parametrize("name", ["so.ddp", "so.zero(stage=1)", "so.zero(stage=2)"])
+def test_bytes_a_parameter_are_those_of_the_readme(name):
+    assert rows("docs/choose.md")[name][3] == rows("README.md")[name][3]
+
+
+def test_every_name_in_the_tables_exists():
+    text = (ROOT / "docs" / "choose.md").read_text()
+    names = re.findall(r"\bso\.([\w.]+)", text)
+    assert len(names) > 20
+    for name in names:
+        thing = so
+        for part in name.split("."):
+            thing = getattr(thing, part)
+
+
+def test_nothing_that_trains_is_left_out():
+    text = (ROOT / "docs" / "choose.md").read_text()
+    for name in ("ddp", "zero", "fsdp", "hybrid", "local_sgd", "diloco", "async_sgd", "async_local_sgd"):
+        assert f"`so.{name}" in text

@@ -1,0 +1,80 @@
+"""The reference has every public name once, each with a docstring that tells its arguments; and the pages build."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardopt
+from shardopt import checkpoint, data, models, parameter_server, planning, reducers, training, transforms
+from shardopt.models import gpt
+
+ROOT = Path(__file__).parents[2]
+ROOMS = {
+    "": (shardopt, shardopt.__all__),
+    "checkpoint.": (checkpoint, checkpoint.__all__),
+    "data.": (data, data.__all__),
+    "models.": (models, models.__all__),
+    "models.gpt.": (gpt, ["GPTConfig", "init", "model", "num_parameters", "rules"]),
+    "parameter_server.": (parameter_server, parameter_server.__all__),
+    "parameter_server.durations.": (parameter_server.durations, ["exponential", "lognormal", "with_stalls"]),
+    "parameter_server.rules.": (parameter_server.rules, parameter_server.rules.__all__),
+    "planning.": (planning, planning.__all__),
+    "reducers.": (reducers, reducers.__all__),
+    "schedules.": (shardopt.schedules, shardopt.schedules.__all__),
+    "training.": (training, training.__all__),
+    "transforms.": (transforms, transforms.__all__),
+}
+
+
+def public():
+    """Return {qualified name: object}; what several rooms hand on counts under its shortest name."""
+    found = {}
+    for prefix, (room, names) in ROOMS.items():
+        for name in names:
+            thing = getattr(room, name)
+            if not inspect.ismodule(thing) and all(thing is not other for other in found.values()):
+                found[prefix + name] = thing
+    return found
+
+
+PUBLIC = public()
+
+
+def test_the_reference_has_every_public_name_once_and_no_other():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    listed = re.findall(r"^::: so\.(\S+)$", pages, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(PUBLIC) - set(listed) == set(), "add `::: so.<name>` to a page in docs/reference"
+    assert set(listed) - set(PUBLIC) == set(), "these are not public"
+
+
+@pytest.mark.parametrize("name", [name for name, thing in PUBLIC.items() if inspect.isroutine(thing)])
+def test_a_function_tells_what_it_does_and_every_argument(name):
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    assert re.match(r"[A-Z].*\.(\n\n|$)", text, re.DOTALL)
+    assert ("Example:" in text) == (">>> " in text)
+    arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
+    if len(inspect.signature(PUBLIC[name]).parameters) > 2 or arguments:
+        told = re.findall(r"^  \*{0,2}(\w+): ", arguments, re.MULTILINE)
+        assert sorted(told) == sorted(inspect.signature(PUBLIC[name]).parameters)
+
+
+def test_a_class_has_a_docstring_of_its_own():
+    classes = [thing for thing in PUBLIC.values() if inspect.isclass(thing)]
+    bare = [kind.__name__ for kind in classes if not re.match(r"[A-Z].*\.", kind.__doc__ or "")]
+    assert bare == []
+
+
+def test_the_pages_build_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (tmp_path / "site" / "reference" / "strategies.html").read_text()
+    for text in ("so.fsdp", "Equivalence", "min_shard_elements", "Rajbhandari"):
+        assert text in page
