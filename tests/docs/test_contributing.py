@@ -1,0 +1,94 @@
+"""CONTRIBUTING is followed as it stands: its reducer, its schedule and its strategy do what theirs do."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.planning import audit
+
+TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def space():
+    found = {}
+    for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE):
+        exec(block, found)
+    return found
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) - batch["y"]) ** 2)
+
+
+def batch_of(step):
+    draw = np.random.default_rng(step)
+    return {"x": draw.normal(size=(16, 32)).astype(np.float32), "y": np.ones((16, 8), np.float32)}
+
+
+def losses_of(opt):
+    state, losses = opt.init({"w": np.full((32, 8), 0.05, np.float32)}), []
+    for step in range(6):
+        state, metrics = opt.step(state, batch_of(step))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def test_the_reducer_sends_the_bytes_it_states_and_forgets_nothing(space, mesh_of):
+    reducer = so.reducers.error_feedback(space["float8"]())
+    draw = np.random.default_rng(0).normal(size=(4, 6, 10)).astype(np.float32)
+    state = jax.vmap(lambda g: reducer.init(g))(draw)
+    mean, state = jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data")(draw, state)
+    memory = np.asarray(jax.tree.leaves(state)[0]).reshape(4, 6, 10)
+    np.testing.assert_allclose(4 * mean[0] + memory.sum(0), draw.sum(0), rtol=1e-5, atol=1e-5)
+    assert np.abs(memory).max() > 1e-4  # something was lost, so there was something to remember
+
+    opt = so.ddp(optax.sgd(0.3), mesh_of(data=4), loss_fn, reducer=reducer)
+    losses = losses_of(opt)
+    np.testing.assert_allclose(losses, losses_of(so.ddp(optax.sgd(0.3), mesh_of(data=4), loss_fn)), rtol=0.01)
+    abstract = {"w": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+    found = audit(opt.step, opt.abstract_state(), batch_of(0)).of(axis="data", min_bytes=64)
+    sent = sum(one.wire_bytes * one.calls for one in found.collectives)
+    # the scales, four bytes a chunk, are too small for the filter
+    assert 0 <= reducer.wire_bytes(abstract, 4) - sent <= 2 * 3 * 4
+
+
+def test_the_schedule_is_valid_and_trains_as_one_device(space, mesh_of):
+    make = space["last_first"]
+    for stages, micro_batches in ((1, 1), (2, 5), (4, 4), (8, 3)):
+        schedule = make(stages, micro_batches)
+        schedule.validate()
+        assert schedule.num_ticks == 2 * (micro_batches + stages - 1)
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch @ outer["in"],
+        block=lambda w, x: x + jnp.tanh(x @ w),
+        loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T - batch) ** 2),
+    )
+    params = {"blocks": np.full((2, 8, 8), 0.05, np.float32), "in": np.eye(4, 8, dtype=np.float32)}
+    batch = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
+    opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), model, schedule=make, micro_batches=4)
+    state, _ = opt.step(opt.init(params), batch)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(model.loss_fn)(params, batch))
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_strategy_is_fsdp_in_bfloat16(space, mesh_of):
+    mine = space["half_fsdp"](optax.adam(0.01), mesh_of(data=4), loss_fn)
+    known = so.fsdp(optax.adam(0.01), mesh_of(data=4), loss_fn, min_shard_elements=1, gather_dtype=jnp.bfloat16)
+    assert mine.config.strategy == "half_fsdp"
+    assert losses_of(mine) == losses_of(known)
+
+
+def test_the_files_it_sends_people_to_are_there():
+    root = Path(__file__).parents[2]
+    paths = re.findall(r"`((?:shardopt|tests|docs|benchmarks)/[\w./*]*)`", TEXT)
+    assert len(paths) > 10
+    for path in paths:
+        assert list(root.glob(path)), path
