@@ -1,9 +1,48 @@
-"""Before renting the machine: what a compiled program sends and holds."""
+"""Before renting the machine: what a program sends and holds, which layout fits, and what the compiler says."""
 
 from shardopt.hlo.check import Expected
 from shardopt.hlo.collective import Collective
 from shardopt.hlo.memory import Memory, donated, memory
 from shardopt.hlo.report import Audit, Traffic
 from shardopt.planning.audit import audit
+from shardopt.planning.candidate import Candidate
+from shardopt.planning.footprint import Footprint
+from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
+from shardopt.planning.models import MODELS, find_model
+from shardopt.planning.prediction import Prediction, predict
+from shardopt.planning.search import Dropped, Plans, plan
+from shardopt.planning.step_time import StepTime
+from shardopt.planning.tracing import count_flops, trace
+from shardopt.planning.traffic import Transfer
+from shardopt.planning.transformer import Transformer
+from shardopt.planning.workload import Bytes, Workload
 
-__all__ = ["Audit", "Collective", "Expected", "Memory", "Traffic", "audit", "donated", "memory"]
+__all__ = [
+    "HARDWARE",
+    "MODELS",
+    "Audit",
+    "Bytes",
+    "Candidate",
+    "Collective",
+    "Dropped",
+    "Expected",
+    "Footprint",
+    "Hardware",
+    "Memory",
+    "Plans",
+    "Prediction",
+    "StepTime",
+    "Traffic",
+    "Transfer",
+    "Transformer",
+    "Workload",
+    "audit",
+    "count_flops",
+    "donated",
+    "find_hardware",
+    "find_model",
+    "memory",
+    "plan",
+    "predict",
+    "trace",
+]

@@ -1,0 +1,114 @@
+"""Bytes on one device at the worst moment of a step, by what they are for."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from shardopt.planning.candidate import Candidate
+from shardopt.planning.placed import Placed
+from shardopt.planning.workload import Workload
+
+_WIDE = 4
+"""Gradients are summed in fp32 at least."""
+
+
+class Footprint(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      params: parameters that it holds.
+      opt_state: optimizer state that it holds.
+      gradients: sums of gradients, and those of the micro-batch under way where these exist beside the sums.
+      activations: what is kept from forwards to backwards, of all micro-batches under way.
+      gathered: weights that are whole for a moment, and their gradients before they are scattered.
+      working: what comes and goes while one block, or the loss, is differentiated; the larger of the two.
+    """
+
+    params: float
+    opt_state: float
+    gradients: float
+    activations: float
+    gathered: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return sum(self)
+
+
+def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch_size: int) -> Footprint:
+    """Return the bytes on a device.
+
+    With k blocks on a stage, r rows in a micro-batch, and activations cut over tensor as the workload says:
+
+    - gradients: one sum of what the placement splits; with micro-batches and no pipeline, those of one more
+      micro-batch, which the backward pass makes before they are added. Outer gradients of a pipeline are whole.
+    - activations: k r kept, or with remat k r message, and one block's kept. In a pipeline `schedule.num_slots`
+      chunks' worth of that, and the messages that wait; with remat only the inputs of chunks, and one chunk's kept.
+    - gathered (fsdp): the outer parameters, and of one block the weights and their gradients.
+
+    Args:
+      workload: the model.
+      candidate: the layout.
+      placed: from `place`.
+      batch_size: rows of the global batch.
+    """
+    rows = batch_size / candidate.pieces
+    cut = candidate.tensor
+    message, kept = workload.message * rows, workload.kept.on(cut) * rows
+    if candidate.pipeline > 1:
+        kept = workload.stage_kept.on(cut) * rows
+    working = max(
+        workload.working.on(cut) * rows + _block_again(candidate, kept),
+        workload.ends_working.on(cut) * rows,
+    )
+    return Footprint(
+        params=placed.params,
+        opt_state=placed.opt_state,
+        gradients=_gradients(candidate, placed),
+        activations=_activations(workload, candidate, message, kept, workload.deferred.on(cut) * rows),
+        gathered=_gathered(workload, candidate, placed),
+        working=working,
+    )
+
+
+def _block_again(candidate: Candidate, kept: float) -> float:
+    """With remat and no pipeline, one block's activations are made again while it is differentiated."""
+    return kept if candidate.remat and candidate.pipeline == 1 else 0.0
+
+
+def _gradients(candidate: Candidate, placed: Placed) -> float:
+    elements, switches = placed.elements, placed.switches
+    shards = candidate.data
+    scattered = (elements.split_blocks + elements.split_outer) / shards + elements.whole_blocks + elements.whole_outer
+    whole = elements.blocks + elements.outer
+    if candidate.pipeline > 1:
+        blocks = elements.split_blocks / shards + elements.whole_blocks if switches.grads else elements.blocks
+        return _WIDE * (blocks + elements.outer + (scattered if switches.opt_state else 0))
+    again = candidate.micro_batches > 1
+    if switches.params:
+        return _WIDE * scattered * (2 if again else 1)
+    if switches.grads:
+        return _WIDE * (whole + (scattered if again else 0))
+    return _WIDE * whole * (2 if again else 1)
+
+
+def _activations(workload: Workload, candidate: Candidate, message: float, kept: float, deferred: float) -> float:
+    table = candidate.table()
+    if table is None:
+        return workload.num_blocks * (message if candidate.remat else kept)
+    k = workload.num_blocks // (candidate.pipeline * candidate.chunks)
+    messages = table.num_input_slots + table.num_cotangent_slots + 2
+    left = table.num_deferred_slots * k * deferred
+    if candidate.remat:
+        return (table.num_slots + messages) * message + k * kept + left
+    return table.num_slots * k * kept + messages * message + left
+
+
+def _gathered(workload: Workload, candidate: Candidate, placed: Placed) -> float:
+    if not placed.switches.params or candidate.data == 1:
+        return 0.0
+    size = placed.itemsize if candidate.gather_dtype is None else jnp.dtype(candidate.gather_dtype).itemsize
+    block = placed.elements.split_blocks * candidate.pipeline / workload.num_blocks
+    return (placed.elements.split_outer + block) * (size + _WIDE)

@@ -1,0 +1,127 @@
+"""Where the leaves of a workload live under a candidate: the strategies' own rules, asked without a device."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardopt.core.types import PyTree
+from shardopt.partition import LeafPlan, plan_leaves, state_specs
+from shardopt.partition.report import device_bytes, shards
+from shardopt.planning.candidate import Candidate
+from shardopt.planning.workload import Workload
+from shardopt.strategies.placement import PLACEMENTS, Placement
+
+
+class Elements(NamedTuple):
+    """How many numbers of the parameters are on a device once tensor and pipeline have cut them.
+
+    Attributes:
+      split_blocks: of blocks, in leaves that data can split.
+      whole_blocks: of blocks, in leaves that stay whole over data.
+      split_outer: of the outer parameters, likewise.
+      whole_outer: likewise.
+    """
+
+    split_blocks: int
+    whole_blocks: int
+    split_outer: int
+    whole_outer: int
+
+    @property
+    def blocks(self) -> int:
+        """All of blocks."""
+        return self.split_blocks + self.whole_blocks
+
+    @property
+    def outer(self) -> int:
+        """All of the outer parameters."""
+        return self.split_outer + self.whole_outer
+
+
+class Placed(NamedTuple):
+    """A workload on a mesh.
+
+    Attributes:
+      elements: numbers on a device before data splits anything.
+      params: bytes of parameters that a device holds.
+      opt_state: bytes of optimizer state that a device holds.
+      itemsize: bytes of a parameter.
+      switches: what the placement splits.
+    """
+
+    elements: Elements
+    params: int
+    opt_state: int
+    itemsize: int
+    switches: Placement
+
+
+class _Sizes(NamedTuple):
+    """What the placement rules read of a mesh."""
+
+    shape: dict[str, int]
+
+
+def abstract_opt_state(workload: Workload, tx: optax.GradientTransformation) -> PyTree:
+    """Return shapes and dtypes of the optimizer state: those of `tx.init`, whatever the optimizer."""
+    return jax.eval_shape(tx.init, workload.params)
+
+
+def place(workload: Workload, candidate: Candidate, opt_state: PyTree, *, min_shard_elements: int = 1024) -> Placed:
+    """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
+
+    Args:
+      workload: the model.
+      candidate: the layout.
+      opt_state: from `abstract_opt_state`.
+      min_shard_elements: as strategies take it.
+
+    Raises:
+      ValueError: if a dim that a tensor rule names is not divisible, or no rule uses a tensor axis above 1.
+    """
+    mesh: Any = _Sizes(candidate.sizes)
+    switches = PLACEMENTS[candidate.placement]
+    pipelined = candidate.pipeline > 1
+    tree = plan_leaves(
+        workload.params,
+        who="plan",
+        mesh=mesh,
+        rules=workload.rules if candidate.tensor > 1 else (),
+        stacked=True,
+        pipelined=pipelined,
+        min_shard_elements=min_shard_elements if switches.opt_state else 1,
+        is_trainable=lambda path: True,
+    )
+    plans: list[LeafPlan] = jax.tree.leaves(tree)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(workload.params)]
+    specs = jax.tree.unflatten(jax.tree.structure(workload.params), [p.spec(split=switches.params) for p in plans])
+    opt_specs = state_specs(
+        opt_state,
+        list(zip(paths, plans, strict=True)),
+        split=switches.opt_state,
+        data_size=candidate.data,
+        min_shard_elements=min_shard_elements,
+    )
+    return Placed(
+        elements=_elements(plans, mesh),
+        params=device_bytes(workload.params, specs, mesh),
+        opt_state=device_bytes(opt_state, opt_specs, mesh),
+        itemsize=jnp.dtype(plans[0].dtype).itemsize,
+        switches=switches,
+    )
+
+
+def _elements(plans: list[LeafPlan], mesh: Any) -> Elements:
+    def count(*, stacked: bool, split: bool) -> int:
+        chosen = [plan for plan in plans if plan.stacked is stacked and (plan.dim is not None) is split]
+        return sum(math.prod(plan.shape) // shards(plan.spec(split=False), mesh) for plan in chosen)
+
+    return Elements(
+        split_blocks=count(stacked=True, split=True),
+        whole_blocks=count(stacked=True, split=False),
+        split_outer=count(stacked=False, split=True),
+        whole_outer=count(stacked=False, split=False),
+    )
