@@ -19,6 +19,16 @@ def fake_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
+def one_core() -> None:
+    """Keep this process on one core, so that seconds count the work of all fake devices; call before jax starts threads.
+
+    Several cores finish sooner what is spread over devices evenly: they would charge a schedule for who waits for whom.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise SystemExit("this benchmark counts work by the seconds of one core, which it can ask for on Linux only")
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
 def interleave(contenders: dict[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Time each contender once a round, in an order that turns every round; seconds a call.
 
@@ -53,7 +63,7 @@ def write_json(script: str, results: Any) -> Path:
         "hardware": {
             "machine": platform.machine(),
             "cpu": _cpu_name(),
-            "cores": os.cpu_count(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "devices": [str(jax.devices()[0].device_kind), jax.device_count()],
         },
         "versions": {"python": platform.python_version()}

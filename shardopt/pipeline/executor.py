@@ -13,7 +13,7 @@ from shardopt.pipeline import chunk as chunks
 from shardopt.pipeline import messages, rings, tick
 from shardopt.pipeline.messages import PIPELINE
 from shardopt.pipeline.rings import Arrays
-from shardopt.pipeline.run import Carry, Parts, Sums, prepare, start
+from shardopt.pipeline.run import Carry, Parts, Sums, lay_out, prepare, start
 from shardopt.pipeline.schedule import Schedule
 
 
@@ -70,8 +70,8 @@ def forward_only(schedule: Schedule, parts: Parts, weights: Arrays) -> PyTree:
 
     It can be differentiated, at the price of keeping one input a tick and running each forward again.
     """
-    run = prepare(schedule, parts, weights, remat=True, idle=0.0)
-    shapes = jax.eval_shape(parts.loss, jnp.int32(0), run.x)
+    stage = lay_out(schedule, parts, weights)
+    shapes = jax.eval_shape(parts.loss, jnp.int32(0), stage.x)
     totals = jax.tree.map(lambda x: jnp.zeros((schedule.num_micro_batches, *x.shape), x.dtype), shapes)
 
     @jax.checkpoint
@@ -82,16 +82,16 @@ def forward_only(schedule: Schedule, parts: Parts, weights: Arrays) -> PyTree:
 
         def work(totals):
             x = messages.choose(row["forward_source"], lambda: parts.embed(m), arrived, inputs, row["forward_waited"])
-            y = chunks.forward(run.chunk(row["forward_chunk"], m), parts.block, x)
+            y = chunks.forward(stage.chunk(row["forward_chunk"], m), parts.block, x)
             return y, jax.lax.cond(
                 row["forward_is_last"], lambda: rings.put_tree(totals, m, parts.loss(m, y)), lambda: totals
             )
 
-        y, totals = jax.lax.cond(m >= 0, work, lambda totals: (rings.blank(run.x, 0.0), totals), totals)
+        y, totals = jax.lax.cond(m >= 0, work, lambda totals: (rings.blank(stage.x, 0.0), totals), totals)
         return (inputs, messages.send(schedule, "forward", y), totals), None
 
-    inputs = rings.make(run.x, schedule.num_input_slots, 0.0)
-    arrived = [rings.blank(run.x, 0.0) for _ in schedule.forward_shifts]
+    inputs = rings.make(stage.x, schedule.num_input_slots, 0.0)
+    arrived = [rings.blank(stage.x, 0.0) for _ in schedule.forward_shifts]
     num_ticks = 1 + int(schedule.ticks.passes["forward"].max())
     rows = {name: column[:num_ticks] for name, column in _rows(schedule).items() if name.startswith("forward")}
     return jax.lax.scan(one, (inputs, arrived, totals), rows)[0][2]

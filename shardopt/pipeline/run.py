@@ -53,34 +53,24 @@ class Sums(NamedTuple):
     parts: PyTree
 
 
-class Run(NamedTuple):
-    """What is fixed while a pipeline runs; see `execute` for the first four and `idle`.
+class Stage(NamedTuple):
+    """The blocks of a stage; see `execute` for the first three.
 
     Attributes:
       schedule: the table.
       parts: the model.
       weights: of this stage's blocks, [chunks * k, ...].
-      remat: whether the backward pass runs the forward again.
-      idle: what an idle pass hands on.
       x: the shapes of what travels from block to block.
-      dx: those of its floating leaves, which have gradients.
-      passes: a block taken apart.
       num_blocks: k, the blocks of a chunk.
       virtual: [chunks], this stage's virtual stages.
-      at_once: whether the last virtual stage runs each backward on the tick of its forward.
     """
 
     schedule: Schedule
     parts: Parts
     weights: Arrays
-    remat: bool
-    idle: float
     x: Arrays
-    dx: Arrays
-    passes: Passes
     num_blocks: int
     virtual: Any
-    at_once: bool
 
     def chunk(self, number: Any, m: Any) -> Chunk:
         """Return the blocks of a chunk of this stage, for micro-batch m."""
@@ -89,15 +79,35 @@ class Run(NamedTuple):
         def given(j):
             return [*rings.take(self.weights, first + j), block + j, m]
 
-        return Chunk(self.passes, self.num_blocks, first, given, self.parts.reduce)
+        return Chunk(self.num_blocks, first, given)
+
+
+class Run(NamedTuple):
+    """What is fixed while a pipeline is differentiated; see `execute` for `remat` and `idle`.
+
+    Attributes:
+      stage: its blocks.
+      remat: whether the backward pass runs the forward again.
+      idle: what an idle pass hands on.
+      dx: the shapes of the floating leaves of x, which have gradients.
+      passes: a block taken apart.
+      at_once: whether the last virtual stage runs each backward on the tick of its forward.
+    """
+
+    stage: Stage
+    remat: bool
+    idle: float
+    dx: Arrays
+    passes: Passes
+    at_once: bool
 
     @property
     def keeps_for_weight(self) -> tuple[int, ...]:
-        """Which of what a forward keeps has to be handed from the backward to the weight pass.
+        """Which of what a forward keeps lies with what the backward pass leaves for the weight pass.
 
-        The activations lie in their slot until then, unless they were made again for the backward pass alone.
+        The activations lie in their slot until then, unless they are made again for the backward pass.
         """
-        return self.passes.weight_keeps if self.remat else ()
+        return self.passes.weight_keeps if self.remat and self.stage.schedule.ticks.weight is not None else ()
 
 
 class Carry(NamedTuple):
@@ -113,50 +123,55 @@ class Carry(NamedTuple):
     sums: Sums
 
 
-def prepare(schedule: Schedule, parts: Parts, weights: Arrays, *, remat: bool, idle: float) -> Run:
-    """Trace the block once, and work out what is fixed."""
-    m = jnp.int32(0)
-    x = jax.eval_shape(parts.embed, m)
-    given = [*(jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights), m, m]
-    passes = take_apart(parts.block, given, x, trained=parts.trained)
-    return Run(
+def lay_out(schedule: Schedule, parts: Parts, weights: Arrays) -> Stage:
+    """Work out which blocks this stage runs."""
+    return Stage(
         schedule=schedule,
         parts=parts,
         weights=weights,
-        remat=remat,
-        idle=idle,
-        x=x,
-        dx=[one for one in x if jnp.issubdtype(one.dtype, jnp.inexact)],
-        passes=rematerialised(passes, x) if parts.remat_blocks else passes,
+        x=jax.eval_shape(parts.embed, jnp.int32(0)),
         num_blocks=weights[0].shape[0] // schedule.num_chunks,
         virtual=jnp.asarray(schedule.virtual_stages, jnp.int32)[jax.lax.axis_index(PIPELINE)],
+    )
+
+
+def prepare(schedule: Schedule, parts: Parts, weights: Arrays, *, remat: bool, idle: float) -> Run:
+    """Trace the block once with its gradients, and work out what is fixed."""
+    stage, m = lay_out(schedule, parts, weights), jnp.int32(0)
+    given = [*(jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights), m, m]
+    passes = take_apart(parts.block, given, stage.x, trained=parts.trained)
+    return Run(
+        stage=stage,
+        remat=remat,
+        idle=idle,
+        dx=[one for one in stage.x if jnp.issubdtype(one.dtype, jnp.inexact)],
+        passes=rematerialised(passes, stage.x) if parts.remat_blocks else passes,
         at_once=schedule.ticks.forward[-1] == schedule.ticks.backward[-1],
     )
 
 
 def start(run: Run) -> Carry:
     """Return the empty rings and the zero sums of the first tick."""
-    schedule, passes, k, idle = run.schedule, run.passes, run.num_blocks, run.idle
-    kept = run.x if run.remat else passes.kept
-    deferred = [*passes.deferred, *(passes.kept[i] for i in run.keeps_for_weight)]
+    schedule, x, k, idle = run.stage.schedule, run.stage.x, run.stage.num_blocks, run.idle
+    deferred = [*run.passes.deferred, *(run.passes.kept[i] for i in run.keeps_for_weight)]
     return Carry(
-        inputs=rings.make(run.x, schedule.num_input_slots, idle),
-        activations=rings.make(kept, schedule.num_slots * (1 if run.remat else k), idle),
-        outputs=rings.make(run.x, 0 if run.remat or run.at_once else schedule.num_slots, idle),
+        inputs=rings.make(x, schedule.num_input_slots, idle),
+        activations=rings.make(x if run.remat else run.passes.kept, schedule.num_slots * (1 if run.remat else k), idle),
+        outputs=rings.make(x, 0 if run.remat or run.at_once else schedule.num_slots, idle),
         cotangents=rings.make(run.dx, schedule.num_cotangent_slots, idle),
         deferred=rings.make(deferred, schedule.num_deferred_slots * k, idle),
-        arrived=[rings.blank(run.x, idle) for _ in schedule.forward_shifts],
+        arrived=[rings.blank(x, idle) for _ in schedule.forward_shifts],
         returned=[rings.blank(run.dx, idle) for _ in schedule.backward_shifts],
-        sums=_zero_sums(run),
+        sums=_zero_sums(run.stage),
     )
 
 
-def _zero_sums(run: Run) -> Sums:
-    weights = [jax.ShapeDtypeStruct(run.weights[i].shape[1:], run.weights[i].dtype) for i in run.parts.trained]
-    dw = jax.eval_shape(run.parts.reduce, weights)
-    _, outer, parts = jax.eval_shape(run.parts.loss_grads, jnp.int32(0), run.x)
+def _zero_sums(stage: Stage) -> Sums:
+    shape = lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype)  # noqa: E731
+    dw = jax.eval_shape(stage.parts.reduce, [shape(stage.weights[i]) for i in stage.parts.trained])
+    _, outer, parts = jax.eval_shape(stage.parts.loss_grads, jnp.int32(0), stage.x)
     return Sums(
-        blocks=[jnp.zeros((run.weights[0].shape[0], *one.shape), wide_dtype(one.dtype)) for one in dw],
+        blocks=[jnp.zeros((stage.weights[0].shape[0], *one.shape), wide_dtype(one.dtype)) for one in dw],
         outer=[jnp.zeros(one.shape, wide_dtype(one.dtype)) for one in outer],
-        parts=jax.tree.map(lambda one: jnp.zeros((run.schedule.num_micro_batches, *one.shape), one.dtype), parts),
+        parts=jax.tree.map(lambda one: jnp.zeros((stage.schedule.num_micro_batches, *one.shape), one.dtype), parts),
     )

@@ -14,24 +14,25 @@ Row = dict[str, Any]
 
 def forward(run: Run, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
     """Run the forward pass of this tick; what it made, for the next stage."""
+    parts = run.stage.parts
 
     def work(activations, outputs):
         m, slot = row["forward_micro_batch"], row["forward_slot"]
         x = messages.choose(
-            row["forward_source"], lambda: run.parts.embed(m), carry.arrived, carry.inputs, row["forward_waited"]
+            row["forward_source"], lambda: parts.embed(m), carry.arrived, carry.inputs, row["forward_waited"]
         )
-        chunk = run.chunk(row["forward_chunk"], m)
+        chunk = run.stage.chunk(row["forward_chunk"], m)
         if run.remat:
             # The backward pass of the last chunk runs it anyway.
-            y = jax.lax.cond(row["forward_is_last"], lambda: x, lambda: chunks.forward(chunk, run.parts.block, x))
+            y = jax.lax.cond(row["forward_is_last"], lambda: x, lambda: chunks.forward(chunk, parts.block, x))
             return y, rings.put(activations, slot, x), outputs
-        y, activations = chunks.forward_keeping(chunk, x, activations, slot)
+        y, activations = chunks.forward_keeping(chunk, run.passes, x, _place(activations, slot))
         if outputs:
             outputs = jax.lax.cond(row["forward_is_last"], rings.put, lambda ring, *_: ring, outputs, slot, y)
         return y, activations, outputs
 
     def idle(activations, outputs):
-        return rings.blank(run.x, run.idle), activations, outputs
+        return rings.blank(run.stage.x, run.idle), activations, outputs
 
     busy = row["forward_micro_batch"] >= 0
     y, activations, outputs = jax.lax.cond(busy, work, idle, carry.activations, carry.outputs)
@@ -40,22 +41,23 @@ def forward(run: Run, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
 
 def backward(run: Run, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry]:
     """Run the backward pass of this tick; the gradient that it made, for the stage before."""
-    splits = run.schedule.ticks.weight is not None
+    parts, splits = run.stage.parts, run.stage.schedule.ticks.weight is not None
 
     def work(deferred, sums):
         m, slot = row["backward_micro_batch"], row["backward_slot"]
-        chunk = run.chunk(row["backward_chunk"], m)
-        ring, last = carry.activations, y
+        chunk = run.stage.chunk(row["backward_chunk"], m)
+        later = _place(deferred, row["backward_deferred"]) if splits else _place([], 0)
         if run.remat:
-            again = rings.make(run.passes.kept, run.num_blocks, 0.0)
-            last, ring = chunks.forward_keeping(chunk, rings.take(carry.activations, slot), again, 0)
-            slot = 0
-        elif carry.outputs:
-            last = rings.take(carry.outputs, slot)
+            kept = _place_again(run, later)
+            last, again = chunks.forward_keeping(chunk, run.passes, rings.take(carry.activations, slot), kept)
+            kept = kept._replace(rings=again)
+        else:
+            kept = _place(carry.activations, slot)
+            last = rings.take(carry.outputs, slot) if carry.outputs else y
 
         def at_loss(sums):
-            dy, grads, parts = run.parts.loss_grads(m, last)
-            stacked = rings.put_tree(sums.parts, m, parts)
+            dy, grads, totals = parts.loss_grads(m, last)
+            stacked = rings.put_tree(sums.parts, m, totals)
             return dy, sums._replace(outer=_add(sums.outer, grads), parts=stacked)
 
         def from_next(sums):
@@ -68,15 +70,16 @@ def backward(run: Run, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry
         else:
             dy, sums = at_loss(sums)
         if splits:
-            dx, deferred = chunks.backward_deferring(
-                chunk, ring, slot, dy, deferred, row["backward_deferred"], keep=run.keeps_for_weight
-            )
+            num = len(run.passes.deferred)
+            left = chunks.Place(later.rings[:num], later.slots[:num])
+            dx, made = chunks.backward_deferring(chunk, run.passes, kept, dy, left)
+            deferred = [*made, *(kept.rings[i] for i in run.keeps_for_weight)]
         else:
-            dx, blocks = chunks.backward(chunk, ring, slot, dy, sums.blocks)
+            dx, blocks = chunks.backward(chunk, run.passes, kept, dy, sums.blocks, parts.reduce)
             sums = sums._replace(blocks=blocks)
         outer = jax.lax.cond(
             row["backward_is_first"],
-            lambda outer: _add(outer, run.parts.embed_grads(m, dx)),
+            lambda outer: _add(outer, parts.embed_grads(m, dx)),
             lambda outer: outer,
             sums.outer,
         )
@@ -92,27 +95,35 @@ def backward(run: Run, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry
 
 def weight(run: Run, carry: Carry, row: Row) -> Carry:
     """Run the weight pass of this tick, where the schedule splits it off."""
-    if run.schedule.ticks.weight is None:
+    if run.stage.schedule.ticks.weight is None:
         return carry
 
     def work(blocks):
-        chunk = run.chunk(row["weight_chunk"], row["weight_micro_batch"])
-        k, num_deferred = run.num_blocks, len(run.passes.deferred)
-
-        def left(j):
-            return rings.take(carry.deferred, row["weight_deferred"] * k + j)
-
-        def kept(j):
-            if run.remat:
-                return left(j)[num_deferred:]
-            ring = [carry.activations[i] for i in run.passes.weight_keeps]
-            return rings.take(ring, row["weight_slot"] * k + j)
-
-        return chunks.weight(chunk, kept, lambda j: left(j)[:num_deferred], blocks)
+        chunk = run.stage.chunk(row["weight_chunk"], row["weight_micro_batch"])
+        num, left = len(run.passes.deferred), _place(carry.deferred, row["weight_deferred"])
+        if run.remat:
+            kept = chunks.Place(left.rings[num:], left.slots[num:])
+        else:
+            kept = _place([carry.activations[i] for i in run.passes.weight_keeps], row["weight_slot"])
+        left = chunks.Place(left.rings[:num], left.slots[:num])
+        return chunks.weight(chunk, run.passes, kept, left, blocks, run.stage.parts.reduce)
 
     busy = row["weight_micro_batch"] >= 0
     blocks = jax.lax.cond(busy, work, lambda blocks: blocks, carry.sums.blocks)
     return carry._replace(sums=carry.sums._replace(blocks=blocks))
+
+
+def _place(ring: Arrays, slot: Any) -> chunks.Place:
+    return chunks.Place(ring, [slot] * len(ring))
+
+
+def _place_again(run: Run, later: chunks.Place) -> chunks.Place:
+    """Return where a forward run again keeps things: what the weight pass reads in `later`, the rest until this tick ends."""
+    again = rings.make(run.passes.kept, run.stage.num_blocks, 0.0)
+    found = _place(again, 0)
+    for at, i in enumerate(run.keeps_for_weight, len(run.passes.deferred)):
+        found.rings[i], found.slots[i] = later.rings[at], later.slots[at]
+    return found
 
 
 def _add(sums: Arrays, grads: Arrays) -> Arrays:
