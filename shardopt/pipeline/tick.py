@@ -118,12 +118,12 @@ def _place(ring: Arrays, slot: Any) -> chunks.Place:
 
 
 def _place_again(run: Run, later: chunks.Place) -> chunks.Place:
-    """Return where a forward run again keeps things: what the weight pass reads in `later`, the rest until this tick ends."""
-    again = rings.make(run.passes.kept, run.stage.num_blocks, 0.0)
-    found = _place(again, 0)
+    """Return where a forward run again keeps things: what the weight pass reads in `later`, the rest for this tick."""
+    again: Arrays = rings.make(run.passes.kept, run.stage.num_blocks, 0.0)
+    slots: list[Any] = [0] * len(again)
     for at, i in enumerate(run.keeps_for_weight, len(run.passes.deferred)):
-        found.rings[i], found.slots[i] = later.rings[at], later.slots[at]
-    return found
+        again[i], slots[i] = later.rings[at], later.slots[at]
+    return chunks.Place(again, slots)
 
 
 def _add(sums: Arrays, grads: Arrays) -> Arrays:
