@@ -12,6 +12,7 @@ from shardopt.core.types import PyTree, Weighted, wide_dtype
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.sparse import is_rows, on_rows, on_union
 from shardopt.parameter_server.updates import Update
+from shardopt.reducers import Encoding
 
 
 class Applied(NamedTuple):
@@ -30,7 +31,9 @@ class Applied(NamedTuple):
     metrics: dict[str, Any]
 
 
-def make_apply(tx: optax.GradientTransformation, rule: Rule, *, donate: bool) -> Callable[..., Applied]:
+def make_apply(
+    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, code: Encoding | None = None
+) -> Callable[..., Applied]:
     """Return the jitted `apply(params, opt_state, rule_state, updates, pulled, delay) -> Applied`.
 
     The updates are summed in the order given, so that the same updates give the same bits. With `donate`, the memory
@@ -40,10 +43,13 @@ def make_apply(tx: optax.GradientTransformation, rule: Rule, *, donate: bool) ->
       tx: the optimizer. It gets `value` (the loss) and `grad` if it takes extra arguments.
       rule: the staleness rule.
       donate: see above.
+      code: how gradients are encoded; None if they come as they are.
     """
     update = optax.with_extra_args_support(tx).update
 
     def run(params, opt_state, rule_state, pushed, rows, pulled, delay) -> Applied:
+        if code is not None:
+            pushed = [(code.decode(message, params), loss, aux) for message, loss, aux in pushed]
         grads, metrics = _average(pushed, rows)
         pulled = params if pulled is None else pulled
         grads, rule_state = rule.gradient(grads, rule_state, params=params, pulled=pulled, delay=delay)

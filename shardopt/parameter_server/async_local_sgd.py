@@ -12,11 +12,13 @@ from shardopt.core.errors import complaint
 from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.parameter_server.arguments import check_count, check_max_staleness, is_integer
 from shardopt.parameter_server.compute import Compute
+from shardopt.parameter_server.encoder import check_encoding, make_encoder
 from shardopt.parameter_server.islands import make_island_compute
 from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.workers import check_shared
+from shardopt.reducers import Encoding, Reducer
 from shardopt.strategies.recipe import Recipe
 
 WHO = "async_local_sgd"
@@ -29,6 +31,7 @@ def async_local_sgd(
     local_steps: int | Sequence[int],
     max_staleness: int | None = None,
     rule: Rule | None = None,
+    reducer: Reducer | None = None,
     backend: str = "threads",
     nonfinite: str = "raise",
     devices: int = 1,
@@ -60,6 +63,7 @@ def async_local_sgd(
       local_steps: H, or one for each island, for instance from `rules.dynamic_local_steps`.
       max_staleness: in pushes; None for no bound.
       rule: what to do about late changes, from `parameter_server.rules`.
+      reducer: how changes are encoded on their way; as for `async_sgd`.
       backend: "threads", islands in this process; or "ray", each a process of its own; see `async_sgd`.
       nonfinite: what to do about changes that are not finite: "raise", which ends the run, or "skip".
       devices: on Ray, how many devices each island's process has.
@@ -75,7 +79,8 @@ def async_local_sgd(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if there are no islands, two share devices, a number is out of range or the backend unknown.
+      ValueError: if there are no islands, two share devices, a number is out of range, the backend unknown, or the
+        reducer cannot be encoded by one sender.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -108,19 +113,21 @@ def async_local_sgd(
     else:
         islands = _check_islands(strategies)
         check_shared(WHO, [one.mesh for one in islands], "island")
-    steps = _check_local_steps(local_steps, len(islands))
+    steps, code = _check_local_steps(local_steps, len(islands)), check_encoding(WHO, reducer)
 
     def server(donate: bool) -> Any:
-        return make_server(outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate)
+        return make_server(
+            outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate, reducer=reducer
+        )
 
     def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
-        return make_island_compute(WHO, dict(enumerate(islands)), steps, batches_of, key)
+        return make_island_compute(WHO, dict(enumerate(islands)), steps, batches_of, key, code)
 
     on_ray = None
     if backend == "ray":
-        header = lambda key: {"rng": key.tolist(), "local_steps": steps}  # noqa: E731
+        header = lambda key: {"rng": key.tolist(), "local_steps": steps, **make_encoder(code).header}  # noqa: E731
         sizes = [int(devices)] * len(islands)
-        on_ray = OnRay(address, sizes, partial(_in_process, tuple(makers), steps), header, int(max_restarts))
+        on_ray = OnRay(address, sizes, partial(_in_process, tuple(makers), steps, code), header, int(max_restarts))
     job = Job(WHO, len(islands), server, compute, on_ray)
     meshes = tuple(one.mesh for one in islands)
     return AsyncOptimizer(make_run(job), make_replay(job), meshes, outer, max_staleness, rule, backend)
@@ -151,9 +158,11 @@ def _check_makers(strategies: Any) -> list[Callable[..., ShardedOptimizer]]:
     raise TypeError(complaint(WHO, what, fix=fix))
 
 
-def _in_process(makers: Sequence[Any], steps: Sequence[int], batches_of: Any, key: Any, worker: int) -> Compute:
+def _in_process(
+    makers: Sequence[Any], steps: Sequence[int], code: Encoding | None, batches_of: Any, key: Any, worker: int
+) -> Compute:
     """Return the one island of a process, on all its devices."""
-    return make_island_compute(WHO, {worker: makers[worker](jax.local_devices())}, steps, batches_of, key)
+    return make_island_compute(WHO, {worker: makers[worker](jax.local_devices())}, steps, batches_of, key, code)
 
 
 def _check_local_steps(local_steps: Any, num_islands: int) -> list[int]:

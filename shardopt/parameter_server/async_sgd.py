@@ -7,17 +7,18 @@ from typing import Any
 import jax
 import optax
 
-from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.arguments import check_max_staleness
 from shardopt.parameter_server.compute import Compute, make_compute
+from shardopt.parameter_server.encoder import check_encoding, make_encoder
 from shardopt.parameter_server.gradients import make_gradients
 from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.sparse import check_sparse
 from shardopt.parameter_server.workers import Workers, process_meshes, worker_meshes
+from shardopt.reducers import Encoding, Reducer
 
 WHO = "async_sgd"
 
@@ -29,7 +30,7 @@ def async_sgd(
     workers: Workers,
     max_staleness: int | None = 0,
     rule: Rule | None = None,
-    reducer: Any = None,
+    reducer: Reducer | None = None,
     sparse: Sequence[str] = (),
     backend: str = "threads",
     nonfinite: str = "raise",
@@ -61,7 +62,10 @@ def async_sgd(
         mesh, over which its batch is split.
       max_staleness: in steps; None for no bound.
       rule: what to do about late gradients, from `parameter_server.rules`.
-      reducer: how gradients are encoded on their way; not available yet, must be None.
+      reducer: how gradients are encoded on their way, from `so.reducers`; see `so.reducers.encoding`. With
+        `error_feedback` what a push does not say is kept by the worker and goes with its next ones. This memory is lost
+        when the worker leaves or is killed, and when a run is resumed: `metrics["lost_memory"]` says how much it held.
+        It counts in gradients that are not yet divided by the weight of their loss. Pulls are as they are.
       sparse: regexes of key paths of leaves [rows, ...] such as embedding tables: of their gradients only the rows that
         are not zero travel, and only these rows of parameter and optimizer state are updated; with max_staleness=0
         those that any worker touched. For SGD without momentum that is the same as dense, up to summation order. Other
@@ -96,8 +100,8 @@ def async_sgd(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `max_staleness` is negative, there are no workers, or the backend, the policy or a reducer is not
-        available.
+      ValueError: if `max_staleness` is negative, there are no workers, the backend or the policy is unknown, or the
+        reducer cannot be encoded by one sender or comes with `sparse`.
       ConnectionError: from `run`, if no Ray answers at `address`.
 
     On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
@@ -131,25 +135,28 @@ def async_sgd(
         sizes = [mesh.size for mesh in meshes]
     make_gradients(WHO, tx, loss_fn, meshes[0], None)  # checks the optimizer and the loss
     sparse = check_sparse(WHO, sparse)
-    if reducer is not None:
-        what = f"reducer is not available yet, got {type(reducer).__name__}."
-        raise ValueError(complaint(WHO, what, fix="leave reducer=None: gradients travel as they are."))
+    code = check_encoding(WHO, reducer, sparse)
 
     def server(donate: bool) -> Any:
-        return make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate)
+        return make_server(
+            tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate, reducer=reducer
+        )
 
     def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
-        return make_compute(WHO, tx, loss_fn, meshes, batches_of, key, sparse)
+        return make_compute(WHO, tx, loss_fn, meshes, batches_of, key, sparse, code)
 
     on_ray = None
     if backend == "ray":
-        header = lambda key: {"rng": key.tolist(), "devices": sizes, **({"sparse": list(sparse)} if sparse else {})}  # noqa: E731
-        on_ray = OnRay(address, sizes, partial(_in_process, tx, loss_fn, sparse), header, int(max_restarts))
+        more = make_encoder(code).header | ({"sparse": list(sparse)} if sparse else {})
+        header = lambda key: {"rng": key.tolist(), "devices": sizes, **more}  # noqa: E731
+        on_ray = OnRay(address, sizes, partial(_in_process, tx, loss_fn, sparse, code), header, int(max_restarts))
     job = Job(WHO, len(meshes), server, compute, on_ray)
     return AsyncOptimizer(make_run(job), make_replay(job), tuple(meshes), tx, max_staleness, rule, backend)
 
 
-def _in_process(tx: Any, loss_fn: Any, sparse: Sequence[str], batches_of: Any, key: Any, worker: int) -> Compute:
+def _in_process(
+    tx: Any, loss_fn: Any, sparse: Sequence[str], code: Encoding | None, batches_of: Any, key: Any, worker: int
+) -> Compute:
     """Return the one worker of a process, on all its devices."""
     mesh = make_mesh(data=-1, devices=jax.local_devices())
-    return make_compute(WHO, tx, loss_fn, {worker: mesh}, batches_of, key, sparse)
+    return make_compute(WHO, tx, loss_fn, {worker: mesh}, batches_of, key, sparse, code)

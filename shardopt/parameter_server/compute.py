@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import data_axes
+from shardopt.parameter_server.encoder import make_encoder
 from shardopt.parameter_server.gradients import make_gradients
 from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
 from shardopt.parameter_server.trainable import trained
 from shardopt.parameter_server.updates import Update
+from shardopt.reducers import Encoding
 
 
 class Compute(NamedTuple):
@@ -45,6 +47,7 @@ def make_compute(
     batches_of: Callable[[int], Iterable[Any]],
     key: np.ndarray,
     sparse: Sequence[str] = (),
+    code: Encoding | None = None,
 ) -> Compute:
     """Return workers that push the gradient of a batch.
 
@@ -56,12 +59,14 @@ def make_compute(
       batches_of: `batches_of(worker)`, its batches.
       key: from `key_data`.
       sparse: patterns of the leaves of which only the rows that are touched travel.
+      code: how gradients are encoded; None if they travel as they are.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
     """
     streams = Streams(who, batches_of)
     listed = list(meshes.values() if isinstance(meshes, Mapping) else meshes)
+    encoder = make_encoder(code)
     gradients = make_gradients(who, tx, loss_fn, listed[0], key)
     home = listed[0].devices.flat[0]
 
@@ -71,12 +76,19 @@ def make_compute(
         found = gradients(meshes[worker], params, batch, worker, clock)
         if sparse:
             found = found._replace(grads=shrink(found.grads, sparse))
+        if code is not None:  # on one of the worker's devices: all have the same gradient
+            found = encoder.encode(worker, moved(found, meshes[worker].devices.flat[0]))
         return jax.block_until_ready(moved(found, home))
+
+    def begin(worker: int, position: int) -> None:
+        streams.begin(worker, position)
+        encoder.begin(worker)
 
     rows = [int(np.prod([mesh.shape[axis] for axis in data_axes(mesh)])) for mesh in listed]
     header = {"rng": key.tolist(), "devices": rows, **({"sparse": list(sparse)} if sparse else {})}
+    header |= encoder.header
     on_server = lambda tree: jax.device_put(tree, home)  # noqa: E731
-    return Compute(header, streams.begin, streams.next_batch, update, on_server)
+    return Compute(header, begin, streams.next_batch, update, on_server)
 
 
 class Streams:

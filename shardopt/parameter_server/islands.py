@@ -11,10 +11,12 @@ import numpy as np
 from shardopt.core.errors import complaint
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import PyTree, TrainState, Weighted, wide_dtype
-from shardopt.parameter_server.compute import Compute, Streams
+from shardopt.parameter_server.compute import Compute, Streams, moved
+from shardopt.parameter_server.encoder import make_encoder
 from shardopt.parameter_server.trainable import trained
 from shardopt.parameter_server.updates import Update, soundness
 from shardopt.partition.paths import leaves_with_paths
+from shardopt.reducers import Encoding
 
 Islands = Mapping[int, ShardedOptimizer]
 """Worker -> its strategy."""
@@ -26,6 +28,7 @@ def make_island_compute(
     local_steps: Sequence[int],
     batches_of: Callable[[int], Iterable[Any]],
     key: Any,
+    code: Encoding | None = None,
 ) -> Compute:
     """Return workers that push theta - theta_i after H local steps.
 
@@ -35,17 +38,19 @@ def make_island_compute(
       local_steps: H of each worker.
       batches_of: `batches_of(worker)`, its batches.
       key: random key data; an island draws from a key of its worker and of the clock at which it joined.
+      code: how changes are encoded; None if they travel as they are.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
     """
-    streams = Streams(who, batches_of, local_steps)
+    streams, encoder = Streams(who, batches_of, local_steps), make_encoder(code)
     home = next(iter(islands.values())).mesh.devices.flat[0]
     states: dict[int, TrainState | None] = {}
     key = np.asarray(key, np.uint32)
 
     def begin(worker: int, position: int) -> None:
         streams.begin(worker, position)
+        encoder.begin(worker)
         states[worker] = None  # whoever joins or goes on after a restore has no optimizer state
 
     def update(worker: int, params: PyTree, batches: list[Any], clock: int) -> Update:
@@ -60,12 +65,14 @@ def make_island_compute(
             state, metrics = opt.step(state, batch)
             found.append(metrics)
         states[worker] = state
-        end, found = jax.device_put((state.params, found), home)
-        change, held = _change(jax.device_put(params, home), end, found)
+        first = opt.mesh.devices.flat[0]
+        end, found = jax.device_put((state.params, found), first)
+        change, held = _change(jax.device_put(params, first), end, found)
         _check_held(who, opt, params, held)
-        return jax.block_until_ready(change)._replace(rows=1)
+        return jax.block_until_ready(moved(encoder.encode(worker, change._replace(rows=1)), home))
 
     header = {"rng": key.tolist(), "local_steps": [int(steps) for steps in local_steps]}
+    header |= encoder.header
     return Compute(header, begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
 
 

@@ -12,11 +12,13 @@ from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.compute import Compute, make_compute
+from shardopt.parameter_server.encoder import check_encoding
 from shardopt.parameter_server.log import Log
 from shardopt.parameter_server.positions import Positions
 from shardopt.parameter_server.rules import Rule, from_config
 from shardopt.parameter_server.server import Server, make_server
 from shardopt.parameter_server.trainable import digest
+from shardopt.reducers import Encoding, Reducer
 
 WHO = "replay"
 
@@ -29,6 +31,7 @@ def replay(
     batches_of: Callable[[int], Iterable[Any]],
     *,
     rule: Rule | None = None,
+    reducer: Reducer | None = None,
 ) -> PyTree:
     """Return the parameters that a run ended with, by doing again what its log says, one event after the other.
 
@@ -45,13 +48,14 @@ def replay(
       params: the parameters that the run began with.
       batches_of: the data of the run: `batches_of(worker)` gives the same batches again; called at each join.
       rule: the rule of the run, if it is not one of `parameter_server.rules`, which the log knows itself.
+      reducer: the reducer of the run, of which the log knows only the name.
 
     Returns:
       The parameters.
 
     Raises:
       TypeError: if `log` is not a `Log`, or another argument of the wrong kind.
-      ValueError: if the parameters or the rule are not those of the run, the batches end too soon, the server comes
+      ValueError: if the parameters, the rule or the reducer are not those of the run, the batches end too soon, the server comes
         to another event than the log, or the result differs from that of the run.
 
     Example:
@@ -75,12 +79,16 @@ def replay(
     if "local_steps" in header:
         fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
         raise ValueError(complaint(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
+    code = _code(header.get("reducer"), reducer)
     meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
-    compute = make_compute(
-        WHO, tx, loss_fn, meshes, batches_of, np.asarray(header["rng"], np.uint32), header.get("sparse", ())
-    )
+    key = np.asarray(header["rng"], np.uint32)
+    compute = make_compute(WHO, tx, loss_fn, meshes, batches_of, key, header.get("sparse", ()), code)
     server = make_server(
-        tx, max_staleness=header["max_staleness"], rule=_rule(header["rule"], rule), nonfinite=header["nonfinite"]
+        tx,
+        max_staleness=header["max_staleness"],
+        rule=_rule(header["rule"], rule),
+        nonfinite=header["nonfinite"],
+        reducer=reducer,
     )
     return replay_events(log, server, compute, params)
 
@@ -129,6 +137,15 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
         fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
         raise ValueError(complaint(WHO, what, fix=fix))
     return state.params
+
+
+def _code(recorded: str | None, given: Reducer | None) -> Encoding | None:
+    code = check_encoding(WHO, given)
+    name = None if code is None else code.name
+    if name != recorded:
+        what = f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
+        raise ValueError(complaint(WHO, what, fix="pass the reducer of the run."))
+    return code
 
 
 def _as_json(config: Any) -> Any:

@@ -28,7 +28,10 @@ class AsyncResult(NamedTuple):
       metrics: what `parameter_server.summarize(log)` says of the run: rates, histograms of staleness (clocks) and
         delay (versions), seconds that each worker waited; "stopped", which is "completed" (num_updates reached),
         "exhausted" (no worker is left, or the data is at its end), "early" (by early stopping) or "until" (of a
-        simulation); "push_bytes", of the gradients that were pushed since the run last began; and "history", the loss and aux metrics of every update as arrays [updates].
+        simulation); "push_bytes", of the gradients that were pushed since the run last began, as they were encoded; with a
+        reducer that remembers, "unsent" {worker: what its error memory holds} and "lost_memory" {worker: [what it held
+        each time that the worker left or was resumed]}, in norms of the gradient that it pushed last; and "history",
+        the loss and aux metrics of every update as arrays [updates].
     """
 
     params: PyTree
@@ -60,11 +63,16 @@ class Run:
         )
         self.positions = Positions()
         self.push_bytes = 0
+        self.unsent: dict[int, Any] = {}  # what the error memory of each worker holds
+        self.lost_memory: dict[int, list[float]] = {}
         self._history: list[Mapping[str, Any]] = []  # numbers, once they are old enough to be known
         self._recent: list[Mapping[str, Any]] = []
 
-    def restore(self, state: ServerState, log: Log, history: Sequence[Mapping[str, Any]]) -> None:
+    def restore(
+        self, state: ServerState, log: Log, history: Sequence[Mapping[str, Any]], unsent: Mapping[int, Any] = {}
+    ) -> None:
         """Go on from where an earlier run was; its times are counted on from."""
+        self.unsent, self.lost_memory = dict(unsent), {}
         began, clock = log[len(log) - 1].time if len(log) else 0.0, self.now
         start = clock()
         self.now = lambda: began + clock() - start
@@ -86,15 +94,20 @@ class Run:
     def push(self, worker: int, update: Any, pulled_version: int) -> Event:
         """Take the result of a step."""
         event = self._record(*self.server.push(self.state, worker, update, pulled_version))
-        self.push_bytes += 0 if update is None else sum(leaf.nbytes for leaf in jax.tree.leaves(update.grads))
+        if update is not None:
+            self.push_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(update.grads))
+            if update.unsent is not None:
+                self.unsent[worker] = update.unsent
         return event
 
     def leave(self, worker: int, asked: float | None = None) -> Event:
         """Let a worker go; `asked` is since when it has been waiting for a step, if it has."""
+        self._forget(worker)
         return self._record(*self.server.leave(self.state, worker), asked)
 
     def resume(self, worker: int) -> Event:
         """Let a worker go on after a `restore`."""
+        self._forget(worker)
         return self._record(*self.server.resume(self.state, worker))
 
     def history(self, since: int = 0) -> list[Mapping[str, Any]]:
@@ -111,7 +124,15 @@ class Run:
         rows = self._history + jax.device_get(self._recent)
         history = {name: np.asarray([one[name] for one in rows]) for name in (rows[0] if rows else ())}
         metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes, "history": history, **more}
+        if self.server.reducer is not None:
+            metrics["unsent"] = {worker: float(value) for worker, value in sorted(self.unsent.items())}
+            metrics["lost_memory"] = dict(sorted(self.lost_memory.items()))
         return AsyncResult(params, self.log, metrics)
+
+    def _forget(self, worker: int) -> None:
+        """A worker's error memory is gone: whoever joins or goes on begins without."""
+        if worker in self.unsent:
+            self.lost_memory.setdefault(worker, []).append(float(self.unsent.pop(worker)))
 
     def _record(self, state: ServerState, event: Event, asked: float | None = None) -> Event:
         if state.version > self.state.version and state.metrics:

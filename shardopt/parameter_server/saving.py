@@ -47,6 +47,7 @@ def snapshot(run: Run) -> Snapshot:
         "steps": sorted(clock.steps.items()),
         "fastest": clock.fastest,
         "slowest": clock.slowest,
+        "unsent": sorted((worker, float(value)) for worker, value in run.unsent.items()),
         "arrays": _pack(run),
     }
     return Snapshot(train_state, about)
@@ -70,7 +71,7 @@ def restore_run(who: str, run: Run, found: Snapshot) -> None:
     log, history = _unpack(about["arrays"], {**header, **_devices(header, run.log.header)})
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
     restored = ServerState(state.params, optimizer, rule, int(state.step), clock._replace(steps=steps))
-    run.restore(restored, log, history)
+    run.restore(restored, log, history, dict(about.get("unsent", ())))
 
 
 def load_snapshot(who: str, checkpoints: Any, server: Server, params: PyTree, step: int | None = None) -> Snapshot:

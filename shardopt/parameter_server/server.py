@@ -18,6 +18,7 @@ from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.state import Pulled, ServerState, Waiting
 from shardopt.parameter_server.trainable import check_params, merge, trained
 from shardopt.parameter_server.updates import NO_WEIGHT, NonFiniteUpdateError, check_update, faults
+from shardopt.reducers import Reducer, encoding
 
 WHO = "parameter_server"
 
@@ -36,6 +37,7 @@ class Server(NamedTuple):
       max_staleness: the bound in clocks, None without.
       rule: the staleness rule.
       nonfinite: "raise" or "skip".
+      reducer: the name of the reducer that pushes are encoded by, None for none.
     """
 
     init: Callable[[PyTree], ServerState]
@@ -48,6 +50,7 @@ class Server(NamedTuple):
     max_staleness: int | None
     rule: Rule
     nonfinite: str
+    reducer: str | None = None
 
 
 def make_server(
@@ -57,6 +60,7 @@ def make_server(
     rule: Rule | None = None,
     nonfinite: str = "raise",
     donate: bool = False,
+    reducer: Reducer | None = None,
 ) -> Server:
     """Make a parameter server: a state machine without threads, clocks of the wall, or chance.
 
@@ -80,6 +84,7 @@ def make_server(
       rule: what to do about late gradients, from `parameter_server.rules`; None for nothing.
       nonfinite: what to do about a push that is not finite. "raise" `NonFiniteUpdateError`; or "skip" it, which
         counts as a step of the worker, and is a "refuse" in the log.
+      reducer: what pushes are encoded by: `update.grads` is the message of its `so.reducers.encoding`.
       donate: let each update take over the memory of the optimizer state before it; the old state then is dead.
 
     Returns:
@@ -118,7 +123,9 @@ def make_server(
         raise TypeError(complaint(WHO, what, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
-    mathematics = None if tx is None else make_apply(tx, rule, donate=donate)
+    code = None if reducer is None else encoding(reducer)
+    mathematics = None if tx is None else make_apply(tx, rule, donate=donate, code=code)
+    expected: dict[Any, Any] = {}  # the message for parameters of these shapes
 
     def init(params: PyTree) -> ServerState:
         if tx is None:
@@ -178,8 +185,12 @@ def make_server(
         return state, Event("resume", worker, at, state.version, state.version)
 
     def _refused(state: ServerState, worker: int, at: int, update: Any) -> bool:
-        check_update(update, state.params, worker)
-        found = faults(update)
+        part, message = trained(state.params), None
+        if code is not None:
+            key = jax.tree.structure(part), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part))
+            message = expected.get(key) or expected.setdefault(key, code.message(part))
+        check_update(update, state.params, worker, message)
+        found = faults(update, part)
         if max_staleness == 0:  # rows of weight 0 count for nothing beside others
             found = [fault for fault in found if fault != NO_WEIGHT]
         return _judge(worker, at, found)
@@ -198,7 +209,9 @@ def make_server(
             return state
         ordered = sorted(state.waiting, key=lambda one: one.worker)
         updates, state = [one.update for one in ordered], state._replace(waiting=())
-        weightless = mathematics is not None and all(NO_WEIGHT in faults(update) for update in updates)
+        weightless = mathematics is not None and all(
+            NO_WEIGHT in faults(update, trained(state.params)) for update in updates
+        )
         if weightless and _judge(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
             return state
         return _apply(state, updates, None, 0)
@@ -216,7 +229,9 @@ def make_server(
             metrics=new.metrics,
         )
 
-    return Server(init, join, may_pull, pull, push, leave, resume, empty.max_staleness, rule, nonfinite)
+    return Server(
+        init, join, may_pull, pull, push, leave, resume, empty.max_staleness, rule, nonfinite, code and code.name
+    )
 
 
 def _own(leaf: Any) -> jax.Array:

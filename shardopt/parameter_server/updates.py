@@ -31,6 +31,8 @@ class Update(NamedTuple):
       rows: n, how many rows it was computed from.
       sound: bool [2 + trained leaves]: is the weight not 0, is the loss finite, is each leaf of `grads`? None if
         that is not known yet.
+      unsent: what the worker's error memory holds after a push that a reducer has encoded, `grads` being its message:
+        its norm over that of the gradient; None without a reducer.
     """
 
     grads: PyTree
@@ -38,6 +40,7 @@ class Update(NamedTuple):
     metrics: Mapping[str, Weighted]
     rows: Any
     sound: Any = None
+    unsent: Any = None
 
 
 class NonFiniteUpdateError(FloatingPointError):
@@ -91,18 +94,23 @@ def soundness(update: Update) -> Any:
 _jitted_soundness = jax.jit(soundness)
 
 
-def faults(update: Update) -> list[str]:
-    """Return what of an update cannot be used: the loss and leaves that are not finite, or a weight of 0."""
+def faults(update: Update, part: PyTree) -> list[str]:
+    """Return what of an update cannot be used: the loss and leaves that are not finite, or a weight of 0.
+
+    Args:
+      update: if its gradient is encoded, `sound` is that of the decoded one.
+      part: the trained parameters, for the names of leaves.
+    """
     sound = np.asarray(_jitted_soundness(update._replace(rows=None)) if update.sound is None else update.sound)
     if sound.all():
         return []
-    names = ["loss", *(path for path, _ in leaves_with_paths(values_of(update.grads)))]
+    names = ["loss", *(path for path, _ in leaves_with_paths(part))]
     found = [] if sound[0] else [NO_WEIGHT]
     return found + [f"{name}: not finite" for name, good in zip(names, sound[1:], strict=True) if not good]
 
 
-def check_update(update: Any, params: PyTree, worker: int) -> None:
-    """Refuse an update that is not like the parameters.
+def check_update(update: Any, params: PyTree, worker: int, message: PyTree = None) -> None:
+    """Refuse an update that is not like the parameters, or if they are encoded like `message`.
 
     Raises:
       TypeError: if it is not an `Update`.
@@ -111,6 +119,11 @@ def check_update(update: Any, params: PyTree, worker: int) -> None:
     if not isinstance(update, Update):
         what = f"worker {worker} must push an Update, got {type(update).__name__}."
         raise TypeError(complaint(WHO, what, fix="make one with parameter_server.make_update(grads)."))
+    if message is not None:
+        if jax.tree.map(_kind, update.grads) != jax.tree.map(_kind, message) or update.sound is None:
+            what = f"the push of worker {worker} is not encoded as the server reads it."
+            raise ValueError(complaint(WHO, what, fix="push what the encoder of the same reducer writes."))
+        return
     wanted = trained(params)
     if any(is_rows(leaf) for leaf in jax.tree.leaves(update.grads, is_leaf=is_rows)):
         update = update._replace(grads=_as_whole(update.grads, wanted, worker))
@@ -150,4 +163,4 @@ def _as_whole(grads: PyTree, wanted: PyTree, worker: int) -> PyTree:
 
 
 def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__

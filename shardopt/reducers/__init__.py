@@ -10,6 +10,7 @@ from shardopt.reducers.device_state import (
     state_specs,
     stored_state,
 )
+from shardopt.reducers.encoding import Encoding, Memory, encoding
 from shardopt.reducers.error_feedback import error_feedback
 from shardopt.reducers.exact import exact
 from shardopt.reducers.int8 import int8
@@ -19,9 +20,12 @@ from shardopt.reducers.sign import sign
 from shardopt.reducers.top_k import top_k
 
 __all__ = [
+    "Encoding",
     "ErrorMemory",
+    "Memory",
     "PerDevice",
     "Reducer",
+    "encoding",
     "error_feedback",
     "exact",
     "init_state",

@@ -8,6 +8,7 @@ import jax
 
 from shardopt.core.types import wide_dtype
 from shardopt.reducers.buckets import in_buckets, plan_buckets
+from shardopt.reducers.code import block_code
 from shardopt.reducers.leaves import real_dtype, real_shape
 from shardopt.reducers.reducer import Reducer, make_reducer
 from shardopt.reducers.two_phase import Codec, two_phase_bytes, two_phase_mean
@@ -29,4 +30,4 @@ def blockwise(name: str, codec: Codec) -> Reducer:
         buckets = plan_buckets(sizes, [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves])
         return sum(two_phase_bytes(bucket.size, codec, axis_size, bucket.key) for bucket in buckets)
 
-    return make_reducer(name, send=send, count=count)
+    return make_reducer(name, send=send, count=count, code=block_code(codec))

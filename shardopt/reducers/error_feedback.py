@@ -78,4 +78,5 @@ def error_feedback(reducer: Reducer) -> Reducer:
     def transmit(grads, memory, state, axis_name):
         raise ValueError(complaint(name, "what it does not send is in its state, there is nothing to hand on."))
 
-    return Reducer(name, init, reduce, reducer.wire_bytes, transmit)
+    code = None if reducer.code is None else reducer.code._replace(feedback=True)
+    return Reducer(name, init, reduce, reducer.wire_bytes, transmit, code)

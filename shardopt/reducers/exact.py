@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardopt.core.errors import complaint
 from shardopt.core.types import wide_dtype
+from shardopt.reducers.code import cast_code
 from shardopt.reducers.leaves import real_dtype, real_shape
 from shardopt.reducers.mean import mean_bytes, mean_of
 from shardopt.reducers.reducer import Reducer, make_reducer
@@ -63,7 +64,7 @@ def exact(dtype: Any = None) -> Reducer:
         wide = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
         return mean_bytes(sizes, wide, [travels(leaf.dtype) for leaf in leaves], axis_size)
 
-    return make_reducer(name, send=send, count=count)
+    return make_reducer(name, send=send, count=count, code=cast_code(travels))
 
 
 def _checked(dtype: Any) -> Any:

@@ -11,6 +11,7 @@ from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, wide_dtype
 from shardopt.partition.paths import leaves_with_paths
 from shardopt.reducers.axis import AxisName, agreeing_cond
+from shardopt.reducers.code import Code
 from shardopt.reducers.leaves import real_dtype, real_shape
 from shardopt.reducers.mean import mean_bytes, mean_of
 from shardopt.reducers.reducer import Reducer, check_number, check_size, make_reducer
@@ -132,7 +133,8 @@ def power_sgd(
         second = [0 if view is None else view.layers * view.columns * view.rank for view in found]
         return mean_bytes(first, wide, travels, axis_size) + mean_bytes(second, wide, wide, axis_size)
 
-    return make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count=count)
+    code = None if start_step else Code(_write_factors, _read_factors)
+    return make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count=count, code=code)
 
 
 def _power_iteration(
@@ -156,6 +158,29 @@ def _power_iteration(
         lefts[i] = values[i] - means[i]  # over all devices: the sum of the values less N estimates
         new[i] = q
     return means, lefts, new
+
+
+def _write_factors(values: list[Any], dtypes: list[Any], state: PowerSGDState) -> tuple[list[Any], PowerSGDState]:
+    """Return P and Q of one sender's own matrices, and values that are not compressed as they are."""
+    factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
+    message: list[Any] = []
+    new = list(factors)
+    for i, (value, q, dtype) in enumerate(zip(values, factors, dtypes, strict=True)):
+        if q is None:
+            message.append(value.astype(dtype))
+            continue
+        matrices = _as_matrices(value, q)
+        base = jnp.linalg.qr(_product("lac,lcr->lar", matrices, q))[0]
+        new[i] = _product("lac,lar->lcr", matrices, base)
+        message.append((base, new[i]))
+    return message, PowerSGDState(state.step + 1, treedef.unflatten(new))
+
+
+def _read_factors(message: list[Any], shapes: list[Any], dtypes: list[Any]) -> list[Any]:
+    return [
+        _product("lar,lcr->lac", *part).reshape(like.shape) if isinstance(part, tuple) else part.astype(like.dtype)
+        for part, like in zip(message, shapes, strict=True)
+    ]
 
 
 def _view(path: str, leaf: Any, rank: int, min_ratio: float, layered: re.Pattern[str]) -> Matrices | None:

@@ -11,6 +11,7 @@ from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, abstract, wide_dtype
 from shardopt.partition.paths import leaves_with_paths
 from shardopt.reducers.axis import axis_size, check_not_summed
+from shardopt.reducers.code import Code
 from shardopt.reducers.leaves import check_alike, check_leaves, narrow, real_dtype, widen
 
 
@@ -31,6 +32,8 @@ class Reducer(NamedTuple):
       transmit: `transmit(grads, memory, state, axis_name) -> (mean, left, state)`: as `reduce`, with this device's
         `memory` (a tree like the gradients, or None) added before anything is sent. `left` is what this device must
         add next time for nothing to be lost: N mean + sum of left over devices = sum of (grads + memory).
+      code: how a single sender writes its gradients, for `shardopt.reducers.encoding`; None for a reducer that has no
+        such form.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Reducer(NamedTuple):
     reduce: Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree]]
     wire_bytes: Callable[[PyTree, int], int]
     transmit: Callable[[PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree, PyTree]]
+    code: Code | None = None
 
 
 def make_reducer(
@@ -47,6 +51,7 @@ def make_reducer(
     count: Callable[[PyTree, int], int],
     init: Callable[[PyTree], PyTree] = lambda params: (),
     correct: Callable[[list[Any], PyTree], tuple[list[Any], PyTree]] | None = None,
+    code: Code | None = None,
 ) -> Reducer:
     """Make a reducer of functions over lists of real arrays.
 
@@ -57,7 +62,9 @@ def make_reducer(
       count: `count(abstract_params, axis_size)`, the bytes sent.
       init: makes the state.
       correct: `correct(values, state) -> (values, state)`, run before the memory is added.
+      code: how a single sender writes; `init` and `correct` are put into it.
     """
+    code = None if code is None else code._replace(init=init, correct=correct)
 
     def transmit(grads, memory, state, axis_name):
         check_leaves(name, grads)
@@ -85,7 +92,7 @@ def make_reducer(
         check_leaves(name, params)
         return init(abstract(params))
 
-    return Reducer(name, checked_init, reduce, counter(name, count), transmit)
+    return Reducer(name, checked_init, reduce, counter(name, count), transmit, code)
 
 
 def counter(name: str, count: Callable[[PyTree, int], int]) -> Callable[[PyTree, int], int]:

@@ -10,6 +10,7 @@ from shardopt.core.errors import complaint
 from shardopt.reducers import wire
 from shardopt.reducers.axis import AxisName
 from shardopt.reducers.axis import axis_size as size_of
+from shardopt.reducers.code import Code
 from shardopt.reducers.device_state import ErrorMemory
 from shardopt.reducers.leaves import narrow, real_dtype, real_shape, widen, zeros_like
 from shardopt.reducers.reducer import Reducer, check_number, make_reducer
@@ -93,6 +94,23 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
             state = _forget_sent(state, chosen)
         return means, lefts, state
 
+    def write(values, dtypes, state):
+        chosen = [_largest(value.reshape(-1), density) for value in values]
+        pairs = [
+            (at.astype(jnp.uint32), value.reshape(-1)[at].astype(dtype))
+            for value, at, dtype in zip(values, chosen, dtypes, strict=True)
+        ]
+        return pairs, _forget_sent(state, chosen) if corrects else state
+
+    def read(message, shapes, dtypes):
+        return [
+            jnp.zeros(like.size, like.dtype)
+            .at[at]
+            .set(entries.astype(like.dtype), unique_indices=True)
+            .reshape(like.shape)
+            for (at, entries), like in zip(message, shapes, strict=True)
+        ]
+
     def count(params, axis_size):
         pairs = 0
         for leaf in jax.tree.leaves(params):
@@ -101,7 +119,8 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
         return (axis_size - 1) * pairs
 
     name = f"top_k(density={density:g})" if not corrects else f"top_k(density={density:g}, momentum={momentum:g})"
-    return make_reducer(name, init=init, send=send, count=count, correct=correct if corrects else None)
+    code = Code(write, read)
+    return make_reducer(name, init=init, send=send, count=count, correct=correct if corrects else None, code=code)
 
 
 def num_sent(size: int, density: float) -> int:

@@ -104,8 +104,15 @@ def slowed(batches_of, seconds):
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, tmp_path):
+    reducer = so.reducers.error_feedback(so.reducers.int8()) if max_staleness else None
     opt = so.async_sgd(
-        optax.adam(0.05), regression.loss_fn, workers=2, max_staleness=max_staleness, backend="ray", max_restarts=1
+        optax.adam(0.05),
+        regression.loss_fn,
+        workers=2,
+        max_staleness=max_staleness,
+        reducer=reducer,
+        backend="ray",
+        max_restarts=1,
     )
     doomed, again = killed_at(regression.batches_of(2), tmp_path, {1: {3}}), tmp_path / "again"
 
@@ -126,6 +133,9 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
     joined = [index for index, one in enumerate(events) if one.kind == "join"][1]
     assert events[joined].clock > 3  # where the slowest was by then
     assert len(events) > joined + 3  # and it works
+    if reducer is not None:
+        assert metrics["push_bytes"] == metrics["pushes"] * so.reducers.encoding(reducer).nbytes(regression.params)
+        assert [len(values) for worker, values in metrics["lost_memory"].items() if worker == 1] == [1]
     log = so.parameter_server.Log.load(path)
     same_bits(opt.replay(log, regression.params, regression.batches_of(2)), result.params)
 

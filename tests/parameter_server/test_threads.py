@@ -280,8 +280,9 @@ REFUSED = {
     ),
     "a reducer": (
         {"reducer": rules},
-        ValueError,
-        "async_sgd: reducer is not available yet, got module.\nFix: leave reducer=None: gradients travel as they are.",
+        TypeError,
+        "async_sgd: reducer must be a Reducer, got shardopt.parameter_server.rules.\n"
+        "Fix: pass one such as so.reducers.int8(), called.",
     ),
     "an unknown backend": (
         {"backend": "mpi"},

@@ -1,0 +1,192 @@
+"""Pushes that are encoded: fewer bytes, the same log and replay, and no memory that is lost without a word."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.parameter_server import NonFiniteUpdateError, encoder, make_server, make_update, replay
+
+R = so.reducers
+INT8 = R.error_feedback(R.int8(block_size=4))
+
+
+def same_bits(a, b):
+    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
+        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] @ params["v"] - batch["y"]) ** 2)
+
+
+def start():
+    draw = np.random.default_rng(0)
+    return {name: draw.normal(size=size).astype(np.float32) / 4 for name, size in (("w", (12, 8)), ("v", 8))}
+
+
+def batches_of(worker):
+    draw, truth = np.random.default_rng([1, worker]), np.random.default_rng(2).normal(size=12)
+    for _ in range(500):
+        x = draw.normal(size=(16, 12))
+        yield {"x": x.astype(np.float32), "y": (x @ truth).astype(np.float32)}
+
+
+def train(reducer, *, max_staleness=1, workers=2, num_updates=12, data=batches_of, nonfinite="raise", **options):
+    here = jax.devices()[:1] * workers  # one program for all
+    tx = optax.sgd(0.02)
+    opt = so.async_sgd(tx, loss_fn, workers=here, max_staleness=max_staleness, reducer=reducer, nonfinite=nonfinite)
+    return opt, opt.run(start(), data, num_updates=num_updates, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: INT8,
+        lambda: R.error_feedback(R.top_k(density=0.1, momentum=0.5)),
+        lambda: R.error_feedback(R.power_sgd(rank=1)),
+    ],
+)
+def test_replay_and_bytes(make):
+    reducer = make()
+    _, result = train(reducer)
+    pushed = result.metrics["pushes"] * R.encoding(reducer).nbytes(start())
+    assert result.metrics["push_bytes"] == pushed < result.metrics["pushes"] * 0.6 * 4 * (96 + 8)
+    assert result.log.header["reducer"] == reducer.name
+    assert all(value > 0 for value in result.metrics["unsent"].values())
+    assert set(result.metrics["unsent"]) == {0, 1}
+    assert result.metrics["lost_memory"] == {}
+    same_bits(replay(result.log, optax.sgd(0.02), loss_fn, start(), batches_of, reducer=reducer), result.params)
+
+
+def test_without_rounding_it_is_the_plain_run():
+    _, encoded = train(R.exact(), max_staleness=0)
+    _, plain = train(None, max_staleness=0)
+    same_bits(encoded.params, plain.params)
+    assert encoded.metrics["push_bytes"] == plain.metrics["push_bytes"]
+    assert "unsent" not in plain.metrics
+
+
+def test_what_is_remembered_is_sent_later():
+    """One entry of four travels, always the largest one unless what was not sent is remembered."""
+    few, slope = R.top_k(density=0.25), np.array([4.0, 3.0, 2.0, 1.0], np.float32)
+
+    def fall(reducer):
+        opt = so.async_sgd(optax.sgd(1.0), lambda p, b: jnp.mean(b["x"] @ p["w"]), workers=1, reducer=reducer)
+        return -opt.run({"w": np.zeros(4, np.float32)}, lambda w: [{"x": slope[None]}] * 16, num_updates=16).params["w"]
+
+    np.testing.assert_array_equal(fall(few), [64, 0, 0, 0])
+    sent = fall(R.error_feedback(few))
+    assert (sent > 0).all()
+    assert (np.abs(sent - 16 * slope) <= 16).all()
+
+
+def test_a_memory_that_is_lost_is_said_and_replayed():
+    presence = {1: [(0, 6), (10, 16), (20, 1e9)]}
+    opt, result = train(INT8, num_updates=26, presence=presence)
+    lost = result.metrics["lost_memory"]
+    assert {worker: len(values) for worker, values in lost.items()} == {1: 2}
+    assert all(0 < value < 1 for value in lost[1])
+    same_bits(opt.replay(result.log, start(), batches_of), result.params)
+
+
+def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch):
+    """The replay above can fail: it begins without memory at each join."""
+    make = encoder.make_encoder
+
+    def remembers(code):
+        return make(code)._replace(begin=lambda worker: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardopt.parameter_server.compute.make_encoder", remembers)
+        _, result = train(INT8, num_updates=26, presence={1: [(0, 6), (10, 1e9)]})
+    opt, _ = train(INT8, num_updates=0)
+    with pytest.raises(ValueError, match="the parameters at the end are not those of the run"):
+        opt.replay(result.log, start(), batches_of)
+
+
+def test_a_resumed_run_says_what_it_lost(tmp_path):
+    for total in (8, 16):
+        with so.Checkpoints(tmp_path, every=4, keep=1) as checkpoints:
+            opt, result = train(INT8, num_updates=total, checkpoints=checkpoints)
+    assert {worker: len(values) for worker, values in result.metrics["lost_memory"].items()} == {0: 1, 1: 1}
+    same_bits(opt.replay(result.log, start(), batches_of), result.params)
+    with (
+        so.Checkpoints(tmp_path, every=4, keep=1) as checkpoints,
+        pytest.raises(ValueError, match="other settings") as caught,
+    ):
+        train(None, num_updates=20, checkpoints=checkpoints)
+    assert str(caught.value) == (
+        "async_sgd: the checkpoint is of a run with other settings.\n"
+        f"  reducer: {INT8.name} in the checkpoint, None now\n"
+        "Fix: use the same settings, or another folder."
+    )
+
+
+def test_what_is_not_finite_is_not_hidden():
+    def spoilt(worker):
+        for step, batch in enumerate(batches_of(worker)):
+            yield {**batch, "y": batch["y"] * np.float32("nan" if (worker, step) == (1, 2) else 1)}
+
+    with pytest.raises(NonFiniteUpdateError) as caught:
+        train(INT8, data=spoilt, num_updates=100)
+    assert str(caught.value) == (
+        "parameter_server: the push of worker 1 at its step 2 was refused:\n"
+        "  loss: not finite\n  v: not finite\n  w: not finite\n"
+        'Fix: look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
+    )
+    opt, result = train(INT8, data=spoilt, nonfinite="skip")
+    assert result.metrics["refused"] == 1
+    assert np.isfinite(result.metrics["unsent"][1])
+    same_bits(opt.replay(result.log, start(), spoilt), result.params)
+
+
+def test_what_is_too_large_for_the_wire_is_named():
+    def large(worker):
+        return ({**batch, "y": batch["y"] * np.float32(1e5)} for batch in batches_of(worker))
+
+    with pytest.raises(NonFiniteUpdateError, match="refused:\n  v: not finite\n  w: not finite\n"):
+        train(R.exact(jnp.float16), data=large)
+
+
+def test_islands():
+    def make(devices):
+        return so.ddp(optax.adam(0.01), so.make_mesh(devices=devices), loss_fn)
+
+    islands = [make(jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
+    opt = so.async_local_sgd(islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8)
+    result = opt.run(start(), batches_of, num_updates=8, presence={1: [(0, 5), (7, 1e9)]})
+    assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.encoding(INT8).nbytes(start())
+    assert set(result.metrics["lost_memory"]) == {1}
+    same_bits(opt.replay(result.log, start(), batches_of), result.params)
+
+
+def test_refusals(message_of):
+    assert message_of(ValueError, so.async_sgd, optax.sgd(1), loss_fn, workers=1, reducer=INT8, sparse=["w"]) == (
+        f"async_sgd: reducer={INT8.name} and sparse=('w',) cannot be combined: sparse rows travel as they are.\n"
+        "Fix: leave one of them out."
+    )
+    late = R.power_sgd(start_step=1)
+    for do in (
+        lambda: so.async_sgd(optax.sgd(1), loss_fn, workers=1, reducer=late),
+        lambda: so.async_local_sgd([so.ddp(optax.sgd(1), so.make_mesh(), loss_fn)], local_steps=1, reducer=late),
+        lambda: make_server(optax.sgd(1), reducer=late),
+    ):
+        assert message_of(ValueError, do) == (
+            "encoding: power_sgd(rank=4) has no form that a single sender can write.\n"
+            "Fix: use exact, int8, sign, top_k or power_sgd(start_step=0), alone or in error_feedback."
+        )
+    _, result = train(INT8, num_updates=2)
+    rest = (optax.sgd(0.02), loss_fn, start(), batches_of)
+    assert message_of(ValueError, replay, result.log, *rest) == (
+        f"replay: the run had the reducer {INT8.name}, got none.\nFix: pass the reducer of the run."
+    )
+    server = make_server(optax.sgd(1), max_staleness=1, reducer=INT8)
+    state, _ = server.join(server.init(start()), 0)
+    state, pulled = server.pull(state, 0)
+    assert message_of(ValueError, server.push, state, 0, make_update(start()), pulled.version) == (
+        "parameter_server: the push of worker 0 is not encoded as the server reads it.\n"
+        "Fix: push what the encoder of the same reducer writes."
+    )

@@ -1,0 +1,124 @@
+"""What one sender writes is what it would send in a mean over itself; nothing is lost, and no NaN is hidden."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardopt as so
+from shardopt import reducers
+
+PLAIN = {
+    "exact": lambda: reducers.exact(),
+    "bf16": lambda: reducers.exact(jnp.bfloat16),
+    "int8": lambda: reducers.int8(block_size=32),
+    "sign": lambda: reducers.sign(block_size=16),
+    "top_k": lambda: reducers.top_k(density=0.1),
+    "top_k, momentum": lambda: reducers.top_k(density=0.1, momentum=0.5),
+    "power_sgd": lambda: reducers.power_sgd(rank=2),
+}
+ALL = PLAIN | {f"{name}, feedback": lambda make=make: reducers.error_feedback(make()) for name, make in PLAIN.items()}
+
+
+def gradients(seed, dtype=np.float32):
+    draw = np.random.default_rng(seed)
+    shapes = {"w": (24, 20), "b": (7,), "blocks": {"v": (2, 16, 16)}, "empty": (0, 3), "one": ()}
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
+    return treedef.unflatten([jnp.asarray(draw.normal(size=shape), dtype) for shape in leaves])
+
+
+def assert_close(a, b, **tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), **tolerance)
+
+
+@pytest.mark.parametrize("name", ["exact", "int8", *(name for name in ALL if "feedback" in name)])
+def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
+    """And over several messages nothing is lost: what was read and what is kept add up to what was given."""
+    reducer, like = ALL[name](), gradients(0, np.float64)
+    code = reducers.encoding(reducer)
+
+    @jax.jit
+    def both(grads, memory, state):
+        message, memory = code.encode(grads, memory)
+        one = jax.tree.map(lambda leaf: leaf[None], (grads, state))
+        found = jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data")(*one)
+        wanted, state = jax.tree.map(lambda leaf: leaf[0], found)
+        return code.decode(message, grads), memory, wanted, state
+
+    memory, state = code.init(like), reducer.init(like)
+    given = read = jax.tree.map(np.zeros_like, like)
+    for seed in range(3):
+        grads = gradients(seed, np.float64)
+        found, memory, wanted, state = both(grads, memory, state)
+        assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        given, read = jax.tree.map(np.add, given, grads), jax.tree.map(np.add, read, found)
+    if "feedback" in name and "momentum" not in name:
+        assert_close(jax.tree.map(np.add, read, memory.unsent), given, rtol=0, atol=1e-12)
+        lossy = not name.startswith("exact")
+        assert any(np.abs(leaf).max(initial=0) > 1e-3 for leaf in jax.tree.leaves(memory.unsent)) == lossy
+
+
+BYTES = {  # of the leaves above: 480, 7, 512, 0 and 1 numbers, 1000 in all
+    "exact": 4 * 1000,
+    "bf16": 2 * 1000,
+    "int8": 1024 + 4 * 32,
+    "sign": (1008 + 8 * 0) // 8 + 4 * 63,
+    "top_k": 8 * (48 + 1 + 52 + 1),
+    "top_k, momentum": 8 * (48 + 1 + 52 + 1),
+    "power_sgd": 4 * (2 * (24 + 20) + 2 * 2 * (16 + 16) + 7 + 1),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_bytes_of_a_message(name):
+    assert reducers.encoding(ALL[name]()).nbytes(gradients(0)) == BYTES[name.split(", feed")[0]]
+
+
+@pytest.mark.parametrize("name", ["bf16, feedback", "int8, feedback", "sign, feedback", "top_k, momentum, feedback",
+                                  "power_sgd, feedback"])  # fmt: skip
+def test_what_is_not_finite_is_not_hidden_and_not_remembered(name):
+    code, good = reducers.encoding(ALL[name]()), gradients(0)
+
+    @jax.jit
+    def send(grads, memory):
+        message, memory = code.encode(grads, memory)
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(message)) == code.nbytes(grads)
+        return code.decode(message, grads), memory
+
+    _, memory = send(good, code.init(good))
+    for bad in (np.nan, np.inf):
+        read, after = send({**good, "w": good["w"].at[3, 4].set(bad)}, memory)
+        assert not np.isfinite(read["w"]).all()
+        assert_close(after, memory, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "top_k", "power_sgd"])
+def test_half_precision_and_complex_leaves(name):
+    grads = {"h": jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16).reshape(8, 8), "c": jnp.full(4, 1 + 2j, jnp.complex64)}
+    code = reducers.encoding(reducers.error_feedback(PLAIN[name]()))
+    message, memory = jax.jit(code.encode)(grads, code.init(grads))
+    found = jax.jit(code.decode)(message, grads)
+    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [jnp.complex64, jnp.bfloat16]
+    assert [leaf.dtype for leaf in jax.tree.leaves(memory.unsent)] == [jnp.complex64, jnp.float32]
+    whole = jax.tree.map(lambda read, kept: read.astype(kept.dtype) + kept, found, memory.unsent)
+    np.testing.assert_allclose(whole["h"], grads["h"].astype(np.float32), atol=1e-6)
+    np.testing.assert_allclose(whole["c"], grads["c"], atol=1e-6)
+
+
+def test_refusals():
+    with pytest.raises(TypeError) as caught:
+        reducers.encoding(reducers.int8)
+    assert str(caught.value) == (
+        "encoding: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called."
+    )
+    fix = "Fix: use exact, int8, sign, top_k or power_sgd(start_step=0), alone or in error_feedback."
+    late = reducers.power_sgd(rank=2, start_step=5)
+    for reducer, name in (
+        (late, "power_sgd(rank=2)"),
+        (reducers.error_feedback(late), "error_feedback(power_sgd(rank=2))"),
+    ):
+        with pytest.raises(ValueError, match="single sender") as caught:
+            so.reducers.encoding(reducer)
+        assert str(caught.value) == f"encoding: {name} has no form that a single sender can write.\n{fix}"
