@@ -18,7 +18,7 @@ from shardopt.core import (
 from shardopt.mesh import initialize, make_mesh
 from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
 from shardopt.pipeline import schedules
-from shardopt.planning import audit
+from shardopt.planning import aot, audit, plan
 from shardopt.replicas import diloco, local_sgd
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
@@ -34,6 +34,7 @@ __all__ = [
     "TrainState",
     "Updated",
     "Weighted",
+    "aot",
     "async_local_sgd",
     "async_sgd",
     "audit",
@@ -49,6 +50,7 @@ __all__ = [
     "local_sgd",
     "make_mesh",
     "parameter_server",
+    "plan",
     "planning",
     "reducers",
     "restore",

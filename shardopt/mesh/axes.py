@@ -103,13 +103,50 @@ def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
 
 
 def _arrange(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if slices > 1:
-        return mesh_utils.create_hybrid_device_mesh(*_over_slices(shape, slices), devices=devices)
-    if devices[0].platform == "tpu":
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    return np.asarray(ordered).reshape(shape)
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    if len(slices) == 1:
+        return _within_slice(shape, devices)
+    if len({len(members) for members in slices.values()}) > 1:
+        sizes = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
+        fix = "pass as many devices of every slice."
+        raise ValueError(complaint("make_mesh", f"the slices have different sizes ({sizes}).", fix=fix))
+    within, across = _over_slices(shape, len(slices))
+    grids = np.stack([_within_slice(within, slices[index]) for index in sorted(slices)])
+    # each mesh axis counts slices first, then devices within one
+    order = [axis for dim in range(len(shape)) for axis in (dim, dim + len(shape))]
+    return grids.reshape(across + within).transpose(order).reshape(shape)
+
+
+def _within_slice(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    if devices[0].platform != "tpu":
+        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+        return np.asarray(ordered).reshape(shape)
+    if any(getattr(device, "core_on_chip", 0) for device in devices):
+        return _over_cores(shape, devices)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    """Arrange chips that show up as several devices: their cores become neighbours on the innermost axis they divide.
+
+    `mesh_utils` arranges chips only, one device each.
+    """
+    cores = 1 + max(device.core_on_chip for device in devices)
+    dims = [dim for dim, size in enumerate(shape) if size % cores == 0]
+    if not dims:
+        what = f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
+        raise ValueError(
+            complaint("make_mesh", what, fix="make one axis even, so that it can hold both cores of a chip.")
+        )
+    dim = dims[-1]
+    chips = tuple(size // cores if at == dim else size for at, size in enumerate(shape))
+    by_place = {(device.process_index, tuple(device.coords), device.core_on_chip): device for device in devices}
+    first = [device for device in devices if device.core_on_chip == 0]
+    grid = mesh_utils.create_device_mesh(chips, first, allow_split_physical_axes=True)
+    pick = np.vectorize(lambda device, core: by_place[device.process_index, tuple(device.coords), core], otypes="O")
+    return np.stack([pick(grid, core) for core in range(cores)], axis=dim + 1).reshape(shape)
 
 
 def _over_slices(shape: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

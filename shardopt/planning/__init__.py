@@ -2,8 +2,10 @@
 
 from shardopt.hlo.check import Expected
 from shardopt.hlo.collective import Collective
+from shardopt.hlo.flops import inner_product_flops
 from shardopt.hlo.memory import Memory, donated, memory
 from shardopt.hlo.report import Audit, Traffic
+from shardopt.planning.aot_report import AotReport
 from shardopt.planning.audit import audit
 from shardopt.planning.candidate import Candidate
 from shardopt.planning.footprint import Footprint
@@ -12,6 +14,7 @@ from shardopt.planning.models import MODELS, find_model
 from shardopt.planning.prediction import Prediction, predict
 from shardopt.planning.search import Dropped, Plans, plan
 from shardopt.planning.step_time import StepTime
+from shardopt.planning.topology import aot, parse_topology, topology_devices
 from shardopt.planning.tracing import count_flops, trace
 from shardopt.planning.traffic import Transfer
 from shardopt.planning.transformer import Transformer
@@ -20,6 +23,7 @@ from shardopt.planning.workload import Bytes, Workload
 __all__ = [
     "HARDWARE",
     "MODELS",
+    "AotReport",
     "Audit",
     "Bytes",
     "Candidate",
@@ -36,13 +40,17 @@ __all__ = [
     "Transfer",
     "Transformer",
     "Workload",
+    "aot",
     "audit",
     "count_flops",
     "donated",
     "find_hardware",
     "find_model",
+    "inner_product_flops",
     "memory",
+    "parse_topology",
     "plan",
     "predict",
+    "topology_devices",
     "trace",
 ]

@@ -17,6 +17,7 @@ def layouts(
     chips: int,
     batch_size: int,
     slices: int,
+    replicas: Sequence[int],
     placements: Sequence[str],
     schedules: Sequence[str],
     remat: Sequence[bool],
@@ -25,20 +26,19 @@ def layouts(
     """Yield the layouts of `chips` chips whose sizes divide what they have to.
 
     Tensor and pipeline take powers of two (or the chips' own small divisors) up to 64, stages divide the blocks, data
-    takes the rest. Replica is 1, or the slices, each of which then holds a whole copy. Micro-batches are powers of
-    two that leave a device at least a row; a pipeline gets at least as many as stages.
+    takes the rest. Micro-batches are powers of two that leave a device at least a row; a pipeline gets at least as many as stages.
     """
     for tensor in _divisors(chips // slices, MAX_TENSOR if workload.tensor_sums else 1):
         for pipeline in _divisors(chips // slices // tensor, MAX_PIPELINE):
             if workload.num_blocks % pipeline:
                 continue
             rest = chips // tensor // pipeline
-            for replica in sorted({1, slices}):
+            for replica in replicas:
                 data = rest // replica
-                if batch_size % (data * replica):
+                if rest % replica or batch_size % rest:
                     continue
                 sizes = {"replica": replica, "data": data, "pipeline": pipeline, "tensor": tensor}
-                rows = batch_size // (data * replica)
+                rows = batch_size // rest
                 for micro_batches, placement, schedule, again in _ways(
                     workload, sizes, rows, placements, schedules, remat
                 ):

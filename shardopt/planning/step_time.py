@@ -51,8 +51,9 @@ def step_time(
 
     It is made of first principles: no factor is fitted to a run, so machines are slower. A forward takes flops / peak, or
     the bytes of its weights / bandwidth if that is more; then what stands between inner products writes and reads
-    activations, which takes their bytes / bandwidth. A backward is twice that, with remat a forward more. Transfers that can hide run beside the computation, and what is longer counts. In a
-    pipeline each tick takes as long as its busiest stage, the loss included.
+    activations, which takes their bytes / bandwidth. A backward is twice that, and with remat what the forward has to
+    run again. Transfers that can hide run beside the computation, and what is longer counts. In a pipeline each tick
+    takes as long as its busiest stage, the loss included.
 
     Args:
       workload: the model.
@@ -72,7 +73,8 @@ def step_time(
     pipeline = sum(time for one, time in times.items() if one.axis == "pipeline")
     forward = _forward(workload, candidate, placed, hardware, rows)
     ends = 3 * workload.ends_flops * rows / candidate.tensor / hardware.flops
-    passes = (1 + 2 + (1 if candidate.remat else 0)) * forward
+    again = forward * workload.again_flops / max(workload.block_flops, 1.0) if candidate.remat else 0.0
+    passes = 3 * forward + again
     # state and parameters are read and written, gradients (fp32) read
     moved = 2 * (held.params + held.opt_state) + 4 * placed.params / placed.itemsize
     update = moved / hardware.memory_bandwidth
@@ -84,7 +86,7 @@ def step_time(
     waiting = tensor / (micro * candidate.chunks)
     spent = table.program_time(
         forward=forward * share + waiting / 3,
-        backward=(1 + (1 if candidate.remat else 0)) * forward * share + ends + waiting / 3,
+        backward=(forward + again) * share + ends + waiting / 3,
         weight=forward * share + waiting / 3,
     )
     compute = micro * passes + micro * ends / candidate.pipeline

@@ -77,6 +77,7 @@ def trace(
         rules=rules,
         tokens=tokens,
         block_flops=float(slope["block_flops"]),
+        again_flops=float(slope["again_flops"]),
         ends_flops=float(slope["ends_flops"]),
         message=int(slope["message"]),
         kept=Bytes(slope["kept_whole"], slope["kept_split"]),
@@ -110,8 +111,16 @@ def _costs(model: BlockModel, params: PyTree, batch: PyTree, compute_dtype: Any)
     ends_whole, ends_split, _ = _residuals(loss, outer, x, batch, key, 0)
     stage, deferred = _stage(run, block, x, message)
     flops = lambda f, *args: sum(count_flops(jax.make_jaxpr(f)(*args)))  # noqa: E731
+
+    def again(w, x, dy, key):
+        return jax.vjp(jax.checkpoint(lambda w, x: run(w, x, key)), w, x)[1](dy)
+
+    def once(w, x, dy, key):
+        return jax.vjp(lambda w, x: run(w, x, key), w, x)[1](dy)
+
     return {
         "block_flops": flops(run, block, x, key),
+        "again_flops": flops(again, block, x, x, key) - flops(once, block, x, x, key),
         "ends_flops": flops(loss, outer, x, batch, key)
         + flops(lambda outer, batch, key: call(model.embed, key, 0, outer, batch), outer, batch, key),
         "message": message,

@@ -129,6 +129,7 @@ class Transformer:
         size, wide = jnp.dtype(self.dtype).itemsize, 4
         weights = 2 * T * D * (2 * H * K + 2 * G * K + (3 if self.gated else 2) * F)
         attention = 4 * T * T * H * K
+        block = weights + attention / (2 if self.fused_attention else 1)
         head = 2 * T * D * self.vocab_size
         scores = 0 if self.fused_attention else wide * H * T * T
         kept = Bytes(
@@ -140,7 +141,8 @@ class Transformer:
             params=self.abstract_params(),
             rules=RULES,
             tokens=T,
-            block_flops=weights + attention / (2 if self.fused_attention else 1),
+            block_flops=block,
+            again_flops=block - 2 * T * F * D,
             ends_flops=head,
             message=size * T * D,
             kept=kept,

@@ -44,7 +44,9 @@ class Workload(NamedTuple):
       tokens: positions of a row, for tokens a second; 1 where that means nothing.
       block_flops: multiplications and additions of inner products in the forward of one block and one row. Backward is
         twice that.
-      ends_flops: the same of embed and loss together.
+      again_flops: what remat runs again of them: all but the products that the backward pass has no use for, such as
+        the last of a residual branch.
+      ends_flops: the forward flops of embed and loss together.
       message: bytes of what one row hands from block to block.
       kept: bytes that one block keeps of a row from forward to backward, nothing recomputed.
       stage_kept: the same in a pipeline, which computes elementwise operations again.
@@ -63,6 +65,7 @@ class Workload(NamedTuple):
     rules: Any
     tokens: int
     block_flops: float
+    again_flops: float
     ends_flops: float
     message: int
     kept: Bytes
