@@ -266,26 +266,72 @@ def test_what_is_not_finite_is_refused(regression):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
+def test_10_000_pushes_with_random_stalls(max_staleness, regression):
+    batches_of = regression.batches_of(3)
+
+    def stalling(worker):
+        draw = np.random.default_rng(worker)
+        for batch in batches_of(worker):
+            if draw.random() < 0.01:
+                time.sleep(draw.exponential(0.05))
+            yield batch
+
+    opt = so.async_sgd(optax.sgd(1e-3), regression.loss_fn, workers=3, max_staleness=max_staleness, backend="ray")
+    updates = 10_000 if max_staleness else 10_000 // 3
+    metrics = opt.run(regression.params, stalling, num_updates=updates).metrics
+    assert (metrics["stopped"], metrics["pushes"]) == ("completed", updates * (1 if max_staleness else 3))
+    assert max(metrics["staleness"]) == max_staleness
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_kills(seed, regression, tmp_path):
-    """Processes die at random moments; the run ends, with exactly so many updates, and the log explains every bit."""
-    draw = np.random.default_rng(seed)
+    """Workers and server die at random moments; the run ends with so many updates, and the log explains every bit."""
+    draw, marks, killed = np.random.default_rng(seed), tmp_path / "servers", []
+    marks.mkdir()
     schedule = {
         worker: {int(step): float(draw.uniform(0, 0.05)) for step in draw.choice(40, size=2, replace=False)}
         for worker in range(3)
     }
     max_staleness = [0, 1, 4, None][seed % 4]
+    total = 60 if max_staleness == 0 else 180
+    at, delay = draw.integers(total // 4, total // 2), draw.uniform(0, 0.1)
+
+    def kill_the_server(params):
+        seen.append(seen[-1] + 5)
+        here = [int(one.name) for one in marks.iterdir() if int(one.name) != os.getpid()]
+        if seen[-1] >= at and not killed:
+            killed.append(max(here, key=lambda pid: (marks / str(pid)).stat().st_mtime))
+            threading.Timer(delay, os.kill, (killed[0], signal.SIGKILL)).start()
+        return {}
+
+    seen = [0]
+    reducer = [None, so.reducers.error_feedback(so.reducers.int8())][seed % 2]
     opt = so.async_sgd(
         optax.sgd(0.02, momentum=0.9),
         regression.loss_fn,
         workers=3,
         max_staleness=max_staleness,
+        rule=server_pids(marks),
+        reducer=reducer,
         backend="ray",
         max_restarts=2,
     )
     batches_of = slowed(killed_soon(regression.batches_of(3), tmp_path, schedule), 0.01)
-    total = 60 if max_staleness == 0 else 180
-    result = opt.run(regression.params, batches_of, num_updates=total)
-    assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", total)
-    assert result.metrics["killed"]
+    with so.Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
+        result = opt.run(
+            regression.params,
+            batches_of,
+            num_updates=total,
+            checkpoints=checkpoints,
+            evaluate=kill_the_server,
+            evaluate_every=5,
+        )
+    metrics = result.metrics
+    assert (metrics["stopped"], metrics["updates"]) == ("completed", total)
+    assert metrics["killed"]
+    assert killed
+    assert 0 <= metrics["lost_updates"] < total // 2
+    assert [one.kind for one in result.log].count("push") == metrics["pushes"]
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(3)), result.params)

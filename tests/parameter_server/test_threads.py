@@ -1,6 +1,8 @@
 """Threads: what ends a run ends all of it, the bound holds under stalls, and errors say who and where."""
 
+import math
 import threading
+import time
 import traceback
 
 import jax
@@ -10,8 +12,12 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.parameter_server import Log, NonFiniteUpdateError, compute, rules
+from shardopt.parameter_server import Log, NonFiniteUpdateError, compute, make_server, rules
+from shardopt.parameter_server.compute import no_compute
+from shardopt.parameter_server.run import Run
+from shardopt.parameter_server.transports.hall import Hall
 from shardopt.parameter_server.transports.settings import settings_here
+from shardopt.parameter_server.transports.threads import run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +66,25 @@ def test_the_bound_is_reached_and_kept_when_one_stalls(max_staleness):
     waits = result.metrics["wait_seconds"]
     assert waits[1] > 0
     assert waits[2] > 0
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
+def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
+    """Threads, hall and clocks as in every run; server and workers without mathematics, which would take the time."""
+
+    def update(worker, params, batch, clock):
+        if draws[worker].random() < 0.01:
+            pause.wait(draws[worker].exponential(0.002))
+
+    draws, pause = [np.random.default_rng(worker) for worker in range(4)], threading.Event()
+    running = Run(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
+    updates = 10_000 if max_staleness else 10_000 // 4
+    hall = Hall(running, updates, {worker: [(0, math.inf)] for worker in range(4)})
+    run_threads("test", hall, no_compute()._replace(update=update), lambda hall: None)
+    metrics = running.finish(hall.why()).metrics
+    assert (metrics["stopped"], metrics["pushes"]) == ("completed", 10_000)
+    assert max(metrics["staleness"]) == max_staleness
+    assert max(metrics["delay"]) <= 3 * (2 * max_staleness + 1) * (max_staleness > 0)
 
 
 @pytest.mark.slow
