@@ -20,8 +20,9 @@ class Footprint(NamedTuple):
       opt_state: optimizer state that it holds.
       gradients: sums of gradients, and those of the micro-batch under way where these exist beside the sums.
       activations: what is kept from forwards to backwards, of all micro-batches under way.
-      gathered: weights that are whole for a moment, and their gradients before they are scattered.
-      working: what comes and goes while one block, or the loss, is differentiated; the larger of the two.
+      gathered: weights that are whole while one block, or the loss, is differentiated, and their gradients before they
+        are scattered.
+      working: what else comes and goes at that moment, the larger of the two.
     """
 
     params: float
@@ -43,10 +44,11 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
     With k blocks on a stage, r rows in a micro-batch, and activations cut over tensor as the workload says:
 
     - gradients: one sum of what the placement splits; with micro-batches and no pipeline, those of one more
-      micro-batch, which the backward pass makes before they are added. Outer gradients of a pipeline are whole.
+      micro-batch, which the backward pass makes before they are added. In a pipeline two sums, as each tick makes new
+      ones of the old; outer gradients are whole there.
     - activations: k r kept, or with remat k r message, and one block's kept. In a pipeline `schedule.num_slots`
       chunks' worth of that, and the messages that wait; with remat only the inputs of chunks, and one chunk's kept.
-    - gathered (fsdp): the outer parameters, and of one block the weights and their gradients.
+    - gathered (fsdp): weights and gradients of the outer parameters at the loss, of one block at a block.
 
     Args:
       workload: the model.
@@ -59,16 +61,18 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
     message, kept = workload.message * rows, workload.kept.on(cut) * rows
     if candidate.pipeline > 1:
         kept = workload.stage_kept.on(cut) * rows
-    working = max(
-        workload.working.on(cut) * rows + _block_again(candidate, kept),
-        workload.ends_working.on(cut) * rows,
-    )
+    outer, block = _gathered(workload, candidate, placed)
+    moments = [
+        (block, workload.working.on(cut) * rows + _block_again(candidate, kept)),
+        (outer, workload.ends_working.on(cut) * rows),
+    ]
+    gathered, working = max(moments, key=sum)
     return Footprint(
         params=placed.params,
         opt_state=placed.opt_state,
         gradients=_gradients(candidate, placed),
         activations=_activations(workload, candidate, message, kept, workload.deferred.on(cut) * rows),
-        gathered=_gathered(workload, candidate, placed),
+        gathered=gathered,
         working=working,
     )
 
@@ -85,7 +89,8 @@ def _gradients(candidate: Candidate, placed: Placed) -> float:
     whole = elements.blocks + elements.outer
     if candidate.pipeline > 1:
         blocks = elements.split_blocks / shards + elements.whole_blocks if switches.grads else elements.blocks
-        return _WIDE * (blocks + elements.outer + (scattered if switches.opt_state else 0))
+        # the branch of a tick makes its new sums beside the old ones
+        return _WIDE * (2 * (blocks + elements.outer) + (scattered if switches.opt_state else 0))
     again = candidate.micro_batches > 1
     if switches.params:
         return _WIDE * scattered * (2 if again else 1)
@@ -106,9 +111,10 @@ def _activations(workload: Workload, candidate: Candidate, message: float, kept:
     return table.num_slots * k * kept + messages * message + left
 
 
-def _gathered(workload: Workload, candidate: Candidate, placed: Placed) -> float:
+def _gathered(workload: Workload, candidate: Candidate, placed: Placed) -> tuple[float, float]:
+    """Return the bytes of whole weights and their gradients: of the outer parameters, and of one block."""
     if not placed.switches.params or candidate.data == 1:
-        return 0.0
+        return 0.0, 0.0
     size = placed.itemsize if candidate.gather_dtype is None else jnp.dtype(candidate.gather_dtype).itemsize
     block = placed.elements.split_blocks * candidate.pipeline / workload.num_blocks
-    return (placed.elements.split_outer + block) * (size + _WIDE)
+    return placed.elements.split_outer * (size + _WIDE), block * (size + _WIDE)

@@ -28,7 +28,7 @@ def layouts(
     Tensor and pipeline take powers of two (or the chips' own small divisors) up to 64, stages divide the blocks, data
     takes the rest. Micro-batches are powers of two that leave a device at least a row; a pipeline gets at least as many as stages.
     """
-    for tensor in _divisors(chips // slices, MAX_TENSOR if workload.tensor_sums else 1):
+    for tensor in _divisors(chips // slices, MAX_TENSOR if any(workload.tensor_sums) else 1):
         for pipeline in _divisors(chips // slices // tensor, MAX_PIPELINE):
             if workload.num_blocks % pipeline:
                 continue

@@ -12,7 +12,7 @@ from shardopt.core.block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, Weighted
 from shardopt.pipeline.passes import take_apart
-from shardopt.planning.workload import Bytes, Workload
+from shardopt.planning.workload import Bytes, Workload, tensor_sums
 
 
 def trace(
@@ -28,9 +28,9 @@ def trace(
     """Return what a row of a model's batch costs, by tracing it; nothing is run or allocated.
 
     Flops are those of inner products and convolutions in the trace, forward and backward. What a block keeps is what
-    its backward pass reads: the residuals of `jax.vjp` that are not weights. Over tensor, arrays as large as the
-    message between blocks, or smaller, count as whole and larger ones as split, as in a block whose first product is
-    split by column and whose second is split by row.
+    its backward pass reads: the residuals of `jax.vjp` that are not weights. Over tensor, arrays of the shape of the
+    message between blocks, and statistics of it, count as whole and all others as split, as in a block whose first
+    product is split by column and whose second is split by row.
 
     Args:
       model: a `BlockModel`, or its `loss_fn`.
@@ -85,7 +85,7 @@ def trace(
         deferred=Bytes(slope["deferred_whole"], slope["deferred_split"]),
         working=Bytes(slope["message"], slope["working"]),
         ends_working=Bytes(0, slope["ends"]),
-        tensor_sums=2 if rules else 0,
+        tensor_sums=tensor_sums(params, rules),
         model_flops=3.0 * (jax.tree.leaves(params[BLOCKS])[0].shape[0] * slope["block_flops"] + slope["ends_flops"]),
         itemsize=int(one["itemsize"]),
     )
@@ -107,9 +107,10 @@ def _costs(model: BlockModel, params: PyTree, batch: PyTree, compute_dtype: Any)
         return value.total if isinstance(value, Weighted) else value
 
     message = sum(_nbytes(leaf) for leaf in jax.tree.leaves(x))
-    whole, split, largest = _residuals(run, block, x, key, message)
-    ends_whole, ends_split, _ = _residuals(loss, outer, x, batch, key, 0)
-    stage, deferred = _stage(run, block, x, message)
+    like = {leaf.shape for leaf in jax.tree.leaves(x)}
+    whole, split, largest = _residuals(run, block, x, key, like)
+    ends_whole, ends_split, _ = _residuals(loss, outer, x, batch, key, like)
+    stage, deferred = _stage(run, block, x, like)
     flops = lambda f, *args: sum(count_flops(jax.make_jaxpr(f)(*args)))  # noqa: E731
 
     def again(w, x, dy, key):
@@ -137,8 +138,8 @@ def _costs(model: BlockModel, params: PyTree, batch: PyTree, compute_dtype: Any)
 
 
 def _residuals(f: Callable[..., Any], weights: PyTree, *args: Any) -> tuple[float, float, float]:
-    """Return the bytes that the backward of f keeps: no larger than `message`, larger, and the largest of all."""
-    *inputs, message = args
+    """Return the bytes that the backward of f keeps: whole over tensor, split, and those of the largest array."""
+    *inputs, like = args
     x, rest = inputs[0], inputs[1:]
 
     def keep(weights, x, rest):
@@ -150,11 +151,11 @@ def _residuals(f: Callable[..., Any], weights: PyTree, *args: Any) -> tuple[floa
     given = set(map(id, jaxpr.invars[:num_weights]))
     casts = {id(eqn.outvars[0]) for eqn in jaxpr.eqns if _reshapes_a_weight(eqn, given)}
     kept = {id(v): v.aval for v in jaxpr.outvars if not hasattr(v, "val") and id(v) not in given | casts}
-    sizes = [_nbytes(aval) for aval in kept.values()]
-    return *_by_size(sizes, message), float(max(sizes, default=0))
+    largest = max((_nbytes(aval) for aval in kept.values()), default=0)
+    return *_whole_and_split(kept.values(), like), float(largest)
 
 
-def _stage(run: Callable[..., Any], block: PyTree, x: PyTree, message: int) -> tuple[Any, Any]:
+def _stage(run: Callable[..., Any], block: PyTree, x: PyTree, like: set[tuple[int, ...]]) -> tuple[Any, Any]:
     """Return what a pipeline keeps of a block until its backward, and from there to its weight gradient."""
     weights, treedef = jax.tree.flatten(block)
     inputs, x_treedef = jax.tree.flatten(x)
@@ -164,12 +165,19 @@ def _stage(run: Callable[..., Any], block: PyTree, x: PyTree, message: int) -> t
 
     trained = [i for i, leaf in enumerate(weights) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     passes = take_apart(f, weights, inputs, trained=trained)
-    return _by_size(map(_nbytes, passes.kept), message), _by_size(map(_nbytes, passes.deferred), message)
+    return _whole_and_split(passes.kept, like), _whole_and_split(passes.deferred, like)
 
 
-def _by_size(sizes: Iterable[int], message: int) -> tuple[float, float]:
-    sizes = list(sizes)
-    return float(sum(n for n in sizes if n <= message)), float(sum(n for n in sizes if n > message))
+def _whole_and_split(avals: Iterable[Any], like: set[tuple[int, ...]]) -> tuple[float, float]:
+    """Return the bytes of arrays like the message or statistics of it (last dim 1), and of all others."""
+    shapes = like | {(*shape[:-1], 1) for shape in like}
+    whole, split = 0.0, 0.0
+    for aval in avals:
+        if aval.shape in shapes:
+            whole += _nbytes(aval)
+        else:
+            split += _nbytes(aval)
+    return whole, split
 
 
 def _reshapes_a_weight(eqn: Any, given: set[int]) -> bool:

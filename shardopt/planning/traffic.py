@@ -49,7 +49,8 @@ def traffic(workload: Workload, candidate: Candidate, placed: Placed, *, batch_s
       data are all-reduced once. Then one all-reduce over replica, of shards where there are shards.
     - pipeline: two permutes of A each tick, and an all-reduce of the outer gradients.
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
-      backward pass needs: all but the last of each block.
+      backward pass needs: all but the last of each block. And one after the embedding, one before the head's gradient
+      leaves it.
 
     Args:
       workload: the model.
@@ -129,6 +130,8 @@ def _outer(candidate: Candidate, placed: Placed) -> float:
 def _over_tensor(workload: Workload, candidate: Candidate, batch_size: int) -> list[Transfer]:
     message = workload.message * batch_size / candidate.pieces
     blocks = workload.num_blocks // candidate.pipeline * candidate.micro_batches
-    again = max(workload.tensor_sums - 1, 0) if candidate.remat else 0
-    sums = 2 * workload.tensor_sums + again
-    return [Transfer("all-reduce", "tensor", "activations", message, sums * blocks)]
+    forward, backward = workload.tensor_sums
+    again = max(forward - 1, 0) if candidate.remat else 0
+    sums = forward + backward + again
+    ends = 2 * candidate.micro_batches if sums else 0
+    return [Transfer("all-reduce", "tensor", "activations", message, sums * blocks + ends)]

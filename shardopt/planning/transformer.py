@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from shardopt.core.errors import complaint, plural
-from shardopt.planning.workload import Bytes, Workload
+from shardopt.planning.workload import Bytes, Workload, tensor_sums
 
 RULES = (
     ("^blocks/(q|kv)$", P(None, "tensor", None)),
@@ -155,7 +155,7 @@ class Transformer:
             working=Bytes(whole=size * T * 2 * D, split=size * T * 2 * F + scores),
             # logits, and their gradient, both in fp32
             ends_working=Bytes(split=2 * wide * T * self.vocab_size),
-            tensor_sums=2,
+            tensor_sums=tensor_sums(self.abstract_params(), RULES),
             model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
             itemsize=size,
         )

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardopt.core.types import PyTree
+from shardopt.partition.paths import leaves_with_paths
+from shardopt.partition.rules import match_rules
 
 
 class Bytes(NamedTuple):
@@ -53,8 +55,8 @@ class Workload(NamedTuple):
       deferred: bytes that the backward of a block leaves for its weight gradient, where a schedule splits that off.
       working: bytes that come and go while one block is differentiated, over and above `kept` of that block.
       ends_working: bytes that come and go while the loss of a row is differentiated.
-      tensor_sums: all-reduces of a message over tensor in the forward of a block, 0 where no rule splits it; as many
-        in the backward.
+      tensor_sums: all-reduces of a message over tensor in the forward of a block, and in its backward; see
+        `tensor_sums`.
       model_flops: of a training step and one row, by the convention of model flops utilisation: no recomputation,
         causal attention counted as half.
       itemsize: bytes of a number in which blocks compute.
@@ -73,7 +75,7 @@ class Workload(NamedTuple):
     deferred: Bytes
     working: Bytes
     ends_working: Bytes
-    tensor_sums: float
+    tensor_sums: tuple[int, int]
     model_flops: float
     itemsize: int
 
@@ -86,3 +88,16 @@ class Workload(NamedTuple):
     def num_parameters(self) -> int:
         """How many numbers the parameters are."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def tensor_sums(params: PyTree, rules: Any) -> tuple[int, int]:
+    """Return how many sums over tensor the forward and the backward of a block need, by its rules.
+
+    A weight that is split on its first dim, what it sums over, leaves partial results in the forward; one that is split
+    on any other dim leaves partial gradients of its input in the backward.
+    """
+    leaves = leaves_with_paths(params)
+    specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], who="plan")
+    split = [tuple(spec) for (path, _), spec in zip(leaves, specs, strict=True) if path.startswith("blocks/")]
+    rows = sum(spec[:1] == ("tensor",) for spec in split)
+    return rows, sum("tensor" in spec for spec in split) - rows

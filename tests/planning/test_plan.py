@@ -1,0 +1,180 @@
+"""`so.plan`: what it ranks, what it drops, what it returns, what it says when nothing fits; times from first principles."""
+
+import dataclasses
+import json
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+from support.layouts import SHAPE
+
+import shardopt as so
+from shardopt.models import transformer
+from shardopt.planning import HARDWARE, Candidate, Hardware, Transfer, find_hardware, predict
+from shardopt.planning.links import seconds
+
+CHIP = Hardware("toy", 1e12, 10**9, 1e11, 1e10, 0, 8, 1e9, "made up")
+WORK = SHAPE.workload()
+
+
+def refused(kind, message):
+    return pytest.raises(kind, match=f"^{re.escape(message)}$")
+
+
+def test_the_best_plan_trains(mesh_of):
+    small = dataclasses.replace(CHIP, memory_bytes=20 * 10**6)
+    plans = so.plan(SHAPE, hardware=small, chips=8, batch_size=16, gather_dtype=None)
+    best = plans.best
+    opt = so.hybrid(optax.adamw(1e-3), so.make_mesh(**best.mesh), transformer.model(SHAPE), **best.strategy)
+    assert opt.mesh.size == 8
+    assert opt.specs(SHAPE.abstract_params()).params["head"]
+
+
+def test_plans_are_ranked_by_time_and_fit():
+    plans = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=64)
+    times = [one.time.total for one in plans.ranked]
+    assert times == sorted(times)
+    assert all(one.memory.total <= plans.limit for one in plans.ranked)
+    assert all(one.layout.num_chips == 64 for one in plans.ranked)
+    tight = [one for one in plans.dropped if one.missing_bytes]
+    assert [one.missing_bytes for one in tight] == sorted(one.missing_bytes for one in tight)
+    assert {one.layout for one in plans.ranked}.isdisjoint(one.layout for one in plans.dropped)
+    kinds = {(one.layout.placement, one.layout.schedule, one.layout.remat) for one in plans.ranked}
+    assert {placement for placement, _, _ in kinds} == {"zero1", "zero2", "fsdp", "ddp"}
+    assert {schedule for _, schedule, _ in kinds} == {None, "one_f_one_b", "interleaved", "zero_bubble_lockstep"}
+
+
+def test_a_table_and_json():
+    plans = so.plan("gpt2", hardware="a100", chips=4, batch_size=8)
+    lines = str(plans).splitlines()
+    assert lines[0] == "gpt2 (0.12 billion parameters) on 4 chips of a100, 8 rows a batch"
+    assert lines[1].split() == ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
+    assert json.loads(json.dumps(plans.best.to_json()))["layout"]["data"] * 1 >= 1
+
+
+def test_slices_hold_a_copy_each_or_share_one():
+    plans = so.plan("llama3-8b", hardware="v6e", chips=512, slices=2, batch_size=512, placements=("fsdp",))
+    assert {one.layout.replica for one in plans.ranked} == {1, 2}
+
+
+def test_the_optimizer_counts():
+    layout = Candidate(data=8, placement="ddp")
+    size = WORK.num_parameters * 4
+    for tx, copies in ((optax.sgd(0.1), 0), (optax.sgd(0.1, momentum=0.9), 1), (optax.adamw(0.1), 2)):
+        found = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=tx)
+        assert found.memory.opt_state == pytest.approx(copies * size, abs=16)
+    factored = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=optax.adafactor(0.1))
+    assert factored.memory.opt_state < size / 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "params", "state"),
+    [("ddp", 1, 1), ("zero1", 1, 8), ("zero2", 1, 8), ("fsdp", 8, 8)],
+)
+def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, state):
+    work = so.planning.find_model("test", "llama3-8b").workload()
+    found = predict(work, Candidate(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8)
+    assert found.memory.params == pytest.approx(4 * work.num_parameters / params, rel=1e-3)
+    assert found.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
+
+
+def test_rings_on_a_switch_and_beyond():
+    layout = Candidate(data=4, tensor=4)
+    reduce = lambda axis: seconds(Transfer("all-reduce", axis, "x", 1e9, 1), layout, CHIP)  # noqa: E731
+    # tensor within a node of 8 over links; data: pairs within one, then two nodes, both members sharing the network
+    assert reduce("tensor") == pytest.approx(2 * 3 / 4 * 1e9 / 1e10)
+    assert reduce("data") == pytest.approx(2 * 1 / 2 * 1e9 / 1e10 + 2 * 1 / 2 * 1e9 / 2 / 1e9)
+    gather = seconds(Transfer("all-gather", "tensor", "x", 1e9, 3), layout, CHIP)
+    assert gather == pytest.approx(3 * 3 / 4 * 1e9 / 1e10)
+    send = Candidate(data=1, pipeline=16)
+    assert seconds(Transfer("collective-permute", "pipeline", "x", 1e9, 1), send, CHIP) == pytest.approx(1.0)
+
+
+def test_a_gather_over_a_whole_torus_of_three_axes_takes_as_long_as_an_all_reduce():
+    chip = HARDWARE["v5p"]
+    gather = Transfer("all-gather", "data", "weights", 1e9, 1)
+    whole, half = Candidate(data=64), Candidate(replica=2, data=32)
+    assert seconds(gather, whole, chip) == pytest.approx(seconds(gather._replace(kind="all-reduce"), whole, chip))
+    assert seconds(gather, half, chip) == pytest.approx(31 / 32 * 1e9 / (2 * chip.link_bandwidth), rel=0.51)
+    flat = HARDWARE["v6e"]
+    assert seconds(gather, Candidate(data=256), flat) == pytest.approx(255 / 256 * 1e9 / (2 * flat.link_bandwidth))
+
+
+def test_time_without_communication_is_flops_over_peak():
+    fast = dataclasses.replace(CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30)
+    for tensor in (1, 2):
+        found = predict(WORK, Candidate(data=2, tensor=tensor), hardware=fast, batch_size=8)
+        flops = 3 * (WORK.num_blocks * WORK.block_flops + WORK.ends_flops) * 8
+        assert found.time.total == pytest.approx(flops / (2 * tensor) / 1e12)
+    again = predict(WORK, Candidate(data=2, remat=True), hardware=fast, batch_size=8)
+    assert again.time.total > predict(WORK, Candidate(data=2), hardware=fast, batch_size=8).time.total
+
+
+def test_a_pipeline_idles_as_its_schedule_says():
+    fast = dataclasses.replace(CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30)
+    bare = WORK._replace(ends_flops=0.0)
+    layout = Candidate(pipeline=4, schedule="one_f_one_b", micro_batches=8)
+    time = predict(bare, layout, hardware=fast, batch_size=8).time
+    assert time.bubble / time.total == pytest.approx(layout.table().program_bubble_fraction)
+
+
+def test_unknown_names_list_the_known_ones():
+    known = "a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x"
+    message = f"plan: unknown hardware 'v9'.\nFix: use one of {known}, or describe the chip with so.planning.Hardware."
+    with refused(ValueError, message):
+        so.plan("gpt2", hardware="v9", chips=8, batch_size=8)
+    with refused(TypeError, "plan: hardware must be a name or a Hardware, got 7.\n"
+        "Fix: pass a name such as 'v5p', or a so.planning.Hardware."):  # fmt: skip
+        so.plan("gpt2", hardware=7, chips=8, batch_size=8)
+    message = "plan: unknown placement 'zero9'.\nFix: use some of ddp, zero1, zero2, zero3, fsdp."
+    with refused(ValueError, message):
+        so.plan("gpt2", hardware="v5p", chips=8, batch_size=8, placements=["zero9"])
+
+
+def test_numbers_out_of_range_are_refused():
+    with refused(TypeError, "plan: chips must be an integer, got 8.0."):
+        so.plan("gpt2", hardware="v5p", chips=8.0, batch_size=8)
+    with refused(ValueError, "plan: batch_size must be at least 1, got 0."):
+        so.plan("gpt2", hardware="v5p", chips=8, batch_size=0)
+    message = "plan: 9 chips cannot be spread evenly over 2 slices.\nFix: choose chips divisible by 2."
+    with refused(ValueError, message):
+        so.plan("gpt2", hardware="v5p", chips=9, slices=2, batch_size=8)
+    with refused(ValueError, "plan: headroom must be at least 0 and below 1, got 1."):
+        so.plan("gpt2", hardware="v5p", chips=8, batch_size=8, headroom=1)
+
+
+def test_a_model_that_fits_nowhere_says_by_how_many_bytes_and_what_would_help():
+    with pytest.raises(
+        ValueError, match=r"^plan: llama3-405b on 8 chips of v5e with 8 rows a batch: nothing fits"
+    ) as caught:
+        so.plan("llama3-405b", hardware="v5e", chips=8, batch_size=8)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5
+    missing = [int(re.search(r"([\d,]+) bytes too many", line)[1].replace(",", "")) for line in lines[1:4]]
+    assert missing == sorted(missing)
+    # parameters, gradients and state alone are 16 bytes a parameter
+    assert missing[0] > 16 * 405.8e9 / 8 - HARDWARE["v5e"].memory_bytes
+    assert re.match(r"Fix: use about \d+ chips or more, or fewer rows a batch\.", lines[4])
+    with pytest.raises(ValueError, match=r"no layout divides evenly"):
+        so.plan("gpt2", hardware="v5p", chips=8, batch_size=3, placements=["ddp"])
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_hardware_is_plausible_and_has_a_source(name):
+    chip = find_hardware("test", name.upper())
+    assert 1e14 < chip.flops < 1e16
+    assert 10 < chip.flops / chip.memory_bandwidth < 1000  # flops a byte
+    assert chip.link_bandwidth < chip.memory_bandwidth
+    assert chip.network_bandwidth < chip.link_bandwidth
+    assert chip.source
+    assert find_hardware("test", chip) is chip
+
+
+def test_gather_dtype_is_for_fsdp_alone():
+    work = SHAPE.workload()
+    for placement in ("zero1", "fsdp"):
+        found = predict(
+            work, Candidate(data=8, placement=placement, gather_dtype=jnp.bfloat16), hardware=CHIP, batch_size=8
+        )
+        assert ("gather_dtype" in found.strategy) == (placement == "fsdp")

@@ -1,0 +1,129 @@
+"""What a model costs: closed forms against traces, published sizes, refusals."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.layouts import SHAPE
+
+import shardopt as so
+from shardopt.models import gpt, transformer
+from shardopt.planning import MODELS, Transformer, count_flops, find_model, trace
+from shardopt.planning.transformer import RULES
+
+
+def refused(kind, message):
+    return pytest.raises(kind, match=f"^{re.escape(message)}$")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_closed_form_is_the_trace(gated):
+    shape = Transformer(
+        "t", 64, 3, 8, 160, 256, 32, num_kv_heads=2, gated=gated, fused_attention=False, dtype=jnp.float32
+    )
+    work = shape.workload()
+    params, batch = shape.abstract_params(), transformer.abstract_batch(shape, 4)
+    traced = trace(transformer.model(shape), params, batch, rules=RULES)
+    assert traced.block_flops == work.block_flops
+    assert traced.again_flops == work.again_flops
+    assert traced.ends_flops == work.ends_flops
+    assert traced.message == work.message
+    assert traced.num_parameters == work.num_parameters == shape.num_parameters
+    # out and down are split by row; q, kv and up by column
+    assert traced.tensor_sums == work.tensor_sums == (2, 3)
+    # at least what inner products need, at most what nothing recomputed keeps
+    assert work.message <= work.stage_kept.on(1) <= traced.kept.on(1)
+
+
+def test_the_trace_of_the_gpt_counts_its_weights():
+    config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
+    params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
+    work = trace(gpt.model(config), params, {"tokens": jnp.zeros((2, 33), jnp.int32)}, tokens=32)
+    D, F, T = 64, 192, 32
+    assert work.block_flops == 2 * T * (4 * D * D + 3 * D * F) + 4 * T * T * D
+    assert work.ends_flops == 2 * T * D * 256
+    assert work.tensor_sums == (0, 0)
+    assert trace(gpt.model(config), params, {"tokens": jnp.zeros((2, 33), jnp.int32)}, rules=gpt.rules).tensor_sums == (
+        2,
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt2", 0.12444), ("gpt2-xl", 1.55761), ("llama3-8b", 8.030), ("llama3-70b", 70.55), ("llama3-405b", 405.85)],
+)
+def test_published_sizes(name, billions):
+    """The counts of the released checkpoints; gpt2 lacks its biases, which are under a thousandth."""
+    assert find_model("test", name).num_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_a_step_costs_six_flops_a_parameter_and_token_and_some_for_attention():
+    for shape in MODELS.values():
+        ratio = shape.workload().model_flops / (6 * shape.num_parameters * shape.length)
+        assert 1.0 < ratio < 1.1
+
+
+def test_flops_of_loops_and_branches():
+    def program(x):
+        x = jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=7)[0]
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x, x)
+
+    assert sum(count_flops(jax.make_jaxpr(program)(jnp.ones((8, 8))))) == 9 * 2 * 8**3
+
+
+def test_unknown_models_and_kinds_are_refused():
+    known = "gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b"
+    message = f"plan: unknown model 'gpt5'.\nFix: use one of {known}, or describe it with so.planning.Transformer."
+    with refused(ValueError, message):
+        find_model("plan", "gpt5")
+    message = (
+        "plan: model must be a name, a Transformer or a Workload, got 3.\n"
+        "Fix: pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
+    )
+    with refused(TypeError, message):
+        find_model("plan", 3)
+    message = (
+        "Transformer: 2 sizes cannot be used.\n  dim must be positive, got 0\n  width must be positive, got 0\n"
+        "Fix: choose positive sizes, and heads in equal groups."
+    )
+    with refused(ValueError, message):
+        Transformer("t", 0, 2, 4, 8, 16, 8)
+    message = (
+        "Transformer: 1 size cannot be used.\n  num_heads=4 is not divisible by num_kv_heads=3\n"
+        "Fix: choose positive sizes, and heads in equal groups."
+    )
+    with refused(ValueError, message):
+        Transformer("t", 8, 2, 4, 8, 16, 8, num_kv_heads=3)
+
+
+def test_what_cannot_be_traced_is_refused():
+    message = (
+        "trace: model must be a BlockModel, got function.\n"
+        "Fix: use so.BlockModel(embed, block, loss), or describe a shape with so.planning.Transformer."
+    )
+    with refused(TypeError, message):
+        trace(lambda params, batch: 0.0, {}, {})
+    model = so.BlockModel(lambda outer, batch: batch, lambda w, x: x, lambda outer, x, batch: x.mean())
+    message = (
+        "trace: the parameters of a BlockModel must be a dict with 'blocks'.\n"
+        'Fix: pass {"blocks": leaves stacked [L, ...], **outer}.'
+    )
+    with refused(ValueError, message):
+        trace(model, {"w": jnp.ones(3)}, jnp.ones((2, 3)))
+    message = "trace: a leaf of the batch has no dim.\nFix: give every leaf of the batch its rows as first dim."
+    with refused(ValueError, message):
+        trace(model, {"blocks": {"w": jnp.ones((2, 3))}}, jnp.ones(()))
+
+
+def test_the_model_of_a_shape_learns_from_its_batch():
+    params = jax.jit(lambda rng: transformer.init(SHAPE, rng))(jax.random.key(0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), SHAPE.abstract_params()
+    )
+    batch = {"tokens": jnp.arange(2 * 65).reshape(2, 65)}
+    loss, grads = jax.jit(jax.value_and_grad(transformer.model(SHAPE).loss_fn))(params, batch)
+    assert float(loss) == pytest.approx(math.log(SHAPE.vocab_size), rel=0.02)
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(grads))

@@ -1,0 +1,81 @@
+"""A small transformer under a layout: what is predicted of it, and the step that is really compiled."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shardopt as so
+from shardopt.models import transformer
+from shardopt.planning import Candidate, Transformer, trace
+from shardopt.planning.footprint import footprint
+from shardopt.planning.placed import abstract_opt_state, place
+from shardopt.planning.traffic import by_axis, traffic
+from shardopt.planning.transformer import RULES
+
+SIZES = {"dim": 128, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "hidden": 384, "vocab_size": 512}
+SHAPE = Transformer("small", **SIZES, length=64, dtype=jnp.float32, fused_attention=False)
+TX = optax.adamw(1e-3)
+
+LAYOUTS = {
+    "ddp": (Candidate(data=8, placement="ddp"), 16),
+    "ddp, micro-batches": (Candidate(data=8, placement="ddp", micro_batches=2), 32),
+    "ddp, remat": (Candidate(data=8, placement="ddp", remat=True), 64),
+    "zero1": (Candidate(data=8, placement="zero1"), 16),
+    "zero1, tensor": (Candidate(data=4, tensor=2, placement="zero1"), 16),
+    "zero2": (Candidate(data=8, placement="zero2", micro_batches=2), 32),
+    "zero2, tensor": (Candidate(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
+    "fsdp": (Candidate(data=8), 16),
+    "fsdp, micro-batches": (Candidate(data=8, micro_batches=4), 64),
+    "fsdp, remat": (Candidate(data=8, remat=True), 64),
+    "fsdp, tensor": (Candidate(data=4, tensor=2), 32),
+    "fsdp, tensor, remat": (Candidate(data=4, tensor=2, remat=True), 64),
+    "fsdp, tensor=4": (Candidate(data=2, tensor=4), 32),
+    "hsdp": (Candidate(replica=2, data=4), 16),
+    "hsdp, remat": (Candidate(replica=2, data=4, remat=True, micro_batches=2), 64),
+    "1f1b": (Candidate(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8), 64),
+    "1f1b, remat": (Candidate(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8, remat=True), 64),
+    "1f1b, ddp, remat": (
+        Candidate(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4, remat=True),
+        64,
+    ),
+    "1f1b, ddp": (Candidate(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4), 64),
+    "zero bubble, zero1, tensor": (
+        Candidate(data=2, pipeline=2, tensor=2, placement="zero1", schedule="zero_bubble_lockstep", micro_batches=4),
+        32,
+    ),
+    "interleaved, tensor": (
+        Candidate(data=2, pipeline=2, tensor=2, schedule="interleaved", chunks=2, micro_batches=4),
+        32,
+    ),
+    "interleaved, remat": (
+        Candidate(data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True),
+        64,
+    ),
+}
+
+
+def predicted(layout, batch_size, shape=SHAPE):
+    """Return (workload, placed, footprint, bytes sent by axis) of the traced model."""
+    work = trace(transformer.model(shape), shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
+    placed = place(work, layout, abstract_opt_state(work, TX))
+    sent = traffic(work, layout, placed, batch_size=batch_size)
+    return work, placed, footprint(work, layout, placed, batch_size=batch_size), by_axis(sent, layout)
+
+
+def compiled(layout, batch_size, shape=SHAPE):
+    """Compile the step of the layout on fake devices."""
+    devices = jax.devices()[: math.prod(layout.sizes.values())]
+    opt = so.hybrid(
+        TX,
+        so.make_mesh(**layout.sizes, devices=devices),
+        transformer.model(shape),
+        schedule=layout.builder(),
+        micro_batches=layout.micro_batches,
+        placement=layout.placement,
+        remat=layout.remat,
+        rules=RULES if layout.tensor > 1 else (),
+    )
+    state = opt.abstract_state(shape.abstract_params())
+    return opt.step.lower(state, transformer.abstract_batch(shape, batch_size)).compile()
