@@ -96,7 +96,8 @@ def async_sgd(
       Workers that are not there any more leave, new ones join. `evaluate(params) -> metrics` is called every
       `evaluate_every` updates while the workers go on, its results are `metrics["evaluations"]` with the means of the
       training metrics since the one before. `early_stopping`, a `so.EarlyStopping`, watches these and ends the run
-      ("early").
+      ("early"). `progress=True` shows a live table of the workers on a terminal, who computes and who waits, and a line
+      every ten seconds elsewhere, on standard error.
 
     Raises:
       TypeError: if an argument is of the wrong kind.

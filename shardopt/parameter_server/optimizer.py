@@ -16,6 +16,7 @@ from shardopt.core.types import PyTree
 from shardopt.parameter_server.arguments import check_count, is_integer
 from shardopt.parameter_server.compute import Compute, Streams, key_data
 from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.progress import show_workers
 from shardopt.parameter_server.replay import replay_events
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import AsyncResult, Run
@@ -33,7 +34,7 @@ class AsyncOptimizer(NamedTuple):
 
     Attributes:
       run: `run(params, batches_of, *, num_updates, rng=None, presence=None, log_path=None, checkpoints=None,
-        early_stopping=None, evaluate=None, evaluate_every=100) -> AsyncResult`; see `async_sgd`.
+        early_stopping=None, evaluate=None, evaluate_every=100, progress=False) -> AsyncResult`; see `async_sgd`.
       replay: `replay(log, params, batches_of) -> params`: does a run of this optimizer again from its log, on one
         thread, bit for bit; see `parameter_server.replay`.
       workers: the mesh of each worker.
@@ -104,6 +105,7 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
         early_stopping: EarlyStopping | None = None,
         evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
         evaluate_every: int = 100,
+        progress: bool = False,
     ) -> AsyncResult:
         """Train until the server has made `num_updates` updates; see `async_sgd`."""
         check_params(who, params)
@@ -115,6 +117,7 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
             early_stopping=early_stopping,
             evaluate=evaluate,
             evaluate_every=evaluate_every,
+            progress=progress,
         )
         key = key_data(who, rng)
         if job.ray is not None:
@@ -128,7 +131,8 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
             running.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
         try:
             hall = Hall(running, num_updates, periods, watch.wishes.wanted, watch.wishes.keep)
-            run_threads(who, hall, compute, watch)
+            with show_workers(who, shown=watch.progress) as watch.show:
+                run_threads(who, hall, compute, watch)
             result = running.finish(hall.why(), **watch.metrics())
             watch.finish(None if checkpoints is None else snapshot(running))
             return result
@@ -157,7 +161,8 @@ def run_on_ray(
         crew = Crew(ray, spec, params, batches_of, key, num_updates, watch)
         log = None
         try:
-            result = crew.run(found)
+            with show_workers(job.who, shown=watch.progress) as watch.show:
+                result = crew.run(found)
             log = result.log
             return result
         finally:

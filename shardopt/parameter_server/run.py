@@ -12,6 +12,7 @@ from shardopt.parameter_server.log import Log
 from shardopt.parameter_server.positions import Positions
 from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.state import ServerState
+from shardopt.parameter_server.status import Status, Tally
 from shardopt.parameter_server.summary import summarize
 from shardopt.parameter_server.trainable import digest
 
@@ -61,7 +62,7 @@ class Run:
                 "final": None,
             }
         )
-        self.positions = Positions()
+        self.positions, self.tally = Positions(), Tally()
         self.push_bytes = 0
         self.unsent: dict[int, Any] = {}  # what the error memory of each worker holds
         self.lost_memory: dict[int, list[float]] = {}
@@ -76,7 +77,7 @@ class Run:
         began, clock = log[len(log) - 1].time if len(log) else 0.0, self.now
         start = clock()
         self.now = lambda: began + clock() - start
-        self.state, self.log, self.positions = state, log, Positions(log)
+        self.state, self.log, self.positions, self.tally = state, log, Positions(log), Tally(log)
         self._history, self._recent = list(history), []
 
     def join(self, worker: int) -> Event:
@@ -109,6 +110,12 @@ class Run:
         """Let a worker go on after a `restore`."""
         self._forget(worker)
         return self._record(*self.server.resume(self.state, worker))
+
+    def status(self, num_updates: int) -> Status:
+        """Return who is doing what."""
+        now = self.now()
+        workers = self.tally.workers(now, lambda worker: not self.may_pull(worker))
+        return Status(now, self.state.version, num_updates, workers)
 
     def history(self, since: int = 0) -> list[Mapping[str, Any]]:
         """Return the metrics of each update from version `since` on; the latest may still be under way."""
@@ -145,4 +152,5 @@ class Run:
         self.state = state
         self.log.append(event)
         self.positions.record(event)
+        self.tally.record(event)
         return event

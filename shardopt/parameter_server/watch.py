@@ -15,6 +15,9 @@ from shardopt.parameter_server.run import Run
 from shardopt.parameter_server.saving import Snapshot, load_snapshot, restore_run, snapshot
 from shardopt.parameter_server.transports.hall import Milestone
 
+_LOOK = 0.25
+"""Seconds between two looks of a person."""
+
 
 class Wishes:
     """Which versions somebody wants to see, and what of them: numbers only, so that it crosses to other processes."""
@@ -48,6 +51,7 @@ class Watch:
       early_stopping: a `shardopt.EarlyStopping`, or None.
       evaluate: `evaluate(params) -> metrics`, or None.
       evaluate_every: updates between evaluations, and observations of early stopping.
+      progress: whether a person watches; `show` is then to be set, from `show_workers`.
     """
 
     def __init__(
@@ -58,13 +62,17 @@ class Watch:
         early_stopping: EarlyStopping | None = None,
         evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
         evaluate_every: int = 100,
+        progress: bool = False,
     ):
+        if not isinstance(progress, bool):
+            raise TypeError(f"{who}: progress must be True or False, got {progress!r}.")
         _check(who, checkpoints, early_stopping, evaluate, evaluate_every)
         self.who, self.checkpoints, self.rule, self.evaluate = who, checkpoints, early_stopping, evaluate
         evaluates = early_stopping is not None or evaluate is not None
         self.wishes = Wishes(
             None if checkpoints is None else checkpoints.every, int(evaluate_every) if evaluates else None
         )
+        self.progress, self.show = progress, lambda status, last=False: None
         self.state = StoppingState()
         self.resumed_from: int | None = None
         self.saved: int | None = None
@@ -133,9 +141,14 @@ class Watch:
 
     def __call__(self, hall: Any) -> None:
         """Take milestones away until nobody works any more."""
-        while not self.idle and ((milestone := hall.milestone()) is not None or hall.working):
+        if self.idle and not self.progress:
+            return
+        timeout = _LOOK if self.progress else None
+        while (milestone := hall.milestone(timeout)) is not None or hall.working:
             if milestone is not None and self.handle(milestone):
                 hall.finish_early()
+            self.show(hall.status)
+        self.show(hall.status, last=True)
 
     def _observe(self, version: int, params: PyTree) -> None:
         rows, self._window = jax.device_get(self._window), []

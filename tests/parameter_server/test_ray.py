@@ -158,7 +158,7 @@ def test_without_workers_there_is_an_error_and_a_checkpoint(regression, tmp_path
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
 
 
-def test_islands_of_two_devices_each(regression):
+def test_islands_of_two_devices_each(regression, capsys):
     """Each a process with a mesh of its own; without staleness they are DiLoCo."""
     loss_fn = regression.loss_fn
 
@@ -166,7 +166,8 @@ def test_islands_of_two_devices_each(regression):
         return so.fsdp(optax.adamw(0.01), so.make_mesh(devices=devices), loss_fn)
 
     opt = so.async_local_sgd([make, make], local_steps=2, max_staleness=0, backend="ray", devices=2)
-    result = opt.run(regression.params, regression.batches_of(2), num_updates=4)
+    result = opt.run(regression.params, regression.batches_of(2), num_updates=4, progress=True)
+    assert "async_local_sgd: update 4/4  " in capsys.readouterr().err
     devices = jax.devices()
     here = [make(devices[0:2]), make(devices[2:4])]
     threads = so.async_local_sgd(here, local_steps=2, max_staleness=0)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from shardopt.core.types import PyTree
 from shardopt.parameter_server.run import Run
+from shardopt.parameter_server.status import Status
 
 Presence = Mapping[int, Sequence[tuple[int, float]]]
 
@@ -158,6 +159,11 @@ class Hall:
             found = self.milestones.pop(0) if self.milestones else None
             self.changed.notify_all()
             return found
+
+    def status(self) -> Status:
+        """Return who is doing what."""
+        with self.changed:
+            return self.run.status(self.num_updates)
 
     def over(self) -> bool:
         """Whether every worker is to end."""

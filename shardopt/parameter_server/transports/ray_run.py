@@ -139,6 +139,7 @@ class Crew:
             else:
                 try:
                     self.reached(self.ray.get(milestone))
+                    self.watch.show(self.status)
                     milestone = self.server.milestone.remote(_POLL)
                 except self.ray.exceptions.RayActorError:
                     server_lost = True
@@ -147,6 +148,7 @@ class Crew:
         self.reached(self.ray.get(milestone))  # what was under way when the last worker ended
         while not self.watch.idle and (found := self.ray.get(self.server.milestone.remote(_POLL))) is not None:
             self.reached(found)
+        self.watch.show(self.status, last=True)
         return True
 
     def reached(self, milestone: Any) -> None:
@@ -211,6 +213,10 @@ class Crew:
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the hall."""
         return self.ray.get(self.server.call.remote(name, *arguments))
+
+    def status(self) -> Any:
+        """Return who is doing what."""
+        return self.call("status")
 
     def tell(self, name: str, *arguments: Any, **options: Any) -> None:
         """Call a method of the hall, which may be gone."""
