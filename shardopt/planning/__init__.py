@@ -8,6 +8,7 @@ from shardopt.hlo.report import Audit, Traffic
 from shardopt.planning.aot_report import AotReport
 from shardopt.planning.audit import audit
 from shardopt.planning.candidate import Candidate
+from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
 from shardopt.planning.footprint import Footprint
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning.models import MODELS, find_model
@@ -39,10 +40,13 @@ __all__ = [
     "Traffic",
     "Transfer",
     "Transformer",
+    "Utilisation",
     "Workload",
     "aot",
     "audit",
+    "bandwidth_for",
     "count_flops",
+    "diloco_utilisation",
     "donated",
     "find_hardware",
     "find_model",

@@ -1,0 +1,92 @@
+"""Pods before they are rented: real TPU compiles, predictions against compilers and published runs.
+
+    python benchmarks/pod.py [compiles] [memory] [ranking] [published] [diloco] [--libtpu FOLDER] [--only gpt2]
+
+Parts run one after another, all of them without arguments. `compiles` needs libtpu (pip install 'shardopt[tpu]'); one
+compile takes from half a minute to some minutes. Each result is kept in results/pod.json as soon as it is there, and a
+part that is run again replaces its own rows only.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+
+from common import fake_devices, write_json
+
+PARTS = ("memory", "ranking", "published", "diloco", "compiles")
+RESULTS = Path(__file__).parent / "results" / "pod.json"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"among {', '.join(PARTS)}; all without")
+    parser.add_argument("--libtpu", help="folder that holds the unpacked libtpu package, where it is not installed")
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
+    fake_devices(8)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if options.libtpu:
+        sys.path.append(options.libtpu)
+    import pod_compiles
+    import pod_cpu
+    import pod_published
+
+    runs = {
+        "memory": pod_cpu.memory_rows,
+        "ranking": pod_cpu.ranking_rows,
+        "published": pod_published.published_rows,
+        "diloco": pod_published.diloco_rows,
+        "compiles": pod_compiles.compile_rows,
+    }
+    for part in options.parts or PARTS:
+        print(f"== {part}", flush=True)
+        for row in runs[part](options.only):
+            print("  ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
+            keep(part, row)
+    print(summary(json.loads(RESULTS.read_text())["results"]))
+
+
+def keep(part, row):
+    """Put a row into the results, in place of the one of that name."""
+    with Path(__file__).open() as lock:  # parts may run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+        rows = {one["name"]: one for one in before.get(part, [])} | {row["name"]: row}
+        write_json(__file__, before | {part: list(rows.values())})
+
+
+def summary(results):
+    """Return the claims in numbers: the worst and the typical error of each part."""
+    import statistics
+
+    lines = []
+    for part in ("memory", "compiles"):
+        for of in ("memory", "arguments", "flops"):
+            ratios = [row[f"{of}_ratio"] for row in results.get(part, []) if row.get(f"{of}_ratio")]
+            if ratios:
+                worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+                within = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
+                lines.append(
+                    f"{part}: predicted / real {of}: median {statistics.median(ratios):.3f}, worst {worst:.3f}, "
+                    f"{within} of {len(ratios)} within 10%"
+                )
+    if rows := results.get("ranking"):
+        lines.append(f"ranking: Spearman {rows[-1].get('spearman', float('nan')):.3f} over {len(rows)} layouts")
+    for row in results.get("published", []):
+        lines.append(
+            f"published: {row['name']}: MFU predicted {row['predicted']:.1%}, published {row['published']:.1%}"
+        )
+    return "\n".join(lines)
+
+
+def _short(value):
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

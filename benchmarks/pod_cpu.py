@@ -1,0 +1,173 @@
+"""Predictions against what XLA:CPU compiles, and against the order of measured step times."""
+
+import math
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardopt as so
+from shardopt.models import transformer
+from shardopt.planning import Candidate as Layout
+from shardopt.planning import Hardware, Transformer, inner_product_flops, memory, predict, trace
+from shardopt.planning.transformer import RULES
+
+TX = optax.adamw(1e-3)
+SIZES = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 512, "dtype": jnp.float32}
+SHAPE = Transformer("small", dim=128, hidden=384, length=64, fused_attention=False, **SIZES)
+PIPE = {"schedule": "one_f_one_b", "pipeline": 2, "micro_batches": 4}
+LAYOUTS = [
+    (Layout(data=8, placement="ddp"), 16),
+    (Layout(data=8, placement="ddp", micro_batches=2), 32),
+    (Layout(data=8, placement="ddp", remat=True), 64),
+    (Layout(data=8, placement="zero1"), 16),
+    (Layout(data=4, tensor=2, placement="zero1"), 16),
+    (Layout(data=8, placement="zero2", micro_batches=2), 32),
+    (Layout(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
+    (Layout(data=8), 16),
+    (Layout(data=8, micro_batches=4), 64),
+    (Layout(data=8, remat=True), 64),
+    (Layout(data=4, tensor=2), 32),
+    (Layout(data=4, tensor=2, remat=True), 64),
+    (Layout(data=2, tensor=4), 32),
+    (Layout(replica=2, data=4), 16),
+    (Layout(replica=2, data=4, remat=True, micro_batches=2), 64),
+    (Layout(data=4, **PIPE), 64),
+    (Layout(data=4, **PIPE, remat=True), 64),
+    (Layout(data=4, **PIPE, placement="ddp"), 64),
+    (Layout(data=4, **PIPE, placement="ddp", remat=True), 64),
+    (Layout(data=2, tensor=2, **PIPE | {"schedule": "zero_bubble_lockstep"}, placement="zero1"), 32),
+    (Layout(data=2, tensor=2, **PIPE | {"schedule": "interleaved"}, chunks=2), 32),
+]
+
+
+def memory_rows(only):
+    """Yield predicted over compiled memory and flops, a row a layout."""
+    work = workload(SHAPE)
+    for layout, batch_size in LAYOUTS:
+        if only not in str(layout):
+            continue
+        program = lowered(SHAPE, layout, batch_size).compile()
+        told = predict(work, layout, hardware=_cpu(1e10, 1e10), batch_size=batch_size, tx=TX)
+        found, flops = memory(program), inner_product_flops(program)
+        again = work.again_flops if layout.remat else 0
+        total = batch_size * (work.num_blocks * (3 * work.block_flops + again) + 3 * work.ends_flops)
+        yield {
+            "name": f"{layout}, {batch_size} rows",
+            "predicted_bytes": told.memory.total,
+            "compiled_bytes": found.peak,
+            "memory_ratio": told.memory.total / found.peak,
+            # of a pipeline the compiled count takes every branch of every tick
+            "flops_ratio": total / layout.num_chips / flops if layout.pipeline == 1 and flops else None,
+        }
+
+
+def ranking_rows(only):
+    """Yield predicted and measured seconds; Spearman's correlation so far stands in each row.
+
+    Eight fake devices share the cores, so a device has an eighth of a matrix product's speed and of the memory's.
+    """
+    shape = Transformer("ranked", dim=256, hidden=768, length=128, fused_attention=False, **SIZES)
+    work, chip = workload(shape), measured_cpu()
+    told, seen = [], []
+    for layout, batch_size in RANKED:
+        if only not in str(layout):
+            continue
+        seconds = measure(shape, layout, batch_size)
+        predicted = predict(work, layout, hardware=chip, batch_size=batch_size, tx=TX).time.total
+        told, seen = [*told, predicted], [*seen, seconds]
+        yield {
+            "name": f"{layout}, {batch_size} rows",
+            "predicted_seconds": predicted,
+            "measured_seconds": seconds,
+            "spearman": spearman(told, seen) if len(told) > 2 else None,
+        }
+
+
+RANKED = [
+    (Layout(data=8, placement="ddp"), 16),
+    (Layout(data=8, placement="zero1"), 32),
+    (Layout(data=8), 16),
+    (Layout(data=8, remat=True), 32),
+    (Layout(data=8, remat=True), 16),
+    (Layout(data=8, micro_batches=4), 32),
+    (Layout(data=4, tensor=2), 16),
+    (Layout(data=2, tensor=4), 16),
+    (Layout(data=4, tensor=2, remat=True), 32),
+    (Layout(replica=2, data=4), 32),
+    (Layout(data=4, **PIPE), 32),
+    (Layout(data=2, tensor=2, **PIPE), 16),
+]
+
+
+def workload(shape):
+    """Return the traced model of a shape."""
+    return trace(transformer.model(shape), shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
+
+
+def strategy(shape, layout):
+    """Return `so.hybrid` of a layout."""
+    devices = jax.devices()[: math.prod(layout.sizes.values())]
+    return so.hybrid(
+        TX,
+        so.make_mesh(**layout.sizes, devices=devices),
+        transformer.model(shape),
+        schedule=layout.builder(),
+        micro_batches=layout.micro_batches,
+        placement=layout.placement,
+        remat=layout.remat,
+        rules=RULES if layout.tensor > 1 else (),
+    )
+
+
+def lowered(shape, layout, batch_size):
+    """Return the step of a layout, not yet compiled."""
+    opt = strategy(shape, layout)
+    return opt.step.lower(opt.abstract_state(shape.abstract_params()), transformer.abstract_batch(shape, batch_size))
+
+
+def measure(shape, layout, batch_size, *, steps=5):
+    """Return the median seconds of a step."""
+    opt = strategy(shape, layout)
+    state = opt.init(lambda rng: transformer.init(shape, rng), jax.random.key(0))
+    batch = {"tokens": np.zeros((batch_size, shape.length + 1), np.int32)}
+    times = []
+    for turn in range(steps + 2):
+        start = time.perf_counter()
+        state, metrics = opt.step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times += [time.perf_counter() - start] if turn > 1 else []
+    return statistics.median(times)
+
+
+def measured_cpu():
+    """Return this machine as a `Hardware` of eight devices: a matrix product and a copy, timed."""
+    x = jnp.ones((1024, 1024))
+    long = jnp.ones(2**24)
+    flops = 2 * 1024**3 / _seconds(jax.jit(lambda x: x @ x), x)
+    copied = 2 * long.nbytes / _seconds(jax.jit(lambda x: x + 1.0), long)
+    return _cpu(flops / 8, copied / 8)
+
+
+def _cpu(flops, bandwidth):
+    """What fake devices send is copied twice, from and to the memory that they share."""
+    return Hardware("cpu", flops, 2**34, bandwidth, bandwidth / 2, 0, 8, bandwidth / 2, "measured")
+
+
+def _seconds(run, x):
+    jax.block_until_ready(run(x))
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(run(x))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def spearman(a, b):
+    """Return the correlation of ranks."""
+    ranks = [np.argsort(np.argsort(one)) for one in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])

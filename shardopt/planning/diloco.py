@@ -1,0 +1,125 @@
+"""What slow links cost replicas that train apart: utilisation against bandwidth and how often they agree."""
+
+from typing import NamedTuple
+
+from shardopt.core.errors import complaint
+
+
+class Utilisation(NamedTuple):
+    """How much of the time replicas compute.
+
+    Attributes:
+      compute: seconds of computation between two agreements.
+      send: seconds that agreeing keeps the link busy, all fragments together.
+      waiting: the part of `send` that nothing hides.
+      utilisation: compute / (compute + waiting), from 0 to 1.
+    """
+
+    compute: float
+    send: float
+    waiting: float
+    utilisation: float
+
+
+def diloco_utilisation(
+    *,
+    num_parameters: float,
+    step_seconds: float,
+    bandwidth: float,
+    replicas: int = 2,
+    sync_every: int = 1,
+    fragments: int = 1,
+    delay: int = 0,
+    bits: float = 32,
+    latency: float = 0.0,
+) -> Utilisation:
+    """Return how much of the time replicas compute, in closed form.
+
+    Every H steps each of P fragments is all-reduced in a ring over R replicas: T = 2 (R-1)/R x N b / 8 / W seconds a round, and
+    P times the latency. A fragment may take `delay` steps before it is waited for, so each hides up to delay x t of it:
+    waiting = max(0, T/P - delay t) P. H = 1, P = 1, delay = 0 is data parallel.
+
+    Args:
+      num_parameters: N, of a replica's model.
+      step_seconds: t, of one step without communication between replicas.
+      bandwidth: W, bytes a second that a replica sends.
+      replicas: R.
+      sync_every: H.
+      fragments: P.
+      delay: steps.
+      bits: b, a parameter on the wire: 32, or 16 for bfloat16, 4 for four-bit outer gradients.
+      latency: seconds to start a transfer.
+
+    Raises:
+      ValueError: if a number is out of range, or the delay is as long as the time between two fragments.
+
+    Example:
+      >>> often = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9)
+      >>> rarely = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9, sync_every=100)
+      >>> f"{often.utilisation:.3f} {rarely.utilisation:.3f}"
+      '0.024 0.714'
+
+    References:
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
+      "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for fragments and delay.
+    """
+    positive = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits}
+    counts = {"replicas": replicas, "sync_every": sync_every, "fragments": fragments}
+    wrong = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
+    wrong += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
+    wrong += [
+        f"{name} must be at least 0, got {value}"
+        for name, value in {"delay": delay, "latency": latency}.items()
+        if value < 0
+    ]
+    if not wrong and sync_every % fragments:
+        wrong = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
+    if not wrong and delay and delay >= sync_every // fragments:
+        wrong = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
+    if wrong:
+        fix = "choose numbers as so.diloco takes them."
+        raise ValueError(complaint("diloco_utilisation", "these numbers cannot be used.", wrong, fix))
+    send = 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / bandwidth + fragments * latency
+    waiting = max(send / fragments - delay * step_seconds, 0.0) * fragments
+    compute = sync_every * step_seconds
+    return Utilisation(compute, send, waiting, compute / (compute + waiting))
+
+
+def bandwidth_for(
+    target: float,
+    *,
+    num_parameters: float,
+    step_seconds: float,
+    replicas: int = 2,
+    sync_every: int = 1,
+    fragments: int = 1,
+    delay: int = 0,
+    bits: float = 32,
+) -> float:
+    """Return the bytes a second at which replicas compute a given share of the time.
+
+    It is `diloco_utilisation` solved for W at no latency: the waiting that the target allows, and what the delay
+    hides, is how long the transfer may take.
+
+    Args:
+      target: share of the time, above 0 and below 1.
+      num_parameters: N; the others as for `diloco_utilisation`.
+      step_seconds: t.
+      replicas: R.
+      sync_every: H.
+      fragments: P.
+      delay: steps.
+      bits: b.
+
+    Raises:
+      ValueError: if the target is not between 0 and 1.
+
+    Example:
+      >>> need = bandwidth_for(0.5, num_parameters=1e9, step_seconds=0.1)
+      >>> need / 1e9, round(diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=need).utilisation, 6)
+      (40.0, 0.5)
+    """
+    if not 0 < target < 1:
+        raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
+    allowed = sync_every * step_seconds * (1 / target - 1) + fragments * delay * step_seconds
+    return 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / allowed
