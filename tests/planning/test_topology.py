@@ -1,0 +1,163 @@
+"""`so.aot`: what it refuses before a compiler is needed, and (slow) what the real TPU compiler says."""
+
+import importlib.util
+import os
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.models import transformer
+from shardopt.planning import Transformer, parse_topology, topology, topology_devices
+from shardopt.planning.aot_report import AotReport
+from shardopt.planning.transformer import RULES
+
+SHAPE = Transformer("t", 256, 2, 8, 512, 1024, 64, num_kv_heads=4)
+FORMS = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4"
+
+
+def refused(kind, message):
+    return pytest.raises(kind, match=f"^{re.escape(message)}$")
+
+
+def compiled(make=None, **sizes):
+    make = make or (lambda mesh: so.fsdp(optax.adamw(1e-3), mesh, transformer.model(SHAPE), rules=rules_of(mesh)))
+    return so.aot(make, SHAPE.abstract_params(), transformer.abstract_batch(SHAPE, 32), **sizes)
+
+
+def rules_of(mesh):
+    return RULES if mesh.shape["tensor"] > 1 else ()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v9:4x4", f"unknown topology 'v9:4x4'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
+        ("h100:8", f"unknown topology 'h100:8'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
+        ("v5p", f"unknown topology 'v5p'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
+        (
+            "v6e:4x4x4",
+            "topology 'v6e:4x4x4' has 3 axes, v6e has 2.\nFix: write it as v6e:4x4; its chips form a torus of 2 axes.",
+        ),
+    ],
+)
+def test_unknown_topologies_list_the_known_ones(name, message):
+    with refused(ValueError, f"aot: {message}"):
+        compiled(topology=name)
+
+
+def test_a_topology_of_another_kind_is_refused():
+    with refused(TypeError, f"aot: topology must be a string, got 512.\nFix: write {FORMS}."):
+        compiled(topology=512)
+    with refused(ValueError, "aot: num_slices must be an integer of at least 1, got 0."):
+        compiled(topology="v5p:4x4x4", num_slices=0)
+
+
+def test_a_topology_is_a_chip_and_a_torus():
+    chip, dims = parse_topology("v5p:4x4x8")
+    assert (chip.name, dims) == ("v5p", (4, 4, 8))
+
+
+def test_without_the_compiler_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = (
+        "aot: compiling for a TPU needs its compiler, libtpu, which is not installed.\nFix: pip install 'shardopt[tpu]'"
+    )
+    with refused(ModuleNotFoundError, message):
+        compiled(topology="v5p:4x4x4")
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "mine")
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    before = dict(os.environ)
+    with topology._without_a_tpu():
+        assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
+        assert os.environ["TPU_ACCELERATOR_TYPE"] == "mine"
+    assert dict(os.environ) == before
+
+
+def test_a_step_that_does_not_fit_says_so():
+    class Lowered:
+        def compile(self):
+            raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.5G of 31.25G hbm.")
+
+    chip, _ = parse_topology("v6e:4x4")
+    message = (
+        "aot: the step does not fit into a chip of v6e:4x4, 34,359,738,368 bytes (it needs 40.5G of 31.25G hbm).\n"
+        "Fix: split more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; "
+        "so.plan ranks them."
+    )
+    with refused(ValueError, message):
+        topology._compile(Lowered(), "v6e:4x4", chip)
+
+
+def test_other_errors_of_the_compiler_are_its_own():
+    class Lowered:
+        def compile(self):
+            raise RuntimeError("INTERNAL: something else")
+
+    with pytest.raises(RuntimeError, match=r"^INTERNAL: something else$"):
+        topology._compile(Lowered(), "v6e:4x4", parse_topology("v6e:4x4")[0])
+
+
+def test_a_report_reads_as_a_few_lines():
+    audit = so.planning.Audit((), {"data": 16, "tensor": 1}, "m")
+    memory = so.planning.Memory(arguments=2 * 10**9, outputs=10**9, temporary=3 * 10**9, aliased=10**9)
+    report = AotReport("v6e:4x4", 1, {"data": 16, "tensor": 1}, memory, audit, 5e12, 7.0, 34 * 10**9, "")
+    assert str(report).splitlines() == [
+        "v6e:4x4, data=16: compiled in 7.0 s",
+        "5.00 GB of 34.0 GB a device (2.00 arguments, 3.00 temporary)",
+        "5.00 Tflop of inner products a device and step",
+    ]
+    assert (report.argument_bytes, report.temp_bytes, report.peak_bytes) == (2 * 10**9, 3 * 10**9, 5 * 10**9)
+    assert report.to_json()["memory"]["hbm"] == 34 * 10**9
+    assert "unknown flops" in str(report._replace(flops=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"replica": 2}], ids=str)
+def test_arguments_are_those_of_the_placement_formula(sizes):
+    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+    report = compiled(topology="v5e:2x4", **sizes)
+    shards = 8 // sizes.get("replica", 1)
+    formula = 12 * SHAPE.num_parameters / shards + 32 / 8 * sizes.get("tensor", 1) * 65 * 4
+    assert report.argument_bytes == pytest.approx(formula, rel=0.02)
+    assert report.mesh_shape["tensor"] == sizes.get("tensor", 1)
+    assert "data" in {axis for one in report.collectives for axis in one.axes or ()}
+    assert 0 < report.peak_bytes < report.hbm_bytes
+
+
+@pytest.mark.slow
+def test_make_must_return_a_strategy():
+    with refused(TypeError, "aot: make must return a ShardedOptimizer, got Mesh.\n"
+        "Fix: return a strategy, such as so.fsdp(tx, mesh, model)."):  # fmt: skip
+        compiled(lambda mesh: mesh, topology="v5e:2x4")
+
+
+@pytest.mark.slow
+def test_what_a_gather_becomes_on_a_torus_of_three_axes():
+    """The compiler's own choice, as `planning.links` counts on it: whole torus an all-reduce, half of it a gather."""
+    import jax
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    devices = topology_devices("v5p:4x4x4")
+    for replica, kind in ((1, "all-reduce"), (2, "all-gather")):
+        grid = so.make_mesh(replica=replica, devices=devices).devices.reshape(replica, -1)
+        mesh = Mesh(grid, ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+        gather = jax.shard_map(
+            lambda x, y: y @ jax.lax.all_gather(x, "data", tiled=True),
+            mesh=mesh,
+            in_specs=(P("data"), P(("replica", "data"))),
+            out_specs=P(("replica", "data")),
+            check_vma=False,
+        )
+        shapes = [
+            jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))),
+            jax.ShapeDtypeStruct((64 * 128, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P(("replica", "data")))),
+        ]
+        text = jax.jit(gather).lower(*shapes).compile().as_text()
+        assert set(so.audit(text, mesh=dict(mesh.shape)).by_kind()) == {kind}
