@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.core.errors import complaint
+from shardopt.mesh import num_processes
 
 _AXES = ("replica", "data", "tensor", "pipeline")
 
@@ -15,17 +16,25 @@ _AXES = ("replica", "data", "tensor", "pipeline")
 def start_devices(count: int) -> Sequence[Any]:
     """Start jax and return its devices: accelerators where there are some, else `count` simulated on the CPU.
 
+    Several processes have as many of them each.
+
     Raises:
-      ValueError: if `count` is below 1.
+      ValueError: if `count` is below 1, or cannot be shared out evenly among the processes that are to simulate it.
     """
     if count < 1:
         raise ValueError(f"train: --devices must be at least 1, got {count}.")
     so.initialize()
+    processes = num_processes()
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", max(count // processes, 1))
     except RuntimeError:  # jax has started already, in a notebook or a test: what is there is there
         return jax.devices()
-    return jax.devices()
+    devices = jax.devices()
+    if count % processes and devices[0].platform == "cpu":
+        near = max(count // processes, 1) * processes
+        what = f"--devices {count} cannot be shared out evenly among {processes} processes."
+        raise ValueError(complaint("train", what, fix=f"use --devices {near} or {near + processes}."))
+    return devices
 
 
 def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False, replicas: int | None = None) -> Mesh:

@@ -8,41 +8,64 @@ from typing import Annotated
 import tyro
 
 from shardopt.cli.communication import with_meaning
+from shardopt.cli.launch import LaunchOptions, launch, split_words
 from shardopt.cli.options import Pipeline, TrainOptions
 from shardopt.cli.run_folder import read_options
+from shardopt.mesh import end_at_once
 
 _STYLE = (tyro.conf.HelptextFromCommentsOff,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `shardopt` and return its exit code: 0, 2 for what cannot be done as asked, 130 for a second Ctrl-C."""
-    words = sys.argv[1:] if arguments is None else arguments
+    """Run `shardopt` and return its exit code: 0, 2 for what cannot be done as asked, 130 for a second Ctrl-C.
+
+    One of several processes that fails ends here, without returning: it would wait for the others, and they for it.
+    """
+    words, command = split_words(sys.argv[1:] if arguments is None else arguments)
     options = _parse(words, TrainOptions())
     try:
-        if options.run.resume:
-            before = _as_before(options)
-            options = _parse(words, _carried_over(before, _parse(words, before)))
-        from shardopt.cli.train import train  # no sooner: asking for help need not wait for it
-
-        train(options)
+        if isinstance(options, LaunchOptions):
+            return launch(options, command, _train_options)
+        _train(words, options)
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, FloatingPointError) as error:
-        if options.run.debug:
+        if isinstance(options, TrainOptions) and options.run.debug:
             raise
         _print_error(error)
+        end_at_once(2)
         return 2
     return 0
 
 
-def _parse(words: Sequence[str], defaults: TrainOptions) -> TrainOptions:
+def _train(words: Sequence[str], options: TrainOptions) -> None:
+    if options.run.resume:
+        before = _as_before(options)
+        options = _train_options(words, _carried_over(before, _train_options(words, before)))
+    from shardopt.cli.train import train  # no sooner: asking for help need not wait for it
+
+    train(options)
+
+
+def _train_options(words: Sequence[str], defaults: TrainOptions | None = None) -> TrainOptions:
+    """Read the words of train."""
+    options = _parse(words, defaults or TrainOptions())
+    assert isinstance(options, TrainOptions)
+    return options
+
+
+def _parse(words: Sequence[str], defaults: TrainOptions) -> TrainOptions | LaunchOptions:
     app = tyro.extras.SubcommandApp()
 
     @app.command(name="train")
     def train(options: Annotated[TrainOptions, tyro.conf.arg(name="")] = defaults) -> TrainOptions:
         return options
 
-    train.__doc__ = TrainOptions.__doc__
+    @app.command(name="launch")
+    def launch(options: Annotated[LaunchOptions, tyro.conf.arg(name="")]) -> LaunchOptions:
+        return options
+
+    train.__doc__, launch.__doc__ = TrainOptions.__doc__, LaunchOptions.__doc__
     return app.cli(prog="shardopt", description="Train models split over devices.", args=words, config=_STYLE)
 
 

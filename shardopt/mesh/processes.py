@@ -1,6 +1,9 @@
 """Start of a program that runs on several hosts."""
 
 import os
+import signal
+import sys
+from typing import Any
 
 import jax
 
@@ -15,14 +18,24 @@ _LAUNCHER_VARIABLES = (
     "CLOUD_TPU_TASK_ID",
 )
 
+_PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""Says all that is to be known; `shardopt launch` sets it, and any other launcher can."""
+
+_SET_PDEATHSIG = 1  # prctl(2)
+
 
 def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
     """Join this process to the others of the job; call it before anything touches a device.
 
-    With no arguments the cluster is detected from the environment (SLURM, Open MPI, Kubernetes, Cloud TPU).
-    On a single machine outside any launcher it does nothing. On CPU, collectives between processes use gloo.
+    With no arguments the place of this process is read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID where all three are set, as `shardopt launch` does; else the cluster is detected from the environment
+    (SLURM, Open MPI, Kubernetes, Cloud TPU). On a single machine outside any launcher it does nothing. On CPU,
+    collectives between processes use gloo.
+
+    Under `shardopt launch` an error that nobody catches ends this process at once, not after the others, who may be
+    waiting for it; and where the launcher dies, so does this process.
 
     Args:
       coordinator_address: `"host:port"` of process 0.
@@ -40,7 +53,43 @@ def initialize(
             f"{coordinator_address!r}, {num_processes!r}, {process_id!r}.\n"
             "Fix: give all three, or none where SLURM, Open MPI, Kubernetes or Cloud TPU started the job."
         )
+    if coordinator_address is None and all(name in os.environ for name in _PLACE):
+        address, count, rank = (os.environ[name] for name in _PLACE)
+        coordinator_address, num_processes, process_id = address, int(count), int(rank)
     if coordinator_address is None and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
         return
+    if "SHARDOPT_LAUNCHED" in os.environ:
+        _follow_the_launcher()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
+
+
+def num_processes() -> int:
+    """Return how many processes the job has, as `initialize` left it; no backend is started."""
+    from jax._src.distributed import global_state  # jax.process_count() would start one
+
+    return global_state.num_processes or 1
+
+
+def end_at_once(code: int) -> None:
+    """End this process if it is one of several, without the handlers that wait for the others; else return.
+
+    jax waits at exit until all processes of the job have come so far. A process that failed alone would wait for
+    minutes, and the others for it.
+    """
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _follow_the_launcher() -> None:
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        sys.__excepthook__(kind, error, trace)
+        end_at_once(1)
+
+    sys.excepthook = hook
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)

@@ -117,3 +117,17 @@ def test_initialize_does_nothing_outside_a_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_: pytest.fail("must not be called"))
     so.initialize()
+
+
+def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *place: asked.append(place))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    so.initialize()  # jax finds the rest, or says what is missing
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
+    so.initialize()
+    so.initialize("10.0.0.2:1", 2, 0)
+    gloo = ("jax_cpu_collectives_implementation", "gloo")
+    assert asked == [gloo, (None, None, None), gloo, ("10.0.0.1:1234", 4, 3), gloo, ("10.0.0.2:1", 2, 0)]

@@ -1,0 +1,84 @@
+"""The processes of one attempt: they begin together, and when one fails all end."""
+
+import queue
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shardopt.launch.member import Member, end, environment_of, free_address, start, tell
+
+_GRACE = 3.0
+"""Seconds between the request to end and the kill. Who waits for a dead process in a collective cannot answer."""
+
+_LULL = 0.5
+"""Seconds in which a failure is looked for that was the cause of the first one seen."""
+
+
+class Ended(NamedTuple):
+    """How an attempt ended.
+
+    Attributes:
+      failed: the rank and exit code (negative for a signal) of the process that failed first; None if none did.
+      killed: how many processes ended by a signal that we did not send.
+      logs: the log of each process.
+    """
+
+    failed: tuple[int, int] | None
+    killed: int
+    logs: tuple[Path, ...]
+
+
+def run_group(
+    command: Sequence[str], count: int, log_of: Callable[[int], Path], stop: Callable[[], signal.Signals | None]
+) -> Ended:
+    """Run `count` processes until all have ended well, or one has failed and the others were ended.
+
+    Args:
+      command: what each runs.
+      count: how many.
+      log_of: the log file of a rank.
+      stop: returns a signal once for each that is to be passed on to all, else None.
+
+    Raises:
+      OSError: if the command cannot be started, or a log cannot be written.
+    """
+    address, finished, members = free_address(), queue.SimpleQueue(), []
+    try:
+        for rank in range(count):
+            members.append(start(command, rank, log_of(rank), environment_of(rank, count, address), shown=rank == 0))
+            threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
+        seen = _wait(members, finished, stop)
+    finally:
+        end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
+    failures = [(rank, code) for rank, code in seen if code]
+    # The others fail because they miss it: who was killed comes first, whoever's end was noticed first.
+    failed = next((one for one in failures if one[1] < 0), failures[0] if failures else None)
+    return Ended(failed, sum(code < 0 for _, code in failures), tuple(member.log for member in members))
+
+
+def _report(member: Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
+    finished.put((member.rank, member.process.wait()))
+
+
+def _wait(
+    members: Sequence[Member],
+    finished: "queue.SimpleQueue[tuple[int, int]]",
+    stop: Callable[[], signal.Signals | None],
+) -> list[tuple[int, int]]:
+    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure."""
+    seen: list[tuple[int, int]] = []
+    failed = False
+    while len(seen) < len(members):
+        if (number := stop()) is not None:
+            for member in members:
+                tell(member, number)
+        try:
+            seen.append(finished.get(timeout=_LULL if failed else 0.1))
+        except queue.Empty:
+            if failed:
+                break
+            continue
+        failed = failed or bool(seen[-1][1])
+    return seen

@@ -1,0 +1,176 @@
+"""`shardopt launch`: train as several processes, killed and started anew with fewer; scripts; what is refused."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardopt.checkpoint.steps import committed
+from shardopt.cli import main
+from shardopt.cli.launch import split_words
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts `shardopt launch`; its errors come on standard output."""
+    started = []
+
+    def run(*words):
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "shardopt.cli", "launch", *map(str, words)]
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def pid_of(rank, folder):
+    """Return the process of this number that trains in a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may have ended, or be another user's
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            place = (process / "environ").read_bytes().split(b"\0")
+            if str(folder).encode() in words and f"JAX_PROCESS_ID={rank}".encode() in place:
+                return int(process.name)
+    raise AssertionError(f"no process {rank} trains in {folder}")
+
+
+def test_a_killed_process_ends_the_job_which_goes_on_with_fewer(start, tiny, tmp_path):
+    folder = tmp_path / "run"
+    options = ("--processes", 2, "--max-restarts", 1, "--min-processes", 1)
+    sizes = ("--devices", 2, "--mesh", "data=2", "--steps", 14, "--checkpoint-every", 4, "--evaluate-every", 100)
+    job = start(*options, "--", *tiny, *sizes, "--run-dir", folder)
+    said = []
+    for line in job.stdout:
+        said.append(line)
+        if line.startswith("step 10/") and "launch:" not in "".join(said):  # not when it comes there again
+            os.kill(pid_of(1, folder), signal.SIGKILL)
+    assert job.wait() == 0, said
+    text = "".join(said)
+    assert "launch: process 1 of 2 was killed by SIGKILL; the others were ended.\n" in text
+    assert "launch: starting anew with 1 process, restart 1 of 1.\n" in text
+    (step,) = re.findall(r"Resuming from step (\d+) in", text)
+    assert int(step) in (4, 8, 12)
+    assert "[Gloo]" not in text
+    assert committed(folder / "checkpoints")[-1] == 14
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == [
+        "process-0.log",
+        "process-0.restart-1.log",
+        "process-1.log",
+    ]
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+
+
+SCRIPT = """
+import os, sys, jax, numpy as np, shardopt as so
+jax.config.update("jax_num_cpu_devices", 1)
+so.initialize()
+from jax.experimental import multihost_utils
+assert multihost_utils.process_allgather(np.int32(jax.process_index())).tolist() == [0, 1]
+if sys.argv[1] == "fail" and jax.process_index() == 1:
+    raise RuntimeError("the disk is full")
+if sys.argv[1] == "fail":
+    multihost_utils.process_allgather(np.int32(0))  # waits for the other
+print("done")
+"""
+
+
+def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    good, _ = (job := start("--", "mine.py", "well")).communicate(timeout=300)
+    assert (job.returncode, good) == (0, "done\n")
+    # Without our hook jax would wait five minutes for the other process, and the other one for it.
+    bad, _ = (job := start("--log-dir", "here", "--", "mine.py", "fail")).communicate(timeout=100)
+    assert job.returncode == 1
+    assert "launch: process 1 of 2 ended with exit code 1; the others were ended.\n" in bad
+    assert "  RuntimeError: the disk is full\n" in bad
+    assert "done" not in bad
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["process-0.log", "process-1.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", range(10))
+def test_wherever_a_process_is_killed_the_outcome_is_that_of_an_unbroken_run(start, tiny, tmp_path, draw):
+    """The last of the metrics are the same to the last digit."""
+    sizes = ("--devices", 4, "--steps", 30, "--checkpoint-every", 3, "--evaluate-every", 100)
+
+    def last(name):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return {key: lines[-1][key] for key in ("step", "loss", "grad_norm", "val_loss")}
+
+    assert start("--processes", 4, "--", *tiny, *sizes, "--run-dir", tmp_path / "whole").wait() == 0
+    job = start("--processes", 4, "--max-restarts", 1, "--", *tiny, *sizes, "--run-dir", tmp_path / "broken")
+    killed = False
+    for line in job.stdout:
+        if line.startswith("step 10/") and not killed:
+            killed = True
+            try:
+                job.wait(timeout=0.3 * draw)
+            except subprocess.TimeoutExpired:
+                os.kill(pid_of(draw % 4, tmp_path / "broken"), signal.SIGKILL)
+    assert job.wait() == 0
+    assert last("broken") == last("whole")
+
+
+def test_devices_that_cannot_be_shared_are_refused_by_all(start, tiny, tmp_path):
+    job = start("--processes", 3, "--", *tiny, "--devices", 8, "--run-dir", tmp_path / "run")
+    said, _ = job.communicate(timeout=100)
+    assert job.returncode == 2
+    message = "error: train: --devices 8 cannot be shared out evenly among 3 processes.\nFix: use --devices 6 or 9.\n"
+    assert said.startswith(message)
+    assert "Its last lines:\n  " + message.replace("\nFix", "\n  Fix") in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            (),
+            "launch: there is no command to launch.\n"
+            "Fix: say it after --: shardopt launch --processes 4 -- train --steps 100",
+        ),
+        (
+            ("--processes", "0", "--", "train"),
+            "launch: the numbers of processes cannot be used.\n  --processes must be at least 1, got 0",
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(capsys, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *words]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_words_of_train_are_read_before_anything_is_started(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["launch", "--", "train", "--setps", "3"])
+    assert stopped.value.code == 2
+    assert "--setps" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_begins_after_the_first_dashes():
+    assert split_words(["launch", "--processes", "2", "--", "a", "--", "b"]) == (
+        ["launch", "--processes", "2"],
+        ["a", "--", "b"],
+    )
+    assert split_words(["train", "--steps", "3"]) == (["train", "--steps", "3"], [])

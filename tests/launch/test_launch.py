@@ -1,0 +1,208 @@
+"""Processes of one job: told their places, heard, ended together, started anew. Small scripts stand for them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardopt.launch import launch
+
+ROOT = Path(__file__).parents[2]
+HEAD = "import os, sys, time, signal, pathlib\nrank = int(os.environ['JAX_PROCESS_ID'])\n"
+FOREVER = "while True: time.sleep(0.05)\n"
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return a function that launches a script, and gives the exit code, what was said and the folder."""
+
+    def run(script, processes=3, **options):
+        said, attempts = [], []
+
+        def command(attempt):
+            attempts.append(attempt)
+            return [sys.executable, "-c", HEAD + f"here = pathlib.Path({str(tmp_path)!r})\n" + script]
+
+        code = launch(command, processes=processes, log_dir=tmp_path / "logs", say=said.append, **options)
+        return code, said, attempts
+
+    run.folder = tmp_path
+    return run
+
+
+def logs(folder):
+    return {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
+
+
+def test_each_is_told_its_place_and_the_first_is_shown(job, capsys):
+    script = (
+        "print(rank, 'of', os.environ['JAX_NUM_PROCESSES'], 'at', os.environ['JAX_COORDINATOR_ADDRESS'])\n"
+        "print('[Gloo] Rank 0 is connected'); print('warned', file=sys.stderr)\n"
+    )
+    assert job(script) == (0, [], [0])
+    found = logs(job.folder)
+    assert sorted(found) == ["process-0.log", "process-1.log", "process-2.log"]
+    places = [re.search(r"^(\d) of 3 at (127\.0\.0\.1:\d+)$", text, re.MULTILINE).groups() for text in found.values()]
+    assert [rank for rank, _ in places] == ["0", "1", "2"]
+    assert len({address for _, address in places}) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (f"0 of 3 at {places[0][1]}\n", "warned\n")  # without chatter
+    assert all("[Gloo]" in text and "warned" in text for text in found.values())
+
+
+def test_when_one_fails_the_others_are_ended_and_its_words_are_shown(job):
+    script = (
+        "if rank == 2:\n"
+        "    while len(list(here.glob('ready-*'))) < 2: time.sleep(0.02)\n"
+        "    [print('line', i) for i in range(20)]; sys.exit(3)\n"
+        "(here / f'ready-{rank}').touch()\n"
+    )
+    code, said, _ = job(script + FOREVER)
+    lines = "".join(f"  line {i}\n" for i in range(8, 20))
+    assert said == [
+        "launch: process 2 of 3 ended with exit code 3; the others were ended.\n"
+        f"Its last lines:\n{lines}All of it: {job.folder}/logs/process-2.log"
+    ]
+    assert code == 3
+
+
+def test_who_does_not_listen_is_killed_with_its_children(job, monkeypatch):
+    monkeypatch.setattr("shardopt.launch.group._GRACE", 0.2)
+    script = (
+        "import subprocess\n"
+        "if rank == 1:\n"
+        "    while not (here / 'pids').exists(): time.sleep(0.02)\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "(here / 'new').write_text(f'{os.getpid()} {child.pid}'); (here / 'new').rename(here / 'pids')\n"
+    )
+    code, said, _ = job(script + FOREVER, processes=2)
+    assert (code, said[0].splitlines()[1]) == (1, "It said nothing.")
+    for pid in map(int, (job.folder / "pids").read_text().split()):
+        assert not runs(pid)
+
+
+def runs(pid):
+    """Whether a process runs; one that has ended but was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_one_that_was_killed_is_named_not_those_that_miss_it(job):
+    script = (
+        "if rank == 1:\n"
+        "    while len(list(here.glob('ready-*'))) < 2: time.sleep(0.02)\n"
+        "    (here / 'gone').touch(); time.sleep(0.1); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "(here / f'ready-{rank}').touch()\n"
+        "while not (here / 'gone').exists(): time.sleep(0.01)\n"
+        "sys.exit('connection closed by peer')\n"
+    )
+    code, said, _ = job(script)
+    assert code == 128 + 9
+    assert said[0].startswith("launch: process 1 of 3 was killed by SIGKILL; the others were ended.\nIt said nothing.")
+
+
+def test_it_is_started_anew_as_often_as_it_may_be(job):
+    script = "print('try'); sys.exit(5 if rank == 1 else 0)"
+    code, said, attempts = job(script, max_restarts=2, processes=2)
+    assert (code, attempts) == (5, [0, 1, 2])
+    assert [line for line in said if line.startswith("launch: starting anew")] == [
+        "launch: starting anew with 2 processes, restart 1 of 2.",
+        "launch: starting anew with 2 processes, restart 2 of 2.",
+    ]
+    names = [f"process-{rank}{attempt}.log" for rank in (0, 1) for attempt in ("", ".restart-1", ".restart-2")]
+    assert sorted(logs(job.folder)) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({}, [4, 4]),
+        ({"min_processes": 2}, [4, 3]),
+        ({"min_processes": 1, "can_share": lambda count: 8 % count == 0}, [4, 2]),
+        ({"min_processes": 3, "can_share": lambda count: 8 % count == 0}, [4, 4]),  # none fits: all again
+    ],
+)
+def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, options, counts):
+    script = (
+        "print(os.environ['JAX_NUM_PROCESSES'], flush=True)\n"
+        "if rank == 1 and not (here / 'killed').exists():\n"
+        "    (here / 'killed').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while not (here / 'killed').exists(): time.sleep(0.01)\n"
+    )
+    code, _, _ = job(script, processes=4, max_restarts=1, **options)
+    found = logs(job.folder)
+    assert code == 0
+    assert [int(found[f"process-0{attempt}.log"]) for attempt in ("", ".restart-1")] == counts
+    assert sum("restart" in name for name in found) == counts[1]
+
+
+@pytest.mark.parametrize("polite", [True, False])
+def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
+    answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if polite else ""
+    script = HEAD + answer + "print('up', flush=True)\n" + FOREVER
+    program = (
+        "import pathlib, sys\nfrom shardopt.launch import launch\n"
+        f"command = [sys.executable, '-c', {script!r}]\n"
+        f"sys.exit(launch(lambda attempt: command, processes=2, max_restarts=3, log_dir=pathlib.Path({str(tmp_path)!r})))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as launcher:
+        assert launcher.stdout.readline() == "up\n"
+        while (tmp_path / "process-1.log").read_text() != "up\n":
+            pass
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=60)
+    assert (launcher.returncode, said) == (0 if polite else 128 + 15, "")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
+    script = (
+        "from shardopt.mesh.processes import _follow_the_launcher; import os, time\n"
+        "_follow_the_launcher(); print(os.getpid(), flush=True)\n" + FOREVER
+    )
+    program = (
+        "import pathlib, sys\nfrom shardopt.launch import launch\n"
+        f"command = [sys.executable, '-c', {script!r}]\n"
+        f"launch(lambda attempt: command, processes=1, log_dir=pathlib.Path({str(tmp_path)!r}))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) as one:
+        pid = int(one.stdout.readline())
+        assert runs(pid)
+        one.kill()
+        one.wait()
+        while runs(pid):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "problems"),
+    [
+        ({"processes": 0}, ["--processes must be at least 1, got 0"]),
+        (
+            {"processes": 2, "max_restarts": -1, "min_processes": 0},
+            ["--max-restarts must be at least 0, got -1", "--min-processes must be at least 1, got 0"],
+        ),
+        ({"processes": 2, "min_processes": 3}, ["--min-processes 3 is more than --processes 2"]),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path, options, problems):
+    with pytest.raises(ValueError, match="launch: ") as caught:
+        launch(lambda attempt: [sys.executable], log_dir=tmp_path / "logs", **options)
+    assert str(caught.value) == "\n  ".join(["launch: the numbers of processes cannot be used.", *problems])
+    assert not (tmp_path / "logs").exists()
+
+
+def test_what_cannot_be_started_is_an_error_and_leaves_nothing_running(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        launch(lambda attempt: ["/no-such-program"], processes=2, log_dir=tmp_path)
