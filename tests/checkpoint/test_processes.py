@@ -1,20 +1,14 @@
 """Two processes over gloo save and restore together, agree on what is wrong, and share checkpoints with one process."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from checkpoint import worker
+from support.processes import run_processes
 
 from shardopt.checkpoint import from_bytes, restore, save
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -24,25 +18,7 @@ def run(tmp_path_factory):
     opt = four_devices()
     state = worker.run(opt, opt.init(worker.make_params()), 0, 2)
     save(folder / "alone", state)
-    return folder, *(json.loads(output) for output in two_processes(worker, folder))
-
-
-def two_processes(module, folder):
-    """Run a script as two processes that know each other, and return the last line that each says."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", module.__file__]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(port), str(folder)], env=env, text=True, stdout=-1, stderr=-1)
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [output.strip().split("\n")[-1] for output, _ in outputs]
+    return folder, *(json.loads(said.last) for said in run_processes(worker.__file__, 2, folder))
 
 
 def four_devices():

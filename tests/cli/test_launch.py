@@ -13,7 +13,7 @@ import pytest
 
 from shardopt.checkpoint.steps import committed
 from shardopt.cli import main
-from shardopt.cli.launch import split_words
+from shardopt.cli.launch import _command, split_words
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +51,75 @@ def pid_of(rank, folder):
     raise AssertionError(f"no process {rank} trains in {folder}")
 
 
+SCRIPT = """
+import os, sys, jax, numpy as np, shardopt as so
+jax.config.update("jax_num_cpu_devices", 1)
+so.initialize()
+from jax.experimental import multihost_utils
+assert multihost_utils.process_allgather(np.int32(jax.process_index())).tolist() == list(range(jax.process_count()))
+if sys.argv[1] == "fail" and jax.process_index() == 1:
+    raise RuntimeError("the disk is full")
+if sys.argv[1] == "fail":
+    multihost_utils.process_allgather(np.int32(0))  # waits for the other
+if sys.argv[1] == "fit":
+    import optax
+
+    def batches():
+        for step in range(100):
+            if step == 14 and jax.process_index() == 1:
+                os.kill(os.getpid(), 9)
+            yield np.random.default_rng(step).normal(size=(4, 8)).astype(np.float32)
+
+    opt = so.fsdp(optax.adam(0.1), so.make_mesh(), lambda p, x: ((x @ p["w"]) ** 2).mean(), min_shard_elements=1)
+    with so.Checkpoints("saved", every=5, keep=1) as checkpoints:
+        so.fit(opt, opt.init({"w": np.ones(8, np.float32)}), batches(), num_steps=20, checkpoints=checkpoints)
+print("done")
+"""
+
+
+def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    good, _ = (job := start("--", "mine.py", "well")).communicate(timeout=300)
+    assert (job.returncode, good) == (0, "done\n")
+    # Without our hook jax would wait five minutes for the other process, and the other one for it.
+    bad, _ = (job := start("--log-dir", "here", "--", "mine.py", "fail")).communicate(timeout=100)
+    assert job.returncode == 1
+    assert "launch: process 1 of 2 ended with exit code 1; the others were ended.\n" in bad
+    assert "  RuntimeError: the disk is full\n" in bad
+    assert "done" not in bad
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["process-0.log", "process-1.log"]
+
+
+def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_with_fewer(start, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    job = start("--max-restarts", 1, "--min-processes", 1, "--", "mine.py", "fit")
+    said, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, said
+    assert "launch: process 1 of 2 was killed by SIGKILL; the others were ended.\n" in said
+    assert "launch: starting anew with 1 process, restart 1 of 1.\n" in said
+    assert re.search(r"Resuming from step (5|10) in \S+/saved, ", said)
+    assert said.endswith("done\n")
+    assert committed(tmp_path / "saved") == [20]
+
+
+@pytest.mark.parametrize(
+    ("words", "attempt", "saved", "command"),
+    [
+        (["train", "--steps", "3"], 0, True, ["-m", "shardopt.cli", "train", "--steps", "3"]),
+        (["train", "--steps", "3"], 1, False, ["-m", "shardopt.cli", "train", "--steps", "3"]),
+        (["train", "--steps", "3"], 1, True, ["-m", "shardopt.cli", "train", "--steps", "3", "--resume"]),
+        (["train", "--resume"], 2, True, ["-m", "shardopt.cli", "train", "--resume"]),
+        (["mine.py", "--fast"], 1, True, ["mine.py", "--fast"]),
+        (["python", "mine.py"], 1, True, None),
+    ],
+)
+def test_train_is_resumed_where_there_is_something_to_go_on_with(words, attempt, saved, command, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardopt.cli.launch.committed", lambda folder: [4] if saved else [])
+    folder = tmp_path if words[0] == "train" else None
+    assert _command(words, folder, attempt) == (words if command is None else [sys.executable, *command])
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_the_job_which_goes_on_with_fewer(start, tiny, tmp_path):
     folder = tmp_path / "run"
     options = ("--processes", 2, "--max-restarts", 1, "--min-processes", 1)
@@ -76,33 +145,6 @@ def test_a_killed_process_ends_the_job_which_goes_on_with_fewer(start, tiny, tmp
     ]
     losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
-
-
-SCRIPT = """
-import os, sys, jax, numpy as np, shardopt as so
-jax.config.update("jax_num_cpu_devices", 1)
-so.initialize()
-from jax.experimental import multihost_utils
-assert multihost_utils.process_allgather(np.int32(jax.process_index())).tolist() == [0, 1]
-if sys.argv[1] == "fail" and jax.process_index() == 1:
-    raise RuntimeError("the disk is full")
-if sys.argv[1] == "fail":
-    multihost_utils.process_allgather(np.int32(0))  # waits for the other
-print("done")
-"""
-
-
-def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start, tmp_path):
-    (tmp_path / "mine.py").write_text(SCRIPT)
-    good, _ = (job := start("--", "mine.py", "well")).communicate(timeout=300)
-    assert (job.returncode, good) == (0, "done\n")
-    # Without our hook jax would wait five minutes for the other process, and the other one for it.
-    bad, _ = (job := start("--log-dir", "here", "--", "mine.py", "fail")).communicate(timeout=100)
-    assert job.returncode == 1
-    assert "launch: process 1 of 2 ended with exit code 1; the others were ended.\n" in bad
-    assert "  RuntimeError: the disk is full\n" in bad
-    assert "done" not in bad
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["process-0.log", "process-1.log"]
 
 
 @pytest.mark.slow

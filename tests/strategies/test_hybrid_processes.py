@@ -1,16 +1,12 @@
 """Four processes with a device each, over gloo, run the pipeline that one process runs."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from strategies import worker_hybrid as worker
+from support.processes import run_processes
 
 import shardopt as so
 
@@ -18,25 +14,8 @@ import shardopt as so
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What each process found, and where they saved."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     folder = tmp_path_factory.mktemp("pipeline")
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(so.__file__).parents[1]),
-        "XLA_FLAGS": "",
-        "JAX_PLATFORMS": "cpu",
-    }
-    command = [sys.executable, "-W", "error", worker.__file__]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    processes = [subprocess.Popen([*command, str(rank), port, str(folder)], **pipes) for rank in range(4)]
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * 4, outputs
-    return [json.loads(out.strip().split("\n")[-1]) for out, _ in outputs], folder
+    return [json.loads(said.last) for said in run_processes(worker.__file__, 4, folder)], folder
 
 
 @pytest.mark.parametrize("schedule", worker.SCHEDULES)

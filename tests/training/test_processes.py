@@ -1,10 +1,6 @@
 """Two real processes: they stop at the same step, whoever of them wants to."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.processes import run_processes
 
 import shardopt as so
 from shardopt.training import fit
@@ -23,22 +20,8 @@ WORKER = Path(__file__).with_name("worker_processes.py")
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What the two processes saw, and what they printed on standard error."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, str(WORKER)]
-    environment = os.environ | {"PYTHONPATH": str(Path(so.__file__).parents[1]), "XLA_FLAGS": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    workers = [subprocess.Popen([*command, str(rank), port, str(folder)], **pipes) for rank in range(2)]
-    try:
-        output = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], output
-    # gloo talks on standard output too
-    return [json.loads(out.splitlines()[-1]) for out, _ in output], [err for _, err in output]
+    said = run_processes(WORKER, 2, tmp_path_factory.mktemp("run"), strict=False)
+    return [json.loads(one.last) for one in said], [one.err for one in said]
 
 
 @pytest.mark.parametrize(
