@@ -2,18 +2,22 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import tyro
 
+from shardopt.cli.audit import AuditOptions, audit
 from shardopt.cli.communication import with_meaning
 from shardopt.cli.launch import LaunchOptions, launch, split_words
 from shardopt.cli.options import Pipeline, TrainOptions
+from shardopt.cli.plan import PlanOptions, plan
 from shardopt.cli.run_folder import read_options
+from shardopt.cli.schedule import ScheduleOptions, schedule
 from shardopt.mesh import end_at_once
 
 _STYLE = (tyro.conf.HelptextFromCommentsOff,)
+_PLANNING: dict[type, Callable[[Any], None]] = {PlanOptions: plan, AuditOptions: audit, ScheduleOptions: schedule}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if isinstance(options, LaunchOptions):
             return launch(options, command, _train_options)
-        _train(words, options)
+        if isinstance(options, TrainOptions):
+            _train(words, options)
+        else:
+            _PLANNING[type(options)](options)
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         if isinstance(options, TrainOptions) and options.run.debug:
             raise
         _print_error(error)
@@ -54,7 +61,7 @@ def _train_options(words: Sequence[str], defaults: TrainOptions | None = None) -
     return options
 
 
-def _parse(words: Sequence[str], defaults: TrainOptions) -> TrainOptions | LaunchOptions:
+def _parse(words: Sequence[str], defaults: TrainOptions) -> Any:
     app = tyro.extras.SubcommandApp()
 
     @app.command(name="train")
@@ -65,7 +72,20 @@ def _parse(words: Sequence[str], defaults: TrainOptions) -> TrainOptions | Launc
     def launch(options: Annotated[LaunchOptions, tyro.conf.arg(name="")]) -> LaunchOptions:
         return options
 
+    @app.command(name="plan")
+    def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> PlanOptions:
+        return options
+
+    @app.command(name="audit")
+    def audit(options: Annotated[AuditOptions, tyro.conf.arg(name="")]) -> AuditOptions:
+        return options
+
+    @app.command(name="schedule")
+    def schedule(options: Annotated[ScheduleOptions, tyro.conf.arg(name="")]) -> ScheduleOptions:
+        return options
+
     train.__doc__, launch.__doc__ = TrainOptions.__doc__, LaunchOptions.__doc__
+    plan.__doc__, audit.__doc__, schedule.__doc__ = PlanOptions.__doc__, AuditOptions.__doc__, ScheduleOptions.__doc__
     return app.cli(prog="shardopt", description="Train models split over devices.", args=words, config=_STYLE)
 
 

@@ -12,6 +12,7 @@ from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisat
 from shardopt.planning.footprint import Footprint
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning.models import MODELS, find_model
+from shardopt.planning.plots import plot_memory, plot_placement, plot_plans, plot_traffic
 from shardopt.planning.prediction import Prediction, predict
 from shardopt.planning.search import Dropped, Plans, plan
 from shardopt.planning.step_time import StepTime
@@ -54,6 +55,10 @@ __all__ = [
     "memory",
     "parse_topology",
     "plan",
+    "plot_memory",
+    "plot_placement",
+    "plot_plans",
+    "plot_traffic",
     "predict",
     "topology_devices",
     "trace",

@@ -61,9 +61,13 @@ class Plans(NamedTuple):
         """The fastest."""
         return self.ranked[0]
 
+    def table(self, count: int = 10) -> str:
+        """Return the fastest `count` as a table, and what was dropped."""
+        return plans_table(self, count)
+
     def __str__(self) -> str:
-        """Return the ten fastest as a table, and what was dropped."""
-        return plans_table(self)
+        """Return the ten fastest as a table."""
+        return self.table()
 
 
 def plan(

@@ -8,13 +8,11 @@ if TYPE_CHECKING:
     from shardopt.planning.prediction import Prediction
     from shardopt.planning.search import Plans
 
-_SHOWN = 10
 
-
-def plans_table(plans: "Plans") -> str:
+def plans_table(plans: "Plans", count: int) -> str:
     """Return the fastest layouts, one a line, and how many were dropped."""
     head = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
-    rows = [head, *(_row(one) for one in plans.ranked[:_SHOWN])]
+    rows = [head, *(_row(one) for one in plans.ranked[:count])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
@@ -24,7 +22,7 @@ def plans_table(plans: "Plans") -> str:
         f"{plans.workload.name} ({plans.workload.num_parameters / 1e9:.2f} billion parameters) on "
         f"{plural(plans.chips, 'chip')} of {plans.hardware.name}, {plural(plans.batch_size, 'row')} a batch"
     )
-    rest = len(plans.ranked) - _SHOWN
+    rest = len(plans.ranked) - count
     more = [f"... and {rest} more that fit"] if rest > 0 else []
     tight = sum(one.missing_bytes > 0 for one in plans.dropped)
     other = len(plans.dropped) - tight

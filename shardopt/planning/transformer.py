@@ -153,8 +153,8 @@ class Transformer:
             deferred=Bytes(whole=size * T * 2 * D, split=size * T * (H * K + 2 * G * K + (2 if self.gated else 1) * F)),
             # cotangents of the widest point of a block, and of the scores
             working=Bytes(whole=size * T * 2 * D, split=size * T * 2 * F + scores),
-            # logits, and their gradient, both in fp32
-            ends_working=Bytes(split=2 * wide * T * self.vocab_size),
+            # logits in fp32, which their gradient overwrites
+            ends_working=Bytes(split=wide * T * self.vocab_size),
             tensor_sums=tensor_sums(self.abstract_params(), RULES),
             model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
             itemsize=size,

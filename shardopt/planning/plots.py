@@ -1,0 +1,175 @@
+"""Pictures of plans: memory as stacked bars, traffic by axis, and where on a mesh each leaf lives."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardopt.core.errors import complaint, plural
+from shardopt.planning.prediction import Prediction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Path = str | os.PathLike[str] | None
+
+_MEMORY = {
+    "params": ("parameters", "#33608c"),
+    "opt_state": ("optimizer state", "#6e94b8"),
+    "gradients": ("gradients", "#b3882f"),
+    "activations": ("activations", "#218c6b"),
+    "gathered": ("gathered weights", "#8fbfae"),
+    "working": ("working", "#c3c8d0"),
+}
+_AXES = {"tensor": "#a34d7c", "pipeline": "#218c6b", "data": "#33608c", "replica": "#b3882f"}
+_INK, _LINE = "#22272e", "#9aa2ad"
+_BAR = 0.38  # inches a layout
+_MOST = 40
+_BOXES = 64
+
+
+def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
+    """Draw the bytes of a device as stacked bars, one a layout, by what they are for.
+
+    Args:
+      predictions: from `so.plan(...).ranked`, or `so.planning.predict`.
+      limit: bytes that may be used, drawn as a line.
+      path: where to save the picture; the suffix chooses the format, PNG without one.
+
+    Returns:
+      A matplotlib figure.
+
+    Raises:
+      ValueError: if there are no predictions, or more than 40.
+    """
+    figure, axes = _figure(predictions, columns=1)
+    _memory(axes[0], predictions, limit)
+    return _saved(figure, path)
+
+
+def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Figure":
+    """Draw the bytes that a device sends in a step as stacked bars, one a layout, by mesh axis; see `plot_memory`."""
+    figure, axes = _figure(predictions, columns=1)
+    _traffic(axes[0], predictions)
+    return _saved(figure, path)
+
+
+def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
+    """Draw memory and traffic side by side; see `plot_memory`."""
+    figure, axes = _figure(predictions, columns=2)
+    _memory(axes[0], predictions, limit)
+    _traffic(axes[1], predictions)
+    axes[1].set_yticklabels([])
+    return _saved(figure, path)
+
+
+def _memory(axes: "Axes", predictions: Sequence[Prediction], limit: float | None) -> None:
+    stacks = {name: [getattr(one.memory, name) / 1e9 for one in predictions] for name in _MEMORY}
+    _stack(axes, stacks, {name: label for name, (label, _) in _MEMORY.items()}, {n: c for n, (_, c) in _MEMORY.items()})
+    if limit is not None:
+        axes.axvline(limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used")
+    axes.set_xlabel("GB a device", color=_INK)
+    _label(axes, predictions)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+
+
+def _traffic(axes: "Axes", predictions: Sequence[Prediction]) -> None:
+    sent = [one.wire_bytes for one in predictions]
+    used = [axis for axis in _AXES if any(axis in row for row in sent)]
+    stacks = {axis: [row.get(axis, 0.0) / 1e9 for row in sent] for axis in used}
+    _stack(axes, stacks, {axis: f"over {axis}" for axis in used}, _AXES)
+    axes.set_xlabel("GB sent by a device, a step", color=_INK)
+    _label(axes, predictions)
+    if used:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+
+
+def _stack(axes: "Axes", stacks: dict[str, list[float]], labels: dict[str, str], colors: dict[str, str]) -> None:
+    left: list[float] = []
+    for name, values in stacks.items():
+        left = left or [0.0] * len(values)
+        axes.barh(range(len(values)), values, left=left, height=0.7, color=colors[name], label=labels[name])
+        left = [start + value for start, value in zip(left, values, strict=True)]
+
+
+def _label(axes: "Axes", predictions: Sequence[Prediction]) -> None:
+    axes.set_yticks(range(len(predictions)), [str(one.layout) for one in predictions], fontsize=8, color=_INK)
+    axes.set_ylim(len(predictions) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=8)
+
+
+def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", Any]:
+    from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
+
+    if not 1 <= len(predictions) <= _MOST:
+        what = f"there are {len(predictions)} predictions to draw."
+        raise ValueError(complaint("plot", what, fix=f"pass between 1 and {_MOST}, such as plans.ranked[:10]."))
+    height = 1.7 + _BAR * len(predictions)
+    figure = Figure(figsize=(4.4 + 4.2 * columns, height), dpi=160, layout="constrained")
+    return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+
+
+def _saved(figure: "Figure", path: Path) -> "Figure":
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def plot_placement(opt: Any, abstract_params: Any = None, *, path: Path = None) -> "Figure":
+    """Draw where on the mesh each parameter leaf lives: a row a leaf, in it a strip an axis that splits it.
+
+    The boxes of the last strip are the shards; a grey row is whole on every device. The text beside it says how many devices hold each
+    shard. At most 64 boxes are drawn.
+
+    Args:
+      opt: a strategy from `so.ddp`, `so.zero`, `so.fsdp` or `so.hybrid`.
+      abstract_params: shapes of the parameters; by default those last seen by it.
+      path: where to save the picture.
+
+    Returns:
+      A matplotlib figure.
+    """
+    from matplotlib.figure import Figure
+
+    rows = (opt.config.report() if abstract_params is None else opt.config.report(abstract_params)).rows
+    shape = dict(opt.mesh.shape)
+    figure = Figure(figsize=(10, 1.2 + 0.36 * len(rows)), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for at, row in enumerate(rows):
+        names = _names(row.params)
+        pieces = _strips(axes, at, [(name, shape[name]) for name in names])
+        copies = opt.mesh.size // pieces
+        split = " x ".join(f"{name}={shape[name]}" for name in names) or "whole"
+        text = f"whole: {row.bytes_per_device:,} bytes on each of {plural(copies, 'device')}"
+        if names:
+            held = f"each on {plural(copies, 'device')}"
+            text = f"{split}: {plural(pieces, 'shard')} of {row.bytes_per_device:,} bytes, {held}"
+        axes.text(1.01, at, text, va="center", fontsize=7, color=_INK)
+    axes.set_yticks(range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows], fontsize=7, color=_INK)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1.6)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    mesh = " x ".join(f"{name}={size}" for name, size in shape.items() if size > 1) or "one device"
+    axes.set_title(f"parameters on {mesh}", loc="left", fontsize=9, color=_INK)
+    return _saved(figure, path)
+
+
+def _strips(axes: "Axes", at: int, split: list[tuple[str, int]]) -> int:
+    """Draw a leaf as a strip for each axis that splits it, each cutting the boxes of the strip above; how many shards."""
+    height, pieces = 0.72 / max(len(split), 1), 1
+    if not split:
+        axes.broken_barh([(0, 1)], (at - 0.36, 0.72), facecolor=_LINE)
+    for i, (name, size) in enumerate(split):
+        pieces *= size
+        shown = min(pieces, _BOXES)
+        boxes = [(piece / shown, 1 / shown) for piece in range(shown)]
+        where = (at - 0.36 + i * height, height)
+        axes.broken_barh(boxes, where, facecolor=_AXES[name], edgecolor="white", linewidth=0.8)
+    return pieces
+
+
+def _names(spec: Any) -> list[str]:
+    """Return the mesh axes of a spec, in the order of the dims."""
+    return [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None]
