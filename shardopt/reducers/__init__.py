@@ -18,6 +18,7 @@ from shardopt.reducers.power_sgd import power_sgd
 from shardopt.reducers.reducer import Reducer
 from shardopt.reducers.sign import sign
 from shardopt.reducers.top_k import top_k
+from shardopt.reducers.warm_up import warm_up
 
 __all__ = [
     "Encoding",
@@ -38,4 +39,5 @@ __all__ = [
     "state_specs",
     "stored_state",
     "top_k",
+    "warm_up",
 ]

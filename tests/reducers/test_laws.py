@@ -22,6 +22,7 @@ REDUCERS = st.one_of(
     BLOCK.map(lambda n: R.sign(8 * n)),
     st.floats(0.01, 1).map(R.top_k),
     st.builds(R.power_sgd, st.integers(1, 9), start_step=st.integers(0, 1), min_ratio=st.sampled_from([0.0, 1.0, 2.0])),
+    st.builds(R.warm_up, st.just(R.top_k(0.1)), st.integers(0, 4)),
 )
 
 
@@ -169,6 +170,26 @@ def test_power_sgd_sends_everything_before_its_first_step(x64, on_devices, draw_
     exact = np.asarray(grads["leaf0"]).mean(0)
     np.testing.assert_allclose(means[0]["leaf0"][0], exact, rtol=1e-13)
     assert np.abs(means[1]["leaf0"][0] - 2 * exact).max() > 0.01
+
+
+def test_warm_up_hands_over_from_exact_means(x64, on_devices, draw_gradients):
+    """Exact for two calls, with nothing kept; then what a run that begins there would send, momentum included."""
+    grads = draw_gradients([(12, 9)], 2, dtype=np.float64)
+    reducer = R.top_k(0.1, momentum=0.5)
+    means, state = on_devices(calls(R.error_feedback(R.warm_up(reducer, 2)), 4), 2, grads)
+    for call in range(2):
+        exact = (1 + call) * np.asarray(grads["leaf0"]).mean(0)
+        np.testing.assert_allclose(means[call]["leaf0"][0], exact, rtol=1e-13)
+
+    def later(grads):
+        fed_back = R.error_feedback(reducer)
+        third, state = fed_back.reduce(jax.tree.map(lambda g: 3 * g, grads), fed_back.init(grads), "data")
+        return third, *fed_back.reduce(jax.tree.map(lambda g: 4 * g, grads), state, "data")
+
+    *expected, last = on_devices(later, 2, grads)
+    for mean, want in zip(means[2:], expected, strict=True):
+        np.testing.assert_allclose(mean["leaf0"], want["leaf0"], rtol=1e-13)
+    np.testing.assert_allclose(state.memory.value["leaf0"], last.memory.value["leaf0"], rtol=1e-13)
 
 
 def test_power_sgd_treats_each_block_as_a_matrix():

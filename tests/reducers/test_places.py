@@ -12,6 +12,7 @@ import shardopt as so
 
 R = so.reducers
 PLAIN = [R.exact(), R.exact(jnp.bfloat16), R.int8(8), R.sign(16), R.top_k(0.2), R.power_sgd(2, start_step=1)]
+PLAIN.append(R.warm_up(R.top_k(0.2, momentum=0.5), 1))
 REDUCERS = [*PLAIN, *(R.error_feedback(one) for one in PLAIN), R.error_feedback(R.top_k(0.2, momentum=0.9))]
 FED_BACK = REDUCERS[len(PLAIN) :]
 by_name = pytest.mark.parametrize("reducer", FED_BACK, ids=lambda one: one.name)

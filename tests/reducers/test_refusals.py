@@ -72,6 +72,14 @@ CONSTRUCTION = [
         ValueError,
         "error_feedback: error_feedback(int8(block_size=256)) has error feedback already.\nFix: wrap a reducer once.",
     ),
+    (lambda: R.warm_up(R.sign(), -1), ValueError, "warm_up: steps must not be negative, got -1."),
+    (lambda: R.warm_up(R.sign(), 1.5), TypeError, "warm_up: steps must be an integer, got 1.5."),
+    (
+        lambda: R.warm_up(R.error_feedback(R.sign(8)), 3),
+        ValueError,
+        "warm_up: error_feedback(sign(block_size=8)) has error feedback, which must see both what is sent at first and "
+        "later.\nFix: use error_feedback(warm_up(...)), the other way round.",
+    ),
     (lambda: R.exact().wire_bytes({}, 0), ValueError, "exact(): axis_size must be at least 1, got 0."),
     (
         lambda: R.sign().wire_bytes({"count": jnp.int32(3)}, 2),
