@@ -48,14 +48,31 @@ def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None
 
 
 def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Figure":
-    """Draw the bytes that a device sends in a step as stacked bars, one a layout, by mesh axis; see `plot_memory`."""
+    """Draw the bytes that a device sends in a step as stacked bars, one a layout, by mesh axis.
+
+    Args:
+      predictions: as for `plot_memory`.
+      path: where to save the picture.
+
+    Returns:
+      A matplotlib figure.
+    """
     figure, axes = _figure(predictions, columns=1)
     _traffic(axes[0], predictions)
     return _saved(figure, path)
 
 
 def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
-    """Draw memory and traffic side by side; see `plot_memory`."""
+    """Draw memory and traffic side by side.
+
+    Args:
+      predictions: as for `plot_memory`.
+      limit: as for `plot_memory`.
+      path: where to save the picture.
+
+    Returns:
+      A matplotlib figure.
+    """
     figure, axes = _figure(predictions, columns=2)
     _memory(axes[0], predictions, limit)
     _traffic(axes[1], predictions)
