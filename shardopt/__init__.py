@@ -17,6 +17,7 @@ from shardopt.core import (
 )
 from shardopt.mesh import initialize, make_mesh
 from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
+from shardopt.partition import rules_from_logical_axes
 from shardopt.pipeline import schedules
 from shardopt.planning import aot, audit, plan
 from shardopt.replicas import diloco, local_sgd
@@ -54,6 +55,7 @@ __all__ = [
     "planning",
     "reducers",
     "restore",
+    "rules_from_logical_axes",
     "save",
     "schedules",
     "should_sync",
