@@ -31,7 +31,7 @@ class Play:
     def __init__(
         self,
         specs: Sequence[SimulatedWorker],
-        transfers: Sequence[float],
+        transfers: Sequence[tuple[float, float]],
         make_run: Callable[[Callable[[], float]], Run],
         compute: Compute,
         server_seconds: float,
@@ -98,7 +98,8 @@ class Play:
         event = self.run.pull(worker, self.asking.pop(worker))
         self.steps[worker] = Step(event.version, event.clock, self.run.state.params, batch)
         compute = seconds_of(self.specs[worker].step_seconds, self.draws[worker])
-        done = self.now + self.transfers[worker] + compute + self.transfers[worker]
+        pull, push = self.transfers[worker]
+        done = self.now + pull + compute + push
         self.schedule(done, _ARRIVE, worker, self.lives[worker])
 
     def push(self, worker: int) -> None:

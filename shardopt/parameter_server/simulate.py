@@ -11,13 +11,15 @@ from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
 from shardopt.parameter_server.arguments import check_count, check_number
 from shardopt.parameter_server.compute import key_data, make_compute, no_compute
+from shardopt.parameter_server.encoder import check_encoding
 from shardopt.parameter_server.play import Play
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import AsyncResult, Run
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.simulated_worker import SimulatedWorker, simulated_workers
-from shardopt.parameter_server.trainable import check_params
+from shardopt.parameter_server.trainable import check_params, trained
 from shardopt.parameter_server.workers import worker_meshes
+from shardopt.reducers import Reducer
 
 WHO = "simulate"
 
@@ -29,6 +31,7 @@ def simulate(
     num_updates: int | None = None,
     until: float = math.inf,
     rule: Rule | None = None,
+    reducer: Reducer | None = None,
     nonfinite: str = "raise",
     message_bytes: float | None = None,
     server_seconds: float = 0.0,
@@ -57,8 +60,10 @@ def simulate(
       num_updates: stop when this many updates have been applied; with max_staleness=0 an update is a whole clock.
       until: stop at this virtual time, in seconds.
       rule: a staleness rule.
+      reducer: as for `async_sgd`.
       nonfinite: as for `make_server`.
-      message_bytes: size of a pull and of a push; by default that of the parameters, or 0 without them.
+      message_bytes: size of a pull and of a push; by default that of the parameters, of a push as the reducer encodes
+        them, or 0 without parameters.
       server_seconds: how long the server is busy with a push.
       seed: of the durations; each worker draws from a generator of its own.
       tx: the optimizer, for real mathematics.
@@ -85,6 +90,7 @@ def simulate(
     specs = simulated_workers(WHO, workers)
     _check(num_updates, until, message_bytes, server_seconds, seed)
     given = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
+    code = check_encoding(WHO, reducer)
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
@@ -93,13 +99,16 @@ def simulate(
         compute = no_compute()
     else:
         here = worker_meshes(WHO, [jax.local_devices()[0]] * len(specs))
-        compute = make_compute(WHO, tx, loss_fn, here, batches_of, key_data(WHO, rng))
+        compute = make_compute(WHO, tx, loss_fn, here, batches_of, key_data(WHO, rng), code=code)
         check_params(WHO, params)
         params = compute.on_server(params)
     if message_bytes is None:
-        message_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    server = make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite)
-    transfers = [spec.transfer_seconds(message_bytes) for spec in specs]
+        pull_bytes = push_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        push_bytes = push_bytes if code is None or params is None else code.nbytes(trained(params))
+    else:
+        pull_bytes = push_bytes = message_bytes
+    server = make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer)
+    transfers = [(spec.transfer_seconds(pull_bytes), spec.transfer_seconds(push_bytes)) for spec in specs]
     play = Play(specs, transfers, lambda now: Run(server, params, compute.header, now), compute, server_seconds, seed)
     return play.run.finish(play.until(num_updates, until))
 

@@ -190,3 +190,14 @@ def test_refusals(message_of):
         "parameter_server: the push of worker 0 is not encoded as the server reads it.\n"
         "Fix: push what the encoder of the same reducer writes."
     )
+
+
+def test_the_simulator_sends_messages_of_that_size():
+    worker = so.parameter_server.SimulatedWorker(step_seconds=1.0, latency=0.25, bandwidth=16.0)
+    given = {"tx": optax.sgd(0.02), "loss_fn": loss_fn, "params": start(), "batches_of": batches_of}
+    found = so.parameter_server.simulate([worker], max_staleness=1, num_updates=3, reducer=INT8, **given)
+    pull, push = 4 * (96 + 8), R.encoding(INT8).nbytes(start())
+    assert found.metrics["seconds"] == pytest.approx(3 * (1.0 + 2 * 0.25 + (pull + push) / 16.0))
+    assert found.metrics["push_bytes"] == 3 * push
+    rest = (optax.sgd(0.02), loss_fn, start(), batches_of)
+    same_bits(replay(found.log, *rest, reducer=INT8), found.params)
