@@ -12,7 +12,7 @@ _LAUNCHER_VARIABLES = (
     "OMPI_MCA_orte_hnp_uri",
     "OMPI_COMM_WORLD_SIZE",
     "JAX_COORDINATOR_ADDRESS",
-    "KUBERNETES_SERVICE_HOST",
+    "JOB_COMPLETION_INDEX",
     "TPU_WORKER_HOSTNAMES",
     "MEGASCALE_COORDINATOR_ADDRESS",
     "CLOUD_TPU_TASK_ID",
@@ -31,8 +31,8 @@ def initialize(
 
     With no arguments the place of this process is read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID where all three are set, as `shardopt launch` does; else the cluster is detected from the environment
-    (SLURM, Open MPI, Kubernetes, Cloud TPU). On a single machine outside any launcher it does nothing. On CPU,
-    collectives between processes use gloo.
+    (SLURM, Open MPI, indexed jobs of Kubernetes, Cloud TPU). On a single machine outside any launcher it does nothing.
+    On CPU, collectives between processes use gloo.
 
     Under `shardopt launch` an error that nobody catches ends this process at once, not after the others, who may be
     waiting for it; and where the launcher dies, so does this process.

@@ -1,0 +1,65 @@
+"""What is no python in the pages is checked too: shell by its grammar, commands by their parser, yaml by its form."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardopt.cli.devices import parse_mesh
+from shardopt.cli.launch import LaunchOptions, split_words
+from shardopt.cli.main import _parse
+from shardopt.cli.options import TrainOptions
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def blocks(language):
+    return [
+        (page.name, block)
+        for page in PAGES
+        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+
+
+COMMANDS = sorted(
+    {line for _, block in blocks("bash") for line in block.splitlines() if re.match(r"shardopt (train|launch) ", line)}
+)
+
+
+@pytest.mark.parametrize(("page", "block"), blocks("bash"), ids=lambda text: text[:20])
+def test_shell_is_shell(page, block):
+    done = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "--help" not in line])
+def test_a_command_is_one(line):
+    words, command = split_words(shlex.split(line)[1:])
+    options = _parse(words, TrainOptions())
+    if isinstance(options, LaunchOptions):
+        assert command
+        options = _parse(command, TrainOptions()) if command[0] == "train" else None
+    if options is not None and options.where.mesh != "auto":
+        assert parse_mesh(options.where.mesh)
+
+
+def test_there_are_commands_to_check():
+    assert sum("launch" in line for line in COMMANDS) == 4
+    assert len(COMMANDS) > 5
+
+
+def test_the_job_of_kubernetes_tells_each_pod_its_place():
+    ((_, block),) = blocks("yaml")
+    job = yaml.safe_load(block)
+    template = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = template["template"]["spec"]["containers"]
+    told = {one["name"]: one.get("value") for one in container["env"]}
+    assert template["completionMode"] == "Indexed"
+    assert int(told["JAX_NUM_PROCESSES"]) == template["parallelism"] == template["completions"]
+    first = f"{job['metadata']['name']}-{job['spec']['replicatedJobs'][0]['name']}-0-0.{job['metadata']['name']}"
+    assert told["JAX_COORDINATOR_ADDRESS"].split(":")[0] == first
+    assert told["JAX_PROCESS_ID"] is None  # from the annotation
