@@ -78,3 +78,5 @@ def test_the_pages_build_without_a_warning(tmp_path):
     page = (tmp_path / "site" / "reference" / "strategies.html").read_text()
     for text in ("so.fsdp", "Equivalence", "min_shard_elements", "Rajbhandari"):
         assert text in page
+    assert '<details class="example"' not in page  # examples are shown as code
+    assert page.count("&gt;&gt;&gt; </span>") > 20
