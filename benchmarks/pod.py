@@ -1,8 +1,8 @@
 """Pods before they are rented: real TPU compiles, predictions against compilers and published runs.
 
-    python benchmarks/pod.py [compiles] [memory] [ranking] [published] [diloco] [--libtpu FOLDER] [--only gpt2]
+    python benchmarks/pod.py [compiles] [memory] [ranking] [published] [diloco] [again] [--libtpu FOLDER] [--only gpt2]
 
-Parts run one after another, all of them without arguments. `compiles` needs libtpu (pip install 'shardopt[tpu]'); one
+Parts run one after another, all of them without arguments; `again` predicts anew what has been compiled before. `compiles` needs libtpu (pip install 'shardopt[tpu]'); one
 compile takes from half a minute to some minutes. Each result is kept in results/pod.json as soon as it is there, and a
 part that is run again replaces its own rows only.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import fake_devices, write_json
 
-PARTS = ("memory", "ranking", "published", "diloco", "compiles")
+PARTS = ("memory", "ranking", "published", "diloco", "compiles", "again")
 RESULTS = Path(__file__).parent / "results" / "pod.json"
 
 
@@ -42,20 +42,28 @@ def main():
         "published": pod_published.published_rows,
         "diloco": pod_published.diloco_rows,
         "compiles": pod_compiles.compile_rows,
+        "again": lambda only: pod_compiles.again_rows(
+            [row for row in kept().get("compiles", []) if only in row["name"]]
+        ),
     }
     for part in options.parts or PARTS:
         print(f"== {part}", flush=True)
         for row in runs[part](options.only):
             print("  ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
-            keep(part, row)
-    print(summary(json.loads(RESULTS.read_text())["results"]))
+            keep("compiles" if part == "again" else part, row)
+    print(summary(kept()))
+
+
+def kept():
+    """Return the results so far."""
+    return json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
 
 
 def keep(part, row):
     """Put a row into the results, in place of the one of that name."""
     with Path(__file__).open() as lock:  # parts may run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+        before = kept()
         rows = {one["name"]: one for one in before.get(part, [])} | {row["name"]: row}
         write_json(__file__, before | {part: list(rows.values())})
 

@@ -1,5 +1,6 @@
 """Real TPU compiles of published shapes, against the placement formula and the planner."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -7,16 +8,15 @@ import optax
 
 import shardopt as so
 from shardopt.models import transformer
-from shardopt.planning import Candidate, find_hardware, find_model, parse_topology, predict
+from shardopt.planning import Candidate, find_model, parse_topology, predict
 from shardopt.planning.transformer import RULES
 
 # model, topology, slices, replica, tensor, rows a chip of the data axes
 CASES = [
-    ("llama3-8b", "v5p:4x4x4", 1, 1, 1, 1),
-    ("gpt2", "v6e:16x16", 1, 1, 1, 8),
     ("llama3-8b", "v5p:8x8x8", 1, 1, 1, 1),
-    ("llama3-70b", "v5p:8x8x8", 1, 1, 4, 1),
     ("llama3-8b", "v6e:16x16", 4, 4, 1, 1),
+    ("llama3-70b", "v5p:8x8x8", 1, 1, 4, 1),
+    ("llama3-8b", "v5p:16x16x16", 1, 1, 1, 1),
     ("llama3-8b", "v5p:4x4x4", 1, 2, 1, 1),
     ("gpt2", "v5p:4x4x4", 1, 1, 1, 8),
     ("llama3-8b", "v6e:16x16", 1, 1, 1, 1),
@@ -25,8 +25,9 @@ CASES = [
     ("gpt2", "v6e:16x16", 4, 4, 1, 8),
     ("llama3-70b", "v6e:16x16", 4, 4, 4, 1),
     ("gpt2", "v5p:16x16x16", 1, 1, 1, 8),
-    ("llama3-8b", "v5p:16x16x16", 1, 1, 1, 1),
     ("llama3-70b", "v5p:16x16x16", 1, 1, 4, 1),
+    ("llama3-8b", "v5p:4x4x4", 1, 1, 1, 1),
+    ("gpt2", "v6e:16x16", 1, 1, 1, 8),
 ]
 LENGTH = 1024
 """Tokens of a row: XLA's own attention writes its scores, so long rows measure attention and nothing else."""
@@ -42,10 +43,8 @@ def compile_rows(only):
 
 def one(label, name, topology, slices, replica, tensor, rows):
     """Compile fsdp with full rematerialisation and bfloat16 gathers; compare."""
-    import dataclasses
-
     shape = dataclasses.replace(find_model("pod", name), length=LENGTH, fused_attention=False)
-    chip, dims = parse_topology(topology)
+    dims = parse_topology(topology)[1]
     chips = math.prod(dims) * slices
     batch_size = rows * chips // tensor
     tx = optax.adamw(1e-3)
@@ -63,25 +62,44 @@ def one(label, name, topology, slices, replica, tensor, rows):
         replica=replica,
         tensor=tensor,
     )
-    layout = Candidate(
-        replica=replica, data=chips // replica // tensor, tensor=tensor, remat=True, gather_dtype=jnp.bfloat16
-    )
-    work = shape.workload()
-    told = predict(work, layout, hardware=find_hardware("pod", chip), batch_size=batch_size, tx=tx, slices=slices)
-    batch_bytes = batch_size // layout.data // replica * (LENGTH + 1) * 4
-    formula = told.memory.params + told.memory.opt_state + batch_bytes
-    flops = batch_size * (work.num_blocks * (3 * work.block_flops + work.again_flops) + 3 * work.ends_flops) / chips
-    return {
+    facts = {
         "name": label,
+        "case": [name, topology, slices, replica, tensor, rows],
         "chips": chips,
         "layers": shape.num_layers,
         "compile_seconds": round(report.compile_seconds, 1),
         "argument_bytes": report.argument_bytes,
         "temp_bytes": report.temp_bytes,
+        "peak_bytes": report.peak_bytes,
         "hbm_bytes": report.hbm_bytes,
-        "arguments_ratio": formula / report.argument_bytes,
-        "memory_ratio": told.memory.total / report.peak_bytes,
-        "flops_ratio": None if report.flops is None else flops / report.flops,
+        "flops": report.flops,
         "collectives": {kind: found._asdict() for kind, found in report.audit.by_kind().items()},
+    }
+    return facts | compared(facts)
+
+
+def compared(facts):
+    """Return what is predicted of a case beside what was compiled."""
+    name, topology, slices, replica, tensor, rows = facts["case"]
+    shape = dataclasses.replace(find_model("pod", name), length=LENGTH, fused_attention=False)
+    chip, chips = parse_topology(topology)[0], facts["chips"]
+    batch_size = rows * chips // tensor
+    layout = Candidate(
+        replica=replica, data=chips // replica // tensor, tensor=tensor, remat=True, gather_dtype=jnp.bfloat16
+    )
+    work, tx = shape.workload(), optax.adamw(1e-3)
+    told = predict(work, layout, hardware=chip, batch_size=batch_size, tx=tx, slices=slices)
+    formula = told.memory.params + told.memory.opt_state + rows * (LENGTH + 1) * 4
+    flops = batch_size * (work.num_blocks * (3 * work.block_flops + work.again_flops) + 3 * work.ends_flops) / chips
+    return {
+        "arguments_ratio": formula / facts["argument_bytes"],
+        "memory_ratio": told.memory.total / facts["peak_bytes"],
+        "flops_ratio": None if facts["flops"] is None else flops / facts["flops"],
         "predicted_mfu": told.mfu,
     }
+
+
+def again_rows(rows):
+    """Yield the rows with what is predicted now, nothing compiled."""
+    for row in rows:
+        yield row | compared(row)

@@ -21,7 +21,7 @@ class Footprint(NamedTuple):
       gradients: sums of gradients, and those of the micro-batch under way where these exist beside the sums.
       activations: what is kept from forwards to backwards, of all micro-batches under way.
       gathered: weights that are whole while one block, or the loss, is differentiated, and their gradients before they
-        are scattered.
+        are scattered; with several chunks a stage, its blocks in the order in which they run.
       working: what else comes and goes at that moment, the larger of the two.
     """
 
@@ -48,7 +48,8 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
       ones of the old; outer gradients are whole there.
     - activations: k r kept, or with remat k r message, and one block's kept. In a pipeline `schedule.num_slots`
       chunks' worth of that, and the messages that wait; with remat only the inputs of chunks, and one chunk's kept.
-    - gathered (fsdp): weights and gradients of the outer parameters at the loss, of one block at a block.
+    - gathered (fsdp): the outer weights; at the loss the gradient of the largest of them, at a block its weights and
+      gradients.
 
     Args:
       workload: the model.
@@ -72,7 +73,7 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
         opt_state=placed.opt_state,
         gradients=_gradients(candidate, placed),
         activations=_activations(workload, candidate, message, kept, workload.deferred.on(cut) * rows),
-        gathered=gathered,
+        gathered=gathered + _reordered(candidate, placed),
         working=working,
     )
 
@@ -111,10 +112,22 @@ def _activations(workload: Workload, candidate: Candidate, message: float, kept:
     return table.num_slots * k * kept + messages * message + left
 
 
+def _reordered(candidate: Candidate, placed: Placed) -> float:
+    """Return the bytes of a stage's blocks in the order in which it runs them, where it stores others."""
+    if candidate.chunks == 1:
+        return 0.0
+    elements, cut = placed.elements, candidate.data if placed.switches.params else 1
+    return placed.itemsize * (elements.split_blocks / cut + elements.whole_blocks)
+
+
 def _gathered(workload: Workload, candidate: Candidate, placed: Placed) -> tuple[float, float]:
-    """Return the bytes of whole weights and their gradients: of the outer parameters, and of one block."""
+    """Return the bytes of whole weights and their gradients, while the loss and while one block is differentiated.
+
+    Outer weights are whole from forward to backward. Gradients are scattered leaf by leaf, those of a block together.
+    """
     if not placed.switches.params or candidate.data == 1:
         return 0.0, 0.0
     size = placed.itemsize if candidate.gather_dtype is None else jnp.dtype(candidate.gather_dtype).itemsize
     block = placed.elements.split_blocks * candidate.pipeline / workload.num_blocks
-    return placed.elements.split_outer * (size + _WIDE), block * (size + _WIDE)
+    outer = placed.elements.split_outer * size
+    return outer + placed.elements.largest_outer * _WIDE, outer + block * (size + _WIDE)

@@ -23,12 +23,14 @@ class Elements(NamedTuple):
       whole_blocks: of blocks, in leaves that stay whole over data.
       split_outer: of the outer parameters, likewise.
       whole_outer: likewise.
+      largest_outer: of the largest outer leaf that data can split.
     """
 
     split_blocks: int
     whole_blocks: int
     split_outer: int
     whole_outer: int
+    largest_outer: int
 
     @property
     def blocks(self) -> int:
@@ -115,13 +117,14 @@ def place(workload: Workload, candidate: Candidate, opt_state: PyTree, *, min_sh
 
 
 def _elements(plans: list[LeafPlan], mesh: Any) -> Elements:
-    def count(*, stacked: bool, split: bool) -> int:
+    def counts(*, stacked: bool, split: bool) -> list[int]:
         chosen = [plan for plan in plans if plan.stacked is stacked and (plan.dim is not None) is split]
-        return sum(math.prod(plan.shape) // shards(plan.spec(split=False), mesh) for plan in chosen)
+        return [math.prod(plan.shape) // shards(plan.spec(split=False), mesh) for plan in chosen]
 
     return Elements(
-        split_blocks=count(stacked=True, split=True),
-        whole_blocks=count(stacked=True, split=False),
-        split_outer=count(stacked=False, split=True),
-        whole_outer=count(stacked=False, split=False),
+        split_blocks=sum(counts(stacked=True, split=True)),
+        whole_blocks=sum(counts(stacked=True, split=False)),
+        split_outer=sum(counts(stacked=False, split=True)),
+        whole_outer=sum(counts(stacked=False, split=False)),
+        largest_outer=max(counts(stacked=False, split=True), default=0),
     )

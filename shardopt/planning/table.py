@@ -19,7 +19,7 @@ def plans_table(plans: "Plans", count: int) -> str:
         for row in rows
     ]
     title = (
-        f"{plans.workload.name} ({plans.workload.num_parameters / 1e9:.2f} billion parameters) on "
+        f"{plans.workload.name} ({_count(plans.workload.num_parameters)} parameters) on "
         f"{plural(plans.chips, 'chip')} of {plans.hardware.name}, {plural(plans.batch_size, 'row')} a batch"
     )
     rest = len(plans.ranked) - count
@@ -36,8 +36,27 @@ def _row(one: "Prediction") -> list[str]:
     parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble)
     return [
         str(one.layout),
-        f"{one.memory.total / 1e9:.1f} GB",
-        f"{time.total * 1e3:,.0f} ms",
+        _bytes(one.memory.total),
+        _duration(time.total),
         f"{one.mfu:.1%}",
         *(f"{part / time.total:.0%}" for part in parts),
     ]
+
+
+def _count(number: int) -> str:
+    """Return `8.03 billion`, `124 million` or the number itself."""
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

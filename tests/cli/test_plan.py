@@ -19,7 +19,7 @@ def test_a_table_and_what_to_type(capsys):
     code, out, _ = run(capsys, *GPT2, "--top", "2")
     lines = out.splitlines()
     assert code == 0
-    assert lines[0] == "gpt2 (0.12 billion parameters) on 4 chips of a100, 8 rows a batch"
+    assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows a batch"
     assert lines[4].startswith("... and ")
     assert lines[-3] == "the first of them:"
     assert lines[-2].startswith("  mesh = so.make_mesh(data=")

@@ -48,7 +48,7 @@ def test_plans_are_ranked_by_time_and_fit():
 def test_a_table_and_json():
     plans = so.plan("gpt2", hardware="a100", chips=4, batch_size=8)
     lines = str(plans).splitlines()
-    assert lines[0] == "gpt2 (0.12 billion parameters) on 4 chips of a100, 8 rows a batch"
+    assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows a batch"
     assert lines[1].split() == ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
     assert json.loads(json.dumps(plans.best.to_json()))["layout"]["data"] * 1 >= 1
 
