@@ -1,4 +1,4 @@
-"""The command line: `shardopt train`."""
+"""The command line: `shardopt train` and `shardopt launch`."""
 
 from shardopt.cli.main import main
 

@@ -1,17 +1,22 @@
 """What is no python in the pages is checked too: shell by its grammar, commands by their parser, yaml by its form."""
 
+import dataclasses
 import re
 import shlex
 import subprocess
 from pathlib import Path
 
+import jax
+import optax
 import pytest
 import yaml
 
-from shardopt.cli.devices import parse_mesh
+from shardopt.cli.devices import mesh_of
 from shardopt.cli.launch import LaunchOptions, split_words
 from shardopt.cli.main import _parse
 from shardopt.cli.options import TrainOptions
+from shardopt.cli.strategy import check_strategy, fitted, make_strategy
+from shardopt.models import gpt
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -26,7 +31,7 @@ def blocks(language):
 
 
 COMMANDS = sorted(
-    {line for _, block in blocks("bash") for line in block.splitlines() if re.match(r"shardopt (train|launch) ", line)}
+    {line for _, block in blocks("bash") for line in block.splitlines() if re.match(r"shardopt (train|launch)\b", line)}
 )
 
 
@@ -43,13 +48,23 @@ def test_a_command_is_one(line):
     if isinstance(options, LaunchOptions):
         assert command
         options = _parse(command, TrainOptions()) if command[0] == "train" else None
-    if options is not None and options.where.mesh != "auto":
-        assert parse_mesh(options.where.mesh)
+    if options is not None and not options.run.resume:  # what a resumed one leaves out is in its folder
+        check_strategy(options)
+        replicas = options.communication.replicas
+        pipelined = options.where.strategy == "hybrid"
+        mesh = mesh_of(options.where.mesh, jax.devices(), pipelined=pipelined, replicas=replicas)
+        make_strategy(fitted(options, mesh), optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig()))
 
 
 def test_there_are_commands_to_check():
-    assert sum("launch" in line for line in COMMANDS) == 4
-    assert len(COMMANDS) > 5
+    assert sum("launch" in line for line in COMMANDS) >= 4
+    assert len(COMMANDS) > 8
+
+
+def test_the_options_of_launch_are_all_told():
+    text = (ROOT / "docs" / "commands.md").read_text()
+    told = re.findall(r"^\| `--([\w-]+)` \|", text, re.MULTILINE)
+    assert told == [field.name.replace("_", "-") for field in dataclasses.fields(LaunchOptions)]
 
 
 def test_the_job_of_kubernetes_tells_each_pod_its_place():
