@@ -48,8 +48,8 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
       ones of the old; outer gradients are whole there.
     - activations: k r kept, or with remat k r message, and one block's kept. In a pipeline `schedule.num_slots`
       chunks' worth of that, and the messages that wait; with remat only the inputs of chunks, and one chunk's kept.
-    - gathered (fsdp): the outer weights; at the loss the gradient of the largest of them, at a block its weights and
-      gradients.
+    - gathered (fsdp): at the loss the weights that it reads and the largest gradient of them, at a block its weights and
+      gradients, at embed the gradient of the largest outer leaf.
 
     Args:
       workload: the model.
@@ -62,10 +62,11 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
     message, kept = workload.message * rows, workload.kept.on(cut) * rows
     if candidate.pipeline > 1:
         kept = workload.stage_kept.on(cut) * rows
-    outer, block = _gathered(workload, candidate, placed)
+    loss, block, embedding = _gathered(workload, candidate, placed)
     moments = [
+        (embedding, 0.0),
         (block, workload.working.on(cut) * rows + _block_again(candidate, kept)),
-        (outer, workload.ends_working.on(cut) * rows),
+        (loss, workload.ends_working.on(cut) * rows),
     ]
     gathered, working = max(moments, key=sum)
     return Footprint(
@@ -120,14 +121,17 @@ def _reordered(candidate: Candidate, placed: Placed) -> float:
     return placed.itemsize * (elements.split_blocks / cut + elements.whole_blocks)
 
 
-def _gathered(workload: Workload, candidate: Candidate, placed: Placed) -> tuple[float, float]:
-    """Return the bytes of whole weights and their gradients, while the loss and while one block is differentiated.
+def _gathered(workload: Workload, candidate: Candidate, placed: Placed) -> tuple[float, float, float]:
+    """Return the bytes of whole weights and their gradients, while the loss, one block, and embed are differentiated.
 
-    Outer weights are whole from forward to backward. Gradients are scattered leaf by leaf, those of a block together.
+    Those that the loss reads are whole until it is differentiated; embed needs none again. Gradients are scattered
+    leaf by leaf, those of a block together. A pipeline has the outer weights whole throughout.
     """
     if not placed.switches.params or candidate.data == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     size = placed.itemsize if candidate.gather_dtype is None else jnp.dtype(candidate.gather_dtype).itemsize
     block = placed.elements.split_blocks * candidate.pipeline / workload.num_blocks
-    outer = placed.elements.split_outer * size
-    return outer + placed.elements.largest_outer * _WIDE, outer + block * (size + _WIDE)
+    elements, pipelined = placed.elements, candidate.pipeline > 1
+    outer = elements.split_outer * size if pipelined else 0.0
+    loss = (outer or elements.loss_outer * size) + elements.largest_loss * _WIDE
+    return loss, outer + block * (size + _WIDE), outer + elements.largest_outer * _WIDE

@@ -24,6 +24,8 @@ class Elements(NamedTuple):
       split_outer: of the outer parameters, likewise.
       whole_outer: likewise.
       largest_outer: of the largest outer leaf that data can split.
+      loss_outer: of the outer leaves that data can split and the loss reads.
+      largest_loss: of the largest of these.
     """
 
     split_blocks: int
@@ -31,6 +33,8 @@ class Elements(NamedTuple):
     split_outer: int
     whole_outer: int
     largest_outer: int
+    loss_outer: int
+    largest_loss: int
 
     @property
     def blocks(self) -> int:
@@ -108,7 +112,7 @@ def place(workload: Workload, candidate: Candidate, opt_state: PyTree, *, min_sh
         min_shard_elements=min_shard_elements,
     )
     return Placed(
-        elements=_elements(plans, mesh),
+        elements=_elements(plans, mesh, workload.loss_reads),
         params=device_bytes(workload.params, specs, mesh),
         opt_state=device_bytes(opt_state, opt_specs, mesh),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
@@ -116,15 +120,19 @@ def place(workload: Workload, candidate: Candidate, opt_state: PyTree, *, min_sh
     )
 
 
-def _elements(plans: list[LeafPlan], mesh: Any) -> Elements:
+def _elements(plans: list[LeafPlan], mesh: Any, loss_reads: tuple[str, ...]) -> Elements:
     def counts(*, stacked: bool, split: bool) -> list[int]:
         chosen = [plan for plan in plans if plan.stacked is stacked and (plan.dim is not None) is split]
         return [math.prod(plan.shape) // shards(plan.spec(split=False), mesh) for plan in chosen]
 
+    read = [plan for plan in plans if plan.path in loss_reads and plan.dim is not None]
+    at_loss = [math.prod(plan.shape) // shards(plan.spec(split=False), mesh) for plan in read]
     return Elements(
         split_blocks=sum(counts(stacked=True, split=True)),
         whole_blocks=sum(counts(stacked=True, split=False)),
         split_outer=sum(counts(stacked=False, split=True)),
         whole_outer=sum(counts(stacked=False, split=False)),
         largest_outer=max(counts(stacked=False, split=True), default=0),
+        loss_outer=sum(at_loss),
+        largest_loss=max(at_loss, default=0),
     )

@@ -11,6 +11,7 @@ import numpy as np
 from shardopt.core.block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, Weighted
+from shardopt.partition.paths import leaves_with_paths
 from shardopt.pipeline.passes import take_apart
 from shardopt.planning.workload import Bytes, Workload, tensor_sums
 
@@ -70,7 +71,7 @@ def trace(
         raise ValueError(complaint("trace", "the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix))
     params = jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype), abstract_params)
     one, two = (_costs(blocks, params, _rows(abstract_batch, count), compute_dtype) for count in (1, 2))
-    slope = {key: max(two[key] - one[key], 0) for key in one}
+    slope = {key: max(two[key] - one[key], 0) for key in one if key != "loss_reads"}
     return Workload(
         name=name,
         params=params,
@@ -88,10 +89,11 @@ def trace(
         tensor_sums=tensor_sums(params, rules),
         model_flops=3.0 * (jax.tree.leaves(params[BLOCKS])[0].shape[0] * slope["block_flops"] + slope["ends_flops"]),
         itemsize=int(one["itemsize"]),
+        loss_reads=tuple(one["loss_reads"]),
     )
 
 
-def _costs(model: BlockModel, params: PyTree, batch: PyTree, compute_dtype: Any) -> dict[str, float]:
+def _costs(model: BlockModel, params: PyTree, batch: PyTree, compute_dtype: Any) -> dict[str, Any]:
     key = jax.eval_shape(lambda: jax.random.key(0))
     cast = lambda leaf: _shape(leaf.shape, _computes(leaf.dtype, compute_dtype))  # noqa: E731
     outer = jax.tree.map(cast, {name: value for name, value in params.items() if name != BLOCKS})
@@ -133,6 +135,7 @@ def _costs(model: BlockModel, params: PyTree, batch: PyTree, compute_dtype: Any)
         "deferred_split": deferred[1],
         "working": largest,
         "ends": ends_whole + ends_split,
+        "loss_reads": _reads(loss, outer, x, batch, key),
         "itemsize": max(leaf.dtype.itemsize for leaf in jax.tree.leaves(x)),
     }
 
@@ -153,6 +156,13 @@ def _residuals(f: Callable[..., Any], weights: PyTree, *args: Any) -> tuple[floa
     kept = {id(v): v.aval for v in jaxpr.outvars if not hasattr(v, "val") and id(v) not in given | casts}
     largest = max((_nbytes(aval) for aval in kept.values()), default=0)
     return *_whole_and_split(kept.values(), like), float(largest)
+
+
+def _reads(loss: Callable[..., Any], outer: PyTree, *args: Any) -> list[str]:
+    """Return the key paths of the outer parameters that the loss reads."""
+    jaxpr = jax.make_jaxpr(loss)(outer, *args).jaxpr
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    return [path for (path, _), v in zip(leaves_with_paths(outer), jaxpr.invars, strict=False) if id(v) in used]
 
 
 def _stage(run: Callable[..., Any], block: PyTree, x: PyTree, like: set[tuple[int, ...]]) -> tuple[Any, Any]:

@@ -158,4 +158,5 @@ class Transformer:
             tensor_sums=tensor_sums(self.abstract_params(), RULES),
             model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
             itemsize=size,
+            loss_reads=("norm", "embedding" if self.tied else "head"),
         )

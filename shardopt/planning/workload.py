@@ -60,6 +60,7 @@ class Workload(NamedTuple):
       model_flops: of a training step and one row, by the convention of model flops utilisation: no recomputation,
         causal attention counted as half.
       itemsize: bytes of a number in which blocks compute.
+      loss_reads: key paths of the outer parameters that the loss reads; the others are done with after embed.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Workload(NamedTuple):
     tensor_sums: tuple[int, int]
     model_flops: float
     itemsize: int
+    loss_reads: tuple[str, ...]
 
     @property
     def num_blocks(self) -> int:
