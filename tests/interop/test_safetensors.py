@@ -54,14 +54,49 @@ def test_out_and_in_again_is_the_same_also_of_a_split_model(tied, dtype, tmp_pat
         np.testing.assert_array_equal(one, other)
 
 
-def test_transformers_computes_the_same_logits(tmp_path):
+def llama(tensors, heads, tokens, base=10_000.0):
+    """A Llama in numpy float64, by the names of its tensors: y = x W^T, rotary positions on halves of a head."""
+    w = {name.removeprefix("model.").removesuffix(".weight"): x.astype(np.float64) for name, x in tensors.items()}
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def split(x):
+        return x.reshape(len(tokens), heads, -1).transpose(1, 0, 2)
+
+    def turn(x):
+        half = x.shape[-1] // 2
+        angle = np.arange(len(tokens))[:, None] / base ** (np.arange(half) / half)
+        first, second = x[..., :half], x[..., half:]
+        parts = first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
+        return np.concatenate(parts, -1)
+
+    x = w["embed_tokens"][tokens]
+    for i in range(1 + max(int(name.split(".")[1]) for name in w if name.startswith("layers."))):
+        at = {name.removeprefix(f"layers.{i}."): one for name, one in w.items() if name.startswith(f"layers.{i}.")}
+        h = norm(x, at["input_layernorm"])
+        q, k, v = (split(h @ at[f"self_attn.{name}_proj"].T) for name in "qkv")
+        scores = turn(q) @ turn(k).transpose(0, 2, 1) / np.sqrt(q.shape[-1])
+        scores = np.where(np.tril(np.ones((len(tokens),) * 2)), scores, -np.inf)
+        share = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (share / share.sum(-1, keepdims=True) @ v).transpose(1, 0, 2).reshape(len(tokens), -1)
+        x = x + mixed @ at["self_attn.o_proj"].T
+        h = norm(x, at["post_attention_layernorm"])
+        gate, up = h @ at["mlp.gate_proj"].T, h @ at["mlp.up_proj"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ at["mlp.down_proj"].T
+    return norm(x, w["norm"]) @ w["lm_head"].T
+
+
+def test_the_file_is_a_llama_with_the_logits_that_transformers_computes(tmp_path):
     """LOGITS are those of its LlamaForCausalLM for this file: transformers 5.23.0, torch 2.13.0, float32 on a CPU."""
+    tokens = np.array([3, 1, 4, 1, 5, 9, 2, 6])
     export_safetensors(tmp_path, sines(CONFIG), CONFIG)
     tensors = load_file(tmp_path / "model.safetensors")
     assert len(tensors) == 3 + 2 * 9
-    assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (16, 16)
-    logits = np.asarray(logits_of(sines(CONFIG), CONFIG, np.array([[3, 1, 4, 1, 5, 9, 2, 6]])))
-    np.testing.assert_allclose(logits[0, ::7, ::8], LOGITS, rtol=1e-3, atol=1e-4)
+    theirs = llama(tensors, CONFIG.num_heads, tokens)
+    ours = np.asarray(logits_of(sines(CONFIG), CONFIG, tokens[None]))[0]
+    np.testing.assert_allclose(theirs[::7, ::8], LOGITS, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_what_transformers_saves_is_read(tmp_path):
