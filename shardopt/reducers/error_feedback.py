@@ -30,7 +30,9 @@ def error_feedback(reducer: Reducer) -> Reducer:
 
     **Equivalence**: mass is conserved: N sum_t mean_t + sum_d e_d = sum_t sum_d g_d, up to rounding of sums. (With
     the momentum of `top_k`, what is conserved are the corrected gradients.) A call whose mean is not finite leaves
-    the state as it was, and gives that mean: whoever skips such a step loses nothing else.
+    the state as it was, and gives that mean: whoever skips such a step loses nothing else. What an optimizer clips off
+    the mean is not remembered, and means are larger than gradients where they bring what waited: do not clip them as
+    tightly as exact ones.
 
     **Placement**: the memory is local to each device, as large as its gradients in fp32; see
     `shardopt.reducers.device_state` for how it is stored, split over the axis, and carried to another axis size.
