@@ -45,13 +45,14 @@ def free_address() -> str:
 def environment_of(rank: int, count: int, address: str) -> dict[str, str]:
     """Return what tells a process its place in the job, for `so.initialize`; and that its lines are not to wait.
 
-    SHARDOPT_LAUNCHED makes a process that fails end at once, where others would wait for it; see `so.initialize`.
+    SHARDOPT_LAUNCHED is the launcher. A process that has it ends at once when it fails, where others would wait for it,
+    and dies with the launcher; see `so.initialize`.
     """
     return {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(rank),
-        "SHARDOPT_LAUNCHED": "1",
+        "SHARDOPT_LAUNCHED": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": str(shutil.get_terminal_size().columns),
     }

@@ -93,3 +93,9 @@ def _follow_the_launcher() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(int(os.environ["SHARDOPT_LAUNCHED"]), 0)  # it may have died while this process was importing
+    except ProcessLookupError:
+        sys.exit("initialize: the launcher of this process has died.")
+    except PermissionError:  # it lives, and is another user's
+        pass

@@ -1,6 +1,9 @@
 """`make_mesh`: sizes, order of devices, refusals."""
 
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -131,3 +134,17 @@ def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monke
     so.initialize("10.0.0.2:1", 2, 0)
     gloo = ("jax_cpu_collectives_implementation", "gloo")
     assert asked == [gloo, (None, None, None), gloo, ("10.0.0.1:1234", 4, 3), gloo, ("10.0.0.2:1", 2, 0)]
+
+
+def test_initialize_ends_a_process_whose_launcher_died_before(monkeypatch):
+    from shardopt.mesh import processes
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(sys, "platform", "elsewhere")  # this process shall not follow anybody
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("SHARDOPT_LAUNCHED", str(gone.pid))
+    with pytest.raises(SystemExit, match=r"^initialize: the launcher of this process has died\.$"):
+        processes._follow_the_launcher()
+    monkeypatch.setenv("SHARDOPT_LAUNCHED", str(os.getpid()))
+    processes._follow_the_launcher()
