@@ -1,5 +1,6 @@
 """A worker's side of a reducer: gradients become messages, and what these do not say stays with the worker."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,15 +53,25 @@ def make_encoder(code: Encoding | None) -> Encoder:
     if code is None:
         return Encoder({}, lambda worker: None, lambda worker, update: update)
     memories: dict[int, Memory] = {}
+    start, write = _programs(code)
 
     def begin(worker: int) -> None:
         memories.pop(worker, None)
 
-    @jax.jit
-    def start(grads: PyTree) -> Memory:
-        return code.init(grads)
+    def encode(worker: int, update: Update) -> Update:
+        memory = memories.pop(worker, None)
+        memory = start(update.grads) if memory is None else memory
+        found, memories[worker] = write(update._replace(rows=None), memory)
+        return found._replace(rows=update.rows)
 
-    def run(update: Update, memory: Memory) -> tuple[Update, Memory]:
+    return Encoder({"reducer": code.name}, begin, encode)
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(code: Encoding) -> tuple[Callable[[PyTree], Memory], Callable[..., tuple[Update, Memory]]]:
+    """Return the compiled start of a memory, and the compiled encoding of an update; kept from run to run."""
+
+    def write(update: Update, memory: Memory) -> tuple[Update, Memory]:
         message, memory = code.encode(update.grads, memory)
         read = code.decode(message, update.grads)
         # What is finite may still be too large for the dtype that travels.
@@ -68,15 +79,7 @@ def make_encoder(code: Encoding | None) -> Encoder:
         unsent = _norm(memory.unsent) / jnp.maximum(_norm(update.grads), jnp.finfo(jnp.float32).tiny)
         return update._replace(grads=message, sound=update.sound & jnp.concatenate(finite), unsent=unsent), memory
 
-    jitted = jax.jit(run, donate_argnums=1)
-
-    def encode(worker: int, update: Update) -> Update:
-        memory = memories.pop(worker, None)
-        memory = start(update.grads) if memory is None else memory
-        found, memories[worker] = jitted(update._replace(rows=None), memory)
-        return found._replace(rows=update.rows)
-
-    return Encoder({"reducer": code.name}, begin, encode)
+    return jax.jit(code.init), jax.jit(write, donate_argnums=1)
 
 
 def _norm(tree: PyTree) -> jax.Array:
