@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint import measure
-from checkpoint.test_processes import two_processes
+from support.processes import run_processes
 
 import shardopt as so
 from shardopt.checkpoint import save
@@ -58,8 +58,8 @@ def test_each_process_takes_memory_for_its_half(tmp_path):
     )
     save(tmp_path / "small", opt.init({"w": rows[:64, :64]}))
     save(tmp_path / "large", opt.init({"w": rows}))
-    for output in two_processes(measure, tmp_path):
-        peak, held = map(int, output.split())
+    for said in run_processes(measure.__file__, 2, tmp_path):
+        peak, held = map(int, said.last.split())
         assert held == rows.nbytes / 2
         # Each shard is there twice while it moves from the host's buffer to that of the device, which is the host
         # here, and some chunks are on their way: 2.3 were found; 3.9 with the array in one chunk.
