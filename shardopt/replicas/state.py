@@ -13,7 +13,7 @@ from shardopt.partition import LeafPlan, state_specs
 from shardopt.replicas.fragments import Fragment, fragment_shape
 from shardopt.strategies.layout import Layout
 from shardopt.strategies.recipe import Recipe
-from shardopt.strategies.reducing import Reduced, ReducerPlan, init_reducer, local_shape, reducer_specs
+from shardopt.strategies.reducing import Reduced, ReducerPlan, init_reducer, reducer_plan, reducer_specs
 
 REPLICA = "replica"
 
@@ -79,13 +79,9 @@ def reducer_plans(recipe: Recipe, layout: Layout, reducer: Any, fragments: tuple
     """Return how the outer gradients of each fragment go through a reducer; nothing without one."""
     if reducer is None:
         return ()
-    plans = []
-    for fragment in fragments:
-        parts = fragment_plans(recipe, layout, fragment)
-        shapes = [local_shape(recipe.mesh, part, part.spec(split=recipe.placement.params)) for part in parts]
-        specs = [part.tensor for part in parts]
-        plans.append(ReducerPlan(reducer, recipe.mesh, (REPLICA,), tuple(shapes), tuple(specs)))
-    return tuple(plans)
+    parts = [fragment_plans(recipe, layout, fragment) for fragment in fragments]
+    split = recipe.placement.params
+    return tuple(reducer_plan(reducer, recipe.mesh, (REPLICA,), part, split=split) for part in parts)
 
 
 def fragment_plans(recipe: Recipe, layout: Layout, fragment: Fragment) -> list[LeafPlan]:

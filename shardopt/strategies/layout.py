@@ -15,7 +15,7 @@ from shardopt.partition import LeafPlan, plan_leaves, state_specs
 from shardopt.partition.paths import leaves_with_paths
 from shardopt.pipeline import Schedule
 from shardopt.strategies.recipe import Recipe
-from shardopt.strategies.reducing import Reduced, ReducerPlan, init_reducer, local_shape, reducer_specs
+from shardopt.strategies.reducing import Reduced, ReducerPlan, init_reducer, reducer_plan, reducer_specs
 
 
 class Layout(NamedTuple):
@@ -95,8 +95,7 @@ def _reducer_plan(recipe: Recipe, plans: Sequence[LeafPlan]) -> ReducerPlan | No
     if recipe.reducer is None:
         return None
     trained = [plan for plan in plans if plan.trainable]
-    leaves = [local_shape(recipe.mesh, plan, plan.spec(split=False)) for plan in trained]
-    return ReducerPlan(recipe.reducer, recipe.mesh, recipe.axes, tuple(leaves), tuple(p.tensor for p in trained))
+    return reducer_plan(recipe.reducer, recipe.mesh, recipe.axes, trained, split=False)
 
 
 def shardings(mesh: Any, specs: PyTree) -> PyTree:

@@ -10,7 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.types import PyTree
+from shardopt.partition import LeafPlan
 from shardopt.reducers import Reducer, state_specs
+from shardopt.reducers.grouped import grouped
 
 
 class Reduced(NamedTuple):
@@ -59,6 +61,25 @@ class ReducerPlan(NamedTuple):
         return self.reducer.wire_bytes(list(self.leaves), self.size)
 
 
+def reducer_plan(
+    reducer: Reducer, mesh: Mesh, axes: Sequence[str], plans: Sequence[LeafPlan], *, split: bool
+) -> ReducerPlan:
+    """Return how leaves go through a reducer; those that are split over different axes travel apart.
+
+    Args:
+      reducer: the reducer.
+      mesh: the mesh.
+      axes: what the mean is taken over.
+      plans: of the leaves.
+      split: whether the leaves are split over data where their plans say so.
+    """
+    specs = [plan.spec(split=split) for plan in plans]
+    named = [{a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))} for spec in specs]
+    keys = [frozenset(axis for axis in mesh.axis_names if axis in own and mesh.shape[axis] > 1) for own in named]
+    shapes = tuple(local_shape(mesh, plan, spec) for plan, spec in zip(plans, specs, strict=True))
+    return ReducerPlan(grouped(reducer, keys), mesh, tuple(axes), shapes, tuple(plan.tensor for plan in plans))
+
+
 def local_shape(mesh: Mesh, leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     """Return the shape that each device holds of a leaf."""
     shape = list(leaf.shape)
@@ -95,7 +116,7 @@ def reduce_through(plan: ReducerPlan, leaves: Sequence[Any], state: PyTree) -> t
     """Return the means over the axes of the plan, and the new state; call it in the per-device view.
 
     It runs in a nested region that is manual over tensor too, so that what crosses the wire is what the reducer
-    sends, and each shard is compressed by itself.
+    sends, and each shard is compressed by itself. Where a mean is not finite on one of them, none changes its state.
     """
     tensor = jax.tree.map(
         lambda spec: PartitionSpec(*(entry if entry == TENSOR else None for entry in spec)),
@@ -109,6 +130,7 @@ def reduce_through(plan: ReducerPlan, leaves: Sequence[Any], state: PyTree) -> t
         count = [len(plan.others) + marked for marked in marks]
         own = treedef.unflatten([x.reshape(x.shape[n:]) for x, n in zip(rows, count, strict=True)])
         means, new = plan.reducer.reduce(leaves, own, plan.axes)
+        new = _if_finite_everywhere(plan, means, new, own)
         stored = [x.reshape((1,) * n + x.shape) for x, n in zip(jax.tree.leaves(new), count, strict=True)]
         return means, treedef.unflatten(stored)
 
@@ -116,6 +138,16 @@ def reduce_through(plan: ReducerPlan, leaves: Sequence[Any], state: PyTree) -> t
     return jax.shard_map(run, in_specs=specs, out_specs=specs, axis_names={TENSOR}, check_vma=False)(
         list(leaves), state
     )
+
+
+def _if_finite_everywhere(plan: ReducerPlan, means: Sequence[Any], new: PyTree, old: PyTree) -> PyTree:
+    """Return the new state, or the old one if any shard of any mean has a NaN or inf: a step is skipped as a whole."""
+    others = tuple(axis for axis in plan.others if plan.mesh.shape[axis] > 1)
+    if not jax.tree.leaves(new) or not means:
+        return new
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means])).astype(jnp.int32)
+    finite = (jax.lax.pmin(finite, others) if others else finite) > 0
+    return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
 
 
 def _rows(plan: ReducerPlan, marked: bool) -> tuple[int, ...]:

@@ -61,6 +61,80 @@ def test_an_exact_reducer_is_one_device(row, reducer, mesh_of, x64):
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], history[-1], rtol=1e-12)
 
 
+def apart(tree):
+    """Return the largest difference between copies of one piece of a leaf that devices hold."""
+    largest = 0.0
+    for leaf in jax.tree.leaves(tree):
+        copies = {}
+        for shard in leaf.addressable_shards:
+            copies.setdefault(str(shard.index), []).append(np.asarray(shard.data, np.float64))
+        largest = max([largest, *(np.max(np.abs(x - held[0]), initial=0) for held in copies.values() for x in held)])
+    return largest
+
+
+def of_one_problem(make):
+    """A large leaf that is split over some other axis beside small ones that stay whole there."""
+    block = lambda w, x: x + jnp.tanh(x @ w["kernel"]) * w["scale"][None]  # noqa: E731
+    model = so.BlockModel(
+        lambda outer, batch: batch["x"] @ outer["in"],
+        block,
+        lambda outer, x, batch: jnp.mean((x * outer["out"][None]) ** 2),
+    )
+    draw = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(draw.normal(size=shape) / 3, jnp.float32)  # noqa: E731
+    blocks = {"kernel": normal(2, 10, 10), "scale": normal(2, 10)}
+    params = {"blocks": blocks, "in": normal(3, 10), "out": normal(10)}
+    opt = make(optax.adam(0.05), model)
+    state = opt.init(params)
+    for _ in range(4):
+        state, _ = opt.step(state, {"x": normal(8, 3)})
+    return state
+
+
+RULES = [("kernel", P(None, "tensor"))]
+SPLIT = {
+    "ddp": ({"data": 2, "tensor": 2}, lambda *args, **how: so.ddp(*args, rules=RULES, **how)),
+    "hybrid": (
+        {"data": 2, "tensor": 2, "pipeline": 2},
+        lambda *args, **how: so.hybrid(*args, rules=RULES, micro_batches=2, placement="ddp", **how),
+    ),
+    "diloco": (
+        {"replica": 2, "data": 2, "tensor": 2},
+        lambda *args, reducer: so.diloco(
+            so.fsdp(*args, rules=RULES, min_shard_elements=50), sync_every=2, reducer=reducer
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("reducer", [EF(R.int8(64)), EF(R.sign(64))], ids=name_of)
+@pytest.mark.parametrize("way", SPLIT)
+def test_copies_stay_copies(way, reducer, mesh_of):
+    """No block of a bucket spans a leaf that is split over another axis and one that is whole over it."""
+    sizes, make = SPLIT[way]
+    state = of_one_problem(lambda tx, model: make(tx, mesh_of(**sizes), model, reducer=reducer))
+    assert apart(state) == 0
+
+
+@pytest.mark.parametrize("reducer", [R.top_k(0.3), R.warm_up(R.sign(8), 1)], ids=name_of)
+def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
+    """The inf is in a column that one shard over tensor holds alone."""
+    loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) @ batch["by"][0]) + jnp.sum(params["b"])  # noqa: E731
+    tx = optax.apply_if_finite(optax.sgd(0.1), 5)
+    opt = so.ddp(tx, mesh_of(data=2, tensor=2), loss, reducer=EF(reducer), rules=[("w", P(None, "tensor"))])
+    x, by = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.ones((4, 4), np.float32)
+    state = opt.init({"w": jnp.ones((3, 4)), "b": jnp.ones(5)})
+    for _ in range(2):
+        state, _ = opt.step(state, {"x": x, "by": by})
+    before = jax.device_get(state.opt_state.reducer)
+    bad = by.copy()
+    bad[:, 0] = np.inf
+    state, _ = opt.step(state, {"x": x, "by": bad})
+    assert int(state.opt_state.optimizer.total_notfinite) == 1
+    for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(state.opt_state.reducer), strict=True):
+        np.testing.assert_array_equal(was, now)
+
+
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
 def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
     """Each device's gradient, and their mean, is a whole multiple of what a block's scale can say."""
