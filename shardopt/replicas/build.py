@@ -48,7 +48,7 @@ class Placed(NamedTuple):
       sync: how they agree.
       shardings: the train state as `NamedSharding`.
       steps: the programs made so far.
-      average: the program that makes all replicas equal.
+      average: makes all replicas equal.
     """
 
     inner: Layout
@@ -125,7 +125,11 @@ def build(who: str, strategy: ShardedOptimizer, *, fragments: int, reducer: Any,
         return programs.of(state.params).evaluate.lower(state.params, place_batch(batch, sharding))
 
     def synchronize(state: TrainState) -> TrainState:
-        """Make all replicas, and the shared parameters, the mean of the replicas; wait for the devices."""
+        """Make all replicas, and the shared parameters, the mean of the replicas; wait for the devices.
+
+        Nothing is donated: the state given can be trained on. The two share what is in both, so a step from one of
+        them uses up the other.
+        """
         check_state(recipe, state)
         return jax.block_until_ready(of(state.params).average(state))
 

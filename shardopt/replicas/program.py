@@ -117,21 +117,30 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
 
 
 def make_average(recipe: Recipe, layout: Layout, placed: TrainState) -> Any:
-    """Return the jitted `state -> state` that makes all parameters the mean of the replicas'.
+    """Return `state -> state`, jitted within, that makes all parameters the mean of the replicas'.
 
-    What was on its way is dropped: the mean has it all, and to apply it later would count it twice.
+    What was on its way is dropped: the mean has it all, and to apply it later would count it twice. Nothing is donated,
+    and what does not change is handed on as it is, so that one copy more of the parameters is all the memory it takes.
     """
+    where: Replicas = placed.opt_state
 
-    def run(state: TrainState) -> TrainState:
-        replicas: Replicas = state.opt_state
-        shared, own = average(recipe, layout.plans, layout.treedef.flatten_up_to(replicas.params.value))
+    def run(own: PerReplica, pending: Any) -> tuple[Any, ...]:
+        shared, rows = average(recipe, layout.plans, layout.treedef.flatten_up_to(own.value))
         unflatten = layout.treedef.unflatten
-        replicas = replicas._replace(
-            params=PerReplica(unflatten(own)), pending=jax.tree.map(jnp.zeros_like, replicas.pending)
-        )
-        return state._replace(params=unflatten(shared), opt_state=replicas)
+        return unflatten(shared), PerReplica(unflatten(rows)), jax.tree.map(jnp.zeros_like, pending)
 
-    return jax.jit(on_mesh(recipe.mesh, run), in_shardings=(placed,), out_shardings=placed, donate_argnums=0)
+    jitted = jax.jit(
+        on_mesh(recipe.mesh, run),
+        in_shardings=(where.params, where.pending),
+        out_shardings=(placed.params, where.params, where.pending),
+    )
+
+    def synchronize(state: TrainState) -> TrainState:
+        replicas: Replicas = state.opt_state
+        shared, own, pending = jitted(replicas.params, replicas.pending)
+        return state._replace(params=shared, opt_state=replicas._replace(params=own, pending=pending))
+
+    return synchronize
 
 
 def _replaced(items: tuple[Any, ...], at: int, new: Any) -> tuple[Any, ...]:

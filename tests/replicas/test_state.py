@@ -44,6 +44,21 @@ def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     assert apart(state.params, mean) < 1e-12
 
 
+def test_the_state_that_was_synchronized_can_be_trained_on(strategy_of, new_params, new_batches, steps_on):
+    """As in ring 1: to look at the mean in the middle of a round changes nothing about the run."""
+    opt = so.diloco(strategy_of("fsdp"), sync_every=3, fragments=3)
+    batches = new_batches(6)
+    wanted, _ = steps_on(opt, opt.init(new_params()), batches)
+    state, _ = steps_on(opt, opt.init(new_params()), batches[:4])
+    before = jax.device_get(state)
+    mean = opt.synchronize(state)
+    assert not equal(jax.device_get(mean.params), before.params)
+    assert equal(jax.device_get(state), before)  # all of it is still there
+    assert np.isfinite(opt.evaluate(mean, batches[0])["loss"])
+    state, _ = steps_on(opt, state, batches[4:])
+    assert equal(jax.device_get(state), jax.device_get(wanted))
+
+
 def test_evaluate_takes_the_shared_parameters(strategy_of, new_params, new_batches, steps_on, model_of, x64):
     opt = so.local_sgd(strategy_of("fsdp"), sync_every=3)
     batches = new_batches(5)
