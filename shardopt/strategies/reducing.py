@@ -37,6 +37,7 @@ class ReducerPlan(NamedTuple):
       axes: the axes that it takes the mean over.
       leaves: what it reduces, as each device holds it: shapes and dtypes.
       specs: how each of them is split over tensor.
+      shards: the axes along which any of them is split.
     """
 
     reducer: Reducer
@@ -44,6 +45,7 @@ class ReducerPlan(NamedTuple):
     axes: tuple[str, ...]
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[PartitionSpec, ...]
+    shards: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -77,7 +79,9 @@ def reducer_plan(
     named = [{a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))} for spec in specs]
     keys = [frozenset(axis for axis in mesh.axis_names if axis in own and mesh.shape[axis] > 1) for own in named]
     shapes = tuple(local_shape(mesh, plan, spec) for plan, spec in zip(plans, specs, strict=True))
-    return ReducerPlan(grouped(reducer, keys), mesh, tuple(axes), shapes, tuple(plan.tensor for plan in plans))
+    shards = tuple(axis for axis in mesh.axis_names if any(axis in key for key in keys))
+    tensor = tuple(plan.tensor for plan in plans)
+    return ReducerPlan(grouped(reducer, keys), mesh, tuple(axes), shapes, tensor, shards)
 
 
 def local_shape(mesh: Mesh, leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -142,11 +146,10 @@ def reduce_through(plan: ReducerPlan, leaves: Sequence[Any], state: PyTree) -> t
 
 def _if_finite_everywhere(plan: ReducerPlan, means: Sequence[Any], new: PyTree, old: PyTree) -> PyTree:
     """Return the new state, or the old one if any shard of any mean has a NaN or inf: a step is skipped as a whole."""
-    others = tuple(axis for axis in plan.others if plan.mesh.shape[axis] > 1)
     if not jax.tree.leaves(new) or not means:
         return new
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means])).astype(jnp.int32)
-    finite = (jax.lax.pmin(finite, others) if others else finite) > 0
+    finite = (jax.lax.pmin(finite, plan.shards) if plan.shards else finite) > 0
     return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
 
 

@@ -177,7 +177,7 @@ def test_whatever_else_differs_is_named(strategy_of, new_params, tmp_path):
     lines = str(caught.value).splitlines()
     assert "does not fit opt: 0 leaves missing, 0 left over, 4 different." in lines[0]
     assert lines[1] == (
-        "  opt_state/reducer/0/memory/value/0: the checkpoint holds float32[2, 2, 1, 1, 4, 4, 4], "
+        "  opt_state/reducer/0/0/memory/value/0: the checkpoint holds float32[2, 2, 1, 1, 4, 4, 4], "
         "opt wants float32[2, 4, 1, 1, 4, 2, 4]"
     )
     other = so.diloco(strategy_of("fsdp", replica=4), sync_every=4, reducer=INT8)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.groups import groups_of
 
 import shardopt as so
 
@@ -62,8 +63,11 @@ def test_error_feedback_conserves_outer_gradients(reducer, strategy_of, new_para
         stepped = jax.tree.map(lambda s, a, b: s + 2 * (a - b), stepped, before, jax.device_get(alone.params))
         state, _ = opt.step(state, batch)
     moved = jax.tree.map(lambda a, b: 2 * (a - np.asarray(b)), new_params(), jax.device_get(state.params))
-    memory = state.opt_state.reducer[0].memory.value  # [replicas, data, pipeline, tensor, ...] of each shard
-    for kept, m, s in zip(jax.tree.leaves(memory), jax.tree.leaves(moved), jax.tree.leaves(stepped), strict=True):
+    # [replicas, data, pipeline, tensor, ...] of each shard, in groups
+    memory = jax.tree.leaves([one.memory.value for one in state.opt_state.reducer[0]])
+    order = [i for group in groups_of(jax.tree.leaves(state.params), ["replica"]) for i in group]
+    moved, stepped = ([jax.tree.leaves(tree)[i] for i in order] for tree in (moved, stepped))
+    for kept, m, s in zip(memory, moved, stepped, strict=True):
         kept = np.asarray(kept).sum(0)
         whole = kept.shape[3:] == s.shape
         total = kept[0].sum() if whole else kept.sum()

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.groups import stated_bytes
 
 import shardopt as so
 
@@ -101,10 +102,10 @@ def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(reducer, stra
         opt = so.diloco(strategy_of(name, **sizes), sync_every=4, fragments=2, reducer=reducer)
         abstract = opt.abstract_state(jax.eval_shape(new_params))
         # The outer state of a fragment lives where its parameters do.
-        held = [leaf.sharding.shard_shape(leaf.shape) for leaf in abstract.opt_state.outer[0][0].trace]
+        held = abstract.opt_state.outer[0][0].trace
         if name == "fsdp":
-            assert held == [(2, 4, 2), (2, 2, 4), (3, 2), ()]
-        stated = reducer.wire_bytes([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in held], 2)
+            assert [leaf.sharding.shard_shape(leaf.shape) for leaf in held] == [(2, 4, 2), (2, 2, 4), (3, 2), ()]
+        stated = stated_bytes(reducer, held, ["replica"])
         assert sent_over_replica(opt, new_params(), 1).total_wire_bytes == stated
         assert not sent_over_replica(opt, new_params(), 0).collectives
 

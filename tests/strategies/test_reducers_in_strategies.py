@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.groups import stated_bytes
 from support.pipelines import block_problem
 from support.reference import relative_difference, train
 
@@ -181,15 +182,10 @@ def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
     case, opt = build(row, reducer, mesh_of)
     state = opt.abstract_state(jax.eval_shape(lambda: case.params))
     batch = jax.eval_shape(lambda: case.batches[0])
-    sizes = opt.mesh.shape
-    here = [
-        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-        for leaf in jax.tree.leaves(state.params)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    stated = reducer.wire_bytes(here, sizes["data"] * sizes.get("replica", 1))
+    axes = tuple(axis for axis in ("replica", "data") if axis in opt.mesh.shape)
+    trained = [leaf for leaf in jax.tree.leaves(state.params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    stated = stated_bytes(reducer, trained, axes)
     found = so.audit(opt.step, state, batch)
-    axes = tuple(axis for axis in ("replica", "data") if axis in sizes)
     sent = [one for one in found.of(axis="data").collectives if one.axes == axes and not is_scalar(one)]
     # ZeRO 1 gathers the parameters that its devices have updated.
     gathered = gathered_bytes(opt, state) if "zero1" in row else 0
