@@ -41,7 +41,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
             plot(right, f"{name}, {row['ratio']:.3f}", row, color=_COLOURS[len(right.lines)], linewidth=1.6)
     for axes in (left, right):
         plot(axes, "ddp, exact", control, color="black", linewidth=1.6)
-        axes.axhline(results["unigrams"], color=_GREY, linewidth=0.8, linestyle="--")
         axes.set_xlabel("million tokens", color=_GREY)
         axes.set_xlim(left=0)
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
@@ -49,13 +48,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color("#d1d5db")
         axes.legend(frameon=False, loc="upper right", fontsize=9)
-    left.annotate("unigrams", (0, results["unigrams"]), (4, 4), textcoords="offset points", color=_GREY, fontsize=8)
-    left.set_ylim(top=1.35 * results["unigrams"])
+    low, high = left.get_ylim()
+    left.set_ylim(top=high + 0.4 * (high - low))  # room for the legends
     left.set_ylabel("held-out loss (nats a byte)", color=_GREY)
     left.set_title("compressed gradients: with error feedback, dotted without", fontsize=10, loc="left")
     right.set_title("four replicas apart, H = 50", fontsize=10, loc="left")
     seeds = "1 seed" if results["seeds"] == 1 else f"mean of {results['seeds']} seeds"
-    figure.suptitle(f"Numbers: loss at the end / that of exact ddp, {seeds}", fontsize=9, color=_GREY)
+    numbers = f"Numbers: loss at the end / that of exact ddp, {seeds}. Unigrams alone reach {results['unigrams']:.2f}."
+    figure.suptitle(numbers, fontsize=9, color=_GREY)
     figure.savefig(path)
 
 
