@@ -12,8 +12,7 @@ from shardopt.partition.paths import leaves_with_paths
 from shardopt.reducers import PerDevice, wire
 from shardopt.reducers.axis import AxisName, axis_names, axis_size, check_not_summed
 from shardopt.reducers.buckets import plan_buckets
-from shardopt.reducers.leaves import check_alike, check_leaves, narrow, real_dtype, widen
-from shardopt.reducers.mean import mean_of
+from shardopt.reducers.leaves import check_alike, check_leaves
 from shardopt.transforms.checks import check_inner
 from shardopt.transforms.mixing import check_elementwise
 
@@ -31,12 +30,13 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     the same, but gradients are reduced twice.
 
     **Equivalence**: equal to `inner` on the mean gradients, up to summation order, for what works element by element.
-    An `inner` that does not (a norm, a factored moment, an orthogonalisation) is found by tracing it, and refused,
-    unless it talks over the axis itself, as `so.transforms.clip_by_global_norm(..., split=True)` does.
+    An `inner` that does not (a norm, a factored moment, an orthogonalisation, random numbers) is found by tracing it,
+    and refused. A sum over a shard is let through if a collective completes it before it is used, as in
+    `so.transforms.clip_by_global_norm(..., split=True)`: in here every leaf is split, those without dims too.
 
     **Placement**: the state of `inner` is split N ways: each leaf flattened, padded, and cut into N equal shards, which
-    keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. Leaves without dims
-    stay whole. `init` needs the axis, too: so.reducers.init_state makes the state outside of it.
+    keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. A leaf without dims is
+    one shard's, and zero on all others. `init` needs the axis, too: so.reducers.init_state makes the state outside.
 
     **Communication** an update, per device, for Psi gradient bytes: reduce-scatter and all-gather,
     2(N-1)/N Psi, a bucket at a time. Gradients in half precision take an all-to-all for the reduce-scatter, and are
@@ -51,8 +51,8 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
 
     Raises:
       TypeError: if an argument is of the wrong kind; in `init` and `update`, if a leaf is not floating.
-      ValueError: in `init` and `update`, if the axis is not bound; in `update`, if `inner` mixes elements, or the
-        gradients are known to be summed already.
+      ValueError: in `init` and `update`, if the axis is not bound; in `update`, if `inner` mixes elements or
+        draws random numbers, or the gradients are known to be summed already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -69,14 +69,12 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     """
     who = "shard_updates"
     tx = check_inner(who, inner)
-    axis_names(who, axis_name)
+    names = axis_names(who, axis_name)
 
     def shards_of(tree):
         count, me = axis_size(who, axis_name), jax.lax.axis_index(axis_name)
 
         def one(leaf):
-            if not leaf.ndim:
-                return leaf
             own = jax.lax.dynamic_index_in_dim(_rows(leaf, count), me, keepdims=False)
             return _with_dims(own, leaf.ndim)
 
@@ -93,7 +91,7 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
         check_not_summed(who, axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
         if params is not None:
             check_alike(who, "the parameters", updates, params)
-        check_elementwise(who, tx, updates, params, extra_args)
+        check_elementwise(who, tx, names, updates, params, extra_args)
         shards = treedef.unflatten(_mean_shards(leaves, count, axis_name))
         own_params = None if params is None else shards_of(params)
         found, inner_state = tx.update(shards, state.inner.value, own_params, **extra_args)
@@ -107,12 +105,7 @@ def _mean_shards(leaves: list[Any], count: int, axis_name: AxisName) -> list[Any
     """Return this device's shard of the mean of each leaf, reduced a bucket at a time."""
     rows = [_rows(leaf, count) for leaf in leaves]
     shards = [_with_dims(row[0], leaf.ndim) for row, leaf in zip(rows, leaves, strict=True)]
-    whole = [i for i, leaf in enumerate(leaves) if not leaf.ndim]
-    means, _ = mean_of(widen([leaves[i] for i in whole]), [real_dtype(leaves[i].dtype) for i in whole], axis_name)
-    for i, mean in zip(whole, narrow(means, [leaves[i].dtype for i in whole]), strict=True):
-        shards[i] = mean
-    sizes = [row.size if leaf.ndim else 0 for row, leaf in zip(rows, leaves, strict=True)]
-    for bucket in plan_buckets(sizes, [leaf.dtype for leaf in leaves]):
+    for bucket in plan_buckets([row.size for row in rows], [leaf.dtype for leaf in leaves]):
         buffer = jnp.concatenate([rows[i] for i in bucket.members], axis=1)
         mean, start = _scatter_mean(buffer, count, axis_name), 0
         for i in bucket.members:
@@ -130,14 +123,12 @@ def _scatter_mean(rows: Any, count: int, axis_name: AxisName) -> Any:
 
 
 def _gather_whole(shards: list[Any], shapes: list[tuple[int, ...]], axis_name: AxisName) -> list[Any]:
-    whole = list(shards)
-    split = [i for i, shape in enumerate(shapes) if shape]
-    for bucket in plan_buckets([shards[i].size for i in split], [shards[i].dtype for i in split]):
-        members = [split[position] for position in bucket.members]
-        gathered = wire.gather([shards[i].reshape(1, -1) for i in members], axis_name)
-        for i, rows in zip(members, gathered, strict=True):
+    whole = [None if shard.size else shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True)]
+    for bucket in plan_buckets([shard.size for shard in shards], [shard.dtype for shard in shards]):
+        gathered = wire.gather([shards[i].reshape(1, -1) for i in bucket.members], axis_name)
+        for i, rows in zip(bucket.members, gathered, strict=True):
             whole[i] = rows.reshape(-1)[: math.prod(shapes[i])].reshape(shapes[i])
-    return [x.reshape(shape) for x, shape in zip(whole, shapes, strict=True)]
+    return whole
 
 
 def _rows(leaf: Any, count: int) -> Any:
@@ -147,4 +138,4 @@ def _rows(leaf: Any, count: int) -> Any:
 
 
 def _with_dims(flat: Any, ndim: int) -> Any:
-    return flat.reshape(flat.shape + (1,) * (ndim - 1))
+    return flat.reshape(flat.shape + (1,) * (ndim - 1) if ndim else ())
