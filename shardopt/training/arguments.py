@@ -10,6 +10,7 @@ import numpy as np
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import complaint
 from shardopt.training.loggers import as_loggers
+from shardopt.training.replicas import check_rounds
 
 _CHECKPOINTS = ("directory", "resume", "due", "save", "wait", "latest", "restore")
 
@@ -34,7 +35,7 @@ def check_arguments(
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if `num_steps` is negative or another count below 1, `evaluate_every` is given without `evaluate`,
-        or the state was already donated to a step.
+        the state was already donated to a step, or replicas that train apart agree too rarely for this run.
     """
     _check_optimizer_and_state(opt, state)
     _check_batches(batches)
@@ -58,6 +59,14 @@ def check_arguments(
     as_loggers(log)
     if not isinstance(progress, bool):
         raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
+    check_rounds(
+        opt,
+        num_steps=num_steps,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        early_stopping=early_stopping,
+        checkpoints=checkpoints,
+    )
 
 
 def _check_optimizer_and_state(opt: Any, state: Any) -> None:

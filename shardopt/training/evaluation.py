@@ -1,5 +1,6 @@
 """An `evaluate` function for `fit`: the mean of each metric over a fixed set of batches."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ def evaluation(
     With batches b of n_b examples, a metric is sum_b n_b m_b / sum_b n_b. For a loss that is a mean over examples
     this is the mean over all examples. For a `Weighted` loss m_b is already divided by the weight of its own batch, so
     batches of uneven weight count by their examples, not by their weight.
+
+    Of replicas that train apart (`local_sgd`, `diloco`) it is the loss of the parameters that they share, which change
+    when they agree; of their mean now, `evaluate(opt.synchronize(state))`.
 
     Args:
       opt: the optimizer whose loss it is.
@@ -43,22 +47,38 @@ def evaluation(
         what = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
         raise TypeError(complaint("evaluation", what, fix="pass list(itertools.islice(batches, n))."))
 
-    def evaluate(state: Any) -> dict[str, float]:
+    return Evaluation(opt, batches, prefix)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What `evaluation` returns: a function of a state that can be asked what it is the evaluation of.
+
+    Attributes:
+      opt: the optimizer whose loss it is.
+      batches: the batches.
+      prefix: what the names of its metrics begin with.
+    """
+
+    opt: ShardedOptimizer
+    batches: Iterable[Any]
+    prefix: str
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        """Return the means of the metrics of a state."""
         totals: dict[str, float] = {}
         examples = 0
         # Fetched one batch late: the device works on one while the host prepares the next, and holds no more than two.
         waiting = None
-        for batch in batches:
-            ready, waiting = waiting, (count_examples(batch), opt.evaluate(state, batch))
+        for batch in self.batches:
+            ready, waiting = waiting, (count_examples(batch), self.opt.evaluate(state, batch))
             examples += _add(totals, ready)
         examples += _add(totals, waiting)
         if not examples:
             raise ValueError(
                 complaint("evaluation", "there are no examples in batches.", fix="pass at least one batch.")
             )
-        return {prefix + name: total / examples for name, total in totals.items()}
-
-    return evaluate
+        return {self.prefix + name: total / examples for name, total in totals.items()}
 
 
 def measure(evaluate: Callable[[Any], Mapping[str, Any]], state: Any, taken: Collection[str]) -> dict[str, float]:

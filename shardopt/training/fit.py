@@ -13,6 +13,7 @@ from shardopt.training.loggers import Log, open_log
 from shardopt.training.meter import Meter, count_examples
 from shardopt.training.position import END, Stream
 from shardopt.training.progress import show_progress
+from shardopt.training.replicas import rounds_of
 from shardopt.training.resume import begin, pack, written_out
 from shardopt.training.signals import SIGNALS, catch_signals
 
@@ -21,7 +22,7 @@ class FitResult(NamedTuple):
     """How a run ended.
 
     Attributes:
-      state: the last train state.
+      state: the last train state; of replicas that train apart synchronized, so that its parameters are their mean.
       step: steps taken in all, earlier runs included.
       stopped: "completed" (num_steps reached), "early" (early stopping), "sigterm", "interrupted" (Ctrl-C) or
         "exhausted" (no more batches).
@@ -69,6 +70,14 @@ def fit(
     end of the batches, the step is finished, a checkpoint is saved and written out, and `fit` returns; signals are
     noticed in the main thread only. A last evaluation runs too, unless a signal is in a hurry.
 
+    **Replicas that train apart** (`local_sgd`, `diloco`). What is evaluated during the run is `state.params`, which they
+    agreed on last. The state that is returned is `opt.synchronize` of the last one: its parameters are the mean of all
+    replicas as they are now, and an evaluation made only because the run ends is of these. Checkpoints hold states that
+    are not synchronized, the last one too, with the metrics of their own `params`: so a resumed run equals an unbroken
+    one, where it was broken off in the middle of a round too. Whoever trains on from the state returned instead goes
+    on from the mean. A run that ends before the first agreement is refused, and so is early stopping that no agreement
+    could keep from ending the run, as far as it can be known: for metrics of `so.training.evaluation`.
+
     **Several processes.** All call `fit` alike. Each must draw equally many batches. A verdict of one of them (a
     signal, early stopping) stops all at the same step: they ask each other every `agree_every` steps and at each
     evaluation. Progress and logs come from the first process only.
@@ -101,7 +110,8 @@ def fit(
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
       ValueError: if a count is out of range, the state was donated before, the folder has checkpoints but
         `checkpoints.resume` is not set, the batches cannot be put back to the saved position, a metric is not a
-        scalar, `evaluate` takes the name of a training metric, or early stopping watches a metric that is not there.
+        scalar, `evaluate` takes the name of a training metric, early stopping watches a metric that is not there, or
+        replicas that train apart agree too rarely for this run.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -126,6 +136,7 @@ def fit(
         agree_every=agree_every,
         progress=progress,
     )
+    apart = rounds_of(opt) is not None
     evaluation_scheduled = evaluate is not None and (evaluate_every is not None or checkpoints is not None)
     with ExitStack() as cleanup:
         received = cleanup.enter_context(catch_signals())
@@ -168,7 +179,7 @@ def fit(
             logging, measured = step % log_every == 0, {}
             saving = checkpoints is not None and checkpoints.due(step)
             scheduled = saving if evaluate_every is None else step % evaluate_every == 0
-            evaluating = evaluate is not None and (scheduled or step == num_steps)
+            evaluating = evaluate is not None and (scheduled or (step == num_steps and not apart))
             late = meter.push(step, stream.drawn - 1, arriving, examples=count_examples(batch), wanted=logging)
             if late is not None:
                 report(*late)
@@ -192,18 +203,19 @@ def fit(
             stopped = agree(received(), out_of_patience(early_stopping, seen), due=due)
 
         stopped = agree(received(), stopped, due=True) or "completed"
+        last = opt.synchronize(state) if apart else state
         if metrics := meter.settle():  # empty if there was no step to take
             fresh = {} if history and history[-1]["step"] == step else metrics
             if evaluate is not None and not measured and stopped not in SIGNALS:
-                measured = measure(evaluate, state, taken=metrics)
-                fresh = fresh | measured
+                found = measure(evaluate, last, taken=metrics)
+                fresh, measured = fresh | found, {} if apart else found  # what is saved is not synchronized
             if fresh:
                 report(step, fresh)
             check(metrics)
         save(metrics | measured)
         if stopped != "completed":
             display.say(f"Stopped at step {step} of {num_steps}: {_REASON[stopped]}.")
-    return FitResult(state, step, stopped, history, best(early_stopping, seen))
+    return FitResult(last, step, stopped, history, best(early_stopping, seen))
 
 
 _REASON = {

@@ -16,7 +16,9 @@ import shardopt as so
 from shardopt.cli import main
 from shardopt.cli.communication import combined, describe, outer_optimizer, with_meaning
 from shardopt.cli.devices import mesh_of
+from shardopt.cli.optimizers import make_optimizer
 from shardopt.cli.options import Communication, Devices, Pipeline, TrainOptions
+from shardopt.cli.run_folder import read_options
 from shardopt.cli.strategy import check_strategy, make_strategy
 from shardopt.cli.traffic import Traffic, measure, traffic_text
 from shardopt.models import gpt
@@ -32,10 +34,12 @@ def run(*words):
 
 @pytest.fixture(scope="module")
 def quiet():
-    """Runs without a sample of what the model writes: other tests show it."""
+    """Runs without a sample of what the model writes: other tests show it. Here are the parameters that would write."""
+    writers = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardopt.cli.train.continue_text", lambda *_, **__: "")
-        yield
+        write = lambda params, *_, **__: writers.append(jax.device_get(params)) or ""  # noqa: E731
+        patch.setattr("shardopt.cli.train.continue_text", write)
+        yield writers
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,23 @@ def test_a_run_of_replicas_says_how_they_agree_and_what_they_send(finished):
     (found,) = re.findall(r"sent by each device over replica x data: .* a step, (.*)% of the 130 kB of ddp", out)
     assert float(found) / 100 == pytest.approx(sent / ddp, rel=2e-3)
     assert json.loads((folder / "config.json").read_text())["communication"]["sync_every"] == 4
+
+
+def test_what_writes_is_the_mean_of_the_replicas_as_they_are(finished, quiet):
+    """Two steps after they agreed; the last checkpoint has them apart, to go on from."""
+    options, config = read_options(finished[0]), gpt.GPTConfig(dim=32, num_layers=2)
+    mesh = mesh_of(options.where.mesh, jax.devices(), replicas=2)
+    tx = make_optimizer(options.training.optimizer, learning_rate=1.0, steps=6, clip=options.training.clip)
+    opt = make_strategy(options, tx, mesh, gpt.model(config))
+    abstract = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
+    state = jax.device_get(so.restore(finished[0] / "checkpoints", opt, step=6, abstract_params=abstract))
+    own = jax.tree.leaves(state.opt_state.params.value)
+    assert max(np.abs(rows[0] - rows[1]).max() for rows in own) > 1e-4
+    writer = jax.tree.leaves(quiet[0])
+    for found, rows in zip(writer, own, strict=True):
+        np.testing.assert_allclose(found, rows.mean(0), rtol=1e-6, atol=1e-7)
+    shared = jax.tree.leaves(state.params)
+    assert max(np.abs(found - x).max() for found, x in zip(writer, shared, strict=True)) > 1e-4
 
 
 def test_replicas_go_on_as_one_from_their_mean(finished, tmp_path, quiet):

@@ -1,0 +1,152 @@
+"""`fit` with replicas: what it evaluates, saves and returns between two agreements, and what it refuses to begin."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.fixture
+def opt(strategy_of):
+    return so.diloco(strategy_of("fsdp"), sync_every=4)
+
+
+def test_it_returns_the_mean_and_saves_what_goes_on(opt, new_params, new_batches, steps_on, tmp_path):
+    """Six steps with H = 4: evaluated at 4 as agreed on; at the end, only because it ends, as returned."""
+    batches, held_out = new_batches(6), new_batches(2, seed=1)
+    evaluate = so.training.evaluation(opt, held_out)
+    with so.Checkpoints(tmp_path, every=100, keep=None, best="val_loss") as checkpoints:
+        result = so.fit(
+            opt,
+            opt.init(new_params()),
+            batches,
+            num_steps=6,
+            evaluate=evaluate,
+            evaluate_every=4,
+            checkpoints=checkpoints,
+            progress=False,
+        )
+        saved, _ = checkpoints.restore(opt, step=6)
+        assert checkpoints.best_step() is None  # its own parameters were not evaluated
+    agreed, _ = steps_on(opt, opt.init(new_params()), batches[:4])
+    at_4 = evaluate(agreed)
+    state, _ = steps_on(opt, agreed, batches[4:])
+    mean = opt.synchronize(state)
+    assert not equal(jax.device_get(mean.params), jax.device_get(state.params))
+    assert equal(jax.device_get(result.state), jax.device_get(mean))
+    assert equal(jax.device_get(saved), jax.device_get(state))
+    values = {one["step"]: one["val_loss"] for one in result.history if "val_loss" in one}
+    assert values == {4: at_4["val_loss"], 6: evaluate(mean)["val_loss"]}
+    assert abs(values[6] - evaluate(state)["val_loss"]) > 1e-4
+
+
+def test_a_scheduled_evaluation_is_of_what_they_share_at_the_last_step_too(opt, new_params, new_batches, steps_on):
+    batches, evaluate = new_batches(6), so.training.evaluation(opt, new_batches(2, seed=1))
+    result = so.fit(
+        opt, opt.init(new_params()), batches, num_steps=6, evaluate=evaluate, evaluate_every=3, progress=False
+    )
+    state, _ = steps_on(opt, opt.init(new_params()), batches)
+    wanted = {3: evaluate(opt.init(new_params())), 6: evaluate(state)}
+    assert [(one["step"], one["val_loss"]) for one in result.history] == [(s, v["val_loss"]) for s, v in wanted.items()]
+    assert equal(jax.device_get(result.state), jax.device_get(opt.synchronize(state)))
+
+
+def test_no_step_left_returns_the_mean_too(opt, new_params, new_batches, steps_on):
+    state, _ = steps_on(opt, opt.init(new_params()), new_batches(6))
+    mean = jax.device_get(opt.synchronize(state))
+    assert equal(jax.device_get(so.fit(opt, state, [], num_steps=6, progress=False).state), mean)
+
+
+NEVER = (
+    "fit: num_steps={} ends before the replicas of {} agree for the first time, at step {} ({}).\n"
+    "Fix: train for as many steps at least, or make sync_every smaller."
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "said"),
+    [
+        ({"sync_every": 500}, 500, "sync_every=500"),
+        ({"sync_every": 12, "fragments": 3, "delay": 2}, 6, "sync_every=12, fragments=3, delay=2"),
+    ],
+)
+def test_a_run_in_which_they_never_agree_is_refused(how, first, said, strategy_of, new_params, new_batches):
+    opt = so.diloco(strategy_of("ddp"), **how)
+    state, drawn = opt.init(new_params()), []
+    batches = (drawn.append(True) or batch for batch in new_batches(6))
+    with pytest.raises(ValueError, match="first time") as caught:
+        so.fit(opt, state, batches, num_steps=first - 1, progress=False)
+    assert str(caught.value) == NEVER.format(first - 1, "diloco", first, said)
+    assert drawn == []
+    assert not state.step.is_deleted()
+    assert so.fit(opt, state, [], num_steps=first, progress=False).stopped == "exhausted"
+
+
+def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_batches):
+    opt = so.local_sgd(strategy_of("ddp"), sync_every=50, warmup_steps=2)
+    rule = so.EarlyStopping("val_loss", patience=30)
+    evaluate = so.training.evaluation(opt, new_batches(1))
+    how = {"evaluate": evaluate, "evaluate_every": 2, "early_stopping": rule, "progress": False}
+    assert so.fit(opt, opt.init(new_params()), new_batches(3), num_steps=3, **how).step == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "every", "patience", "times", "stride"),
+    [
+        ({"sync_every": 10}, 2, 3, 5, 10),  # the last of the five would see another agreement, four are too many
+        ({"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6),
+        ({"sync_every": 4}, 1, 3, 4, 4),
+    ],
+)
+@pytest.mark.parametrize("scheduled_by", ["evaluate_every", "checkpoints"])
+def test_early_stopping_that_ends_any_run_is_refused(
+    how, every, patience, times, stride, scheduled_by, strategy_of, new_params, new_batches, tmp_path
+):
+    opt = so.diloco(strategy_of("ddp"), **how)
+
+    of_shared = so.training.evaluation(opt, new_batches(1))
+
+    def run(patience, metric="val_loss", evaluate=of_shared):
+        rule, state = so.EarlyStopping(metric, patience=patience), opt.init(new_params())
+        options = {"evaluate": evaluate, "early_stopping": rule, "num_steps": 40, "progress": False}
+        if scheduled_by == "evaluate_every":
+            return so.fit(opt, state, [], evaluate_every=every, **options)
+        with so.Checkpoints(tmp_path / f"{metric}{patience}{evaluate is None}", every=every, keep=1) as checkpoints:
+            return so.fit(opt, state, [], checkpoints=checkpoints, **options)
+
+    with pytest.raises(ValueError, match="early_stopping would end any run") as caught:
+        run(patience)
+    assert str(caught.value) == (
+        f"fit: early_stopping would end any run: evaluated every {every} step{'s' * (every > 1)}, 'val_loss' stays as it "
+        f"is {times} times in a row, and patience={patience}. It is of the parameters that the replicas of diloco share, "
+        f"which change every {stride} steps ({', '.join(f'{name}={n}' for name, n in how.items())}).\n"
+        f"Fix: evaluate every {stride} steps, or have more patience, or make sync_every smaller."
+    )
+    assert run(times).stopped == "exhausted"
+    assert run(patience, "loss").stopped == "exhausted"  # that of training changes in every step
+    assert run(patience, evaluate=lambda state: {"val_loss": 1.0}).stopped == "exhausted"  # nobody knows of what
+
+
+def test_a_run_that_is_just_not_refused_sees_an_agreement(strategy_of, new_params, new_batches):
+    """H = 4, evaluated every 2 steps, patience 2: at 2, 4 (another value), 6, 8 (another)."""
+    opt = so.local_sgd(strategy_of("ddp", optax.sgd(0.01)), sync_every=4)
+    (held_out,) = new_batches(1)
+    result = so.fit(
+        opt,
+        opt.init(new_params()),
+        [held_out] * 8,
+        num_steps=8,
+        evaluate=so.training.evaluation(opt, [held_out]),
+        evaluate_every=2,
+        early_stopping=so.EarlyStopping("val_loss", patience=2),
+        progress=False,
+    )
+    values = [one["val_loss"] for one in result.history]
+    assert result.stopped == "completed"
+    assert values[0] > values[1] == values[2] > values[3]
