@@ -10,7 +10,8 @@ round waits for the slowest. Test: no bound, H_w steps by speed (`rules.dynamic_
 parameters, same number of inner steps of all islands together, so the same tokens; same inner AdamW.
 
 Outer optimizers were tuned on seed 1000, loss at equal tokens: DiLoCo at rate 0.7 with momentum 0.9 (as published) 2.559,
-0.6 2.211, 0.3 2.248; asynchronous at 0.7 with 0.9 2.97 (another seed), 0.8 2.916, 0.6 2.301, 0.3 2.297, at 0.4 with 0.9
+0.6 2.211, 0.3 2.248; asynchronous at 0.7 with 0.9 2.97 (another seed), 0.8 2.916, 0.6 2.301 and again 2.557 (what
+arrives when depends on how loaded the machine is), 0.3 2.297, at 0.4 with 0.9
 2.902, at 1.0 with 0.3 2.256. So few outer rounds (30) want less momentum than long runs, late ones above all.
 
 Claims: held-out loss (nats a byte, mean over seeds) at most 1.03 times the control's, in less time.

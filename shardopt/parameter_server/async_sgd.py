@@ -92,7 +92,8 @@ def async_sgd(
       `checkpoints`, a `so.Checkpoints`, gets the server (parameters, optimizer, clocks, log) every so many updates and
       at the end. A run that finds checkpoints there goes on from the newest: each worker at its clock and behind the
       batches of the steps that it had pushed, the steps under way done again; `metrics["resumed_from"]` says from
-      where. With max_staleness=0 the outcome is that of an unbroken run, bit for bit; otherwise its log explains it.
+      where. With max_staleness=0 the outcome is that of an unbroken run, bit for bit, unless a reducer remembers what
+      it did not send, which is lost; otherwise its log explains it.
       Workers that are not there any more leave, new ones join. `evaluate(params) -> metrics` is called every
       `evaluate_every` updates while the workers go on, its results are `metrics["evaluations"]` with the means of the
       training metrics since the one before. `early_stopping`, a `so.EarlyStopping`, watches these and ends the run
