@@ -10,6 +10,7 @@ import optax
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
 from shardopt.reducers import PerDevice
+from shardopt.reducers.axis import varying
 from shardopt.reducers.leaves import check_alike, check_leaves
 from shardopt.reducers.reducer import check_number
 from shardopt.transforms.checks import check_count, check_params
@@ -147,10 +148,17 @@ def delay_gradients(staleness: int, rule: DelayRule | None = None) -> optax.Grad
         then, pulled = _swap(state.pulled.value, params, slot) if keeps_params else (None, ())
         if rule is not None:
             late = rule.correct(late, params if keeps_params else None, then, staleness)
-        late = jax.tree.map(lambda x, g: x.astype(g.dtype), late, updates)
+        late = jax.tree.map(_like, late, updates)
         return late, DelayGradientsState((slot + 1) % staleness, PerDevice(held), PerDevice(pulled))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _like(late: Any, new: Any) -> Any:
+    """Return it in the dtype of the new gradient, and of a type that varies where that does: the first zeros do not."""
+    missing = tuple(varying(new) - varying(late))
+    late = late.astype(new.dtype)
+    return jax.lax.pcast(late, missing, to="varying") if missing else late
 
 
 def _swap(ring: PyTree, new: PyTree, slot: Any) -> tuple[PyTree, PyTree]:

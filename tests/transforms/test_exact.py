@@ -63,7 +63,6 @@ def every_second(tx):
 
 
 average = functools.partial(T.average_gradients, "data")
-SPLIT_CLIP = functools.partial(T.clip_by_global_norm, axis_names="data", split=True)
 labels = {"w": "one", "b": "two", "s": "two"}
 EQUAL = {
     "average": (optax.chain(average(), optax.adamw(0.1)), optax.adamw(0.1)),
@@ -159,7 +158,7 @@ RULES = {
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("rule", RULES, ids=["none", "learning rate", "compensation"])
-def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, on_devices, x64):
+def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, ways, x64):
     tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness, rule), optax.sgd(0.1))
     params, means = parameters(), jax.tree.map(lambda g: g.mean(0), gradients())
     history, expected = [], []
@@ -171,36 +170,15 @@ def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, on_
             late = jax.tree.map(correct, late, params, history[t - staleness])
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, late)
         expected.append(params)
-    found = on_devices(trajectory(tx), N, gradients())
-    close(found, jax.tree.map(lambda x: np.stack([x] * N), expected))
+    for way in ways.values() if staleness == 3 else (ways["vmap"],):
+        close(way(trajectory(tx), N)(gradients()), jax.tree.map(lambda x: np.stack([x] * N), expected))
 
 
-def test_delayed_before_averaging_is_the_same(on_devices, x64):
+def test_delayed_before_averaging_is_the_same(ways, x64):
     before = optax.chain(T.delay_gradients(2), T.average_gradients("data"), optax.sgd(0.1))
     after = optax.chain(T.average_gradients("data"), T.delay_gradients(2), optax.sgd(0.1))
-    close(*(on_devices(trajectory(tx), N, gradients()) for tx in (before, after)))
-
-
-def test_clipping_inside_of_shards_is_clipping(on_devices, x64):
-    sharded = T.shard_updates(optax.chain(SPLIT_CLIP(0.5), optax.sgd(0.1, momentum=0.9)), "data")
-    names = ("w", "b")  # leaves without dims stay whole, so they are not among what is said to be split
-    expected = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
-    grads = {name: gradients()[name] for name in names}
-
-    def run(tx):
-        def steps(g):
-            params = {name: parameters()[name] for name in names}
-            state, seen = tx.init(params), []
-            for t in range(3):
-                updates, state = tx.update({name: g[name][t] for name in names}, state, params)
-                seen.append(updates)
-            return seen
-
-        return steps
-
-    means = {name: grads[name].mean(0) for name in names}
-    reference = jax.tree.map(lambda x: np.stack([x] * N), run(expected)(means))
-    close(on_devices(run(sharded), N, grads), reference)
+    for way in ways.values():
+        close(*(way(trajectory(tx), N)(gradients()) for tx in (before, after)))
 
 
 def test_each_device_keeps_a_part_of_the_state(on_devices):
