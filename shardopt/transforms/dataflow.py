@@ -46,7 +46,9 @@ MIXES = frozenset(
     ]
 )
 """Primitives whose results depend on several elements of an operand."""
-_MOVES = frozenset(["convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "concatenate", "copy", "pvary"])
+_MOVES = frozenset(
+    ["convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "concatenate", "stack", "copy", "pvary"]
+)
 _SUMS = frozenset(["reduce_sum", "dot_general", "reduce_and", "reduce_or"])
 _LARGEST = frozenset(["reduce_max", "reduce_or"])
 _LEAST = frozenset(["reduce_min", "reduce_and"])
@@ -64,7 +66,7 @@ COMPLETES = {
 """Collectives, and the partial results that each makes whole."""
 COLLECTS = frozenset(["all_gather", "all_gather_invariant", "all_to_all"])
 """Collectives that hand over what all shards have, as it is."""
-STORES = frozenset(["concatenate", "pad", "gather", "dynamic_update_slice"])
+STORES = frozenset(["concatenate", "stack", "pad", "gather", "dynamic_update_slice"])
 """Primitives whose result is larger than an operand although each element stays itself; scatters are, too."""
 DRAWS = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"])
 """Primitives that make random numbers."""

@@ -1,0 +1,219 @@
+"""What may stand inside of `shard_updates`: only what a shard computes as the whole would, or a collective completes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+
+T, N = so.transforms, 4
+PARAMS = {"w": np.linspace(-1.0, 2.0, 10).reshape(5, 2), "b": np.ones(3), "s": np.array(10.0), "t": np.array(-2.0)}
+GRADS = {name: np.random.default_rng(0).normal(size=(N, *np.shape(x))) + 1 for name, x in PARAMS.items()}
+WAYS = ["vmap", "shard_map", "checked shard_map"]
+CLIP = T.clip_by_global_norm(0.5, "data", split=True)
+FIX = (
+    "\nFix: use so.zero, which runs any optimizer; or one that works element by element, with "
+    "so.transforms.clip_by_global_norm(..., split=True) inside of it for clipping."
+)
+
+
+def stateless(f):
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), lambda u, state, params=None: (f(u), state))
+
+
+def norm_of(updates, complete):
+    return jnp.sqrt(complete(sum(jnp.sum(x * x) for x in jax.tree.leaves(updates))))
+
+
+def own_clip(updates):
+    """As users write it: one number is summed over the axis."""
+    norm = norm_of(updates, lambda total: jax.lax.psum(total, "data"))
+    return jax.tree.map(lambda x: x / jnp.maximum(1.0, norm / 0.5), updates)
+
+
+def largest(updates):
+    top = jax.lax.pmax(jnp.stack([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(updates)]).max(), "data")
+    return jax.tree.map(lambda x: x / top, updates)
+
+
+def whole_largest(updates):
+    top = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(updates)]).max()
+    return jax.tree.map(lambda x: x / top, updates)
+
+
+def steps(tx):
+    """Return run(local gradients) -> the updates of three steps."""
+
+    def run(grads):
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        state, seen = tx.init(params), []
+        for scale in (1.0, 0.1, 3.0):
+            updates, state = tx.update(jax.tree.map(lambda g, c=scale: c * g, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            seen.append(updates)
+        return seen
+
+    return run
+
+
+def check_equal(tx, reference, way):
+    means = jax.tree.map(lambda g: jnp.asarray(g.mean(0)), GRADS)
+    expected = jax.tree.map(lambda x: np.stack([x] * N), steps(reference)(means))
+    found = way(steps(tx), N)(jax.tree.map(jnp.asarray, GRADS))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+
+
+OPTAX_CLIP = optax.clip_by_global_norm(0.5)
+ALLOWED = {
+    "clip, then momentum": (
+        optax.chain(CLIP, optax.sgd(0.1, momentum=0.9)),
+        optax.chain(OPTAX_CLIP, optax.sgd(0.1, momentum=0.9)),
+    ),
+    "adam, then clip": (optax.chain(optax.adam(0.1), CLIP), optax.chain(optax.adam(0.1), OPTAX_CLIP)),
+    "a clip of one's own": (
+        optax.chain(stateless(own_clip), optax.adam(0.1)),
+        optax.chain(OPTAX_CLIP, optax.adam(0.1)),
+    ),
+    "the largest element": (stateless(largest), stateless(whole_largest)),
+    "rings of the past": (
+        optax.chain(T.delay_gradients(2, T.delay_compensation()), optax.sgd(0.1)),
+        optax.chain(T.delay_gradients(2, T.delay_compensation()), optax.sgd(0.1)),
+    ),
+    "a branch": (
+        T.accumulate(optax.chain(CLIP, optax.adam(0.1)), 2),
+        T.accumulate(optax.chain(OPTAX_CLIP, optax.adam(0.1)), 2),
+    ),
+    "rows by a loop": (
+        stateless(lambda u: {**u, "w": jax.lax.map(lambda row: 2 * row, u["w"])}),
+        stateless(lambda u: {**u, "w": 2 * u["w"]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_collectives_complete_is_as_on_one_device(name, ways, x64):
+    """With two leaves without dims, the larger part of the norm, so counting them N times would show."""
+    inner, reference = ALLOWED[name]
+    for way in WAYS if name == "clip, then momentum" else WAYS[:2]:
+        check_equal(T.shard_updates(inner, "data"), reference, ways[way])
+
+
+def test_types_say_that_shards_are_split(ways, x64):
+    """With types that track what varies, the clip needs no `split`."""
+    inner = optax.chain(T.clip_by_global_norm(0.5, "data"), optax.sgd(0.1))
+    reference = optax.chain(OPTAX_CLIP, optax.sgd(0.1))
+    check_equal(T.shard_updates(inner, "data"), reference, ways["checked shard_map"])
+
+
+def scaled_by_a_leaf(updates):
+    return {**updates, "w": updates["w"] * updates["s"]}
+
+
+def running_sum(updates):
+    def add(kept, row):
+        return kept + row, kept + row
+
+    return {**updates, "w": jax.lax.scan(add, jnp.zeros_like(updates["w"][0]), updates["w"])[1]}
+
+
+def halved_while_large(updates):
+    def one(x):
+        return jax.lax.while_loop(lambda y: jnp.sum(y * y) > 1.0, lambda y: y / 2, x)
+
+    return jax.tree.map(one, updates)
+
+
+def negated_if_large(updates):
+    return jax.tree.map(lambda x: jax.lax.cond(jnp.sum(x) > 1.0, lambda y: -y, lambda y: y, x), updates)
+
+
+def by_sum_of_norms(updates):
+    total = jax.lax.psum(norm_of(updates, lambda own: own), "data")
+    return jax.tree.map(lambda x: x / total, updates)
+
+
+def by_largest_sum(updates):
+    return jax.tree.map(lambda x: x / jax.lax.pmax(jnp.sum(x * x), "data"), updates)
+
+
+def by_sum_of_largest(updates):
+    return jax.tree.map(lambda x: x / jax.lax.psum(jnp.max(x), "data"), updates)
+
+
+SOME_SPLIT = {"w": True, "b": True, "s": False, "t": False}
+REFUSED = {
+    "clip, lamb": (optax.chain(CLIP, optax.lamb(0.1)), "reduce_sum"),
+    "lamb, clip": (optax.chain(optax.lamb(0.1), CLIP), "reduce_sum"),
+    "clip, adafactor": (optax.chain(CLIP, optax.adafactor(0.1, min_dim_size_to_factor=2)), "reduce_sum"),
+    "a sum of local norms": (stateless(by_sum_of_norms), "reduce_sum"),
+    "the largest sum": (stateless(by_largest_sum), "reduce_sum"),
+    "the sum of the largest": (stateless(by_sum_of_largest), "reduce_max"),
+    "averages of shards": (optax.chain(T.average_gradients("data"), CLIP), "psum"),
+    "leaves said to be whole": (T.clip_by_global_norm(0.5, "data", split=SOME_SPLIT), "div, select_n"),
+    "a leaf that scales another": (optax.chain(CLIP, stateless(scaled_by_a_leaf)), "mul"),
+    "a running sum": (optax.chain(CLIP, stateless(running_sum)), "scan"),
+    "a loop until": (optax.chain(CLIP, stateless(halved_while_large)), "reduce_sum"),
+    "a branch if": (optax.chain(CLIP, stateless(negated_if_large)), "reduce_sum"),
+}
+
+
+def refusal(tx, way):
+    """What is said of it."""
+    with pytest.raises(ValueError, match="shard_updates: inner") as caught:
+        way(steps(tx), N)(jax.tree.map(jnp.asarray, GRADS))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_collective_excuses_nothing_else(name, ways):
+    inner, primitives = REFUSED[name]
+    for way in WAYS[:2]:
+        assert refusal(T.shard_updates(inner, "data"), ways[way]) == (
+            f"shard_updates: inner mixes elements of a leaf ({primitives}), which means something else on a shard of it."
+            + FIX
+        )
+
+
+def from_old_key(updates):
+    return jax.tree.map(lambda x: x * jax.random.bernoulli(jax.random.PRNGKey(0), 0.5, x.shape), updates)
+
+
+def generated(updates):
+    def one(x):
+        bits = jax.lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), x.shape, dtype=jnp.uint32)[1]
+        return x * (bits % 2)
+
+    return jax.tree.map(one, updates)
+
+
+def noise():
+    return optax.add_noise(1.0, 0.0, jax.random.key(0))
+
+
+DRAWS = {
+    "noise": (noise(), "random_bits"),
+    "noise after a clip": (optax.chain(CLIP, noise()), "random_bits"),
+    "a key of the old kind": (stateless(from_old_key), "random_bits"),
+    "a generator": (stateless(generated), "rng_bit_generator"),
+    "noise in a branch": (T.accumulate(optax.chain(noise(), optax.sgd(0.1)), 2), "random_bits"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_draws_are_refused(name, ways):
+    inner, primitives = DRAWS[name]
+    for way in WAYS[:2]:
+        assert refusal(T.shard_updates(inner, "data"), ways[way]) == (
+            f"shard_updates: inner draws random numbers ({primitives}), which would be the same on each shard.\n"
+            "Fix: draw them before it: optax.chain(so.transforms.average_gradients(...), what draws, "
+            "so.transforms.shard_updates(...))."
+        )
+
+
+def test_noise_as_the_message_says(ways, x64):
+    """Drawn before it, for the whole mean: what one device would draw."""
+    tx = optax.chain(T.average_gradients("data"), noise(), T.shard_updates(optax.adam(0.1), "data"))
+    for way in WAYS[:2]:
+        check_equal(tx, optax.chain(noise(), optax.adam(0.1)), ways[way])
