@@ -34,16 +34,20 @@ def diloco(
 
     **Placement**: within a replica as the strategy says. `state.params` are the shared parameters theta, in the model's
     shapes, placed as the strategy places parameters, like the outer optimizer's state; each replica's own parameters
-    and optimizer state are in `state.opt_state`, [R, ...] split over replica.
+    and optimizer state are in `state.opt_state`, [R, ...] split over replica. With a delay come the means on their way,
+    and the state of the reducer twice: now, and before they were sent.
 
     **Communication**: within a replica what the strategy says; over replica one all-reduce of each device's parameters
     every H steps (of Psi bytes: 2(R-1)/R Psi / H a step, at most 2(R-1)/R Psi / P at a time), or what `reducer` sends;
-    nothing at all in steps that do not send (they are programs of their own).
+    nothing at all in steps that do not send (they are programs of their own). What a step does is fixed when it is
+    compiled: there is a program for steps without an agreement, and for each fragment one without a delay, and with one
+    up to two: 1 + P programs, or up to 1 + 2P (of a delay of 1, 1 + P), each compiled in the step that needs it first.
 
     `step` returns metrics averaged over the replicas of this process. `evaluate` takes the shared parameters.
     `synchronize` makes them, and all replicas, the mean of the replicas, without an outer step; outer gradients that are
-    on their way are dropped, as the mean has what they say. Frozen leaves that the loss updates (`so.Updated`) are
-    averaged whenever something is sent, integers take the maximum.
+    on their way are dropped, as the mean has what they say, and what the reducer remembers is again what it was before
+    they were sent. Frozen leaves that the loss updates (`so.Updated`) are averaged whenever something is sent, integers
+    take the maximum.
 
     Args:
       strategy: from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.

@@ -10,10 +10,11 @@ from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, TrainState
 from shardopt.mesh import on_mesh
 from shardopt.replicas.agree import Agreement, average, average_updated, of_first_row
-from shardopt.replicas.state import REPLICA, PerReplica, Replicas, Sync
+from shardopt.replicas.state import REPLICA, Delayed, PerReplica, Replicas, Sync
 from shardopt.strategies.batch import batch_sharding
 from shardopt.strategies.gradients import make_gradients
 from shardopt.strategies.guard import guarded
+from shardopt.strategies.init import copied
 from shardopt.strategies.layout import Layout
 from shardopt.strategies.recipe import Recipe
 from shardopt.strategies.update import apply_update, global_norm
@@ -71,10 +72,19 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
 
     def send(number, shared, own, replicas):
         wire = replicas.reducer[number] if replicas.reducer else None
-        delta, wire = agreements[number].send(shared, own, wire)
+        before = wire.now if isinstance(wire, Delayed) else wire
+        delta, wire = agreements[number].send(shared, own, before)
         if replicas.reducer:
+            wire = Delayed(wire, before) if sync.delay else wire
             replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, wire))
         return delta, replicas
+
+    def arrived(number, replicas):
+        """What was sent cannot be taken back any more."""
+        wire = replicas.reducer[number] if replicas.reducer else None
+        if not isinstance(wire, Delayed):
+            return replicas
+        return replicas._replace(reducer=_replaced(replicas.reducer, number, Delayed(wire.now, copied(wire.now))))
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         replicas: Replicas = state.opt_state
@@ -96,7 +106,7 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
             else:
                 delta = replicas.pending[kind.apply]
             shared, own, outer = agreements[kind.apply].apply(shared, own, delta, replicas.outer[kind.apply])
-            replicas = replicas._replace(outer=_replaced(replicas.outer, kind.apply, outer))
+            replicas = arrived(kind.apply, replicas._replace(outer=_replaced(replicas.outer, kind.apply, outer)))
         if kind.send is not None:
             shared, own = average_updated(recipe, layout, shared, own, found.updates)
         replicas = replicas._replace(
@@ -119,28 +129,39 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
 def make_average(recipe: Recipe, layout: Layout, placed: TrainState) -> Any:
     """Return `state -> state`, jitted within, that makes all parameters the mean of the replicas'.
 
-    What was on its way is dropped: the mean has it all, and to apply it later would count it twice. Nothing is donated,
-    and what does not change is handed on as it is, so that one copy more of the parameters is all the memory it takes.
+    What was on its way is dropped: the mean has it all, and to apply it later would count it twice. So the reducer goes
+    back to before that was sent: what it left of it is in the mean as well, and what it had left of earlier sends,
+    which is in no replica's parameters, it sends later as ever. Nothing is donated, and what does not change is handed
+    on as it is, so that no copy of the optimizer's state is made.
     """
     where: Replicas = placed.opt_state
 
-    def run(own: PerReplica, pending: Any) -> tuple[Any, ...]:
+    def run(own: PerReplica, pending: Any, before: Any) -> tuple[Any, ...]:
         shared, rows = average(recipe, layout.plans, layout.treedef.flatten_up_to(own.value))
         unflatten = layout.treedef.unflatten
-        return unflatten(shared), PerReplica(unflatten(rows)), jax.tree.map(jnp.zeros_like, pending)
+        nothing = jax.tree.map(jnp.zeros_like, pending)
+        return unflatten(shared), PerReplica(unflatten(rows)), nothing, copied(before)
 
     jitted = jax.jit(
         on_mesh(recipe.mesh, run),
-        in_shardings=(where.params, where.pending),
-        out_shardings=(placed.params, where.params, where.pending),
+        in_shardings=(where.params, where.pending, _before(where)),
+        out_shardings=(placed.params, where.params, where.pending, _before(where)),
     )
 
     def synchronize(state: TrainState) -> TrainState:
         replicas: Replicas = state.opt_state
-        shared, own, pending = jitted(replicas.params, replicas.pending)
+        before = _before(replicas)
+        shared, own, pending, now = jitted(replicas.params, replicas.pending, before)
+        if before:
+            replicas = replicas._replace(reducer=tuple(Delayed(*both) for both in zip(now, before, strict=True)))
         return state._replace(params=shared, opt_state=replicas._replace(params=own, pending=pending))
 
     return synchronize
+
+
+def _before(replicas: Replicas) -> list[Any]:
+    """Return what the reducers would go back to; nothing without a delay."""
+    return [wire.before for wire in replicas.reducer or () if isinstance(wire, Delayed)]
 
 
 def _replaced(items: tuple[Any, ...], at: int, new: Any) -> tuple[Any, ...]:

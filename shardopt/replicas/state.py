@@ -37,7 +37,7 @@ class Replicas(NamedTuple):
       inner_reducer: the state of the strategy's own reducer, or None.
       outer: the state of the outer optimizer, one a fragment, placed like the parameters.
       pending: means of outer gradients that are on their way, a list a fragment; empty without delay.
-      reducer: the state of the reducer of outer gradients, one a fragment, or None.
+      reducer: the state of the reducer of outer gradients, one a fragment, with a delay as `Delayed`; or None.
     """
 
     params: PerReplica
@@ -46,6 +46,19 @@ class Replicas(NamedTuple):
     outer: tuple[PyTree, ...]
     pending: tuple[list[Any], ...]
     reducer: tuple[PyTree, ...] | None
+
+
+class Delayed(NamedTuple):
+    """The state of a reducer whose means are applied some steps after they were sent.
+
+    Attributes:
+      now: after all that was sent.
+      before: as it was before what is on its way was sent, so that this can be taken back; a copy of `now` where
+        nothing is on its way.
+    """
+
+    now: PyTree
+    before: PyTree
 
 
 class Sync(NamedTuple):
@@ -108,7 +121,8 @@ def abstract_state(recipe: Recipe, layout: Layout, sync: Sync) -> tuple[TrainSta
         inner_reducer=wire,
         outer=outer,
         pending=tuple(shapes) if sync.delay else (),
-        reducer=tuple(jax.eval_shape(lambda plan=plan: init_reducer(plan)) for plan in sync.reducers) or None,
+        reducer=tuple(_kept(sync, jax.eval_shape(lambda plan=plan: init_reducer(plan))) for plan in sync.reducers)
+        or None,
     )
     where = Replicas(
         params=PerReplica(_map_specs(rows, specs.params)),
@@ -116,7 +130,7 @@ def abstract_state(recipe: Recipe, layout: Layout, sync: Sync) -> tuple[TrainSta
         inner_reducer=wire_specs,
         outer=tuple(_outer_specs(recipe, one, plans) for one, plans in zip(outer, parts, strict=True)),
         pending=tuple([plan.spec(split=split) for plan in plans] for plans in parts) if sync.delay else (),
-        reducer=tuple(reducer_specs(plan) for plan in sync.reducers) or None,
+        reducer=tuple(_kept(sync, reducer_specs(plan)) for plan in sync.reducers) or None,
     )
     return base._replace(opt_state=state), specs._replace(opt_state=where)
 
@@ -132,8 +146,12 @@ def first_state(recipe: Recipe, layout: Layout, sync: Sync, state: TrainState, p
         inner_reducer=None if layout.reducer is None else init_reducer(layout.reducer),
         outer=tuple(sync.outer.init(one) for one in parts),
         pending=tuple([jnp.zeros_like(x) for x in one] for one in parts) if sync.delay else (),
-        reducer=tuple(init_reducer(plan) for plan in sync.reducers) or None,
+        reducer=tuple(_kept(sync, init_reducer(plan)) for plan in sync.reducers) or None,
     )
+
+
+def _kept(sync: Sync, state: PyTree) -> PyTree:
+    return Delayed(state, state) if sync.delay else state
 
 
 def _outer_specs(recipe: Recipe, state: PyTree, plans: list[LeafPlan]) -> PyTree:

@@ -30,18 +30,57 @@ def test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothi
     steps_on(opt, state, new_batches(1))  # and training goes on
 
 
+REDUCERS = [None, so.reducers.error_feedback(so.reducers.top_k(0.2))]
+
+
+@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda one: getattr(one, "name", "exact"))
 def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
-    strategy_of, new_params, new_batches, steps_on, apart, x64
+    reducer, strategy_of, new_params, new_batches, steps_on, apart, x64
 ):
-    """With an outer step of plain SGD, what was sent before is in the mean already."""
-    inner = strategy_of("ddp", optax.sgd(0.05))
-    opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=2)
+    """With an outer step of plain SGD, what was sent before is in the mean already, and so is what was left of it."""
+    inner = strategy_of("ddp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.05))
+    opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=2, reducer=reducer)
     batches = new_batches(6)
     state, _ = steps_on(opt, opt.init(new_params()), batches[:5])  # sent with step 5, due after step 6
-    state = opt.synchronize(state)
+    state = so.with_hyperparams(opt.synchronize(state), learning_rate=0.0)
     mean = jax.device_get(state.params)
-    state, _ = steps_on(opt, state, batches[5:])
-    assert apart(state.params, mean) < 1e-12
+    for _ in range(4):
+        state, _ = steps_on(opt, state, batches)
+        assert apart(state.params, mean) < 1e-12
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
+    delay, strategy_of, new_params, new_batches, steps_on, apart, rows_of, x64
+):
+    """What the first round left is in no replica's parameters: the mean moves by just that when all else stands still."""
+    inner = strategy_of("ddp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.005), data=1)
+    opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=delay, reducer=REDUCERS[1])
+    batches = new_batches(9)
+    state, _ = steps_on(opt, opt.init(new_params()), batches[: 4 + delay])  # the first round is over
+    left = jax.device_get(state.opt_state.reducer[0].now)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(left))
+    assert equal(jax.device_get(state.opt_state.reducer[0].before), left)
+    over = opt.synchronize(state)
+    assert equal(jax.device_get(over.opt_state.reducer[0].now), left)
+    state, _ = steps_on(opt, state, batches[4 + delay :])  # the second is on its way, unless it arrives at once
+    in_flight = delay == 2
+    now, before = map(jax.device_get, state.opt_state.reducer[0])
+    assert equal(before, left) == in_flight
+    assert not equal(now, left)
+    state = opt.synchronize(state)
+    found = jax.device_get(state.opt_state.reducer[0])
+    assert equal(found.now, left if in_flight else now)
+    assert equal(found.before, found.now)
+    mean = jax.device_get(state.params)
+    state = so.with_hyperparams(state, learning_rate=0.0)
+    for _ in range(10):
+        state, _ = steps_on(opt, state, batches[:8])
+    assert apart(rows_of(state), [jax.device_get(state.params)] * 2) < 1e-12
+    moved, owed = (sum(map(np.sum, jax.tree.leaves(tree))) for tree in (mean, found.now))
+    moved -= sum(map(np.sum, jax.tree.leaves(jax.device_get(state.params))))
+    assert abs(moved) > 1e-4
+    np.testing.assert_allclose(moved, owed / 2, rtol=1e-9)
 
 
 def test_the_state_that_was_synchronized_can_be_trained_on(strategy_of, new_params, new_batches, steps_on):
