@@ -71,7 +71,10 @@ ALLOWED = {
         optax.chain(CLIP, optax.sgd(0.1, momentum=0.9)),
         optax.chain(OPTAX_CLIP, optax.sgd(0.1, momentum=0.9)),
     ),
-    "adam, then clip": (optax.chain(optax.adam(0.1), CLIP), optax.chain(optax.adam(0.1), OPTAX_CLIP)),
+    "decay, then clip": (
+        optax.chain(optax.adamw(0.1, weight_decay=0.5), CLIP),
+        optax.chain(optax.adamw(0.1, weight_decay=0.5), OPTAX_CLIP),
+    ),
     "a clip of one's own": (
         optax.chain(stateless(own_clip), optax.adam(0.1)),
         optax.chain(OPTAX_CLIP, optax.adam(0.1)),
