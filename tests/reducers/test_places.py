@@ -63,19 +63,17 @@ def test_mass_is_conserved_in_every_dtype(reducer, on_devices, x64):
 
 @by_name
 def test_a_non_finite_gradient_reaches_the_mean_and_no_memory(reducer, ways, draw_gradients):
-    def run(good, bad):
-        _, before = reducer.reduce(good, reducer.init(good), "data")
-        broken, between = reducer.reduce(bad, before, "data")
-        return before, broken, between, reducer.reduce(good, between, "data")
-
-    run_jitted = ways["vmap"](run, 3)
+    # Programs of their own: in one, XLA may compute the same memory twice and round it differently.
+    first = ways["vmap"](lambda grads: reducer.reduce(grads, reducer.init(grads), "data")[1], 3)
+    later = ways["vmap"](lambda grads, state: reducer.reduce(grads, state, "data"), 3)
     good = draw_gradients([(9, 8), (5,)], 3)
+    before = first(good)
     for value, device in itertools.product([np.nan, np.inf, -np.inf], [0, 2]):
         bad = {**good, "leaf0": good["leaf0"].at[device, 4, 4].set(value)}
-        before, broken, between, after = jax.tree.map(np.asarray, run_jitted(good, bad))
-        assert not np.isfinite(broken["leaf0"]).all()
+        broken, between = later(bad, before)
+        assert not np.isfinite(np.asarray(broken["leaf0"])).all()
         jax.tree.map(np.testing.assert_array_equal, between, before)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(later(good, between)))
 
 
 @pytest.mark.parametrize("reducer", [R.int8(), R.sign(), R.exact(jnp.bfloat16)], ids=lambda one: one.name)
