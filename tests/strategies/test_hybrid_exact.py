@@ -95,6 +95,7 @@ def test_the_rows_cover_every_pair():
     assert len(ROWS) < math.prod(map(len, FACTORS.values())) / 100
 
 
+@pytest.mark.slow
 def test_the_problems_tell_devices_apart():
     """Rows of the first device must not stand for all: or forgetting a reduction would not show."""
     with jax.enable_x64(True):

@@ -146,7 +146,7 @@ def test_any_block_and_what_is_kept_of_it(schedule, kept, remat, mesh_of, x64):
     same((state.params, metrics), (expected.params, wanted))
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_line_searches_evaluate_the_loss_of_the_union_batch(schedule, mesh_of, x64):
     case = block_problem("pytree", weighted=True, num_blocks=4, rows=16)
     opt = hybrid(mesh_of(data=2, tensor=2, pipeline=2), case.loss_fn, schedule, tx=optax.lbfgs(), rules=case.rules)
