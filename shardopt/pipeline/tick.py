@@ -46,9 +46,8 @@ def backward(run: Run, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry
     def work(deferred, sums):
         m, slot = row["backward_micro_batch"], row["backward_slot"]
         chunk = run.stage.chunk(row["backward_chunk"], m)
-        later = _place(deferred, row["backward_deferred"]) if splits else _place([], 0)
         if run.remat:
-            kept = _place_again(run, later)
+            kept = _place_again(run, deferred, row)
             last, again = chunks.forward_keeping(chunk, run.passes, rings.take(carry.activations, slot), kept)
             kept = kept._replace(rings=again)
         else:
@@ -70,8 +69,7 @@ def backward(run: Run, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry
         else:
             dy, sums = at_loss(sums)
         if splits:
-            num = len(run.passes.deferred)
-            left = chunks.Place(later.rings[:num], later.slots[:num])
+            left = _place(deferred[: len(run.passes.deferred)], row["backward_deferred"])
             dx, made = chunks.backward_deferring(chunk, run.passes, kept, dy, left)
             deferred = [*made, *(kept.rings[i] for i in run.keeps_for_weight)]
         else:
@@ -100,12 +98,12 @@ def weight(run: Run, carry: Carry, row: Row) -> Carry:
 
     def work(blocks):
         chunk = run.stage.chunk(row["weight_chunk"], row["weight_micro_batch"])
-        num, left = len(run.passes.deferred), _place(carry.deferred, row["weight_deferred"])
+        num, slot = len(run.passes.deferred), row["weight_deferred"]
+        left = _place(carry.deferred[:num], slot)
         if run.remat:
-            kept = chunks.Place(left.rings[num:], left.slots[num:])
+            kept = _place(carry.deferred[num:], slot)
         else:
             kept = _place([carry.activations[i] for i in run.passes.weight_keeps], row["weight_slot"])
-        left = chunks.Place(left.rings[:num], left.slots[:num])
         return chunks.weight(chunk, run.passes, kept, left, blocks, run.stage.parts.reduce)
 
     busy = row["weight_micro_batch"] >= 0
@@ -117,12 +115,12 @@ def _place(ring: Arrays, slot: Any) -> chunks.Place:
     return chunks.Place(ring, [slot] * len(ring))
 
 
-def _place_again(run: Run, later: chunks.Place) -> chunks.Place:
-    """Return where a forward run again keeps things: what the weight pass reads in `later`, the rest for this tick."""
+def _place_again(run: Run, deferred: Arrays, row: Row) -> chunks.Place:
+    """Return where a forward run again keeps things: what the weight pass reads among `deferred`, the rest for this tick."""
     again: Arrays = rings.make(run.passes.kept, run.stage.num_blocks, 0.0)
     slots: list[Any] = [0] * len(again)
     for at, i in enumerate(run.keeps_for_weight, len(run.passes.deferred)):
-        again[i], slots[i] = later.rings[at], later.slots[at]
+        again[i], slots[i] = deferred[at], row["backward_deferred"]
     return chunks.Place(again, slots)
 
 
