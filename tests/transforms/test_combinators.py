@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.trajectory import trajectory
 
 import shardopt as so
 
@@ -94,21 +95,6 @@ def injected(make):
     return optax.inject_hyperparams(make, static_args=static)(rate=lambda count: RATE, **given)
 
 
-def trajectory(tx):
-    """Return run(grads [steps, ...]) -> parameters after each step."""
-
-    def run(grads):
-        params = jax.tree.map(jnp.asarray, PARAMS)
-        state, seen = tx.init(params), []
-        for t in range(STEPS):
-            updates, state = tx.update(jax.tree.map(lambda g, t=t: g[t], grads), state, params)
-            params = optax.apply_updates(params, updates)
-            seen.append(params)
-        return seen
-
-    return run
-
-
 def expected_of(rules):
     whole = {name: rules[name](np.stack([PARAMS[name]] * N), GRADS[name]) for name in PARAMS}
     return [dict(zip(whole, values, strict=True)) for values in zip(*whole.values(), strict=True)]
@@ -120,6 +106,8 @@ def test_inside_of_optax(kind, combined, ways, x64):
     (make, rule), (combine, rest) = KINDS[kind], COMBINED[combined]
     expected = expected_of({"w": rule, "b": rest, "s": rest})
     for way in ("vmap", "shard_map"):
-        found = ways[way](trajectory(combine(make)), N)(jax.tree.map(jnp.asarray, GRADS))
+        found = ways[way](trajectory(combine(make), jax.tree.map(jnp.asarray, PARAMS)), N)(
+            jax.tree.map(jnp.asarray, GRADS)
+        )
         close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9)  # injected rates are fp32
         jax.tree.map(close, found, expected)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.trajectory import trajectory
 
 import shardopt as so
 
@@ -25,28 +26,13 @@ def parameters(dtype=np.float64):
     return {name: jnp.asarray(draw.normal(size=shape), dtype) for name, shape in MATRIX.items()}
 
 
-def trajectory(tx):
-    """Return run(grads [steps, ...]) -> parameters after each step."""
-
-    def run(grads):
-        params = parameters()
-        state, seen = tx.init(params), []
-        for t in range(STEPS):
-            updates, state = tx.update(jax.tree.map(lambda g, t=t: g[t], grads), state, params)
-            params = optax.apply_updates(params, updates)
-            seen.append(params)
-        return seen
-
-    return run
-
-
 def close(found, expected, rtol=1e-10):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), found, expected)
 
 
 def on_the_mean(tx):
     """What one device does with the mean gradients."""
-    return trajectory(tx)(jax.tree.map(lambda g: g.mean(0), gradients()))
+    return trajectory(tx, parameters())(jax.tree.map(lambda g: g.mean(0), gradients()))
 
 
 def every_second(tx):
@@ -115,7 +101,7 @@ def test_equal_to_one_device_wherever_the_axis_is_bound(name, ways, x64):
     tx, reference = EQUAL[name]
     expected = jax.tree.map(lambda x: jnp.stack([x] * N), on_the_mean(reference))
     for way in ways if name in ("average", "accumulate", "shard") else ("vmap", "shard_map"):
-        close(ways[way](trajectory(tx), N)(gradients()), expected)
+        close(ways[way](trajectory(tx, parameters()), N)(gradients()), expected)
 
 
 @pytest.mark.parametrize("sync_every", [2, 3])
@@ -133,7 +119,7 @@ def test_local_updates_are_local_sgd(sync_every, ways, x64):
             devices = [jax.tree.map(lambda *x: sum(x) / N, *devices)] * N
         expected.append(jax.tree.map(lambda *x: jnp.stack(x), *devices))
     for way in ways.values():
-        close(way(trajectory(T.local_updates(tx, "data", sync_every)), N)(grads), expected)
+        close(way(trajectory(T.local_updates(tx, "data", sync_every), parameters()), N)(grads), expected)
 
 
 def test_local_updates_bring_half_precision_together(on_devices):
@@ -171,14 +157,14 @@ def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, way
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, late)
         expected.append(params)
     for way in ways.values() if staleness == 3 else (ways["vmap"],):
-        close(way(trajectory(tx), N)(gradients()), jax.tree.map(lambda x: np.stack([x] * N), expected))
+        close(way(trajectory(tx, parameters()), N)(gradients()), jax.tree.map(lambda x: np.stack([x] * N), expected))
 
 
 def test_delayed_before_averaging_is_the_same(ways, x64):
     before = optax.chain(T.delay_gradients(2), T.average_gradients("data"), optax.sgd(0.1))
     after = optax.chain(T.average_gradients("data"), T.delay_gradients(2), optax.sgd(0.1))
     for way in ways.values():
-        close(*(way(trajectory(tx), N)(gradients()) for tx in (before, after)))
+        close(*(way(trajectory(tx, parameters()), N)(gradients()) for tx in (before, after)))
 
 
 def test_each_device_keeps_a_part_of_the_state(on_devices):
