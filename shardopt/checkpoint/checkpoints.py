@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import os
 import weakref
 from collections.abc import Callable
@@ -12,13 +11,14 @@ from typing import Any
 
 import jax
 
-from shardopt.checkpoint import lock, store
+from shardopt.checkpoint import store
 from shardopt.checkpoint.agree import from_first, raise_together
-from shardopt.checkpoint.meta import read_meta
+from shardopt.checkpoint.claim import Claim, lost, make_ready, take, take_anew
 from shardopt.checkpoint.restoring import load
+from shardopt.checkpoint.rotation import best_step, rotate
 from shardopt.checkpoint.saving import check_step
-from shardopt.checkpoint.steps import committed, discard, run_folder, step_folder, surplus, tidy
-from shardopt.checkpoint.write import failed, start
+from shardopt.checkpoint.steps import committed, run_folder, tidy
+from shardopt.checkpoint.write import start
 from shardopt.core.errors import CheckpointError, complaint
 from shardopt.core.optimizer import ShardedOptimizer
 
@@ -35,7 +35,8 @@ class Checkpoints:
     when a program ends without `close` is lost (and said to be), and only earlier checkpoints remain.
 
     From its construction to `close` it is the only writer of the folder: a second one, in whatever process, is
-    refused, and a writer that died, however it died, is followed without ado.
+    refused, and a writer that died, however it died, is followed without ado. If somebody deletes the folder meanwhile, the
+    next `save` makes it anew and says so: earlier checkpoints are gone, the run is not.
 
     With several processes all construct it and call its methods in the same order; process 0 does the deleting.
 
@@ -94,7 +95,7 @@ class Checkpoints:
             raise ValueError(complaint(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
         self.directory = run_folder(_WHO, directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
-        self._lock: int | None = None
+        self._claim: Claim | None = None
         self._release: Callable[[], Any] = lambda: None
         self._pending: Future[None] | None = None
         from_first(self._open)
@@ -126,13 +127,16 @@ class Checkpoints:
         Raises:
           TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
           ValueError: if the state was donated, or `step` is negative.
-          CheckpointError: if an earlier write failed; if this one cannot begin; if the folder was deleted; if it
-            holds later steps than this one.
+          CheckpointError: if an earlier write failed; if this one cannot begin; if the folder was replaced by another
+            job's or unmounted; if it holds later steps than this one.
         """
         number = check_step(_WHO, step, state)
-        self.wait()
-        from_first(lambda: self._prepare(number))
-        finish = start(_WHO, self._writer, self.directory, state, step=number, metrics=metrics, extra=extra)
+        failure = self._settled()
+        if from_first(lambda: self._found_again(number)):
+            failure = None  # what was being written went with the folder
+        raise_together(failure)
+        from_first(lambda: make_ready(_WHO, self.directory, number))
+        finish = start(_WHO, self._writer, self.directory, state, self._ours, step=number, metrics=metrics, extra=extra)
         self._pending = self._thread.submit(self._finish, finish, number)
 
     def wait(self) -> None:
@@ -142,8 +146,7 @@ class Checkpoints:
           CheckpointError: if it could not be written.
         """
         if self._pending is not None:
-            failure, self._pending = self._pending.exception(), None
-            raise_together(failure)
+            raise_together(self._settled())
 
     def close(self) -> None:
         """Wait, then let go of the folder. Closing twice is harmless.
@@ -156,7 +159,7 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._release()
-            self._lock = None
+            self._claim = None
             self._writer.close()
 
     def steps(self) -> list[int]:
@@ -169,11 +172,7 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """Return the step with the best metric (of equals the earliest), or None where nothing competes."""
-        if self.best is None:
-            return None
-        sign = 1.0 if self.mode == "min" else -1.0
-        scores = [(sign * value, step) for step in self.steps() if not math.isnan(value := self._metric(step))]
-        return min(scores)[1] if scores else None
+        return best_step(_WHO, self.directory, self.best, self.mode)
 
     def restore(self, opt: ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Return the state of a checkpoint, by default the newest, and its `extra`; see `shardopt.restore`."""
@@ -191,64 +190,51 @@ class Checkpoints:
             self.close()
             return
         # The other processes may be well and training on: asking them for their verdict would wait for ever.
-        failure = None if self._pending is None else self._pending.exception()
-        self._pending = None
+        failure = self._settled()
         self.close()
         if failure is not None:
             error.add_note(str(failure))  # what went wrong first must stay in front
 
     def _open(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = lock.acquire(_WHO, self.directory)
-            self._release = weakref.finalize(self, os.close, self._lock)
-            tidy(self.directory)
-        except OSError as error:
-            self._release()
-            what = f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
-            raise CheckpointError(complaint(_WHO, what, fix="choose a folder that you may write to.")) from error
+        self._hold(take(_WHO, self.directory))
 
-    def _prepare(self, step: int) -> None:
-        if self._lock is None:
+    def _hold(self, claim: Claim) -> None:
+        self._release()
+        self._claim = claim
+        self._release = weakref.finalize(self, os.close, claim.lock)
+
+    def _ours(self) -> bool:
+        """Return whether the folder is still the one that this writer took; on process 0."""
+        return self._claim is not None and not lost(self.directory, self._claim)
+
+    def _settled(self) -> BaseException | None:
+        """Wait for the write under way, and return what went wrong with it here."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.exception()
+
+    def _found_again(self, step: int) -> bool:
+        """Make the folder anew if it was deleted, and return whether it was."""
+        if self._claim is None:
             raise CheckpointError(complaint(_WHO, "save was called after close.", fix="make a new Checkpoints."))
-        if not lock.holds(self.directory, self._lock):
-            what = f"step {step} cannot be saved: {self.directory} was deleted or replaced while the job ran."
-            raise CheckpointError(complaint(_WHO, what, fix="bring it back, or make a new Checkpoints elsewhere."))
-        if later := [other for other in self.steps() if other > step]:
-            what = (
-                f"step {step} cannot be saved: {self.directory} holds later ones ({', '.join(map(str, later[-8:]))})."
-            )
-            fix = (
-                "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
-            )
-            raise CheckpointError(complaint(_WHO, what, fix=fix))
-        try:
-            tidy(self.directory)
-        except OSError as error:
-            raise failed(_WHO, self.directory, step, error) from error
+        if self._ours():
+            return False
+        self._hold(take_anew(_WHO, self.directory, self._claim, step))
+        text = "%s: %s was deleted while the job ran. It is made anew for step %d; checkpoints before it are gone."
+        logging.getLogger(__name__).warning(text, _WHO, self.directory, step)
+        return True
 
     def _finish(self, finish: Callable[[], None], step: int) -> None:
         """Commit and rotate, on the thread."""
         try:
             finish()
             if jax.process_index() == 0:
-                self._rotate(step)
+                rotate(_WHO, self.directory, step, keep=self.keep, best=self.best_step())
         except CheckpointError as error:
             logging.getLogger(__name__).error("%s", error)  # said now, in case nobody ever waits
+            if jax.process_index() == 0 and self._ours():
+                with contextlib.suppress(OSError):
+                    tidy(self.directory)  # a full disk is everybody's: what cannot be finished makes room
             raise
-
-    def _rotate(self, step: int) -> None:
-        for old in surplus(self.steps(), self.keep, self.best_step()):
-            try:
-                discard(self.directory, old)
-            except OSError as error:
-                what = f"step {step} was written, but step {old} in {self.directory} could not be deleted ({error})."
-                raise CheckpointError(complaint(_WHO, what, fix="delete it, or give the job the right to.")) from error
-
-    def _metric(self, step: int) -> float:
-        with contextlib.suppress(CheckpointError):
-            return float(read_meta(_WHO, step_folder(self.directory, step)).metrics.get(str(self.best), math.nan))
-        return math.nan
 
 
 def _check_count(name: str, value: Any) -> None:

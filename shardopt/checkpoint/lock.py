@@ -39,8 +39,14 @@ def acquire(who: str, directory: Path) -> int:
             break
         os.close(descriptor)  # somebody deleted the file between open and flock: what we locked is no longer it
     me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(me).encode(), 0)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(me).encode(), 0)
+    except OSError as error:
+        # A full disk is no reason to be refused: whoever takes the folder makes room first. Others only miss our name.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            os.close(descriptor)
+            raise
     return descriptor
 
 

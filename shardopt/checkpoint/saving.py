@@ -53,7 +53,7 @@ def save(directory: str | os.PathLike[str], state: Any, *, step: int | None = No
     try:
         from_first(lambda: _open(who, path, number, held))
         with contextlib.closing(store.open_writer()) as writer:
-            start(who, writer, path, state, step=number)()
+            start(who, writer, path, state, lambda: lock.holds(path, held[0]), step=number)()
     finally:
         for descriptor in held:
             os.close(descriptor)

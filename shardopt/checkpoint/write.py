@@ -15,8 +15,13 @@ from shardopt.checkpoint.meta import Meta, describe_state, write_meta
 from shardopt.checkpoint.steps import publish, staging_folder, step_folder
 from shardopt.core.errors import CheckpointError, complaint
 
+_FULL = ("No space left on device", "File too large", "Disk quota exceeded")
+"""What the kernel says of a full disk, whoever wraps it: orbax and tensorstore have kinds of errors of their own."""
 
-def start(who: str, writer: Any, directory: Path, state: Any, **about: Any) -> Callable[[], None]:
+
+def start(
+    who: str, writer: Any, directory: Path, state: Any, ours: Callable[[], bool], **about: Any
+) -> Callable[[], None]:
     """Copy a state to the host and begin to write it; return what waits for the end and commits it.
 
     All processes must call both, in the same order. The state may be donated as soon as this returns.
@@ -26,6 +31,7 @@ def start(who: str, writer: Any, directory: Path, state: Any, **about: Any) -> C
       writer: from `store.open_writer`, idle.
       directory: the folder of the run, which exists.
       state: pytree of arrays.
+      ours: returns, on process 0, whether the folder is still the one whose lock is held.
       **about: `step`, `metrics` and `extra`, see `Meta`.
     """
     check_leaves(who, state)
@@ -37,7 +43,7 @@ def start(who: str, writer: Any, directory: Path, state: Any, **about: Any) -> C
 
     def finish() -> None:
         try:
-            _finish(writer, directory, meta)
+            _finish(writer, directory, meta, ours)
         except Exception as error:
             raise failed(who, directory, meta.step, error) from error
 
@@ -48,11 +54,14 @@ def failed(who: str, directory: Path, step: int, error: Exception) -> Checkpoint
     """Return the error for a write that failed."""
     cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     what = f"step {step} could not be written to {directory} ({cause})."
-    fix = "make room or bring the folder back, then save again; checkpoints that were committed before are untouched."
+    remedy = "make room" if any(text in cause for text in _FULL) else "remove the cause"
+    fix = f"{remedy}, then save again; checkpoints that were committed before are untouched."
+    if not directory.exists():
+        fix = f"{directory} was deleted, with what was in it; save again, and it is made anew."
     return CheckpointError(complaint(who, what, fix=fix))
 
 
-def _finish(writer: Any, directory: Path, meta: Meta) -> None:
+def _finish(writer: Any, directory: Path, meta: Meta, ours: Callable[[], bool]) -> None:
     """Wait for orbax, sum up the files, commit. A process that fails still meets the others at each barrier."""
     folder, first = staging_folder(directory, meta.step), jax.process_index() == 0
     failures: list[Exception] = []
@@ -77,6 +86,8 @@ def _finish(writer: Any, directory: Path, meta: Meta) -> None:
             if digests.keys() != file_sizes(folder).keys():
                 raise OSError("the processes do not see the same files; is the folder on a file system that all share?")
             write_manifest(folder, digests)
+            if not ours():  # the writer of the arrays may have made folders anew, without what was in them
+                raise OSError("the folder was deleted or replaced meanwhile")
             publish(directory, meta.step)
 
     def sum_up() -> None:

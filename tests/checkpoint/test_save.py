@@ -114,8 +114,7 @@ def test_a_file_where_the_folder_should_be(tmp_path, complaint_of):
     assert complaint_of(lambda: save(tmp_path / "run", {"a": jnp.ones(2)}, step=1)) == (
         f"save: step 1 could not be written to {tmp_path}/run (FileExistsError: [Errno 17] File exists: "
         f"'{tmp_path}/run').\n"
-        "Fix: make room or bring the folder back, then save again; checkpoints that were committed before are "
-        "untouched."
+        "Fix: remove the cause, then save again; checkpoints that were committed before are untouched."
     )
 
 

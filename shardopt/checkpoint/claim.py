@@ -1,0 +1,90 @@
+"""The folder of a run in the hands of its writer: taken, lost when somebody deletes it, taken anew."""
+
+import errno
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from shardopt.checkpoint import lock
+from shardopt.checkpoint.steps import committed, tidy
+from shardopt.checkpoint.write import failed
+from shardopt.core.errors import CheckpointError, complaint
+
+
+class Claim(NamedTuple):
+    """A folder that nobody else may write to.
+
+    Attributes:
+      lock: the descriptor that holds its lock; closing it lets go.
+      device: the file system it is on.
+    """
+
+    lock: int
+    device: int
+
+
+def take(who: str, directory: Path) -> Claim:
+    """Become the writer of a folder, made if it does not exist, and delete what killed writers left there.
+
+    Raises:
+      CheckpointError: if another writer lives, or the folder cannot be written to.
+    """
+    held = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = lock.acquire(who, directory)
+        tidy(directory)
+        return Claim(held, directory.stat().st_dev)
+    except OSError as error:
+        if held is not None:
+            os.close(held)
+        what = f"{directory} cannot be written to ({type(error).__name__}: {error.strerror})."
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "make room there, or choose another folder." if full else "choose a folder that you may write to."
+        raise CheckpointError(complaint(who, what, fix=fix)) from error
+
+
+def lost(directory: Path, claim: Claim) -> bool:
+    """Return whether the folder was deleted or replaced since it was taken."""
+    return not lock.holds(directory, claim.lock)
+
+
+def take_anew(who: str, directory: Path, claim: Claim, step: int) -> Claim:
+    """Make a folder anew that was deleted under its writer, and take it: what is in memory shall not be lost as well.
+
+    A folder of that name which holds checkpoints by now is another job's. And where the nearest folder that is left is
+    on another file system, the one that was written to is no longer mounted: nobody would look for the run there.
+
+    Raises:
+      CheckpointError: in these two cases, if another job took the folder first, or if it cannot be made.
+    """
+    place = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
+    what = ""
+    if committed(directory):
+        what = (
+            f"step {step} cannot be saved: {directory} was replaced while the job ran, by one with other checkpoints."
+        )
+    elif place.stat().st_dev != claim.device:
+        what = (
+            f"step {step} cannot be saved: {directory} is gone, and {place} is on another file system than it was: "
+            "was it unmounted?"
+        )
+    if what:
+        raise CheckpointError(complaint(who, what, fix="bring it back, or make a new Checkpoints elsewhere."))
+    return take(who, directory)
+
+
+def make_ready(who: str, directory: Path, step: int) -> None:
+    """Make room for a step in a folder that was taken.
+
+    Raises:
+      CheckpointError: if the folder holds later steps, or what a failed write left behind cannot be deleted.
+    """
+    if later := [other for other in committed(directory) if other > step]:
+        what = f"step {step} cannot be saved: {directory} holds later ones ({', '.join(map(str, later[-8:]))})."
+        fix = "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
+        raise CheckpointError(complaint(who, what, fix=fix))
+    try:
+        tidy(directory)
+    except OSError as error:
+        raise failed(who, directory, step, error) from error

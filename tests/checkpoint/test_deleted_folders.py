@@ -1,0 +1,138 @@
+"""A folder that somebody deletes under the job that writes to it: made anew where that can only be right."""
+
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from shardopt.checkpoint import Checkpoints, save
+
+
+def small(value):
+    return {"a": jnp.full(4, value)}
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "no folder above it"])
+def test_a_folder_deleted_under_the_job_is_made_anew(left, tmp_path, caplog):
+    folder = tmp_path / "runs" / "a"
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        checkpoints.save(small(1), step=1)
+        checkpoints.wait()
+        shutil.rmtree(folder.parent if left == "no folder above it" else folder)
+        if left == "an empty folder":
+            folder.mkdir()
+        checkpoints.save(small(2), step=2)
+        checkpoints.save(small(3), step=3)
+    assert caplog.messages == [
+        f"Checkpoints: {folder} was deleted while the job ran. It is made anew for step 2; checkpoints before it are gone."
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "2", "3"]
+    Checkpoints(folder, 1, 2).close()  # both locks are let go of
+
+
+def test_a_folder_made_anew_is_locked_as_the_first_was(tmp_path, complaint_of):
+    folder = tmp_path / "run"
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        shutil.rmtree(folder)
+        checkpoints.save(small(2), step=2)
+        assert complaint_of(lambda: Checkpoints(folder, 1, 2)).startswith(
+            f"Checkpoints: {folder} is already being written to by this very process, since "
+        )
+
+
+def test_a_folder_replaced_by_another_job_is_left_to_it(tmp_path, complaint_of):
+    folder = tmp_path / "run"
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        checkpoints.save(small(1), step=1)
+        checkpoints.wait()
+        shutil.rmtree(folder)
+        save(folder, small(7), step=1)
+        assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
+            f"Checkpoints: step 2 cannot be saved: {folder} was replaced while the job ran, by one with other "
+            "checkpoints.\nFix: bring it back, or make a new Checkpoints elsewhere."
+        )
+        shutil.rmtree(folder)
+        with Checkpoints(folder, 1, 2):
+            assert complaint_of(lambda: checkpoints.save(small(2), step=2)).startswith(
+                f"Checkpoints: {folder} is already being written to by this very process, since "
+            )
+
+
+def test_a_folder_that_is_no_longer_mounted_is_not_made_anew_beneath(tmp_path, complaint_of):
+    folder = tmp_path / "mount" / "runs" / "a"
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        checkpoints._claim = checkpoints._claim._replace(device=-1)  # as if it had been on another file system
+        shutil.rmtree(folder.parent)
+        assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
+            f"Checkpoints: step 2 cannot be saved: {folder} is gone, and {tmp_path / 'mount'} is on another file system "
+            "than it was: was it unmounted?\nFix: bring it back, or make a new Checkpoints elsewhere."
+        )
+        assert list((tmp_path / "mount").iterdir()) == []
+
+
+def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, monkeypatch):
+    folder = tmp_path / "run"
+    from shardopt.checkpoint import write
+
+    original = write.write_meta
+
+    def vanish(*args):
+        shutil.rmtree(folder)
+        original(*args)
+
+    with Checkpoints(folder, 1, 1) as checkpoints:
+        monkeypatch.setattr(write, "write_meta", vanish)
+        checkpoints.save(small(1), step=1)
+        assert complaint_of(checkpoints.wait) == (
+            f"Checkpoints: step 1 could not be written to {folder} (FileNotFoundError: [Errno 2] No such file or "
+            f"directory: '{folder}/.saving-1/shardopt.json').\nFix: {folder} was deleted, with what was in it; save again, "
+            "and it is made anew."
+        )
+
+
+def test_a_folder_deleted_during_a_write_is_made_anew_by_the_next_save(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "run"
+    from shardopt.checkpoint import write
+
+    original = write.write_meta
+
+    def vanish(*args):
+        shutil.rmtree(folder)
+        original(*args)
+
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "write_meta", vanish)
+            checkpoints.save(small(1), step=1)
+            assert checkpoints._pending.exception() is not None
+        checkpoints.save(small(2), step=2)
+    assert [message.split("\n")[0].split(" (")[0] for message in caplog.messages] == [
+        f"Checkpoints: step 1 could not be written to {folder}",
+        f"Checkpoints: {folder} was deleted while the job ran. It is made anew for step 2; checkpoints before it are gone.",
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "2"]
+
+
+def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(tmp_path, complaint_of, monkeypatch):
+    """The writer of arrays makes folders that it misses, without what was in them."""
+    folder = tmp_path / "run"
+    from shardopt.checkpoint import write
+
+    original = write.write_manifest
+
+    def vanish(*args):
+        (folder / ".lock").unlink()
+        original(*args)
+
+    for one, step in ((Checkpoints(folder, 1, 2), 1), (None, 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "write_manifest", vanish)
+            if one is not None:
+                one.save(small(step), step=step)
+                message = complaint_of(one.close)
+            else:
+                message = complaint_of(lambda step=step: save(folder, small(step), step=step))
+        assert message.split("\n")[0].endswith(
+            f": step {step} could not be written to {folder} (OSError: the folder was deleted or replaced meanwhile)."
+        )
+        assert not (folder / str(step)).exists()
