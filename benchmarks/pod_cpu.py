@@ -1,6 +1,5 @@
 """Predictions against what XLA:CPU compiles, and against the order of measured step times."""
 
-import math
 import statistics
 import time
 
@@ -110,17 +109,8 @@ def workload(shape):
 
 def strategy(shape, layout):
     """Return `so.hybrid` of a layout."""
-    devices = jax.devices()[: math.prod(layout.sizes.values())]
-    return so.hybrid(
-        TX,
-        so.make_mesh(**layout.sizes, devices=devices),
-        transformer.model(shape),
-        schedule=layout.builder(),
-        micro_batches=layout.micro_batches,
-        placement=layout.placement,
-        remat=layout.remat,
-        rules=RULES if layout.tensor > 1 else (),
-    )
+    mesh = so.make_mesh(**layout.sizes, devices=jax.devices()[: layout.num_chips])
+    return so.hybrid(TX, mesh, transformer.model(shape), **layout.strategy(RULES))
 
 
 def lowered(shape, layout, batch_size):

@@ -37,10 +37,11 @@ def measure(opt: so.ShardedOptimizer, state: Any, batch: Any) -> Traffic:
     ddp = 2 * (size - 1) / size * held
 
     program: Any = opt.step
+    schedule = getattr(opt.config, "inner", opt.config).schedule
 
     def sent(step):
         now = state._replace(step=jax.device_put(jnp.asarray(step, state.step.dtype), state.step.sharding))
-        found = so.audit(program.lower(now, batch), mesh=opt.mesh).collectives
+        found = so.audit(program.lower(now, batch), mesh=opt.mesh, schedule=schedule).collectives
         counted = [one for one in found if one.axes is None or set(one.axes) & set(axes)]
         if any(one.calls is None for one in counted):
             return None

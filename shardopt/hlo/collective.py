@@ -25,7 +25,8 @@ class Collective(NamedTuple):
         all-to-all, bytes for a permute or a broadcast.
       loops: trip counts of the loops around it, outermost first; None for one that the program does not tell.
       group_size: n, how many devices take part; 0 for a permute.
-      conditional: it stands in a branch, and is counted as if the branch were always taken.
+      conditional: it stands in a branch, which is counted as if it were always taken, or as often as the schedule says
+        that `audit` was given.
       asynchronous: computation may run between its start and its end.
       shapes: of the arrays in the result, such as `f32[8,4]`.
       name: of the instruction.

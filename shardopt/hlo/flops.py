@@ -3,15 +3,27 @@
 import functools
 import math
 import re
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from shardopt.hlo.shapes import arrays
 from shardopt.hlo.text import Instruction, Module, attributes, operands, parse
 from shardopt.hlo.trips import trip_count
-from shardopt.hlo.walk import callees
+from shardopt.hlo.walk import Ticks, callees, times_taken
 
 
-def inner_product_flops(program: Any) -> float | None:
+class _Flops(NamedTuple):
+    """Flops of a computation, by whether they stand in a branch that is directly in it."""
+
+    always: float = 0.0
+    branches: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.always + self.branches
+
+
+def inner_product_flops(program: Any, *, schedule: Ticks | None = None) -> float | None:
     """Return the multiplications and additions of one device in one execution of a program.
 
     Counted are `dot`, `convolution` (which XLA:TPU makes of inner products; positions that only padding or dilation
@@ -20,6 +32,8 @@ def inner_product_flops(program: Any) -> float | None:
 
     Args:
       program: a `jax.stages.Compiled`, or HLO text.
+      schedule: of the pipeline that the program is, such as `opt.config.schedule`: passes are branches in a loop over its
+        ticks, and count once a micro-batch and chunk. Without it they count at every tick.
 
     Returns:
       The flops; None if a loop with inner products does not tell how often it turns.
@@ -32,31 +46,40 @@ def inner_product_flops(program: Any) -> float | None:
       True
     """
     module = parse(program if isinstance(program, str) else program.as_text())
-    calls = functools.cache(lambda name: _computation(module, name, calls))
-    total = calls(module.entry)
+    calls = functools.cache(lambda name: _computation(module, name, calls, schedule))
+    total = calls(module.entry).total
     return None if math.isinf(total) else total
 
 
-def _computation(module: Module, name: str, calls: Any) -> float:
+def _computation(module: Module, name: str, calls: Any, schedule: Ticks | None) -> _Flops:
     shapes = {line.name: line.shape for line in module.computations.get(name, ())}
-    return math.fsum(_instruction(module, name, line, shapes, calls) for line in module.computations.get(name, ()))
+    found = [_instruction(module, name, line, shapes, calls, schedule) for line in module.computations.get(name, ())]
+    return _sum(found)
 
 
-def _instruction(module: Module, name: str, line: Instruction, shapes: dict[str, str], calls: Any) -> float:
+def _instruction(
+    module: Module, name: str, line: Instruction, shapes: dict[str, str], calls: Any, schedule: Ticks | None
+) -> _Flops:
     if line.opcode == "dot":
-        return _dot(line, shapes)
+        return _Flops(_dot(line, shapes))
     if line.opcode == "convolution":
-        return _convolution(line, shapes)
+        return _Flops(_convolution(line, shapes))
     if line.opcode == "custom-call" and "__cublas$" in line.rest:
-        return _cublas(line, shapes)
+        return _Flops(_cublas(line, shapes))
     inner = [calls(callee) for callee in callees(line)]
     if line.opcode == "conditional":
-        return max(inner, default=0.0)
-    total = math.fsum(inner)
-    if line.opcode != "while" or total == 0.0:
-        return total
+        return _Flops(branches=max((one.total for one in inner), default=0.0))
+    body = _sum(inner)
+    if line.opcode != "while" or body.total == 0.0:
+        return body
     turns = trip_count(module, name, line)
-    return math.inf if turns is None else total * turns
+    if turns is None:
+        return _Flops(math.inf)
+    return _Flops(body.always * turns + body.branches * times_taken(turns, schedule))
+
+
+def _sum(found: Iterable[_Flops]) -> _Flops:
+    return _Flops(*(math.fsum(column) for column in zip((0.0, 0.0), *found, strict=True)))
 
 
 def _dot(line: Instruction, shapes: dict[str, str]) -> float:

@@ -31,6 +31,31 @@ def nbytes(shape: str) -> int:
     return sum(_array_bytes(array) for array in arrays(shape))
 
 
+def tiled_nbytes(shape: str) -> int:
+    """Return the bytes of an array or tuple shape as its layout stores it: XLA:TPU fills dims up to whole tiles.
+
+    Example:
+      >>> tiled_nbytes("f32[100,12]{0,1:T(8,128)}") == 16 * 128 * 4
+      True
+    """
+    if shape.strip().startswith("("):
+        return sum(tiled_nbytes(part) for part in elements(shape))
+    found = _TILED.match(shape.strip())
+    if not found:
+        return nbytes(shape)
+    dims = _dims(found["dims"])
+    order, tile = _dims(found["order"]), _dims(found["tile"])
+    major_to_minor = [dims[at] for at in reversed(order)]
+    padded = [1] * (len(tile) - len(dims)) + major_to_minor
+    padded = [*padded[: -len(tile)], *(-(-dim // t) * t for dim, t in zip(padded[-len(tile) :], tile, strict=True))]
+    return -(-math.prod(padded) * _bits(found["dtype"]) // 8)
+
+
+def _dims(text: str) -> list[int]:
+    return [int(dim.replace("<=", "")) for dim in text.split(",") if dim.strip()]
+
+
+_TILED = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]\{(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
 _ARRAY = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]$")
 _BITS = re.compile(r"^(?:bf|f|s|u|c)(\d+)")
 
@@ -39,8 +64,7 @@ def _array_bytes(array: str) -> int:
     found = _ARRAY.match(array)
     if not found:
         raise ValueError(f"audit: cannot read the HLO shape {array!r}.")
-    dims = [int(dim.replace("<=", "")) for dim in found["dims"].split(",") if dim.strip()]
-    return -(-math.prod(dims) * _bits(found["dtype"]) // 8)
+    return -(-math.prod(_dims(found["dims"])) * _bits(found["dtype"]) // 8)
 
 
 def _bits(dtype: str) -> int:

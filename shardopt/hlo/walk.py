@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardopt.hlo.text import Instruction, Module, attributes, operands
 from shardopt.hlo.trips import trip_count
@@ -19,6 +19,25 @@ KINDS = (
 )
 
 
+class Ticks(Protocol):
+    """What is read of a pipeline's schedule: a loop of `num_ticks`, in which each pass is a branch."""
+
+    @property
+    def num_ticks(self) -> int:
+        """How often the loop turns."""
+        ...
+
+    @property
+    def num_micro_batches(self) -> int:
+        """How many micro-batches pass through each chunk."""
+        ...
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks a stage has."""
+        ...
+
+
 class Found(NamedTuple):
     """A collective where it stands.
 
@@ -28,6 +47,7 @@ class Found(NamedTuple):
         a reduce-scatter.
       loops: trip counts of the loops around it, outermost first; None for one that the program does not tell.
       conditional: whether it stands in a branch.
+      outside: how many of the loops stand around that branch, or the outermost of several.
       asynchronous: whether other instructions may run between its start and its end.
     """
 
@@ -35,12 +55,34 @@ class Found(NamedTuple):
     kind: str
     loops: tuple[int | None, ...] = ()
     conditional: bool = False
+    outside: int = 0
     asynchronous: bool = False
 
 
-def collectives_of(module: Module) -> Iterator[Found]:
-    """Yield the collectives that the entry computation reaches; one reached by two calls comes twice."""
-    yield from _walk(module, module.entry, _with_collectives(module))
+def collectives_of(module: Module, schedule: Ticks | None = None) -> Iterator[Found]:
+    """Yield the collectives that the entry computation reaches; one reached by two calls comes twice.
+
+    Args:
+      module: the program.
+      schedule: of the pipeline that it is, if it is one: branches directly in the loop over its ticks are counted as
+        often as a stage takes them.
+    """
+    for found in _walk(module, module.entry, _with_collectives(module)):
+        yield found if schedule is None else _as_scheduled(found, schedule)
+
+
+def times_taken(turns: int, schedule: Ticks | None) -> int:
+    """Return how often a branch directly in a loop counts: each time, or once a micro-batch and chunk in that of ticks."""
+    if schedule is None or turns != schedule.num_ticks:
+        return turns
+    return schedule.num_micro_batches * schedule.num_chunks
+
+
+def _as_scheduled(found: Found, schedule: Ticks) -> Found:
+    at = found.outside - 1
+    if not found.conditional or at < 0 or (turns := found.loops[at]) is None:
+        return found
+    return found._replace(loops=(*found.loops[:at], times_taken(turns, schedule), *found.loops[at + 1 :]))
 
 
 def _walk(module: Module, name: str, busy: set[str]) -> Iterator[Found]:
@@ -103,9 +145,10 @@ def _with_collectives(module: Module) -> set[str]:
 def _from_outside(module: Module, name: str, caller: Instruction, callee: str, found: Found) -> Found:
     """Return what was found in `callee` as `caller`, which stands in computation `name`, makes of it."""
     if caller.opcode == "while":
-        return found._replace(loops=(trip_count(module, name, caller), *found.loops))
+        outside = found.outside + 1 if found.conditional else 0
+        return found._replace(loops=(trip_count(module, name, caller), *found.loops), outside=outside)
     if caller.opcode == "conditional":
-        return found._replace(conditional=True)
+        return found._replace(conditional=True, outside=0)
     if caller.opcode == "async-start":
         return found._replace(asynchronous=True)
     if caller.opcode == "fusion":

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from shardopt.hlo.collective import Collective
-from shardopt.hlo.memory import Memory
+from shardopt.hlo.memory import Memory, argument_padding
 from shardopt.hlo.report import Audit
 
 
@@ -35,8 +35,13 @@ class AotReport(NamedTuple):
 
     @property
     def argument_bytes(self) -> int:
-        """Parameters, optimizer state and batch."""
+        """Parameters, optimizer state and batch, as they are stored."""
         return self.memory.arguments
+
+    @property
+    def argument_padding(self) -> int:
+        """The part of `argument_bytes` that holds nothing: shards too thin for the chip's tiles of 8 x 128 numbers."""
+        return argument_padding(self.text)
 
     @property
     def temp_bytes(self) -> int:
@@ -60,7 +65,8 @@ class AotReport(NamedTuple):
             "topology": self.topology,
             "num_slices": self.num_slices,
             "mesh": self.mesh_shape,
-            "memory": self.memory._asdict() | {"peak": self.peak_bytes, "hbm": self.hbm_bytes},
+            "memory": self.memory._asdict()
+            | {"argument_padding": self.argument_padding, "peak": self.peak_bytes, "hbm": self.hbm_bytes},
             "flops": self.flops,
             "compile_seconds": round(self.compile_seconds, 2),
             "collectives": kinds,
@@ -79,12 +85,13 @@ class AotReport(NamedTuple):
             )
             for axes, found in self.audit.by_axis().items()
         ]
+        padding = f", {self.argument_padding / 1e9:.2f} of it padding" if self.argument_padding else ""
         flops = "unknown flops" if self.flops is None else f"{self.flops / 1e12:.2f} Tflop"
         return "\n".join(
             [
                 f"{slices}{self.topology}, {mesh or 'one device'}: compiled in {self.compile_seconds:.1f} s",
                 f"{self.peak_bytes / 1e9:.2f} GB of {self.hbm_bytes / 1e9:.1f} GB a device "
-                f"({self.argument_bytes / 1e9:.2f} arguments, {self.temp_bytes / 1e9:.2f} temporary)",
+                f"({self.argument_bytes / 1e9:.2f} arguments{padding}, {self.temp_bytes / 1e9:.2f} temporary)",
                 f"{flops} of inner products a device and step",
                 *sent,
             ]

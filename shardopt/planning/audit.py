@@ -13,9 +13,15 @@ from shardopt.hlo.collective import read_collective
 from shardopt.hlo.report import Audit
 from shardopt.hlo.text import parse
 from shardopt.hlo.walk import collectives_of
+from shardopt.pipeline import Schedule
 
 
-def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None) -> Audit:
+def audit(
+    program: Any,
+    *args: Any,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    schedule: Schedule | None = None,
+) -> Audit:
     """Read the collectives of a program: kind, mesh axes, bytes, calls, inside a loop or not.
 
     Nothing is run. Loops count as often as they turn, branches as if taken, a start and done pair once. What is read
@@ -28,12 +34,15 @@ def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int
       *args: what a function is lowered for, arrays or `jax.ShapeDtypeStruct`s; nothing otherwise.
       mesh: names the axes: a mesh or a mapping from axis to size, last axis fastest. By default that of the
         program's or the arguments' `NamedSharding`s.
+      schedule: of a pipeline, such as `opt.config.schedule`. Its passes are branches in a loop over its ticks, each of
+        which a stage takes once a micro-batch and chunk; without it they count as taken at every tick.
 
     Returns:
       An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`, `.check(expected)`; `print` shows a table.
 
     Raises:
-      TypeError: if `program` is nothing of these, or arguments come with something that is lowered already.
+      TypeError: if `program` is nothing of these, arguments come with something that is lowered already, or
+        `schedule` is not a `Schedule`.
       ValueError: if no mesh is given and none can be found, the mesh has other devices than the program or lists
         them in another order, or the text is not that of an HLO module.
 
@@ -47,10 +56,13 @@ def audit(program: Any, *args: Any, mesh: Mesh | AbstractMesh | Mapping[str, int
       >>> [(one.kind, one.axes, one.bytes, one.wire_bytes, one.calls) for one in found.collectives]
       [('all-reduce', ('data',), 128, 192, 1)]
     """
+    if schedule is not None and not isinstance(schedule, Schedule):
+        fix = "pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
+        raise TypeError(complaint("audit", f"schedule must be a Schedule, got {schedule!r}.", fix=fix))
     text, compiled = _compiled_text(program, args)
     module = parse(text)
     replicas, partitions = (_count(module.header, word) for word in ("replica_count", "num_partitions"))
-    found = tuple(collectives_of(module))
+    found = tuple(collectives_of(module, schedule))
     sizes = _axis_sizes(mesh, compiled, args)
     if sizes is None and found and replicas * partitions > 1:
         what = f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."

@@ -64,6 +64,18 @@ class Candidate(NamedTuple):
         make = getattr(schedules, self.schedule or "one_f_one_b")
         return functools.partial(make, num_chunks=self.chunks) if self.schedule in CHUNKED else make
 
+    def strategy(self, rules: Any) -> dict[str, Any]:
+        """Return keyword arguments of `so.hybrid`, with the tensor rules of the model where tensor is above 1."""
+        gather = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
+        return {
+            "schedule": self.builder(),
+            "micro_batches": self.micro_batches,
+            "placement": self.placement,
+            "remat": self.remat,
+            "rules": rules if self.tensor > 1 else (),
+            **gather,
+        }
+
     def __str__(self) -> str:
         """Return `data=64 tensor=8, fsdp bfloat16, 4 micro-batches, remat`."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one chip"

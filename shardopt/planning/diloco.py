@@ -30,14 +30,16 @@ def diloco_utilisation(
     sync_every: int = 1,
     fragments: int = 1,
     delay: int = 0,
+    overlap: float = 0.0,
     bits: float = 32,
     latency: float = 0.0,
 ) -> Utilisation:
     """Return how much of the time replicas compute, in closed form.
 
     Every H steps each of P fragments is all-reduced in a ring over R replicas: T = 2 (R-1)/R x N b / 8 / W seconds a round, and
-    P times the latency. A fragment may take `delay` steps before it is waited for, so each hides up to delay x t of it:
-    waiting = max(0, T/P - delay t) P. H = 1, P = 1, delay = 0 is data parallel.
+    P times the latency. A fragment may take `delay` steps before it is waited for, and may set out while the last step
+    before it still computes, for a share `overlap` of that; so each hides up to (delay + overlap) t of it: waiting =
+    max(0, T/P - (delay + overlap) t) P. H = 1, P = 1, delay = 0 is data parallel.
 
     Args:
       num_parameters: N, of a replica's model.
@@ -47,6 +49,8 @@ def diloco_utilisation(
       sync_every: H.
       fragments: P.
       delay: steps.
+      overlap: share of a step, from 0 to 1: 2/3 if what the backward pass makes is sent as soon as it is there. 0 is what
+        `so.diloco` does.
       bits: b, a parameter on the wire: 32, or 16 for bfloat16, 4 for four-bit outer gradients.
       latency: seconds to start a transfer.
 
@@ -72,6 +76,7 @@ def diloco_utilisation(
         for name, value in {"delay": delay, "latency": latency}.items()
         if value < 0
     ]
+    wrong += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
     if not wrong and sync_every % fragments:
         wrong = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
     if not wrong and delay and delay >= sync_every // fragments:
@@ -80,7 +85,7 @@ def diloco_utilisation(
         fix = "choose numbers as so.diloco takes them."
         raise ValueError(complaint("diloco_utilisation", "these numbers cannot be used.", wrong, fix))
     send = 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / bandwidth + fragments * latency
-    waiting = max(send / fragments - delay * step_seconds, 0.0) * fragments
+    waiting = max(send / fragments - (delay + overlap) * step_seconds, 0.0) * fragments
     compute = sync_every * step_seconds
     return Utilisation(compute, send, waiting, compute / (compute + waiting))
 
@@ -94,12 +99,13 @@ def bandwidth_for(
     sync_every: int = 1,
     fragments: int = 1,
     delay: int = 0,
+    overlap: float = 0.0,
     bits: float = 32,
 ) -> float:
     """Return the bytes a second at which replicas compute a given share of the time.
 
-    It is `diloco_utilisation` solved for W at no latency: the waiting that the target allows, and what the delay
-    hides, is how long the transfer may take.
+    It is `diloco_utilisation` solved for W at no latency: the waiting that the target allows, and what delay and overlap
+    hide, is how long the transfer may take.
 
     Args:
       target: share of the time, above 0 and below 1.
@@ -109,6 +115,7 @@ def bandwidth_for(
       sync_every: H.
       fragments: P.
       delay: steps.
+      overlap: share of a step.
       bits: b.
 
     Raises:
@@ -121,5 +128,5 @@ def bandwidth_for(
     """
     if not 0 < target < 1:
         raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
-    allowed = sync_every * step_seconds * (1 / target - 1) + fragments * delay * step_seconds
+    allowed = sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
     return 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / allowed

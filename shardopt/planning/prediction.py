@@ -43,16 +43,7 @@ class Prediction(NamedTuple):
     @property
     def strategy(self) -> dict[str, Any]:
         """Keyword arguments of `so.hybrid`."""
-        layout = self.layout
-        gather = {"gather_dtype": layout.gather_dtype} if layout.placement == "fsdp" else {}
-        return {
-            "schedule": layout.builder(),
-            "micro_batches": layout.micro_batches,
-            "placement": layout.placement,
-            "remat": layout.remat,
-            "rules": self.rules if layout.tensor > 1 else (),
-            **gather,
-        }
+        return self.layout.strategy(self.rules)
 
     @property
     def wire_bytes(self) -> dict[str, float]:

@@ -82,14 +82,15 @@ def aot(
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     # where a chip shows up as two devices, each has half of its memory
+    schedule = getattr(opt.config, "schedule", None)
     share = len(devices) // (math.prod(dims) * num_slices)
     return AotReport(
         topology=topology,
         num_slices=num_slices,
         mesh_shape=dict(mesh.shape),
         memory=memory(compiled),
-        audit=audit(text, mesh=dict(mesh.shape)),
-        flops=inner_product_flops(text),
+        audit=audit(text, mesh=dict(mesh.shape), schedule=schedule),
+        flops=inner_product_flops(text, schedule=schedule),
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // share,
         text=text,

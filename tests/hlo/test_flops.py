@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardopt.hlo.flops import inner_product_flops
+from shardopt.pipeline import schedules
 
 PROGRAMS = Path(__file__).parents[1] / "planning" / "programs"
 
@@ -37,6 +38,23 @@ def test_batched_products():
 def test_of_a_branch_the_dearest_counts():
     run = jax.jit(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x))
     assert inner_product_flops(run.lower(jnp.ones((16, 16))).compile()) == 2 * 2 * 16**3
+
+
+def test_passes_of_a_pipeline_count_as_often_as_its_schedule_runs_them():
+    def tick(x, busy):
+        x = x @ x  # outside of branches: at every tick
+        return jax.lax.cond(
+            busy, lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=2)[0], jnp.sin, x
+        ), 0
+
+    schedule = schedules.one_f_one_b(4, 8)
+    busy = jnp.arange(schedule.num_ticks) < 8
+    compiled = jax.jit(lambda x, busy: jax.lax.scan(tick, x, busy)[0]).lower(jnp.ones((16, 16)), busy).compile()
+    assert inner_product_flops(compiled) == 3 * schedule.num_ticks * 2 * 16**3
+    assert inner_product_flops(compiled, schedule=schedule) == (schedule.num_ticks + 2 * 8) * 2 * 16**3
+    # a loop of another length is none of its business
+    other = schedules.one_f_one_b(4, 16)
+    assert inner_product_flops(compiled, schedule=other) == inner_product_flops(compiled)
 
 
 def test_a_loop_of_unknown_length_is_not_guessed():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardopt.hlo.shapes import arrays, elements, nbytes
+from shardopt.hlo.shapes import arrays, elements, nbytes, tiled_nbytes
 from shardopt.hlo.text import attributes, operands, parse
 
 LINES = r"""HloModule jit_f, is_scheduled=true, num_partitions=2
@@ -102,3 +102,22 @@ def test_elements_and_arrays_of_tuples():
 def test_unknown_shapes_are_refused(shape, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         nbytes(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f32[16,256]{1,0:T(8,128)}", 16 * 256 * 4),
+        ("f32[100,12]{0,1:T(8,128)}", 16 * 128 * 4),
+        ("f32[3,100,12]{2,1,0:T(8,128)}", 3 * 104 * 128 * 4),
+        ("bf16[8,4]{1,0:T(8,128)(2,1)S(1)}", 8 * 128 * 2),
+        ("f32[12]{0:T(128)}", 128 * 4),
+        ("s32[]{:T(128)}", 128 * 4),
+        ("f32[5,3]{1,0:T(2,128)}", 6 * 128 * 4),
+        ("f32[7]{0:T(8,128)}", 8 * 128 * 4),
+        ("f32[5,3]{1,0}", 5 * 3 * 4),
+        ("(s32[]{:T(128)}, (f32[5,3]{1,0}, token[]))", 128 * 4 + 5 * 3 * 4),
+    ],
+)
+def test_tiles_are_filled_up(shape, size):
+    assert tiled_nbytes(shape) == size

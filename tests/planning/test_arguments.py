@@ -70,6 +70,9 @@ def test_strange_programs_are_refused(program):
     what = "audit: arguments belong to a function, not to a Compiled, which is lowered already.\nFix: leave them out."
     with refused(TypeError, what):
         audit(program.lower(X).compile(), X)
+    fix = "Fix: pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
+    with refused(TypeError, f"audit: schedule must be a Schedule, got 'gpipe'.\n{fix}"):
+        audit(program, X, schedule="gpipe")
 
 
 def test_memory_counts_the_bytes_of_one_device(mesh_of):

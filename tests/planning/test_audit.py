@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardopt as so
 from shardopt.planning import audit
 
 SHAPES = [{"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "pipeline": 2, "tensor": 2}]
@@ -168,6 +169,29 @@ def test_branches_count_as_taken_and_say_so():
         ("all-reduce", True, 1),
         ("all-reduce", False, 1),
     ]
+
+
+def test_branches_in_the_loop_over_ticks_count_as_often_as_the_schedule_takes_them():
+    mesh, schedule = make_mesh({"data": 8}), so.schedules.interleaved(2, 4, num_chunks=2)
+
+    def twice(v):
+        return lax.scan(lambda v, _: (lax.psum(jnp.sin(v), "data"), None), v, None, length=3)[0]
+
+    def tick(x, row):
+        x = lax.cond(row > 3, lambda v: lax.cond(row > 5, twice, jnp.cos, v), jnp.sin, x)
+        return lax.pmax(jnp.tanh(x), "data"), None
+
+    rows = jnp.arange(schedule.num_ticks)
+    program = mapped(lambda x: lax.scan(tick, x, rows)[0], mesh)
+    ticks = schedule.num_ticks
+    found = audit(program, X, mesh=mesh, schedule=schedule)
+    assert [(one.conditional, one.loops) for one in found.collectives] == [(True, (8, 3)), (False, (ticks,))]
+    assert [one.loops for one in audit(program, X, mesh=mesh).collectives] == [(ticks, 3), (ticks,)]
+    # a branch that is in no loop, or in one of another length, is taken each time
+    other = so.schedules.one_f_one_b(2, 16)
+    assert [one.loops for one in audit(program, X, mesh=mesh, schedule=other).collectives] == [(ticks, 3), (ticks,)]
+    lone = mapped(lambda x: lax.cond(x[0, 0] > 0, twice, jnp.cos, x), mesh)
+    assert [one.loops for one in audit(lone, X, mesh=mesh, schedule=schedule).collectives] == [(3,)]
 
 
 def test_the_partitioners_collectives_are_found_on_the_programs_own_mesh():

@@ -27,7 +27,22 @@ def test_a_delay_hides_its_share_of_every_fragment():
     assert diloco_utilisation(**BASE, bandwidth=4e9, sync_every=20, fragments=4, delay=3).utilisation == 1.0
 
 
-@pytest.mark.parametrize("way", [{}, {"sync_every": 50}, {"sync_every": 100, "fragments": 4, "delay": 5, "bits": 4}])
+def test_what_the_backward_pass_hides_is_a_share_of_a_step_for_every_fragment():
+    found = diloco_utilisation(**BASE, bandwidth=40e9, overlap=0.5)
+    assert found == pytest.approx((0.1, 0.1, 0.05, 0.1 / 0.15))
+    found = diloco_utilisation(**BASE, bandwidth=4e9, sync_every=20, fragments=4, delay=2, overlap=0.25)
+    assert found.waiting == pytest.approx(4 * (0.25 - 0.225))
+
+
+WAYS = [
+    {},
+    {"overlap": 2 / 3},
+    {"sync_every": 50},
+    {"sync_every": 100, "fragments": 4, "delay": 5, "overlap": 0.5, "bits": 4},
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("target", [0.5, 0.9, 0.99])
 def test_the_bandwidth_for_a_target_reaches_it(way, target):
     need = bandwidth_for(target, **BASE, **way)
@@ -37,10 +52,11 @@ def test_the_bandwidth_for_a_target_reaches_it(way, target):
 def test_refusals():
     message = (
         "diloco_utilisation: these numbers cannot be used.\n  bandwidth must be above 0, got 0\n"
-        "  replicas must be at least 1, got 0\n  delay must be at least 0, got -1\nFix: choose numbers as so.diloco takes them."
+        "  replicas must be at least 1, got 0\n  delay must be at least 0, got -1\n  overlap must be from 0 to 1, got 2\n"
+        "Fix: choose numbers as so.diloco takes them."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        diloco_utilisation(**BASE, bandwidth=0, replicas=0, delay=-1)
+        diloco_utilisation(**BASE, bandwidth=0, replicas=0, delay=-1, overlap=2)
     with pytest.raises(ValueError, match="sync_every=10 is not divisible by fragments=4"):
         diloco_utilisation(**BASE, bandwidth=1, sync_every=10, fragments=4)
     with pytest.raises(ValueError, match=r"delay=5 must be below sync_every / fragments = 5"):

@@ -1,7 +1,5 @@
 """A small transformer under a layout: what is predicted of it, and the step that is really compiled."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -66,16 +64,7 @@ def predicted(layout, batch_size, shape=SHAPE):
 
 def compiled(layout, batch_size, shape=SHAPE):
     """Compile the step of the layout on fake devices."""
-    devices = jax.devices()[: math.prod(layout.sizes.values())]
-    opt = so.hybrid(
-        TX,
-        so.make_mesh(**layout.sizes, devices=devices),
-        transformer.model(shape),
-        schedule=layout.builder(),
-        micro_batches=layout.micro_batches,
-        placement=layout.placement,
-        remat=layout.remat,
-        rules=RULES if layout.tensor > 1 else (),
-    )
+    mesh = so.make_mesh(**layout.sizes, devices=jax.devices()[: layout.num_chips])
+    opt = so.hybrid(TX, mesh, transformer.model(shape), **layout.strategy(RULES))
     state = opt.abstract_state(shape.abstract_params())
     return opt.step.lower(state, transformer.abstract_batch(shape, batch_size)).compile()
