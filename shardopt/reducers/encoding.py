@@ -69,7 +69,7 @@ def encoding(reducer: Reducer) -> Encoding:
 
     Raises:
       TypeError: if `reducer` is not a `Reducer`.
-      ValueError: if it has no such code: `power_sgd` with a `start_step`, or a reducer of one's own without one.
+      ValueError: if it has no such code: `warm_up`, or a reducer of one's own without one.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -89,7 +89,7 @@ def encoding(reducer: Reducer) -> Encoding:
     check_reducer("encoding", reducer)
     code, name = reducer.code, reducer.name
     if code is None:
-        fix = "use exact, int8, sign, top_k or power_sgd(start_step=0), alone or in error_feedback."
+        fix = "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
         raise ValueError(complaint("encoding", f"{name} has no form that a single sender can write.", fix=fix))
 
     def init(params):

@@ -1,13 +1,12 @@
-"""`grouped`: a reducer run on each of several groups of leaves, which then share nothing on the wire."""
+"""`grouped`: a reducer of lists of leaves, run on each of several groups, which then share nothing on the wire."""
 
 from collections.abc import Hashable, Sequence
-from itertools import chain
 from typing import Any
 
 from shardopt.reducers.reducer import Reducer
 
 
-def grouped(reducer: Reducer, keys: Sequence[Hashable]) -> Reducer:
+def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) -> Reducer:
     """Return a reducer of lists of leaves, of which those with different keys travel apart.
 
     Where leaves travel together they can share the scale of a block. That must not happen between a leaf that is split
@@ -16,30 +15,28 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable]) -> Reducer:
     Args:
       reducer: any reducer.
       keys: of each leaf.
+      paths: of each leaf, its key path in the parameters, which tells some reducers how to see it. All different.
 
     Returns:
-      A `Reducer` whose state is a tuple, one of the wrapped reducer's states a group; `reducer` itself if all keys are
-      equal.
+      A `Reducer` whose state is a tuple, one of the wrapped reducer's states a group, of dicts by key path.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
       >>> from shardopt.reducers.grouped import grouped
-      >>> reducer = grouped(so.reducers.int8(block_size=4), ["split", "whole"])
+      >>> reducer = grouped(so.reducers.int8(block_size=4), ["split", "whole"], ["kernel", "bias"])
       >>> leaves = [jnp.array([[127.0]]), jnp.array([[1.0, 2.0]])]
       >>> mean, _ = jax.vmap(lambda g: reducer.reduce(g, reducer.init(g), "data"), axis_name="data")(leaves)
       >>> print(mean[1][0])
       [1.007874 2.      ]
     """
     groups = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
-    if len(groups) < 2:
-        return reducer
 
-    def pick(leaves: Sequence[Any]) -> list[list[Any]]:
-        return [[leaves[i] for i in members] for members in groups.values()]
+    def pick(leaves: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{paths[i]: leaves[i] for i in members} for members in groups.values()]
 
-    def put_back(parts: Sequence[Sequence[Any]]) -> list[Any]:
-        found = dict(zip(chain(*groups.values()), chain(*parts), strict=True))
-        return [found[i] for i in range(len(keys))]
+    def put_back(parts: Sequence[dict[str, Any]]) -> list[Any]:
+        found = {path: leaf for part in parts for path, leaf in part.items()}
+        return [found[path] for path in paths]
 
     def init(params):
         return tuple(reducer.init(part) for part in pick(params))
@@ -51,12 +48,12 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable]) -> Reducer:
     def transmit(grads, memory, state, axis_name):
         memories = [None] * len(groups) if memory is None else pick(memory)
         each = zip(pick(grads), memories, state, strict=True)
-        done = [reducer.transmit(part, kept, own, axis_name) for part, kept, own in each]
-        return (
-            put_back([mean for mean, _, _ in done]),
-            put_back([left for _, left, _ in done]),
-            tuple(s for *_, s in done),
-        )
+        means, lefts, states = [], [], []
+        for mean, left, own in (reducer.transmit(part, kept, own, axis_name) for part, kept, own in each):
+            means.append(mean)
+            lefts.append(left)
+            states.append(own)
+        return put_back(means), put_back(lefts), tuple(states)
 
     def wire_bytes(abstract_params, axis_size):
         return sum(reducer.wire_bytes(part, axis_size) for part in pick(abstract_params))

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree, wide_dtype
 from shardopt.partition.paths import leaves_with_paths
-from shardopt.reducers.axis import AxisName, agreeing_cond
+from shardopt.reducers.axis import AxisName
 from shardopt.reducers.code import Code
 from shardopt.reducers.leaves import real_dtype, real_shape
 from shardopt.reducers.mean import mean_bytes, mean_of
-from shardopt.reducers.reducer import Reducer, check_number, check_size, make_reducer
+from shardopt.reducers.reducer import Reducer, check_count, check_number, check_size, make_reducer
+from shardopt.reducers.warm_up import warm_up
 
 STACKED = r"^blocks/(?!\d+(/|$))"
 """Leaves of a `BlockModel`: dim 0 counts blocks. Not those of a list of blocks."""
@@ -24,11 +25,9 @@ class PowerSGDState(NamedTuple):
     """The state of `power_sgd`, the same on all devices.
 
     Attributes:
-      step: int32, how many calls there were.
       factors: Q [layers, columns, rank] of each compressed leaf, None for the others.
     """
 
-    step: Any
     factors: PyTree
 
 
@@ -60,7 +59,7 @@ def power_sgd(
 
     Args:
       rank: columns of the factors.
-      start_step: calls before this one send the plain mean; those bytes are not in `wire_bytes`.
+      start_step: calls before this one send the plain mean: short for `warm_up(power_sgd(...), start_step)`.
       min_ratio: leaves that the factors would not shrink by this go uncompressed, as do those with less than two
         dims (blocks apart).
       stacked: regular expression, searched in key paths, for leaves whose dim 0 counts layers; each layer is a matrix
@@ -89,11 +88,9 @@ def power_sgd(
     """
     check_size("power_sgd", "rank", rank)
     check_number("power_sgd", "min_ratio", min_ratio)
-    if isinstance(start_step, bool) or not isinstance(start_step, int):
-        raise TypeError(complaint("power_sgd", f"start_step must be an integer, got {start_step!r}."))
-    if start_step < 0 or min_ratio < 0:
-        what = f"start_step and min_ratio must not be negative, got {start_step} and {min_ratio}."
-        raise ValueError(complaint("power_sgd", what))
+    check_count("power_sgd", "start_step", start_step)
+    if min_ratio < 0:
+        raise ValueError(complaint("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
     layered = _compiled(stacked)
 
     def views(tree):
@@ -105,22 +102,12 @@ def power_sgd(
             None if view is None else _start(key, view, real_dtype(wide_dtype(leaf.dtype)))
             for key, view, leaf in zip(keys, views(params), jax.tree.leaves(params), strict=False)
         ]
-        return PowerSGDState(jnp.zeros((), jnp.int32), jax.tree.unflatten(jax.tree.structure(params), factors))
+        return PowerSGDState(jax.tree.unflatten(jax.tree.structure(params), factors))
 
     def send(values, dtypes, state, axis_name):
         factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
-
-        def compressed(values, factors):
-            return _power_iteration(values, dtypes, factors, axis_name)
-
-        def plain(values, factors):
-            return *mean_of(values, dtypes, axis_name), factors
-
-        if start_step:
-            means, lefts, factors = agreeing_cond(state.step < start_step, plain, compressed, values, factors)
-        else:
-            means, lefts, factors = compressed(values, factors)
-        return means, lefts, PowerSGDState(state.step + 1, treedef.unflatten(factors))
+        means, lefts, factors = _power_iteration(values, dtypes, factors, axis_name)
+        return means, lefts, PowerSGDState(treedef.unflatten(factors))
 
     def count(params, axis_size):
         leaves, found = jax.tree.leaves(params), views(params)
@@ -133,8 +120,9 @@ def power_sgd(
         second = [0 if view is None else view.layers * view.columns * view.rank for view in found]
         return mean_bytes(first, wide, travels, axis_size) + mean_bytes(second, wide, wide, axis_size)
 
-    code = None if start_step else Code(_write_factors, _read_factors)
-    return make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count=count, code=code)
+    code = Code(_write_factors, _read_factors)
+    reducer = make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count=count, code=code)
+    return warm_up(reducer, start_step) if start_step else reducer
 
 
 def _power_iteration(
@@ -173,7 +161,7 @@ def _write_factors(values: list[Any], dtypes: list[Any], state: PowerSGDState) -
         base = jnp.linalg.qr(_product("lac,lcr->lar", matrices, q))[0]
         new[i] = _product("lac,lar->lcr", matrices, base)
         message.append((base, new[i]))
-    return message, PowerSGDState(state.step + 1, treedef.unflatten(new))
+    return message, PowerSGDState(treedef.unflatten(new))
 
 
 def _read_factors(message: list[Any], shapes: list[Any], dtypes: list[Any]) -> list[Any]:

@@ -151,3 +151,16 @@ def check_size(who: str, what: str, size: Any) -> None:
         raise TypeError(complaint(who, f"{what} must be an integer, got {size!r} ({type(size).__name__})."))
     if size < 1:
         raise ValueError(complaint(who, f"{what} must be at least 1, got {size}."))
+
+
+def check_count(who: str, what: str, count: Any) -> None:
+    """Refuse what is not an integer from 0.
+
+    Raises:
+      TypeError: if it is not an integer.
+      ValueError: if it is negative.
+    """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(complaint(who, f"{what} must be an integer, got {count!r}."))
+    if count < 0:
+        raise ValueError(complaint(who, f"{what} must not be negative, got {count}."))

@@ -8,7 +8,7 @@ from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
 from shardopt.reducers.axis import agreeing_cond
 from shardopt.reducers.exact import exact
-from shardopt.reducers.reducer import Reducer, check_reducer
+from shardopt.reducers.reducer import Reducer, check_count, check_reducer
 
 
 class WarmUpState(NamedTuple):
@@ -62,10 +62,7 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
       "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
     """
     check_reducer("warm_up", reducer)
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(complaint("warm_up", f"steps must be an integer, got {steps!r}."))
-    if steps < 0:
-        raise ValueError(complaint("warm_up", f"steps must not be negative, got {steps}."))
+    check_count("warm_up", "steps", steps)
     if reducer.name.startswith("error_feedback("):
         what = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
         raise ValueError(complaint("warm_up", what, fix="use error_feedback(warm_up(...)), the other way round."))

@@ -81,7 +81,8 @@ def reducer_plan(
     shapes = tuple(local_shape(mesh, plan, spec) for plan, spec in zip(plans, specs, strict=True))
     shards = tuple(axis for axis in mesh.axis_names if any(axis in key for key in keys))
     tensor = tuple(plan.tensor for plan in plans)
-    return ReducerPlan(grouped(reducer, keys), mesh, tuple(axes), shapes, tensor, shards)
+    named_leaves = grouped(reducer, keys, [plan.path for plan in plans])
+    return ReducerPlan(named_leaves, mesh, tuple(axes), shapes, tensor, shards)
 
 
 def local_shape(mesh: Mesh, leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -175,8 +175,8 @@ def test_refusals(message_of):
         lambda: make_server(optax.sgd(1), reducer=late),
     ):
         assert message_of(ValueError, do) == (
-            "encoding: power_sgd(rank=4) has no form that a single sender can write.\n"
-            "Fix: use exact, int8, sign, top_k or power_sgd(start_step=0), alone or in error_feedback."
+            "encoding: warm_up(power_sgd(rank=4), steps=1) has no form that a single sender can write.\n"
+            "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
         )
     _, result = train(INT8, num_updates=2)
     rest = (optax.sgd(0.02), loss_fn, start(), batches_of)

@@ -113,11 +113,11 @@ def test_refusals():
     assert str(caught.value) == (
         "encoding: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called."
     )
-    fix = "Fix: use exact, int8, sign, top_k or power_sgd(start_step=0), alone or in error_feedback."
+    fix = "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
     late = reducers.power_sgd(rank=2, start_step=5)
     for reducer, name in (
-        (late, "power_sgd(rank=2)"),
-        (reducers.error_feedback(late), "error_feedback(power_sgd(rank=2))"),
+        (late, "warm_up(power_sgd(rank=2), steps=5)"),
+        (reducers.error_feedback(late), "error_feedback(warm_up(power_sgd(rank=2), steps=5))"),
     ):
         with pytest.raises(ValueError, match="single sender") as caught:
             so.reducers.encoding(reducer)

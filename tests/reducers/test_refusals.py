@@ -42,7 +42,12 @@ CONSTRUCTION = [
     (
         lambda: R.power_sgd(start_step=-1),
         ValueError,
-        "power_sgd: start_step and min_ratio must not be negative, got -1 and 2.0.",
+        "power_sgd: start_step must not be negative, got -1.",
+    ),
+    (
+        lambda: R.power_sgd(min_ratio=-1.0),
+        ValueError,
+        "power_sgd: min_ratio must not be negative, got -1.0.",
     ),
     (lambda: R.power_sgd(start_step=1.5), TypeError, "power_sgd: start_step must be an integer, got 1.5."),
     (

@@ -82,6 +82,8 @@ def test_a_reducer_of_the_strategy_keeps_to_its_replica(strategy_of, new_params,
     batches = new_batches(4)
     found, wanted = (steps_on(one, one.init(new_params()), batches)[0] for one in (opt, plain))
     assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
-    assert found.opt_state.inner_reducer.memory.value[0].shape[:2] == (2, 2)  # devices of the mean, then replicas
+    memory = jax.tree.leaves(found.opt_state.inner_reducer[0].memory)
+    assert all(leaf.shape[:2] == (2, 2) for leaf in memory)  # devices of the mean, then replicas
+    assert len(memory) == 5
     state = found._replace(step=np.int32(0))
     assert not so.audit(opt.step.lower(state, batches[0])).of(axis="replica").collectives

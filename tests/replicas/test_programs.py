@@ -62,6 +62,19 @@ def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_paramet
         assert here == shard_bytes(params)
 
 
+@pytest.mark.parametrize("reducer", [None, R.error_feedback(R.int8(8))], ids=["exact", "int8"])
+def test_in_fifty_steps_diloco_sends_what_ddp_sends_in_one(reducer, strategy_of, new_params, mesh_of, model_of):
+    """Or what its reducer makes of it. The 49 steps before are one program, which sends nothing."""
+    opt = so.diloco(strategy_of("ddp", data=1), sync_every=50, reducer=reducer)
+    quiet = [sent_over_replica(opt, new_params(), step).total_wire_bytes for step in (0, 48)]
+    assert quiet == [0, 0]
+    agreed = sent_over_replica(opt, new_params(), 49).total_wire_bytes
+    ddp = so.ddp(optax.sgd(0.1), mesh_of(data=2), model_of())
+    gradients = so.audit(at_step(ddp, ddp.abstract_state(jax.eval_shape(new_params)), 0)).of(axis="data", min_bytes=8)
+    assert gradients.total_wire_bytes == shard_bytes(new_params()) + 8  # loss and weight go with them
+    assert agreed == (shard_bytes(new_params()) if reducer is None else reducer.wire_bytes(new_params(), 2))
+
+
 def test_a_streamed_fragment_is_sent_in_the_program_of_the_next_step(strategy_of, new_params):
     opt = so.diloco(strategy_of("ddp"), sync_every=6, fragments=2, delay=1)
     params = new_params()
@@ -105,7 +118,7 @@ def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(reducer, stra
         held = abstract.opt_state.outer[0][0].trace
         if name == "fsdp":
             assert [leaf.sharding.shard_shape(leaf.shape) for leaf in held] == [(2, 4, 2), (2, 2, 4), (3, 2), ()]
-        stated = stated_bytes(reducer, held, ["replica"])
+        stated = stated_bytes(reducer, held, ["replica"], ["blocks/down", "blocks/up", "in", "scale"])
         assert sent_over_replica(opt, new_params(), 1).total_wire_bytes == stated
         assert not sent_over_replica(opt, new_params(), 0).collectives
 

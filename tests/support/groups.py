@@ -15,10 +15,11 @@ def groups_of(leaves, over):
     return list(found.values())
 
 
-def stated_bytes(reducer, leaves, over):
-    """Return what a reducer states for leaves as each device holds them, group by group."""
+def stated_bytes(reducer, leaves, over, paths=None):
+    """Return what a reducer states for leaves as each device holds them, group by group; some look at key paths."""
+    paths = paths or [f"leaf{i}" for i in range(len(leaves))]
     size = 1
     for axis in over:
         size *= leaves[0].sharding.mesh.shape[axis]
     held = [jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves]
-    return sum(reducer.wire_bytes([held[i] for i in group], size) for group in groups_of(leaves, over))
+    return sum(reducer.wire_bytes({paths[i]: held[i] for i in group}, size) for group in groups_of(leaves, over))
