@@ -26,6 +26,8 @@ _APART = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "mix", "w
 _STEPPING = ("outer_lr", "outer_momentum", "fragments", "delay", "mix")
 """Options that mean something to an outer optimizer only."""
 
+_REDUCING = {"reducer", "error_feedback", "reducer_warmup_steps"}
+
 _OF_GRADIENTS = ("ddp", "zero1")
 """Placements whose gradients a reducer can take the mean of."""
 
@@ -68,6 +70,9 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
     """
     text = asked.reducer
     if text is None:
+        if asked.reducer_warmup_steps is not None:
+            what = "--reducer-warmup-steps is for a reducer, and there is none."
+            raise ValueError(complaint("train", what, fix="leave it out, or choose one with --reducer."))
         if not asked.error_feedback:
             what = "--no-error-feedback is for a reducer, and there is none."
             raise ValueError(complaint("train", what, fix="leave it out, or choose one with --reducer."))
@@ -81,6 +86,7 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
         what = f"there is no reducer {name!r}."
         raise ValueError(complaint("train", what, fix=f"choose {_either(_REDUCERS)}."))
     taken = [] if name == "bf16" else list(inspect.signature(_REDUCERS[name]).parameters)
+    taken = [one for one in taken if one != "start_step"]  # --reducer-warmup-steps is for all of them
     if wrong := sorted(set(arguments) - set(taken)):
         what = f"--reducer {name} has no argument {' or '.join(map(repr, wrong))}."
         raise ValueError(complaint("train", what, fix=f"it takes {', '.join(taken) or 'none'}."))
@@ -88,6 +94,8 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
         what = "--no-error-feedback has no meaning for bf16, which rounds and feeds nothing back."
         raise ValueError(complaint("train", what, fix="leave it out."))
     reducer = _REDUCERS[name](**arguments)
+    if asked.reducer_warmup_steps:
+        reducer = so.reducers.warm_up(reducer, asked.reducer_warmup_steps)
     return so.reducers.error_feedback(reducer) if asked.error_feedback and name != "bf16" else reducer
 
 
@@ -142,18 +150,25 @@ def with_meaning(asked: Communication, options: TrainOptions) -> Communication:
         drop |= set(_APART)
         placement = options.pipeline.placement if options.where.strategy == "hybrid" else None
         if (placement or options.where.strategy) not in _OF_GRADIENTS or options.where.strategy == "zero1":
-            drop |= {"reducer", "error_feedback"}
+            drop |= _REDUCING
     elif now.outer == "average":
-        drop |= {*_STEPPING, "reducer", "error_feedback"}
+        drop |= {*_STEPPING, *_REDUCING}
     else:
         drop |= {"warmup_sync_steps"}
     if now.outer != asked.outer:
         drop |= {"outer_lr", "outer_momentum"}
     if (now.sync_every is None) != (asked.sync_every is None):
-        drop |= {"reducer", "error_feedback"}  # it would compress something else
+        drop |= _REDUCING  # it would compress something else
     if now.reducer != asked.reducer:
-        drop |= {"error_feedback"}
+        drop |= _REDUCING - {"reducer"}
     return dataclasses.replace(asked, **{name: getattr(Communication(), name) for name in drop})
+
+
+def without_warm_up(options: TrainOptions) -> TrainOptions:
+    """Return the options of a run whose reducer has taken over already."""
+    return dataclasses.replace(
+        options, communication=dataclasses.replace(options.communication, reducer_warmup_steps=None)
+    )
 
 
 def _outer_numbers(asked: Communication) -> tuple[float, float, bool]:
@@ -168,8 +183,8 @@ def _outer_text(asked: Communication) -> str:
 
 
 def _check_numbers(asked: Communication) -> None:
-    for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps"):
-        number, least = getattr(asked, name), 0 if name in ("delay", "warmup_sync_steps") else 1
+    for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps", "reducer_warmup_steps"):
+        number, least = getattr(asked, name), 0 if name == "delay" or "warmup" in name else 1
         if number is not None and number < least:
             raise ValueError(f"train: {_flag(name)} must be at least {least}, got {number}.")
     if asked.outer_lr is not None and not asked.outer_lr > 0:

@@ -99,6 +99,9 @@ itself 1."""
     error_feedback: bool = True
     """Send later what a reducer left out. Not for bf16."""
 
+    reducer_warmup_steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Exact means at first, before the reducer takes over: so many steps, or agreements of replicas. By itself 0."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:

@@ -10,6 +10,7 @@ import shardopt as so
 from shardopt import data
 from shardopt.cli import display
 from shardopt.cli.carry import CarryingCheckpoints
+from shardopt.cli.communication import without_warm_up
 from shardopt.cli.curve import draw_curve
 from shardopt.cli.devices import mesh_of, start_devices
 from shardopt.cli.optimizers import make_optimizer
@@ -20,6 +21,7 @@ from shardopt.cli.run_folder import (
     METRICS,
     SCHEDULE,
     check_run_folder,
+    keep_options,
     order_changes,
     read_metrics,
     write_options,
@@ -71,9 +73,7 @@ def train(options: TrainOptions) -> None:
     log = [so.training.jsonl(run.run_dir / METRICS)]
     if run.tensorboard:
         log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
-    if jax.process_index() == 0:
-        write_options(options, corpus.num_bytes)
-        write_schedule(ring_1(opt).schedule, run.run_dir / SCHEDULE)
+    log.append(lambda *_: keep_options(options, corpus.num_bytes))
     with CarryingCheckpoints(
         run.run_dir / CHECKPOINTS,
         run.checkpoint_every,
@@ -84,6 +84,9 @@ def train(options: TrainOptions) -> None:
         abstract_params=jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)),
         say=lambda line: display.say(screen, line),
     ) as checkpoints:
+        if jax.process_index() == 0:  # now that the folder is ours
+            write_options(options, corpus.num_bytes)
+            write_schedule(ring_1(opt).schedule, run.run_dir / SCHEDULE)
         result = so.fit(
             opt,
             state,
@@ -102,7 +105,13 @@ def train(options: TrainOptions) -> None:
     text = continue_text(result.state.params, config, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
         draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
-    traffic = measure(opt, result.state, held_out_batches[0]) if result.history else None
+    traffic = None
+    if result.history:
+        later, state = opt, result.state
+        if options.communication.reducer_warmup_steps:  # a program that can warm up holds both ways of sending
+            later = make_strategy(without_warm_up(options), tx, mesh, gpt.model(config))
+            state = later.abstract_state(jax.eval_shape(lambda: result.state.params))
+        traffic = measure(later, state, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
 
 

@@ -14,7 +14,14 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.communication import combined, describe, outer_optimizer, with_meaning
+from shardopt.cli.communication import (
+    combined,
+    describe,
+    make_reducer,
+    outer_optimizer,
+    with_meaning,
+    without_warm_up,
+)
 from shardopt.cli.devices import mesh_of
 from shardopt.cli.optimizers import make_optimizer
 from shardopt.cli.options import Communication, Devices, Pipeline, TrainOptions
@@ -46,7 +53,7 @@ def quiet():
 def finished(tiny, tmp_path_factory, quiet):
     """Six steps of DiLoCo with H = 4: it ends between two agreements."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    words = "--steps 6 --mesh data=2,tensor=2 --replicas 2 --sync-every 4 --reducer int8 --strategy ddp"
+    words = "--steps 6 --mesh data=2,tensor=2 --replicas 2 --sync-every 4 --reducer int8 --reducer-warmup-steps 1 --strategy ddp"
     return folder, run(*tiny, "--run-dir", folder, *words.split())
 
 
@@ -60,7 +67,7 @@ def test_a_run_of_replicas_says_how_they_agree_and_what_they_send(finished):
     for piece in (
         "mesh       replica=2 x data=2 x tensor=2\n",
         "apart for 4 steps, then nesterov, rate 0.7, momentum 0.9\n",
-        "outer gradients by error_feedback(int8(block_size=256))\n",
+        "outer gradients by error_feedback(warm_up(int8(block_size=256), steps=1))\n",
         "these are a replica's own; the parameters it shares and outer optimizer state come on top\n",
         "(read off the compiled programs; mean of the 4 steps from one agreement to the next)\n",
     ):
@@ -127,6 +134,15 @@ def test_a_reducer_is_the_one_asked_for_and_where_it_was_asked_for(asked, feedba
     assert ring_1_of(config).reducer is (None if where == "replicas" else config.reducer)
     what = "outer gradients" if where == "replicas" else "gradients"
     assert describe(options.communication)[-1] == ("sent", f"{what} by {name}")
+
+
+def test_a_reducer_can_warm_up_inside_its_error_feedback():
+    asked = Communication(reducer="sign", reducer_warmup_steps=7)
+    reducer = make_reducer(asked)
+    assert reducer is not None
+    assert reducer.name == "error_feedback(warm_up(sign(block_size=1024), steps=7))"
+    options = without_warm_up(TrainOptions(communication=asked))
+    assert options.communication == Communication(reducer="sign")
 
 
 def ring_1_of(config):
@@ -199,7 +215,7 @@ def test_replicas_are_an_axis_of_the_mesh(sizes, replicas, found):
     assert tuple(shape.get(axis, 1) for axis in ("replica", "data", "tensor")) == found
 
 
-SAVED = Communication(2, 8, "sgd", 0.5, 0.5, 2, 1, 0.5, None, "int8", False)
+SAVED = Communication(2, 8, "sgd", 0.5, 0.5, 2, 1, 0.5, None, "int8", False, 3)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +225,7 @@ SAVED = Communication(2, 8, "sgd", 0.5, 0.5, 2, 1, 0.5, None, "int8", False)
         ("ddp", {"sync_every": None}, Communication(2, 8)),
         ("ddp", {"outer": "average"}, Communication(2, 8, "sgd")),
         ("ddp", {"outer": "nesterov"}, dataclasses.replace(SAVED, outer_lr=None, outer_momentum=None)),
-        ("ddp", {"reducer": "sign"}, dataclasses.replace(SAVED, error_feedback=True)),
+        ("ddp", {"reducer": "sign"}, dataclasses.replace(SAVED, error_feedback=True, reducer_warmup_steps=None)),
     ],
 )
 def test_a_resumed_run_keeps_what_has_a_meaning_beside_what_is_asked_for(strategy, now, kept):
@@ -228,7 +244,7 @@ def test_a_resumed_run_keeps_what_has_a_meaning_beside_what_is_asked_for(strateg
     ],
 )
 def test_a_resumed_run_keeps_its_reducer_of_gradients_where_there_are_whole_ones(strategy, placement, keeps):
-    saved = Communication(reducer="sign", error_feedback=False)
+    saved = Communication(reducer="sign", error_feedback=False, reducer_warmup_steps=9)
     options = TrainOptions(
         where=Devices(strategy=strategy), pipeline=Pipeline(placement=placement), communication=saved
     )

@@ -77,6 +77,15 @@ GRADIENTS = (
             "train: --no-error-feedback has no meaning for bf16, which rounds and feeds nothing back.\nFix: leave it out.",
         ),
         (
+            "--strategy ddp --reducer-warmup-steps 3",
+            "train: --reducer-warmup-steps is for a reducer, and there is none.\n"
+            "Fix: leave it out, or choose one with --reducer.",
+        ),
+        (
+            "--strategy ddp --reducer sign --reducer-warmup-steps -1",
+            "train: --reducer-warmup-steps must be at least 0, got -1.",
+        ),
+        (
             "--strategy ddp --reducer int4",
             "train: there is no reducer 'int4'.\nFix: choose bf16, int8, sign, top_k or power_sgd.",
         ),
