@@ -1,13 +1,15 @@
 """What is lost in learning by sending less: held-out loss of compressed gradients and of replicas that train apart.
 
-Run: python benchmarks/convergence.py [--steps 6000] [--seeds 3], or with --tune for the table of learning rates.
+Run: python benchmarks/convergence.py [--steps 6000] [--seeds 3], with --tune for the table of learning rates, or with
+--only NAME... to run some anew beside what the JSON has of the others (runs are deterministic, and a seed of the control
+is run again to see that they are).
 
 Control: `so.ddp` with exact gradients. Test: `so.ddp` with each reducer, with error feedback and without it, and four
 replicas under `so.diloco`, `so.local_sgd` and streaming `so.diloco`, H = 50. All are the same GPT on four fake devices,
 with the same first parameters, the same batches (so the same tokens) and the same optimizer: AdamW, a learning rate
 that warms up over a tenth of the steps and falls as a cosine. Gradients are not clipped: what is clipped after
 compression is lost to error feedback, which believes it sent. Reducers that send less than int8 begin with exact means
-for a tenth of the steps (`so.reducers.warm_up`), as their authors do. What may differ is the peak of the learning rate:
+for a tenth of the steps (`so.reducers.warm_up`), as their authors do; a run without is beside them. What may differ is the peak of the learning rate:
 RATES holds those that `--tune` finds, by the same grid for all, the control too, on a seed of its own. The momentum of
 DiLoCo's outer optimizer, OUTER, is tuned likewise; its authors' 0.9 looks back over more rounds than there are time for.
 Text: the bundled corpus, Python's standard library. Loss: nats a byte on held-out files. Replicas that train apart are
@@ -28,10 +30,9 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common import fake_devices, write_json
 
@@ -40,7 +41,7 @@ fake_devices(4)
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from convergence_contenders import CONFIG, CONTROL, RATE, RATES, H, contenders, optimizer
 from rich.console import Console
 from rich.table import Table
 
@@ -48,56 +49,10 @@ import shardopt as so
 from shardopt import data
 from shardopt.models import gpt
 
-CONFIG = gpt.GPTConfig(dim=32, num_layers=1, num_heads=2, max_length=32)
-DEVICES, BATCH, LENGTH, H = 4, 16, 32, 50
+BATCH, LENGTH = 16, 32
 EVERY, HELD_OUT = 500, 128  # steps between points of a curve; batches of the last evaluation
-WARM_UP = 0.1  # of the steps
-RATE, GRID, TUNING_SEED = 1.6e-2, (4e-3, 8e-3, 1.6e-2, 3.2e-2), 1000
-RATES = dict.fromkeys(("DiLoCo", "Streaming DiLoCo", "Local SGD"), 8e-3)
-"""Peaks of the learning rate other than RATE, as --tune found them."""
-OUTER = optax.sgd(0.7, momentum=0.6, nesterov=True)
+GRID, TUNING_SEED = (4e-3, 8e-3, 1.6e-2, 3.2e-2), 1000
 CONSOLE = Console(width=150)
-Make = Callable[[optax.GradientTransformation], so.ShardedOptimizer]
-
-
-class Contender(NamedTuple):
-    """A way to train; `limit` is what it may lose, None where nothing is claimed; `seeds` is how many at most."""
-
-    make: Make
-    limit: float | None = None
-    seeds: int | None = None
-
-
-def contenders(steps: int) -> dict[str, Contender]:
-    """Return all ways to train for so many steps; for 0, as they are when no reducer warms up any more."""
-    model, plain, apart = gpt.model(CONFIG), so.make_mesh(data=DEVICES), so.make_mesh(replica=DEVICES, data=1)
-
-    def compressed(reducer):
-        return lambda tx: so.ddp(tx, plain, model, reducer=reducer)
-
-    def replicas(combine, **how):
-        return lambda tx: combine(so.ddp(tx, apart, model), sync_every=H, **how)
-
-    found = {"ddp, exact": Contender(lambda tx: so.ddp(tx, plain, model))}
-    late = lambda reducer: so.reducers.warm_up(reducer, int(WARM_UP * steps)) if steps else reducer
-    reducers = {
-        "bf16": so.reducers.exact(jnp.bfloat16),
-        "int8": so.reducers.int8(),
-        "sign": late(so.reducers.sign()),
-        "top_k(0.01)": late(so.reducers.top_k(0.01)),
-        "power_sgd(4)": late(so.reducers.power_sgd(4)),
-    }
-    for name, reducer in reducers.items():
-        found[f"{name}, error feedback"] = Contender(compressed(so.reducers.error_feedback(reducer)), 1.02)
-        found[f"{name}, none"] = Contender(compressed(reducer), seeds=1)
-    found["DiLoCo"] = Contender(replicas(so.diloco, outer=OUTER), 1.03)
-    found["Streaming DiLoCo"] = Contender(replicas(so.diloco, outer=OUTER, fragments=2, delay=5, mix=0.5))
-    found["Local SGD"] = Contender(replicas(so.local_sgd))
-    return found
-
-
-def optimizer(peak: float, steps: int) -> optax.GradientTransformation:
-    return optax.adamw(optax.warmup_cosine_decay_schedule(0.1 * peak, peak, steps // 10, steps, 0.01 * peak))
 
 
 class Text:
@@ -180,20 +135,24 @@ def take_core(cores: Any) -> None:
         os.sched_setaffinity(0, {cores.get()})
 
 
-def compare(text: Text, steps: int, seeds: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def compare(text: Text, steps: int, seeds: int, names: list[str], known: dict[str, Any]) -> dict[str, Any]:
+    """Run these contenders, and return them among those that are known, in the order of `contenders`."""
+    results = dict(known)
     context, all_of_them = multiprocessing.get_context("spawn"), contenders(steps)
-    cores, processes = context.Queue(), os.cpu_count() or 1
-    for core in range(processes):
+    cores, processes = context.Queue(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    for core in sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]:
         cores.put(core)
     with ProcessPoolExecutor(processes, context, take_core, (cores,)) as pool:
+        again = pool.submit(one_run, CONTROL, steps, 0) if known else None
         runs_of = {
-            name: [pool.submit(one_run, name, steps, seed) for seed in range(min(seeds, one.seeds or seeds))]
-            for name, one in all_of_them.items()
+            name: [
+                pool.submit(one_run, name, steps, seed) for seed in range(min(seeds, all_of_them[name].seeds or seeds))
+            ]
+            for name in names
         }
-        for name, contender in all_of_them.items():
-            runs = [run.result() for run in runs_of[name]]
-            control = results["ddp, exact"]["losses"] if results else [run["loss"] for run in runs]
+        for name in names:
+            contender, runs = all_of_them[name], [run.result() for run in runs_of[name]]
+            control = results[CONTROL]["losses"] if CONTROL in results else [run["loss"] for run in runs]
             ratios = [run["loss"] / exact for run, exact in zip(runs, control, strict=False)]
             ratio, limit, rate = float(np.mean(ratios)), contender.limit, RATES.get(name, RATE)
             results[name] = {
@@ -208,12 +167,16 @@ def compare(text: Text, steps: int, seeds: int) -> dict[str, Any]:
                 "seconds": sum(run["seconds"] for run in runs),
             }
             print(f"{name:30} {np.mean(results[name]['losses']):.4f}  {ratio:.4f}", flush=True)
-    return results
+        if again is not None and (loss := again.result()["loss"]) != results[CONTROL]["losses"][0]:
+            raise SystemExit(
+                f"the control ends at {loss}, not at {results[CONTROL]['losses'][0]} as in the JSON: run all"
+            )
+    return {name: results[name] for name in all_of_them if name in results}
 
 
 def show(results: dict[str, Any], title: str) -> None:
     table = Table("", "peak rate", "loss", "of exact ddp", "from", "to", "claim", "bytes of ddp", title=title)
-    ddp = results["ddp, exact"]["bytes_per_step"]
+    ddp = results[CONTROL]["bytes_per_step"]
     for name, row in results.items():
         claim = "" if row["limit"] is None else f"<= {row['limit']:.2f} {'holds' if row['holds'] else 'MISSED'}"
         numbers = [f"{x:.4f}" for x in (row["ratio"], min(row["ratios"]), max(row["ratios"]))]
@@ -228,6 +191,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tune", nargs="*", metavar="NAME", help="only show losses by learning rate, of all or these")
     parser.add_argument("--grid", nargs="*", type=float, default=GRID, help="peaks of the learning rate to tune over")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="run these, take the others from the JSON")
     given = parser.parse_args()
     if given.steps % H:
         parser.error(f"--steps must be a multiple of H = {H}: replicas are judged by what they last agreed on")
@@ -235,7 +199,15 @@ def main():
     if given.tune is not None:
         tune(text, given.steps, given.tune or list(contenders(given.steps)), given.grid)
         return
-    results = compare(text, given.steps, given.seeds)
+    names, known = list(contenders(given.steps)), {}
+    if given.only:
+        before = json.loads((Path(__file__).parent / "results" / "convergence.json").read_text())["results"]
+        if unknown := set(given.only) - set(names):
+            parser.error(f"unknown {sorted(unknown)}; there are {names}")
+        if (before["steps"], before["seeds"]) != (given.steps, given.seeds):
+            parser.error(f"the JSON has {before['steps']} steps and {before['seeds']} seeds")
+        names, known = given.only, before["contenders"]
+    results = compare(text, given.steps, given.seeds, names, known)
     entropy = text.unigram_entropy()
     tokens = given.steps * BATCH * LENGTH
     title = f"{gpt.num_parameters(CONFIG):,} parameters, {tokens:,} tokens, {given.seeds} seeds; unigrams {entropy:.3f}"

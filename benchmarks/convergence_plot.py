@@ -23,6 +23,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     rows = dict(results["contenders"])
     control = rows.pop("ddp, exact")
+    rows = {name: row for name, row in rows.items() if not name.endswith((", no warm-up", "(momentum 0.9)"))}
     tokens = results["tokens"] / results["steps"] / 1e6
 
     def plot(axes, name, row, **style):
