@@ -62,7 +62,7 @@ def test_numbers_out_of_range(how, message, strategy_of):
     assert message_of(lambda: so.diloco(strategy_of("ddp"), **how)) == f"diloco: {message}"
 
 
-@pytest.mark.parametrize(("how", "message"), KINDS, ids=str)
+@pytest.mark.parametrize(("how", "message"), KINDS, ids=[next(iter(how)) for how, _ in KINDS])
 def test_arguments_of_the_wrong_kind(how, message, strategy_of):
     assert message_of(lambda: so.diloco(strategy_of("ddp"), **how), TypeError) == f"diloco: {message}"
 

@@ -137,7 +137,7 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
         ("one_f_one_b", "full", True),
         ("zero_bubble", jax.checkpoint_policies.nothing_saveable, True),
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_any_block_and_what_is_kept_of_it(schedule, kept, remat, mesh_of, x64):
     model = MODEL._replace(block=everything, remat=kept)
