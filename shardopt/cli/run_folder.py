@@ -69,6 +69,12 @@ def write_options(options: TrainOptions, text_bytes: int) -> None:
     (options.run.run_dir / CONFIG).write_text(json.dumps(saved, indent=2) + "\n")
 
 
+def keep_options(options: TrainOptions, text_bytes: int) -> None:
+    """Write the options again if somebody deleted the folder meanwhile: without them the run could not be resumed."""
+    if not (options.run.run_dir / CONFIG).exists():
+        write_options(options, text_bytes)
+
+
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """Return what the run logged so far, `{"step": n, "loss": ..., ...}` each."""
     path = folder / METRICS
