@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from shardopt.checkpoint import lock
 from shardopt.checkpoint.steps import committed, tidy
 from shardopt.checkpoint.write import failed
+from shardopt.core import lock
 from shardopt.core.errors import CheckpointError, complaint
 
 

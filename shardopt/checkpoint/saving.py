@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardopt.checkpoint import lock, store
+from shardopt.checkpoint import store
 from shardopt.checkpoint.agree import from_first
 from shardopt.checkpoint.steps import committed, run_folder, step_folder, tidy
 from shardopt.checkpoint.write import failed, start
+from shardopt.core import lock
 from shardopt.core.errors import CheckpointError, complaint
 
 

@@ -1,12 +1,14 @@
 """A job that is started anew when it fails, with as many processes or with fewer."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from shardopt.core import lock
 from shardopt.core.errors import complaint
 from shardopt.launch.group import Ended, run_group
 from shardopt.launch.member import last_lines
@@ -36,7 +38,8 @@ def launch(
     Args:
       command_of: gives the command of an attempt, counted from 0.
       processes: how many.
-      log_dir: gets `process-0.log` and so on; of an attempt after the first `process-0.restart-1.log`.
+      log_dir: gets `process-0.log` and so on; of an attempt after the first `process-0.restart-1.log`. While the job
+        runs nobody else may launch one with the same folder.
       max_restarts: how often it is started anew after a failure.
       min_processes: with how few: each process that was killed is left out of the next attempt, down to this. By
         default none is.
@@ -47,7 +50,7 @@ def launch(
       0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second Ctrl-C.
 
     Raises:
-      ValueError: if a number is out of range.
+      ValueError: if a number is out of range, or another job has its logs there.
       OSError: if the command cannot be started, or the logs cannot be written.
 
     Example:
@@ -62,7 +65,7 @@ def launch(
     """
     _check(processes, max_restarts, min_processes)
     attempt = 0
-    with _signals() as stop:
+    with _taken(log_dir), _signals() as stop:
         while True:
             ended = run_group(command_of(attempt), processes, lambda rank: _log(log_dir, rank, attempt), stop.take)  # noqa: B023
             if stop.twice:
@@ -110,6 +113,16 @@ def _failure(ended: Ended, processes: int) -> str:
     head = f"launch: process {rank} of {processes} {how}; the others were ended."
     said = ["Its last lines:", *(f"  {line}" for line in lines)] if lines else ["It said nothing."]
     return "\n".join([head, *said, f"All of it: {ended.logs[rank]}"])
+
+
+@contextlib.contextmanager
+def _taken(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    held = lock.acquire("launch", folder, instead="choose another --log-dir (of train, another --run-dir)")
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 class _Stop:

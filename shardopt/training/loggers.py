@@ -5,8 +5,9 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -17,8 +18,8 @@ def jsonl(path: str | os.PathLike) -> Log:
     r"""Return a logger that appends one JSON object a line: `{"step": 10, "loss": 2.3, ...}`.
 
     The file holds one run. When the first line of a resumed run is written, lines of that step and later ones,
-    which the broken run left behind, are dropped, and so is a line cut short by a kill. Every line is flushed. JSON
-    has no NaN or infinity: they are written as null.
+    which the broken run left behind, are dropped, and so is a line cut short by a kill. Every line is in the file when
+    the call returns, and a file that somebody deleted is made anew. JSON has no NaN or infinity: they are written as null.
 
     Args:
       path: the file; its folder is made when needed.
@@ -101,18 +102,26 @@ class _JsonLines:
         self._path, self._file = path, None
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._file is None:
-            self._file = self._open(step)
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
+        try:
+            if self._file is None or not self._in_place(self._file):
+                self.close()
+                self._file = self._open(step)
+            _write(self._file, line.encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _open(self, step: int) -> TextIO:
+    def _in_place(self, file: FileIO) -> bool:
+        """Return whether the file is still the one of that name."""
+        return self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+
+    def _open(self, step: int) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         old = self._path.read_text() if self._path.exists() else ""
         kept = "".join(line for line in old.splitlines(keepends=True) if _before(line, step))
@@ -120,7 +129,12 @@ class _JsonLines:
             partial = self._path.with_name(self._path.name + ".partial")
             partial.write_text(kept)
             partial.replace(self._path)  # at once, so that a kill between the two loses nothing
-        return self._path.open("a")
+        return self._path.open("ab", buffering=0)  # nothing is left to fail when it is closed
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    while data:  # a disk that is about to be full takes a part
+        data = data[file.write(data) :]
 
 
 def _before(line: str, step: int) -> bool:

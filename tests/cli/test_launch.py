@@ -87,7 +87,7 @@ def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start
     assert "launch: process 1 of 2 ended with exit code 1; the others were ended.\n" in bad
     assert "  RuntimeError: the disk is full\n" in bad
     assert "done" not in bad
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["process-0.log", "process-1.log"]
+    assert sorted(path.name for path in (tmp_path / "here").glob("*.log")) == ["process-0.log", "process-1.log"]
 
 
 def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_with_fewer(start, tmp_path):
@@ -138,7 +138,7 @@ def test_a_killed_process_ends_the_job_which_goes_on_with_fewer(start, tiny, tmp
     assert int(step) in (4, 8, 12)
     assert "[Gloo]" not in text
     assert committed(folder / "checkpoints")[-1] == 14
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == [
+    assert sorted(path.name for path in (folder / "logs").glob("*.log")) == [
         "process-0.log",
         "process-0.restart-1.log",
         "process-1.log",

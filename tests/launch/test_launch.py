@@ -5,6 +5,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ def job(tmp_path):
 
 
 def logs(folder):
-    return {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
+    return {path.name: path.read_text() for path in sorted((folder / "logs").glob("*.log"))}
 
 
 def test_each_is_told_its_place_and_the_first_is_shown(job, capsys):
@@ -162,7 +164,7 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate(timeout=60)
     assert (launcher.returncode, said) == (0 if polite else 128 + 15, "")
-    assert len(list(tmp_path.iterdir())) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "process-0.log", "process-1.log"]
 
 
 def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
@@ -206,3 +208,29 @@ def test_numbers_that_cannot_be_are_refused(tmp_path, options, problems):
 def test_what_cannot_be_started_is_an_error_and_leaves_nothing_running(tmp_path):
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         launch(lambda attempt: ["/no-such-program"], processes=2, log_dir=tmp_path)
+
+
+def test_a_second_job_does_not_write_over_the_logs_of_the_first(job):
+    script = (
+        "(here / f'ready-{rank}').touch(); print('mine', flush=True)\n"
+        "while not (here / 'end').exists(): time.sleep(0.02)\n"
+    )
+    outcome = []
+    first = threading.Thread(target=lambda: outcome.append(job(script, processes=2)))
+    first.start()
+    try:
+        while not (job.folder / "ready-1").exists():
+            time.sleep(0.02)
+        with pytest.raises(ValueError, match=r"^launch: ") as caught:
+            job("print('not mine')")
+        assert re.fullmatch(
+            rf"launch: {job.folder}/logs is already being written to by this very process, since [\d: -]+\.\n"
+            r"Fix: .*, or choose another --log-dir \(of train, another --run-dir\)\.",
+            str(caught.value),
+        )
+    finally:
+        (job.folder / "end").touch()
+        first.join()
+    assert outcome == [(0, [], [0])]
+    assert logs(job.folder) == {"process-0.log": "mine\n", "process-1.log": "mine\n"}
+    assert job("print('free again')", processes=1) == (0, [], [0])

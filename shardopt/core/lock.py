@@ -15,8 +15,13 @@ from shardopt.core.errors import CheckpointError, complaint
 NAME = ".lock"
 
 
-def acquire(who: str, directory: Path) -> int:
+def acquire(who: str, directory: Path, *, instead: str = "use another directory") -> int:
     """Become the writer of a folder, and return the descriptor that holds the lock; closing it lets go.
+
+    Args:
+      who: the function that complains.
+      directory: the folder, which exists.
+      instead: what to do where the other writer is to live on, for the message.
 
     Raises:
       CheckpointError: if another writer lives.
@@ -28,7 +33,7 @@ def acquire(who: str, directory: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise CheckpointError(_refusal(who, directory)) from error
+            raise CheckpointError(_refusal(who, directory, instead)) from error
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
                 os.close(descriptor)
@@ -57,15 +62,15 @@ def holds(directory: Path, descriptor: int) -> bool:
     return False
 
 
-def _refusal(who: str, directory: Path) -> str:
+def _refusal(who: str, directory: Path, instead: str) -> str:
     holder = {"host": "an unknown host", "pid": "unknown", "since": "unknown"}
     with contextlib.suppress(OSError, ValueError):  # the holder may be writing its lines at this moment
         holder |= json.loads((directory / NAME).read_text())
     if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()):
         what = f"{directory} is already being written to by this very process, since {holder['since']}."
-        return complaint(who, what, fix="close() the other Checkpoints first, or use another directory.")
+        return complaint(who, what, fix=f"close() the other Checkpoints first, or {instead}.")
     what = (
         f"{directory} is already being written to by process {holder['pid']} on {holder['host']}, "
         f"since {holder['since']}."
     )
-    return complaint(who, what, fix="stop that job, or use another directory.")
+    return complaint(who, what, fix=f"stop that job, or {instead}.")
