@@ -19,6 +19,12 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """-n auto: a process a core that this one may use; each takes a gigabyte or two."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, cores)
+
+
 @pytest.fixture
 def x64():
     """Run the test in double precision."""

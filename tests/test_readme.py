@@ -43,7 +43,7 @@ def test_the_example_has_ten_lines():
 def test_two_commands_set_everything_up():
     assert blocks("bash")[:2] == [
         "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/shardopt train\n",
-        ".venv/bin/python -m pytest\n",
+        ".venv/bin/python -m pytest -n auto\n",
     ]
 
 
