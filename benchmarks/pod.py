@@ -1,9 +1,9 @@
 """Pods before they are rented: real TPU compiles, predictions against compilers and published runs.
 
-    python benchmarks/pod.py [compiles] [memory] [ranking] [published] [diloco] [again] [--libtpu FOLDER] [--only gpt2]
+    python benchmarks/pod.py [compiles] [memory] [flops] [ranking] [published] [diloco] [again] [--libtpu FOLDER] [--only gpt2]
 
-Parts run one after another, all of them without arguments; `again` predicts anew what has been compiled before. `compiles` needs libtpu (pip install 'shardopt[tpu]'); one
-compile takes from half a minute to some minutes. Each result is kept in results/pod.json as soon as it is there, and a
+Parts run one after another, all of them without arguments; `again` predicts anew what has been compiled before. `compiles`
+needs libtpu (pip install 'shardopt[tpu]'); one compile takes from half a minute to some minutes. Each result is kept in results/pod.json as soon as it is there, and a
 part that is run again replaces its own rows only.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import fake_devices, write_json
 
-PARTS = ("memory", "ranking", "published", "diloco", "compiles", "again")
+PARTS = ("memory", "flops", "ranking", "published", "diloco", "compiles", "again")
 RESULTS = Path(__file__).parent / "results" / "pod.json"
 
 
@@ -38,6 +38,7 @@ def main():
 
     runs = {
         "memory": pod_cpu.memory_rows,
+        "flops": pod_cpu.flops_rows,
         "ranking": pod_cpu.ranking_rows,
         "published": pod_published.published_rows,
         "diloco": pod_published.diloco_rows,
@@ -48,9 +49,13 @@ def main():
     }
     for part in options.parts or PARTS:
         print(f"== {part}", flush=True)
+        names = []
         for row in runs[part](options.only):
+            names.append(row["name"])
             print("  ".join(f"{key}={_short(value)}" for key, value in row.items()), flush=True)
             keep("compiles" if part == "again" else part, row)
+        if part != "again" and not options.only:
+            forget_others(part, names)
     print(summary(kept()))
 
 
@@ -61,11 +66,20 @@ def kept():
 
 def keep(part, row):
     """Put a row into the results, in place of the one of that name."""
+    change(part, lambda rows: list(({one["name"]: one for one in rows} | {row["name"]: row}).values()))
+
+
+def forget_others(part, names):
+    """Drop the rows of a part that a whole run of it did not make."""
+    change(part, lambda rows: [row for row in rows if row["name"] in names])
+
+
+def change(part, how):
+    """Write the results with the rows of a part changed."""
     with Path(__file__).open() as lock:  # parts may run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = kept()
-        rows = {one["name"]: one for one in before.get(part, [])} | {row["name"]: row}
-        write_json(__file__, before | {part: list(rows.values())})
+        write_json(__file__, before | {part: how(before.get(part, []))})
 
 
 def summary(results):
@@ -73,15 +87,23 @@ def summary(results):
     import statistics
 
     lines = []
-    for part in ("memory", "compiles"):
-        for of in ("memory", "arguments", "flops"):
-            ratios = [row[f"{of}_ratio"] for row in results.get(part, []) if row.get(f"{of}_ratio")]
+    rows = results.get("memory", [])
+    groups = {
+        "memory": [row for row in rows if not row.get("held_out")],
+        "memory, held out": [row for row in rows if row.get("held_out")],
+        "flops": [row for row in results.get("flops", []) if row["blocks"] == 1],
+        "compiles": results.get("compiles", []),
+    }
+    for part, rows in groups.items():
+        for of in ("memory", "arguments", "flops", "cost_analysis"):
+            ratios = [row[f"{of}_ratio"] for row in rows if row.get(f"{of}_ratio")]
             if ratios:
                 worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-                within = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
+                limit = {"memory": 0.1, "arguments": 0.01}.get(of, 0.05)
+                within = sum(abs(ratio - 1) <= limit for ratio in ratios)
                 lines.append(
                     f"{part}: predicted / real {of}: median {statistics.median(ratios):.3f}, worst {worst:.3f}, "
-                    f"{within} of {len(ratios)} within 10%"
+                    f"{within} of {len(ratios)} within {limit:.0%}"
                 )
     if rows := results.get("ranking"):
         lines.append(f"ranking: Spearman {rows[-1].get('spearman', float('nan')):.3f} over {len(rows)} layouts")
@@ -89,6 +111,10 @@ def summary(results):
         lines.append(
             f"published: {row['name']}: MFU predicted {row['predicted']:.1%}, published {row['published']:.1%}"
         )
+    if rows := results.get("diloco"):
+        count = sum(len(row["ratios"]) for row in rows)
+        within = sum(row["within_a_rung"] for row in rows)
+        lines.append(f"diloco: {within} of {count} bandwidths within a rung (1.21) of the paper's")
     return "\n".join(lines)
 
 

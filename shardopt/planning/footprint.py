@@ -16,8 +16,8 @@ class Footprint(NamedTuple):
     """Bytes on one device.
 
     Attributes:
-      params: parameters that it holds.
-      opt_state: optimizer state that it holds.
+      params: parameters that it holds; on a TPU with what tiles add, see `planning.tiles`.
+      opt_state: optimizer state that it holds, likewise.
       gradients: sums of gradients, and those of the micro-batch under way where these exist beside the sums.
       activations: what is kept from forwards to backwards, of all micro-batches under way.
       gathered: weights that are whole while one block, or the loss, is differentiated, and their gradients before they

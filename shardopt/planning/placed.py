@@ -11,6 +11,7 @@ from shardopt.core.types import PyTree
 from shardopt.partition import LeafPlan, plan_leaves, state_specs
 from shardopt.partition.report import device_bytes, shards
 from shardopt.planning.candidate import Candidate
+from shardopt.planning.tiles import stored_device_bytes
 from shardopt.planning.workload import Workload
 from shardopt.strategies.placement import PLACEMENTS, Placement
 
@@ -76,7 +77,14 @@ def abstract_opt_state(workload: Workload, tx: optax.GradientTransformation) -> 
     return jax.eval_shape(tx.init, workload.params)
 
 
-def place(workload: Workload, candidate: Candidate, opt_state: PyTree, *, min_shard_elements: int = 1024) -> Placed:
+def place(
+    workload: Workload,
+    candidate: Candidate,
+    opt_state: PyTree,
+    *,
+    min_shard_elements: int = 1024,
+    tiled: bool = False,
+) -> Placed:
     """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
 
     Args:
@@ -84,6 +92,7 @@ def place(workload: Workload, candidate: Candidate, opt_state: PyTree, *, min_sh
       candidate: the layout.
       opt_state: from `abstract_opt_state`.
       min_shard_elements: as strategies take it.
+      tiled: whether the device stores arrays in tiles, as a TPU does.
 
     Raises:
       ValueError: if a dim that a tensor rule names is not divisible, or no rule uses a tensor axis above 1.
@@ -111,10 +120,14 @@ def place(workload: Workload, candidate: Candidate, opt_state: PyTree, *, min_sh
         data_size=candidate.data,
         min_shard_elements=min_shard_elements,
     )
+
+    def held(tree: PyTree, specs: PyTree) -> int:
+        return stored_device_bytes(tree, specs, mesh.shape) if tiled else device_bytes(tree, specs, mesh)
+
     return Placed(
         elements=_elements(plans, mesh, workload.loss_reads),
-        params=device_bytes(workload.params, specs, mesh),
-        opt_state=device_bytes(opt_state, opt_specs, mesh),
+        params=held(workload.params, specs),
+        opt_state=held(opt_state, opt_specs),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         switches=switches,
     )

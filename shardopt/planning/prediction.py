@@ -97,7 +97,7 @@ def predict(
     """
     if opt_state is None:
         opt_state = abstract_opt_state(workload, optax.adamw(1e-3) if tx is None else tx)
-    placed = place(workload, layout, opt_state)
+    placed = place(workload, layout, opt_state, tiled=hardware.torus_dims > 0)
     held = footprint(workload, layout, placed, batch_size=batch_size)
     sent = traffic(workload, layout, placed, batch_size=batch_size)
     time = step_time(workload, layout, placed, held, sent, hardware, batch_size=batch_size, slices=slices)

@@ -8,7 +8,7 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.planning import inner_product_flops
+from shardopt.planning import find_model, inner_product_flops
 
 PROGRAM = Path(__file__).parents[1] / "planning" / "programs" / "v5e_fsdp.hlo"
 
@@ -55,3 +55,19 @@ def test_a_missing_file_and_a_missing_compiler(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["audit", "--topology", "v5e:2x4", "--model", "gpt2"]) == 2
     assert "Fix: pip install 'shardopt[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_is_compiled_for_chips_that_are_not_there(capsys):
+    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+    words = ["audit", "--model", "gpt2", "--length", "128", "--topology", "v5e:2x4", "--mesh", "replica=2"]
+    assert main([*words, "--strategy", "zero1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"replica": 2, "data": 4, "pipeline": 1, "tensor": 1}
+    # parameters whole, their moments split over data, and a row of tokens
+    formula = (4 + 8 / 4) * find_model("test", "gpt2").num_parameters + 129 * 4
+    stored = found["memory"]["arguments"] - found["memory"]["argument_padding"]
+    assert stored == pytest.approx(formula, rel=0.01)
+    assert 0 < found["memory"]["peak"] < found["memory"]["hbm"]
+    assert found["flops"] > 0
+    assert any("replica" in axes for axes in found["audit"]["by_axis"])

@@ -1,12 +1,15 @@
 """A small transformer under a layout: what is predicted of it, and the step that is really compiled."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
 
 import shardopt as so
 from shardopt.models import transformer
-from shardopt.planning import Candidate, Transformer, trace
+from shardopt.planning import Candidate, Transformer, inner_product_flops, memory, trace
 from shardopt.planning.footprint import footprint
 from shardopt.planning.placed import abstract_opt_state, place
 from shardopt.planning.traffic import by_axis, traffic
@@ -62,9 +65,39 @@ def predicted(layout, batch_size, shape=SHAPE):
     return work, placed, footprint(work, layout, placed, batch_size=batch_size), by_axis(sent, layout)
 
 
+@functools.cache
 def compiled(layout, batch_size, shape=SHAPE):
     """Compile the step of the layout on fake devices."""
     mesh = so.make_mesh(**layout.sizes, devices=jax.devices()[: layout.num_chips])
     opt = so.hybrid(TX, mesh, transformer.model(shape), **layout.strategy(RULES))
     state = opt.abstract_state(shape.abstract_params())
     return opt.step.lower(state, transformer.abstract_batch(shape, batch_size)).compile()
+
+
+def disagreements(layout, batch_size):
+    """Return in which respects prediction and compiled step differ: bytes held, bytes sent over an axis, flops."""
+    work, placed, held, sent = predicted(layout, batch_size)
+    program, table = compiled(layout, batch_size), layout.table()
+    found, wrong = memory(program), []
+
+    batch = batch_size // layout.data // layout.replica * (SHAPE.length + 1) * 4
+    if not found.arguments - 64 <= placed.params + placed.opt_state + batch <= found.arguments:
+        wrong.append("arguments")
+    if not math.isclose(held.total, found.peak, rel_tol=0.10):
+        wrong.append("memory")
+
+    sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}
+    collectives = so.audit(program, mesh=sizes, schedule=table).collectives
+    for axis, wire in sent.items():
+        # what goes over several axes at once counts for the first of them: nothing else but sums of the loss does
+        mine = [one for one in collectives if one.axes is not None and one.axes[0] == axis]
+        found_wire = sum(one.wire_bytes * (one.calls or 0) for one in mine)
+        if not math.isclose(wire, found_wire, rel_tol=0.15 if axis == "tensor" else 0.05):
+            wrong.append(f"sent over {axis}")
+
+    if layout.pipeline == 1:
+        again = work.again_flops if layout.remat else 0
+        total = batch_size * (work.num_blocks * (3 * work.block_flops + again) + 3 * work.ends_flops)
+        if not math.isclose(total / layout.num_chips, inner_product_flops(program) or 0.0, rel_tol=0.05):
+            wrong.append("flops")
+    return wrong

@@ -1,0 +1,106 @@
+"""The comparison with compiled steps can fail: each way of breaking a formula or the audit on purpose is noticed."""
+
+import pytest
+from support.layouts import LAYOUTS, disagreements
+
+from shardopt.hlo import collective, flops, walk
+from shardopt.planning import footprint, placed, tracing, traffic
+
+DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, tensor"
+
+
+def forget_the_moments(patch):
+    found = placed.state_specs
+    # as if the optimizer state were whole over data
+    patch.setattr(placed, "state_specs", lambda *args, **more: found(*args, **more | {"split": False}))
+
+
+def keep_no_activations(patch):
+    patch.setattr(footprint, "_activations", lambda *args: 0.0)
+
+
+def hold_no_gradients(patch):
+    patch.setattr(footprint, "_gradients", lambda *args: 0.0)
+
+
+def gather_once_for_both_passes(patch):
+    over_data = traffic._over_data
+
+    def once(*args):
+        return [one._replace(calls=one.calls / 2) if one.kind == "all-gather" else one for one in over_data(*args)]
+
+    patch.setattr(traffic, "_over_data", once)
+
+
+def reduce_every_micro_batch(patch):
+    over_data = traffic._over_data
+
+    def each(workload, candidate, *args):
+        found = over_data(workload, candidate, *args)
+        return [one._replace(calls=candidate.micro_batches * one.calls) for one in found]
+
+    patch.setattr(traffic, "_over_data", each)
+
+
+def permute_forwards_only(patch):
+    over_pipeline = traffic._over_pipeline
+
+    def half(*args):
+        permute, *rest = over_pipeline(*args)
+        return [permute._replace(calls=permute.calls / 2), *rest]
+
+    patch.setattr(traffic, "_over_pipeline", half)
+
+
+def sum_over_tensor_forwards_only(patch):
+    over_tensor = traffic._over_tensor
+
+    def forwards(workload, *args):
+        return over_tensor(workload._replace(tensor_sums=(workload.tensor_sums[0], 0)), *args)
+
+    patch.setattr(traffic, "_over_tensor", forwards)
+
+
+def an_all_reduce_is_sent_once(patch):
+    patch.setattr(collective, "_wire_bytes", lambda kind, size, n: size * (n - 1) // n if n else size)
+
+
+def loops_turn_once(patch):
+    patch.setattr(walk, "trip_count", lambda *args: 1)
+
+
+def branches_are_taken_at_every_tick(patch):
+    patch.setattr(walk, "times_taken", lambda turns, schedule: turns)
+
+
+def count_multiplications_alone(patch):
+    count = tracing.count_flops
+    patch.setattr(tracing, "count_flops", lambda jaxpr: [sum(count(jaxpr)) / 2])
+
+
+def see_no_products_in_loops(patch):
+    patch.setattr(flops, "trip_count", lambda *args: 1)
+
+
+MUTATIONS = {
+    forget_the_moments: (FSDP, "arguments"),
+    keep_no_activations: (FSDP, "memory"),
+    hold_no_gradients: (DDP, "memory"),
+    gather_once_for_both_passes: (FSDP, "sent over data"),
+    reduce_every_micro_batch: (PIPELINE, "sent over data"),
+    permute_forwards_only: (PIPELINE, "sent over pipeline"),
+    sum_over_tensor_forwards_only: (FSDP, "sent over tensor"),
+    an_all_reduce_is_sent_once: (FSDP, "sent over tensor"),
+    loops_turn_once: (FSDP, "sent over data"),
+    branches_are_taken_at_every_tick: (PIPELINE, "sent over tensor"),
+    count_multiplications_alone: (FSDP, "flops"),
+    see_no_products_in_loops: (FSDP, "flops"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mutate", "name", "what"), [(m, *case) for m, case in MUTATIONS.items()], ids=lambda x: getattr(x, "__name__", x)
+)
+def test_the_comparison_notices(mutate, name, what, monkeypatch):
+    mutate(monkeypatch)
+    assert what in disagreements(*LAYOUTS[name])
