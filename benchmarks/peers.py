@@ -1,0 +1,93 @@
+"""The same GPT trained by what people would use instead: torch, jax by hand, and shardopt, interleaved in one run.
+
+Run: python benchmarks/peers.py [--sizes 128x4 256x6] [--groups processes devices] [--rounds 8], after
+`pip install -e '.[bench]'`. With --gpu: one GPU, against torch.compile with fused AdamW (benchmarks/peers_gpu.py).
+
+Contestants are jobs of their own, started by the launcher that their users would use (torchrun, `shardopt launch`, none
+for jax by hand), all with the same first parameters, batches, AdamW and fp32. Each takes its first step alone on the
+machine; then all are held still, and take turns of a few steps. In group "processes" each is two processes over gloo,
+pinned to a core each; in group "devices" one process has both cores: as two simulated devices for jax, as two threads
+for torch, which has no such thing. Every step reads the global loss and the global norm of the gradient.
+
+Checked first: that all compute the same thing, by losses and norms of ten steps. Claims: tokens per second at least
+torch's at the same strategy; peak memory of a process at most torch's, and 1.03 of jax by hand.
+"""
+
+import argparse
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import peers_gpu
+from common import write_json
+from peers_group import Contestant
+from peers_measure import CHECKED_STEPS, measure
+from peers_plot import draw
+from peers_task import Config
+
+SIZES = {
+    "128x4": Config(dim=128, num_layers=4, num_heads=4, batch=16, length=128),
+    "256x4": Config(dim=256, num_layers=4, num_heads=4, batch=16, length=128),
+    "256x6": Config(dim=256, num_layers=6, num_heads=8, batch=8, length=256),
+    "512x4": Config(dim=512, num_layers=4, num_heads=8, batch=8, length=128),
+}
+LIBRARIES = ("shardopt", "jax", "torch")
+GROUPS = {
+    "processes": [
+        *(Contestant(library, strategy, 2) for strategy in ("ddp", "zero1", "fsdp") for library in LIBRARIES),
+        Contestant("jax", "jit", 2),
+    ],
+    "devices": [
+        *(Contestant(library, strategy, 1) for strategy in ("ddp", "zero1", "fsdp") for library in LIBRARIES[:2]),
+        Contestant("torch", "alone", 1),
+    ],
+}
+
+
+def show(config: Config, group: str, found: dict[str, Any]) -> None:
+    """Print a group: that all agree, then who was how fast and how large."""
+    print(f"\n{config.name}, {group}: losses of the first {CHECKED_STEPS} steps")
+    for name, losses in found["losses"].items():
+        off, curve = found["differences"][name], " ".join(f"{loss:.5f}" for loss in losses)
+        print(f"  {name:15} {curve}  off by {off['loss']:.0e}, norms by {off['grad_norm']:.0e}")
+    print("                  tokens/s  first step  MB imported, peak, peak of steps, compiled  lines   we / it, speed")
+    for name, row in found["contestants"].items():
+        ratios = [f"{value:.3f}" for key, value in found["speed_ratios"].items() if key.endswith(f"/ {name}")]
+        sizes = [row[key] / 1e6 for key in ("imported_bytes", "peak_bytes", "peak_bytes_of_steps")]
+        compiled = f"{row['compiled_bytes']['total'] / 1e6:.1f}" if row["compiled_bytes"] else "-"
+        print(
+            f"  {name:15} {row['tokens_per_second']:9.0f} {row['seconds_to_first_step']:9.1f} s"
+            f" {sizes[0]:12.0f} {sizes[1]:5.0f} {sizes[2]:14.0f} {compiled:>9} {row['lines']:6}   {' '.join(ratios)}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="*", default=["128x4", "256x6"], choices=SIZES)
+    parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=GROUPS)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="steps a round")
+    parser.add_argument("--gpu", action="store_true", help="measure on a GPU instead; refused where there is none")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    path = Path(__file__).parent / "results" / "peers.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {"cpu": {}, "gpu": peers_gpu.NOT_MEASURED}
+    results["torch"] = importlib.metadata.version("torch")
+    if options.gpu:
+        results["gpu"] = peers_gpu.measure_gpu(rounds=options.rounds, steps=options.steps)
+        print(json.dumps(results["gpu"], indent=2))
+    for size in [] if options.gpu else options.sizes:
+        config = SIZES[size]
+        results["cpu"].setdefault(size, {"config": config._asdict()})
+        for group in options.groups:
+            found = measure(GROUPS[group], config, rounds=options.rounds, steps=options.steps)
+            show(config, group, found)
+            results["cpu"][size][group] = found
+    if not options.dry:
+        print("\nwrote", write_json(__file__, results), "and a picture beside it")
+        draw(results, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
