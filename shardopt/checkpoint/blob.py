@@ -85,7 +85,7 @@ def from_bytes(
       abstract_params: the parameters, where `opt` has not seen them; see `restore`.
 
     Raises:
-      TypeError: if `data` is not bytes.
+      TypeError: if `data` is not bytes, one after another.
       CheckpointError: if `data` is damaged, of another format, or of another model. It is a ValueError.
 
     Example:
@@ -99,7 +99,10 @@ def from_bytes(
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(complaint("from_bytes", f"data must be bytes, got {type(data).__name__}."))
-    meta, raws = _unpack(memoryview(data).cast("B"))
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise TypeError(complaint("from_bytes", "data must be contiguous bytes.", fix="pass bytes(data)."))
+    meta, raws = _unpack(view.cast("B"))
     target = target_state("from_bytes", opt, meta, abstract_params)
     what = f"the state of step {meta.step}"
     readable, changes = as_stored("from_bytes", what, meta.leaves, target)
@@ -163,7 +166,7 @@ def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
         fits = header["spans"] == spans and header_length + length == len(body)
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _refusal(f"the header does not make sense ({type(error).__name__}: {error}).") from error
     if zero or not fits:
         raise _refusal("the header does not fit the data.")

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardopt.checkpoint.leaves import Leaf, describe, dtype_of
 from shardopt.checkpoint.paths import LeafPath, leaves_by_path
-from shardopt.checkpoint.tree import describe_structure
+from shardopt.checkpoint.tree import check_structure, describe_structure
 from shardopt.core.errors import CheckpointError, complaint
 
 NAME = "shardopt.json"
@@ -82,15 +82,19 @@ def from_json(who: str, where: str, record: Any) -> Meta:
             raise CheckpointError(
                 complaint(who, what, fix="use the version of shardopt that wrote it, or a newer one.")
             )
-        leaves = {
-            tuple(path.split("/")): Leaf(tuple(leaf["shape"]), leaf["dtype"]) for path, leaf in record["leaves"].items()
-        }
-        for leaf in leaves.values():
-            dtype_of(leaf)
+        leaves = {tuple(path.split("/")): _leaf(leaf) for path, leaf in record["leaves"].items()}
+        step, params = record["step"], record["params"]
+        if not _is_count(step):
+            raise ValueError(f"step is {step!r:.80}")
+        if params is not None:
+            check_structure(params, sum(path[0] == "params" for path in leaves))
+        for name in ("mesh_shape", "metrics", "extra"):
+            if not isinstance(record[name], dict):
+                raise TypeError(f"{name} is {record[name]!r:.80}")
         return Meta(**{name: record[name] for name in Meta._fields if name != "leaves"}, leaves=leaves)
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"{where} is not a record of a checkpoint ({type(error).__name__}: {error})."
         raise CheckpointError(complaint(who, what, fix="bring the file back from a copy.")) from error
 
@@ -105,9 +109,22 @@ def read_meta(who: str, folder: Path) -> Meta:
     """Read the record of a step's folder."""
     try:
         record = json.loads((folder / NAME).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         record = None
     return from_json(who, f"{folder.name}/{NAME}", record)
+
+
+def _leaf(record: Any) -> Leaf:
+    shape, dtype = record["shape"], record["dtype"]
+    if not isinstance(shape, list) or not all(map(_is_count, shape)) or not isinstance(dtype, str):
+        raise ValueError(f"a leaf is {record!r:.80}")
+    leaf = Leaf(tuple(shape), dtype)
+    dtype_of(leaf)
+    return leaf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

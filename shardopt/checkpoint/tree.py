@@ -30,6 +30,16 @@ def describe_structure(treedef: Any) -> Any:
     return {"node": name, "children": children} | ({"keys": list(detail)} if name == "dict" else {})
 
 
+def check_structure(description: Any, num_leaves: int) -> None:
+    """Refuse what `describe_structure` cannot have written of a tree with so many leaves.
+
+    Raises:
+      ValueError: if it is of another form, or speaks of another number of leaves.
+    """
+    if (found := _count(description)) != num_leaves:
+        raise ValueError(f"the structure of params has {found} leaves, {num_leaves} are listed")
+
+
 def rebuild(who: str, description: Any, leaves: list[Any]) -> Any:
     """Return the tree that `describe_structure` described, with these leaves.
 
@@ -57,6 +67,26 @@ def _build(description: Any, leaves: Iterator[Any]) -> Any:
             return dict(zip(description["keys"], children, strict=True))
         case kind:
             return _BUILDERS[kind](children)
+
+
+def _count(description: Any) -> int:
+    if description == "*":
+        return 1
+    if not isinstance(description, dict) or not isinstance(description.get("node"), str):
+        raise ValueError(f"the structure of params has {description!r:.80}")
+    node, children = description["node"], description.get("children")
+    keys = description.get("keys", []) if node == "dict" else None
+    simple = all(isinstance(key, str | int) and not isinstance(key, bool) for key in keys or ())
+    if (
+        not isinstance(children, list)
+        or (node == "none" and children)
+        or (
+            keys is not None
+            and not (isinstance(keys, list) and simple and len(set(keys)) == len(keys) == len(children))
+        )
+    ):
+        raise ValueError(f"the structure of params has {description!r:.80}")
+    return sum(map(_count, children))
 
 
 def _foreign(description: Any) -> Iterator[str]:

@@ -12,6 +12,9 @@ from shardopt.mesh import num_processes
 
 _AXES = ("replica", "data", "tensor", "pipeline")
 
+_DIGITS = 18
+"""Nobody has so many devices that their number has more; and Python refuses to read thousands."""
+
 
 def start_devices(count: int) -> Sequence[Any]:
     """Start jax and return its devices: accelerators where there are some, else `count` simulated on the CPU.
@@ -79,7 +82,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             problems.append(f"{part.strip()!r}: there is no axis {axis!r}")
         elif axis in sizes:
             problems.append(f"{part.strip()!r}: {axis} is there twice")
-        elif not size.removeprefix("-").isdecimal():
+        elif not size.removeprefix("-").isdecimal() or len(size) > _DIGITS:
             problems.append(f"{part.strip()!r}: the size must be an integer")
         else:
             sizes[axis] = int(size)

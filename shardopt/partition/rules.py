@@ -74,7 +74,7 @@ def check_rules(rules: Any, *, who: str, axes: Iterable[str] = ("tensor",)) -> A
         pattern, spec = rule
         try:
             checked.append((re.compile(pattern), spec))
-        except (re.error, TypeError) as error:
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
             problems.append(f"{pattern!r}: not a regular expression: {error}")
         problems += [f"{pattern!r}: {problem}" for problem in _axis_problems(spec, axes)]
     if problems:
@@ -95,7 +95,9 @@ def _first_match(rules: Any, paths_and_shapes: Sequence[tuple[str, Any]], who: s
 
 def _is_rule(rule: Any) -> bool:
     pair = isinstance(rule, tuple | list) and len(rule) == 2
-    return pair and isinstance(rule[0], str | re.Pattern) and isinstance(rule[1], PartitionSpec)
+    if not pair or not isinstance(rule[1], PartitionSpec):
+        return False
+    return isinstance(rule[0], str) or (isinstance(rule[0], re.Pattern) and isinstance(rule[0].pattern, str))
 
 
 def _axis_problems(spec: PartitionSpec, axes: Iterable[str]) -> list[str]:

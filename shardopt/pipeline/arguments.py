@@ -6,18 +6,36 @@ import numpy as np
 
 from shardopt.core.errors import complaint
 
+_MOST_CELLS = 2**20
+
 
 def check_sizes(who: str, **sizes: Any) -> None:
-    """Refuse sizes that are no positive integers.
+    """Refuse sizes that are no positive integers, and tables that no machine holds.
 
     Raises:
       TypeError: if a size is not an integer.
-      ValueError: if a size is below 1.
+      ValueError: if a size is below 1, or the table too large.
     """
     if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not _is_integer(size)]:
         raise TypeError(complaint(who, f"sizes must be integers, got {', '.join(bad)}."))
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise ValueError(complaint(who, f"sizes must be at least 1, got {', '.join(bad)}."))
+    stages, micro_batches, chunks = (
+        int(sizes.get(name, 0)) for name in ("num_stages", "num_micro_batches", "num_chunks")
+    )
+    check_cells(who, stages, stages + micro_batches * max(chunks, 1))
+
+
+def check_cells(who: str, num_stages: int, num_ticks: int) -> None:
+    """Refuse a table that would fill the memory, before it does.
+
+    Raises:
+      ValueError: if stages times ticks are above 2^20; 256 stages with 1024 micro-batches are below.
+    """
+    if num_stages * num_ticks > _MOST_CELLS:
+        what = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
+        fix = f"keep stages x ticks at {_MOST_CELLS} or below."
+        raise ValueError(complaint(who, what, fix=fix))
 
 
 def check_groups(who: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:

@@ -1,6 +1,6 @@
 """What makes a schedule wrong, every fault at once."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,7 +36,8 @@ def _refuse(who: str, faults: list[str], fix: str) -> None:
 
 
 def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
-    homes = [ticks.stage_of.count(stage) for stage in range(ticks.num_stages)]
+    counts = Counter(ticks.stage_of)
+    homes = [counts[stage] for stage in range(ticks.num_stages)]
     if not homes or min(homes) < 1 or min(homes) != max(homes) or sum(homes) != len(ticks.stage_of):
         yield f"stage_of must name each of {plural(ticks.num_stages, 'stage')} equally often, got {ticks.stage_of}"
     shape = len(ticks.stage_of), len(ticks.forward[0]) if ticks.forward else 0

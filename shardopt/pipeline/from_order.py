@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardopt.core.errors import complaint, plural
-from shardopt.pipeline.from_ticks import from_ticks
+from shardopt.pipeline.from_ticks import from_ticks, integers
 from shardopt.pipeline.schedule import Schedule
 from shardopt.pipeline.text import LETTERS
 from shardopt.pipeline.ticks import source
 
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
-_ACTION = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
+_ACTION = re.compile(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _WORD = re.compile(rf"\.|(?:{_ACTION.pattern})+")
 
 
@@ -39,7 +39,7 @@ def from_order(orders: Sequence[str], *, stage_of: Sequence[int] | None = None, 
       A valid `Schedule`.
 
     Raises:
-      TypeError: if `orders` is not a sequence of strings.
+      TypeError: if `orders` is not a sequence of strings, or `stage_of` not one of integers.
       ValueError: if a word cannot be read, an action is missing or listed twice, `stage_of` does not spread the
         chunks evenly, or stages wait for one another.
 
@@ -60,8 +60,10 @@ def from_order(orders: Sequence[str], *, stage_of: Sequence[int] | None = None, 
     lists = _read(name, orders)
     _check_complete(name, lists)
     chunks = 1 + max(action.chunk for line in lists for action in line)
-    homes = [v % len(orders) for v in range(chunks * len(orders))] if stage_of is None else [*stage_of]
-    if sorted(homes) != sorted([*range(len(orders))] * chunks):
+    homes = [v % len(orders) for v in range(chunks * len(orders))]
+    if stage_of is not None:
+        homes = integers(name, "stage_of", stage_of, 1).tolist()
+    if Counter(homes) != Counter([*range(len(orders))] * chunks):
         what = f"stage_of must name each of {plural(len(orders), 'stage')} once a chunk ({chunks}), got {homes}."
         raise ValueError(complaint(name, what))
     return from_ticks(len(orders), **_as_soon_as_possible(name, lists, homes), stage_of=homes, name=name)
@@ -84,6 +86,11 @@ def _check_complete(who: str, lists: list[list[_Action]]) -> None:
         raise ValueError(complaint(who, f"orders must list something to do, got {plural(len(lists), 'stage')}."))
     micro_batches = 1 + max(action.micro_batch for action in everything)
     chunks = 1 + max(action.chunk for action in everything)
+    if max(micro_batches, chunks) > sum(map(len, lists)):  # as many are missing: they need not all be listed
+        what = (
+            f"orders list {plural(sum(map(len, lists)), 'action')}, too few for {plural(micro_batches, 'micro-batch')}"
+        )
+        raise ValueError(complaint(who, f"{what} in {plural(chunks, 'chunk')}."))
     split = any(action.kind == "weight" for action in everything)
     kinds = [kind for kind in LETTERS if split or kind != "weight"]
     wanted = [_Action(kind, chunk, m) for kind in kinds for chunk in range(chunks) for m in range(micro_batches)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from shardopt.core.errors import complaint
-from shardopt.pipeline.arguments import check_sizes
+from shardopt.pipeline.arguments import check_cells, check_sizes
 from shardopt.pipeline.check import check
 from shardopt.pipeline.schedule import Schedule
 from shardopt.pipeline.slots import color
@@ -37,7 +37,7 @@ def from_ticks(
 
     Raises:
       TypeError: if a table does not consist of integers.
-      ValueError: if `num_stages` is below 1, or for what `Schedule.validate` refuses.
+      ValueError: if `num_stages` is below 1, the table too large, or for what `Schedule.validate` refuses.
 
     Example:
       >>> import shardopt as so
@@ -51,17 +51,21 @@ def from_ticks(
     """
     check_sizes(name, num_stages=num_stages)
     tables = {"forward": forward, "backward": backward, "weight": weight}
-    arrays = {kind: _integers(name, kind, table, 2) for kind, table in tables.items() if table is not None}
+    arrays = {kind: integers(name, kind, table, 2) for kind, table in tables.items() if table is not None}
     homes = np.arange(len(arrays["forward"])) % num_stages
     if stage_of is not None:
-        homes = _integers(name, "stage_of", stage_of, 1)
+        homes = integers(name, "stage_of", stage_of, 1)
+    check_cells(
+        name, int(num_stages), max((1 + int(array.max()) for array in arrays.values() if array.size), default=0)
+    )
     whole = {kind: as_table(array) for kind, array in arrays.items()}
     ticks = Ticks(int(num_stages), tuple(homes.tolist()), **whole)
     check(name, ticks)
     return Schedule(name, ticks, color(ticks))
 
 
-def _integers(who: str, what: str, values: Any, ndim: int) -> np.ndarray:
+def integers(who: str, what: str, values: Any, ndim: int) -> np.ndarray:
+    """Return an array of integers with so many dims, or raise TypeError."""
     try:
         array = np.asarray(values)
     except ValueError:  # ragged

@@ -67,8 +67,10 @@ def lifetimes(ticks: Ticks) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def _color_ring(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
     slots = np.full(first.shape, -1)
-    for stage in range(ticks.num_stages):
-        mine = np.argwhere((np.asarray(ticks.stage_of) == stage)[:, None] & (last >= first))
+    kept = np.argwhere(last >= first)
+    stages = np.asarray(ticks.stage_of)[kept[:, 0]]
+    order = np.argsort(stages, kind="stable")
+    for mine in np.split(kept[order], np.flatnonzero(np.diff(stages[order])) + 1):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (last tick, slot), soonest first
         for start, end, v, m in sorted((int(first[v, m]), int(last[v, m]), v, m) for v, m in mine):

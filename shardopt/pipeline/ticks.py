@@ -48,7 +48,12 @@ class Ticks(NamedTuple):
     @property
     def chunk_of(self) -> tuple[int, ...]:
         """[V]: where each virtual stage stands among those of its stage, counted from 0."""
-        return tuple(self.stage_of[:v].count(stage) for v, stage in enumerate(self.stage_of))
+        seen: dict[int, int] = {}
+        chunks = []
+        for stage in self.stage_of:
+            chunks.append(seen.get(stage, 0))
+            seen[stage] = chunks[-1] + 1
+        return tuple(chunks)
 
     @property
     def passes(self) -> dict[str, np.ndarray]:
