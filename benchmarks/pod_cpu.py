@@ -71,13 +71,13 @@ def memory_rows(only):
     for shape, layouts in ((SHAPE, LAYOUTS), (HELD_OUT_SHAPE, HELD_OUT)):
         work = workload(shape)
         for layout, batch_size in layouts:
-            if only not in str(layout):
+            if only not in (name := f"{shape.name}: {layout}, {batch_size} rows"):
                 continue
             program = lowered(shape, layout, batch_size).compile()
             told = predict(work, layout, hardware=_cpu(1e10, 1e10), batch_size=batch_size, tx=TX)
             found, flops = memory(program), inner_product_flops(program)
             yield {
-                "name": f"{shape.name}: {layout}, {batch_size} rows",
+                "name": name,
                 "held_out": shape is HELD_OUT_SHAPE,
                 "predicted_bytes": told.memory.total,
                 "compiled_bytes": found.peak,

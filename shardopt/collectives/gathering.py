@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives.per_device import shard_by_shard
+from shardopt.collectives.steps import steps_over
 
 
 def gather(
@@ -61,7 +62,9 @@ def scatter_sum(
     """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
 
     def scatter(x, axis, dim):
-        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        for groups in reversed(steps_over(axis)):
+            x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        return x
 
     return _where_split(scatter, leaves, dims, specs, axis)
 
@@ -88,7 +91,8 @@ def _where_split(
 
 def _all_gather(x: Any, axis: str, dim: int) -> Any:
     """Gather half-precision floats as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
-    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2):
-        return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
-    bits = jax.lax.all_gather(jax.lax.bitcast_convert_type(x, jnp.uint16), axis, axis=dim, tiled=True)
-    return jax.lax.bitcast_convert_type(bits, x.dtype)
+    as_bits = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    moved = jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
+    for groups in steps_over(axis):
+        moved = jax.lax.all_gather(moved, axis, axis=dim, axis_index_groups=groups, tiled=True)
+    return jax.lax.bitcast_convert_type(moved, x.dtype) if as_bits else moved

@@ -13,9 +13,7 @@ def seconds(transfer: Transfer, candidate: Candidate, hardware: Hardware, *, sli
     Devices are laid out as `so.make_mesh` does it: tensor neighbours adjacent, pipeline next, data outside it, replica
     outermost. A group within one pod or node uses its links; a group spread over several first works within each, on
     k members, then across them, each member its k-th of the buffer over the network. On a torus a mesh axis of n of C
-    chips has about D log n / log C of the D torus axes to itself, at least one. A gather or scatter over all chips of
-    a torus of three axes takes as long as an all-reduce, which XLA:TPU makes of it (seen for 4x4x4, 4x4x8 and 8x8x8; over
-    half of the chips it stays a gather).
+    chips has about D log n / log C of the D torus axes to itself, at least one.
 
     Args:
       transfer: what travels.
@@ -34,7 +32,7 @@ def seconds(transfer: Transfer, candidate: Candidate, hardware: Hardware, *, sli
     total = transfer.bytes * transfer.calls
     if transfer.kind == "collective-permute":
         return total / (hardware.network_bandwidth if far > 1 else link)
-    rounds = 2 if transfer.kind == "all-reduce" or _is_whole_torus(near, domain, hardware) else 1
+    rounds = 2 if transfer.kind == "all-reduce" else 1
     within = rounds * (near - 1) / near * total / link
     return within + rounds * (far - 1) / far * total / near / hardware.network_bandwidth
 
@@ -44,7 +42,3 @@ def rings(size: int, chips: int, hardware: Hardware) -> int:
     if hardware.torus_dims == 0 or size == 1 or chips == 1:
         return 1
     return max(1, round(hardware.torus_dims * math.log(size) / math.log(chips)))
-
-
-def _is_whole_torus(size: int, chips: int, hardware: Hardware) -> bool:
-    return hardware.torus_dims == 3 and size == chips and chips >= 64

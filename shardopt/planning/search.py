@@ -131,8 +131,8 @@ def plan(
         chips=chips,
         batch_size=batch_size,
         slices=slices,
-        # a copy a slice; on a torus of three axes two, as XLA:TPU then gathers over half of the chips, see `links`
-        replicas=sorted({1, slices, *([2 * slices] if chip.torus_dims == 3 else [])}),
+        # a copy a slice
+        replicas=sorted({1, slices}),
         placements=placements,
         schedules=schedules,
         remat=remat,

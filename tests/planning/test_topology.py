@@ -145,7 +145,7 @@ def test_make_must_return_a_strategy():
 
 @pytest.mark.slow
 def test_what_a_gather_becomes_on_a_torus_of_three_axes():
-    """The compiler's own choice, as `planning.links` counts on it: whole torus an all-reduce, half of it a gather."""
+    """The compiler's own choice, why `collectives.steps` goes in two steps: whole torus an all-reduce, half a gather."""
     import jax
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
