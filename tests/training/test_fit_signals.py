@@ -1,9 +1,12 @@
 import os
+import random
 import signal
 import threading
+import time
 
 import pytest
 
+from shardopt.checkpoint import Checkpoints
 from shardopt.training import EarlyStopping, fit
 from shardopt.training.signals import catch_signals
 
@@ -133,3 +136,30 @@ def test_other_threads_train_without_signals(opt, new_state, batches):
     thread.start()
     thread.join()
     assert results[0].stopped == "completed"
+
+
+@pytest.mark.parametrize("draw", [0, 1, *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(2, 10))])
+def test_sigterm_at_any_moment_costs_nothing_but_time(opt, new_state, batches, same, tmp_path, draw):
+    """Told to end three times, wherever it is: in a step, an evaluation or a save. Each time it goes on from there."""
+    rng = random.Random(draw)
+
+    def slowly(*, until):
+        timer = threading.Timer(until, os.kill, (os.getpid(), signal.SIGTERM))
+        for drawn, batch in enumerate(batches):
+            if drawn == 0:
+                timer.start()
+            time.sleep(0.005)
+            yield batch
+        timer.join()  # a run is never over before it is told to end
+
+    unbroken = fit(opt, new_state(), batches, num_steps=40, progress=False)
+    ends = []
+    for attempt in range(4):
+        data = batches if attempt == 3 else slowly(until=rng.uniform(0, 0.15))
+        with Checkpoints(tmp_path, every=4, keep=2) as checkpoints:
+            result = fit(opt, new_state(), iter(data), num_steps=40, checkpoints=checkpoints, progress=False)
+            assert checkpoints.latest() == result.step
+        ends.append(result.stopped)
+    assert ends[-1] == "completed"
+    assert "sigterm" in ends
+    assert same(result.state, unbroken.state)

@@ -1,7 +1,9 @@
 import json
 import math
+import os
 import re
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +140,29 @@ def test_importing_needs_neither_rich_nor_tensorboard():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_a_file_deleted_under_the_run_is_made_anew(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    log = jsonl(path)
+    log(1, {"loss": 1.0})
+    path.unlink()
+    path.parent.rmdir()
+    log(2, {"loss": 0.5})
+    log(3, {"loss": 0.25})
+    log.close()
+    assert [line["step"] for line in lines(path)] == [2, 3]
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = jsonl(path)
+    log(1, {"loss": 1.0})
+    with log._file, Path("/dev/full").open("wb", buffering=0) as full:
+        os.dup2(full.fileno(), log._file.fileno())
+        log._in_place = lambda file: True
+        with pytest.raises(OSError, match="No space left") as caught:
+            log(2, {"loss": 0.5})
+    assert str(caught.value) == f"[Errno 28] No space left on device: '{path}'"
+    log.close()
+    assert [line["step"] for line in lines(path)] == [1]

@@ -1,0 +1,187 @@
+"""Reading a checkpoint or a blob runs no code: no pickle is written, none is read, and one that is put there stays shut."""
+
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardopt
+from shardopt.checkpoint import from_bytes, restore, save, to_bytes
+from shardopt.checkpoint.manifest import digest, file_sizes, write_manifest
+
+PACKAGE = Path(shardopt.__file__).parent
+RUNS_CODE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "copyreg", "code"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+class Payload:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def uses(tree):
+    """Yield (line, what) for all in a module that could run what it reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in RUNS_CODE)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in RUNS_CODE:
+            yield node.lineno, node.module
+        if isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else None
+            if name in CALLS:
+                yield node.lineno, name
+            for keyword in node.keywords:
+                if keyword.arg == "allow_pickle" and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
+                    yield node.lineno, "allow_pickle"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import pickle", "pickle"),
+        ("def f():\n    from dill import loads", "dill"),
+        ("np.load(x, allow_pickle=True)", "allow_pickle"),
+        ("eval(x)", "eval"),
+        ("import json", None),
+        ("re.compile(x); ast.literal_eval(x)", None),
+    ],
+)
+def test_the_search_finds_what_it_looks_for(text, found):
+    assert [what for _, what in uses(ast.parse(text))] == ([found] if found else [])
+
+
+def test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads():
+    """Ray pickles what it carries between its processes; that is Ray's, and nothing of it is ever read from a file."""
+    modules = sorted(PACKAGE.rglob("*.py"))
+    assert len(modules) > 100
+    found = {
+        str(path.relative_to(PACKAGE)): list(uses(ast.parse(path.read_text(), filename=str(path)))) for path in modules
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+PROGRAM = """
+import sys, tempfile
+
+armed, seen = [], []
+
+def watch(event, arguments):
+    # Told by the interpreter itself, of the C code too; find_class is what every pickle that could do harm must ask for.
+    if armed and event in ("pickle.find_class", "marshal.loads", "marshal.load", "marshal.dumps", "exec", "os.system"):
+        seen.append((event, str(arguments)[:200]))
+
+sys.addaudithook(watch)
+import pickle
+import jax, jax.numpy as jnp, optax, shardopt as so
+if sys.argv[1] == "control":
+    class Thing: pass
+    data = pickle.dumps(Thing())
+    armed.append(True)
+    pickle.loads(data)
+    print(seen)
+    sys.exit()
+
+opt = so.fsdp(optax.adam(0.1), so.make_mesh(), lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
+state = opt.init({"w": jnp.ones((64, 32))})
+
+def everything():
+    folder = tempfile.mkdtemp()
+    so.save(folder, state, step=1)
+    so.restore(folder, opt)
+    with so.Checkpoints(folder, every=1, keep=2) as checkpoints:
+        checkpoints.save(state, step=2, metrics={"loss": 1.0}, extra={"position": [1, 2]})
+        checkpoints.wait()
+        checkpoints.restore(opt)
+    return so.from_bytes(opt, so.to_bytes(opt, state))
+
+def refuse(*_, **__):
+    raise AssertionError("something is pickled")
+
+everything()  # what is imported and compiled on the way is
+for name in ("dump", "dumps", "Pickler", "_Pickler", "load", "loads", "Unpickler", "_Unpickler"):
+    setattr(pickle, name, refuse)
+armed.append(True)
+everything()
+print(seen)
+"""
+
+
+@pytest.mark.parametrize("mode", ["control", "checkpoints"])
+def test_nothing_is_pickled_or_unpickled_on_the_way(mode):
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    seen = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    assert [event for event, _ in seen] == (["pickle.find_class"] if mode == "control" else []), seen
+
+
+def test_the_payload_works(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "run")))
+    assert (tmp_path / "run").is_dir()
+
+
+def test_a_pickle_in_place_of_any_file_is_never_opened(tmp_path, trained):
+    """Not even where whoever put it there has made the manifest fit."""
+    opt, state = trained
+    step = save(tmp_path / "run", state())
+    payload = pickle.dumps(Payload(tmp_path / "ran"))
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    assert len(files) > 8
+    for path in files:
+        whole = path.read_bytes(), (step / "MANIFEST.json").read_bytes()
+        path.write_bytes(payload)
+        if path.name != "MANIFEST.json":
+            write_manifest(step, {name: digest(step / name) for name in file_sizes(step)})
+        with contextlib.suppress(Exception):  # orbax has errors of many kinds, and some files it does not read
+            restore(tmp_path / "run", opt)
+        assert not (tmp_path / "ran").exists(), path
+        path.write_bytes(whole[0])
+        (step / "MANIFEST.json").write_bytes(whole[1])
+    restore(tmp_path / "run", opt)  # all of it is back
+
+
+def test_a_pickle_in_place_of_any_part_of_a_blob_is_never_opened(tmp_path, trained):
+    opt, state = trained
+    packed = to_bytes(opt, state())
+    payload = pickle.dumps(Payload(tmp_path / "ran"))
+    length = struct.unpack("<Q", packed[16:24])[0]
+
+    def sealed(header, rest):
+        prelude = struct.pack("<8sIIQQ", b"shardopt", 1, 0, len(header), 64 + len(header) + len(rest))
+        body = prelude + header + rest
+        return body + hashlib.sha256(body).digest()
+
+    header = json.loads(packed[32 : 32 + length])
+    header["state"]["extra"] = {"batches": payload.decode("latin-1")}
+    rest = packed[32 + length : -32]
+    offers = [
+        payload,
+        packed[:8] + payload,
+        sealed(payload, rest),
+        sealed(packed[32 : 32 + length], payload.ljust(len(rest), b"\0")),
+        sealed(json.dumps(header).encode(), rest),
+    ]
+    said = []
+    for data in offers:
+        try:
+            from_bytes(opt, data)
+            said.append("taken")
+        except shardopt.CheckpointError as error:
+            said.append(str(error).split(" ")[0])
+        assert not (tmp_path / "ran").exists()
+    assert said == ["from_bytes:"] * 3 + ["taken"] * 2  # as numbers, and as a text beside them

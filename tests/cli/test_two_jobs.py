@@ -1,0 +1,29 @@
+"""Two `shardopt train` with one run folder: the second is refused, and has changed nothing of the first's."""
+
+import shardopt as so
+from shardopt.cli import main
+
+
+def test_a_second_run_leaves_the_options_of_the_first_alone(tiny, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text("the first's")
+    with so.Checkpoints(folder / "checkpoints", every=1, keep=1):
+        assert main([*tiny, "--steps", "2", "--mesh", "data=8", "--run-dir", str(folder)]) == 2
+    assert f"error: Checkpoints: {folder}/checkpoints is already being written to by this very process" in (
+        capsys.readouterr().err
+    )
+    assert (folder / "config.json").read_text() == "the first's"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.json"]
+
+
+def test_options_that_were_deleted_under_the_run_are_written_again(tmp_path):
+    from shardopt.cli.options import Run, TrainOptions
+    from shardopt.cli.run_folder import keep_options, read_options
+
+    options = TrainOptions(run=Run(run_dir=tmp_path / "run"))
+    keep_options(options, 7)
+    assert read_options(tmp_path / "run").model == options.model
+    (tmp_path / "run" / "config.json").write_text("kept as it is")
+    keep_options(options, 7)
+    assert (tmp_path / "run" / "config.json").read_text() == "kept as it is"
