@@ -106,7 +106,11 @@ def summary(results):
                     f"{within} of {len(ratios)} within {limit:.0%}"
                 )
     if rows := results.get("ranking"):
-        lines.append(f"ranking: Spearman {rows[-1].get('spearman', float('nan')):.3f} over {len(rows)} layouts")
+        last = rows[-1]
+        lines.append(
+            f"ranking: Spearman {last['spearman']:.3f}, of cpu seconds {last.get('spearman_of_cpu_seconds', float('nan')):.3f}, "
+            f"over {len(rows)} layouts"
+        )
     for row in results.get("published", []):
         lines.append(
             f"published: {row['name']}: MFU predicted {row['predicted']:.1%}, published {row['published']:.1%}"
