@@ -1,0 +1,227 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1. First steps
+#
+# You know optax: a loss, some parameters, an optimizer, a loop. Here that loop moves from one device to eight.
+#
+# **The one idea: more devices, the same numbers.** You choose where things live, and training takes the steps that it
+# took before.
+#
+# No accelerator is needed. We ask jax for eight simulated devices on the CPU, which behave like real ones in all but
+# speed. Where you have real ones, leave out the two lines with `jax.config`.
+
+# %%
+# %matplotlib inline
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import shardopt as so
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100})
+print(len(jax.devices()), "devices")
+
+# %% [markdown]
+# ## A problem
+#
+# Two spirals wind around each other. A small network shall tell on which of them a point lies.
+
+
+# %%
+def spirals(num_points):
+    """Return points x [n, 2] on two spirals, and on which of them each is, y [n]."""
+    draw = np.random.default_rng(0)
+    arm = np.arange(num_points) % 2
+    radius = np.sqrt(draw.uniform(0.02, 1, num_points))
+    angle = 3 * np.pi * radius + np.pi * arm
+    x = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    x += draw.normal(scale=0.015, size=x.shape)
+    return {"x": x.astype(np.float32), "y": arm.astype(np.float32)}
+
+
+def init_fn(rng):
+    """Draw the parameters."""
+    sizes = [(2, 128), (128, 128), (128, 1)]
+    keys = jax.random.split(rng, len(sizes))
+    return [
+        {"w": jax.random.normal(key, size) * (2 / size[0]) ** 0.5, "b": jnp.zeros(size[1])}
+        for key, size in zip(keys, sizes, strict=True)
+    ]
+
+
+def logits(params, x):
+    """Return a number a point: positive for the second spiral."""
+    *hidden, last = params
+    for layer in hidden:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return (x @ last["w"] + last["b"])[:, 0]
+
+
+def loss_fn(params, batch):
+    """Return the mean over the points of a batch."""
+    return jnp.mean(optax.losses.sigmoid_binary_cross_entropy(logits(params, batch["x"]), batch["y"]))
+
+
+batch = spirals(512)
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3))
+num_steps = 200
+
+# %% [markdown]
+# ## One device, as you know it
+
+
+# %%
+@jax.jit
+def plain_step(params, opt_state, batch):
+    """Take one step with optax alone."""
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+params = init_fn(jax.random.key(0))
+opt_state = tx.init(params)
+plain = []
+for _ in range(num_steps):
+    params, opt_state, loss = plain_step(params, opt_state, batch)
+    plain.append(float(loss))
+print(f"loss {plain[0]:.3f} -> {plain[-1]:.4f}")
+
+# %% [markdown]
+# ## Eight devices
+#
+# Three things change.
+#
+# 1. A **mesh** gives the devices an order and names. `data=8` says: eight devices that share the rows of a batch.
+# 2. A **strategy** takes your optimizer, the mesh and your loss. `so.fsdp` splits parameters and optimizer state, so
+#    that each device holds an eighth.
+# 3. `opt.init` and `opt.step` take the place of `tx.init` and of the step above.
+#
+# You still pass the whole batch. Each device gets its share of the rows.
+
+# %%
+mesh = so.make_mesh(data=8)
+opt = so.fsdp(tx, mesh, loss_fn)
+state = opt.init(init_fn, jax.random.key(0))
+
+fsdp = []
+for _ in range(num_steps):
+    state, metrics = opt.step(state, batch)
+    fsdp.append(float(metrics["loss"]))
+print(f"loss {fsdp[0]:.3f} -> {fsdp[-1]:.4f}")
+
+# %% [markdown]
+# ## Where are the parameters now?
+#
+# The large matrix is cut into eight strips, one a device. It was so from the beginning: `init` made it in strips, and
+# it was never whole anywhere.
+
+# %%
+w = state.params[1]["w"]
+print(w.shape, w.sharding.spec, "- on each device", w.addressable_shards[0].data.shape)
+jax.debug.visualize_array_sharding(w)
+
+# %% [markdown]
+# Small leaves stay whole, as cutting them would save next to nothing. The report says so for every leaf.
+
+# %%
+print(opt.config.report())
+
+# %% [markdown]
+# ## Another strategy is another word
+#
+# `so.ddp` keeps a whole copy on each device. `so.zero` splits the optimizer state and leaves the parameters whole. Let
+# us train with these two as well, and look at what the first device holds in the end.
+
+
+# %%
+def held(state):
+    """Return the bytes on the first device: (parameters, optimizer state)."""
+    trees = (state.params, state.opt_state)
+    return [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)) for tree in trees]
+
+
+def train(opt):
+    """Return the losses, and what the first device holds."""
+    state, losses = opt.init(init_fn, jax.random.key(0)), []
+    for _ in range(num_steps):
+        state, metrics = opt.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, held(state)
+
+
+found = {
+    "so.ddp": train(so.ddp(tx, mesh, loss_fn)),
+    "so.zero": train(so.zero(tx, mesh, loss_fn)),
+    "so.fsdp": (fsdp, held(state)),
+}
+
+# %%
+figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+left.plot(plain, color="0.75", linewidth=6, label="optax, one device")
+for (name, (losses, _)), style in zip(found.items(), ["-", "--", ":"], strict=True):
+    left.plot(losses, style, linewidth=1.8, label=name)
+    middle.semilogy(np.abs(np.array(losses) - plain) + 1e-9, style, linewidth=1.2, label=name)
+left.set(title="loss", xlabel="step")
+left.legend(frameon=False)
+middle.semilogy(plain, color="0.75", linewidth=6)
+middle.annotate("the loss itself", (100, 0.5), color="0.45")
+middle.set(title="distance to one device", xlabel="step", ylim=(1e-9, 2))
+middle.legend(frameon=False, loc="center right")
+
+kilobytes = np.array([bytes_held for _, bytes_held in found.values()]) / 1000
+right.bar(list(found), kilobytes[:, 0], color="#33608c", label="parameters")
+right.bar(list(found), kilobytes[:, 1], bottom=kilobytes[:, 0], color="#b3882f", label="optimizer state")
+right.set(title="held by a device", ylabel="kB")
+right.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# On the left four curves lie on one another. The middle shows by how little they differ: sums over eight devices are
+# rounded in another order than sums on one. On the right is what you bought. The memory is another, the training is
+# the same.
+#
+# This holds for every optax optimizer, the clipping by the global norm above included. Your optimizer sees all
+# gradients, as if they were on one device. Let us be strict about it:
+
+# %%
+for name, (losses, bytes_held) in found.items():
+    worst = np.max(np.abs(np.array(losses) - plain))
+    print(f"{name:8} at most {worst:.1e} from one device, {sum(bytes_held):7,} bytes a device")
+    assert worst < 1e-3
+assert sum(found["so.fsdp"][1]) < sum(found["so.zero"][1]) < sum(found["so.ddp"][1])
+
+# %% [markdown]
+# ## And it has learned something
+
+# %%
+grid = np.stack(np.meshgrid(*[np.linspace(-1.1, 1.1, 150, dtype=np.float32)] * 2), axis=-1)
+chance = jax.nn.sigmoid(logits(state.params, grid.reshape(-1, 2))).reshape(150, 150)
+
+figure, axes = plt.subplots(figsize=(4.2, 4), layout="constrained")
+axes.imshow(chance, extent=(-1.1, 1.1, -1.1, 1.1), origin="lower", cmap="RdBu", alpha=0.5, vmin=0, vmax=1)
+axes.scatter(*batch["x"].T, c=batch["y"], cmap="RdBu", s=8, edgecolor="0.3", linewidth=0.3)
+axes.set(title="trained on eight devices", xticks=[], yticks=[])
+plt.show()
+
+right_ones = np.mean((np.asarray(logits(state.params, batch["x"])) > 0) == batch["y"])
+print(f"{right_ones:.1%} of the points are told right")
+assert right_ones > 0.95
+
+# %% [markdown]
+# Sharded parameters are ordinary jax arrays. You can call your functions on them, as we just did.
+#
+# **Next**: [2. Placements](2_placements.ipynb) shows where each leaf lives, and what has to be sent for it.

@@ -1,0 +1,248 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5. Training without barriers
+#
+# In one program all devices wait for the slowest, at every step. If a worker stalls now and then (a full disk, a busy
+# network, a neighbour on the same machine), everybody pays.
+#
+# **The one idea: let workers run ahead of one another, up to a bound, and write down what happened.** The bound keeps
+# learning sound. The log makes the run repeatable, bit for bit.
+
+# %%
+# %matplotlib inline
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import shardopt as so
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100})
+server = so.parameter_server
+
+# %% [markdown]
+# ## A problem, and workers that stall
+#
+# Each worker has batches of its own: `batches_of(worker)` gives them. Ours come from a slow disk. Most take 20 ms, and
+# one in ten takes 120 ms.
+
+# %%
+sizes = [(8, 32), (32, 1)]
+
+
+def init_fn(rng):
+    """Draw the parameters."""
+    keys = jax.random.split(rng, len(sizes))
+    return [jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, sizes, strict=True)]
+
+
+def apply(params, x):
+    """Return what a small network answers."""
+    up, down = params
+    return jnp.tanh(x @ up) @ down
+
+
+def loss_fn(params, batch):
+    """Return the mean squared error."""
+    return jnp.mean((apply(params, batch["x"]) - batch["y"]) ** 2)
+
+
+teacher = init_fn(jax.random.key(1))
+params = init_fn(jax.random.key(0))
+
+
+def batches_of(worker, seconds=0.0, stall=0.0):
+    """Yield the batches of a worker, with a pause before each."""
+    draw, pause = np.random.default_rng(worker), np.random.default_rng(100 + worker)
+    while True:
+        time.sleep(stall if pause.random() < 0.1 else seconds)
+        x = draw.normal(size=(32, 8)).astype(np.float32)
+        yield {"x": x, "y": np.asarray(apply(teacher, x))}
+
+
+def from_a_slow_disk(worker):
+    """Yield the same batches, late."""
+    return batches_of(worker, seconds=0.02, stall=0.12)
+
+
+# %% [markdown]
+# ## Everybody waits
+#
+# With `max_staleness=0` the gradients of all four are averaged and applied once, as `so.ddp` does. A stall of one stops
+# all. Blue computes, grey fetches data, amber waits for others. (Blue is so short here that you hardly see it. We leave
+# out the beginning, when everything is compiled.)
+
+
+# %%
+def settled(log, skip=5):
+    """Return the log with times counted from when every worker had made a few steps."""
+    start = max(event.time for event in log if event.kind == "push" and event.clock < skip)
+    before = max(event.version for event in log if event.time <= start)
+    return [event._replace(time=max(event.time - start, 0.0), version=max(event.version - before, 0)) for event in log]
+
+
+def run(max_staleness, num_updates):
+    """Train for real, on four threads with a device each."""
+    opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=4, max_staleness=max_staleness)
+    return opt.run(params, from_a_slow_disk, num_updates=num_updates)
+
+
+waiting = run(max_staleness=0, num_updates=50)
+server.plot_timeline(settled(waiting.log), until=1.5)
+
+# %% [markdown]
+# ## Hardly anybody waits
+#
+# Now a worker may be up to eight steps ahead of the slowest. Each gradient is applied as it comes. A stall stops the
+# worker that has it, and nobody else. Amber comes back only where others have run up against the bound.
+
+# %%
+ahead = run(max_staleness=8, num_updates=200)
+server.plot_timeline(settled(ahead.log), until=1.5)
+
+# %%
+for name, result in {"max_staleness=0": waiting, "max_staleness=8": ahead}.items():
+    total = sum(result.metrics["wait_seconds"].values())
+    print(f"{name}: {result.metrics['pushes']} gradients, workers waited {total:.1f} s in all,", end=" ")
+    print(f"steps ahead: {result.metrics['staleness']}")
+    assert result.metrics["stopped"] == "completed"
+assert set(waiting.metrics["staleness"]) == {0}
+assert max(ahead.metrics["staleness"]) <= 8
+
+# %% [markdown]
+# ## Replay
+#
+# Threads never run twice in the same order, so no two such runs are alike. How would you look into one that went wrong?
+# By its log. It has every pull and every push, in order:
+
+# %%
+for event in list(ahead.log)[4:10]:
+    print(event)
+
+# %% [markdown]
+# `replay` does it all again on one thread, gradient by gradient. The result is not close to that of the run. It is the
+# same, bit for bit.
+
+# %%
+path = Path(tempfile.mkdtemp()) / "run.jsonl"
+ahead.log.save(path)
+log = server.Log.load(path)
+
+again = server.replay(log, optax.sgd(0.1), loss_fn, params, batches_of)
+same = [bool((one == other).all()) for one, other in zip(again, ahead.params, strict=True)]
+print("equal bit for bit:", same)
+assert all(same)
+
+# %% [markdown]
+# The replay did not need the slow disk: when things happened is in the log. It did need the same data. With other data
+# it says so:
+
+# %%
+try:
+    server.replay(log, optax.sgd(0.1), loss_fn, params, lambda worker: batches_of(worker + 1))
+except ValueError as error:
+    print(error)
+else:
+    raise AssertionError("other data went unnoticed")
+
+# %% [markdown]
+# ## What does being late cost?
+#
+# A gradient that comes late was computed for parameters that have moved on. To see what that costs, and what waiting
+# costs, we use the simulator. It is the same server in virtual time: eight workers, steps of a second, one in ten with
+# a stall of ten seconds. The mathematics is real.
+#
+# To be fair, the averaged run gets eight times the learning rate: one update of eight gradients weighs as much as eight
+# updates of one.
+
+# %%
+step_seconds = server.durations.with_stalls(server.durations.lognormal(1.0, 0.2), probability=0.1, seconds=10.0)
+workers = [server.SimulatedWorker(step_seconds=step_seconds)] * 8
+work = {"loss_fn": loss_fn, "params": params, "batches_of": batches_of}
+simulated = {
+    "max_staleness=0": server.simulate(workers, max_staleness=0, num_updates=120, tx=optax.sgd(0.16), **work),
+    "max_staleness=4": server.simulate(workers, max_staleness=4, num_updates=960, tx=optax.sgd(0.02), **work),
+    "no bound": server.simulate(workers, max_staleness=None, num_updates=960, tx=optax.sgd(0.02), **work),
+}
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
+colors = ["black", "#33608c", "#b3882f"]
+for (name, result), color in zip(simulated.items(), colors, strict=True):
+    losses = result.metrics["history"]["loss"]
+    gradients = np.arange(1, 961, 960 // len(losses))
+    seconds = {event.version: event.time for event in reversed(list(result.log)) if event.kind == "push"}
+    times = np.array([seconds[version] for version in range(1, len(losses) + 1)])
+    width = len(losses) // 20  # each point is the mean of a twentieth of the run
+    mean = np.convolve(losses, np.ones(width) / width, "valid")
+    left.semilogy(gradients[width - 1 :], mean, color=color, label=name)
+    right.semilogy(times[width - 1 :], mean, color=color, label=name)
+    print(f"{name:16} {result.metrics['seconds']:5.0f} virtual seconds, loss {mean[-1]:.3f}")
+left.set(title="over gradients: what being late costs", xlabel="gradients", ylabel="loss")
+right.set(title="over time: what waiting costs", xlabel="virtual seconds")
+for axes in (left, right):
+    axes.set_yticks([0.02, 0.05, 0.1, 0.2, 0.5], ["0.02", "0.05", "0.1", "0.2", "0.5"])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+plt.show()
+
+finals = [
+    np.mean(result.metrics["history"]["loss"][-len(result.metrics["history"]["loss"]) // 20 :])
+    for result in simulated.values()
+]
+assert max(finals) < 1.1 * min(finals)
+seconds = [result.metrics["seconds"] for result in simulated.values()]
+assert seconds[0] > 1.5 * seconds[1] > 1.5 * seconds[2]
+
+# %% [markdown]
+# On the left: gradient by gradient all learn about as well. On the right: who does not wait is done much sooner.
+#
+# ## When a bound does not help
+#
+# One worker is always four times slower. The others run ahead until they reach the bound, here four steps. Then they
+# are as slow as the slowest, for ever.
+
+# %%
+uneven = [server.SimulatedWorker()] * 3 + [server.SimulatedWorker(step_seconds=4.0)]
+server.plot_timeline(server.simulate(uneven, max_staleness=4, until=40.0).log)
+
+# %% [markdown]
+# So a bound helps against stalls that pass. Against a worker that is always slow only leaving it behind helps
+# (`max_staleness=None`), or giving it less to do (`so.async_local_sgd`).
+
+# %%
+bounds = [0, 1, 2, 4, 8, 16, 32]
+cases = {"stalls that pass": workers[:4], "one always four times slower": uneven}
+figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+for (name, group), style in zip(cases.items(), ["o-", "s-"], strict=True):
+    free = server.simulate(group, max_staleness=None, until=2000.0).metrics["pushes_per_second"]
+    rates = [server.simulate(group, max_staleness=s, until=2000.0).metrics["pushes_per_second"] for s in bounds]
+    shares = 100 * np.array(rates) / free
+    axes.plot(range(len(bounds)), shares, style, label=name)
+    print(f"{name:30}", " ".join(f"{share:3.0f}%" for share in shares))
+    assert (shares[4] > 80) == (name == "stalls that pass")
+axes.set_xticks(range(len(bounds)), bounds)
+axes.set(xlabel="max_staleness", ylabel="% of the speed without a bound", ylim=(0, 105))
+axes.legend(frameon=False, loc="center right")
+plt.show()
+
+# %% [markdown]
+# Workers may also be processes that join, leave or are killed: `backend="ray"`. The log and its replay stay the same.
+#
+# **Next**: [6. Planning a pod](6_planning_a_pod.ipynb), before you rent one.
