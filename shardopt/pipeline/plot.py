@@ -16,6 +16,7 @@ _INK, _IDLE = "#22272e", "#eceef2"
 _HALF = 0.43  # of a box's height, in stages
 _PALEST = 0.65  # how far the last chunk's colour is on its way to white
 _UNIT = 0.27  # inches that a pass takes, unless the picture becomes too wide or too narrow
+_CHUNK = 0.18  # where it works on a part of the stage, and takes a part of the time
 _LEGIBLE = 4  # points; smaller numbers are left out
 _WIDTHS = 6.5, 60.0
 
@@ -25,7 +26,7 @@ def plot(ticks: Ticks, heading: tuple[str, str], path: str | os.PathLike[str] | 
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
     starts = np.concatenate([[0], np.cumsum(tick_costs(ticks))])
-    width = float(np.clip(_UNIT * starts[-1], *_WIDTHS))
+    width = float(np.clip((_UNIT if ticks.num_chunks == 1 else _CHUNK) * starts[-1], *_WIDTHS))
     figure = Figure(figsize=(width + 0.9, 0.36 * ticks.num_stages + 1.4), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     _draw_ticks(axes, ticks, starts)

@@ -59,6 +59,12 @@ def test_a_path_gets_a_png(tmp_path):
     assert width > 2 * height > 200
 
 
+def test_passes_of_chunks_are_drawn_shorter_and_still_numbered():
+    whole, chunks = (schedules.interleaved(4, 8, count).plot() for count in (1, 2))
+    assert chunks.get_figwidth() < 12 < 2 * whole.get_figwidth()  # a page wide, not two
+    assert len(labels(chunks)) == 2 * len(labels(whole))
+
+
 def test_chunks_become_paler_and_numbers_too_small_to_read_are_left_out():
     figure = schedules.interleaved(2, 4, 3).plot()
     blues = {tuple(c.get_facecolor()[0]) for c in figure.axes[0].collections if c.get_zorder() == 2}
