@@ -13,7 +13,7 @@ import jax
 
 from shardopt.checkpoint import store
 from shardopt.checkpoint.agree import from_first, raise_together
-from shardopt.checkpoint.claim import Claim, lost, make_ready, take, take_anew
+from shardopt.checkpoint.claim import Claim, is_of_deletion, lost, make_ready, take, take_anew, until_deleted
 from shardopt.checkpoint.restoring import load
 from shardopt.checkpoint.rotation import best_step, rotate
 from shardopt.checkpoint.saving import check_step
@@ -132,10 +132,9 @@ class Checkpoints:
         """
         number = check_step(_WHO, step, state)
         failure = self._settled()
-        if from_first(lambda: self._found_again(number)):
+        if from_first(lambda: until_deleted(lambda: self._made_ready(number))):
             failure = None  # what was being written went with the folder
-        raise_together(failure)
-        from_first(lambda: make_ready(_WHO, self.directory, number))
+        raise_together(failure, unless=is_of_deletion)
         finish = start(_WHO, self._writer, self.directory, state, self._ours, step=number, metrics=metrics, extra=extra)
         self._pending = self._thread.submit(self._finish, finish, number)
 
@@ -212,15 +211,17 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         return None if pending is None else pending.exception()
 
-    def _found_again(self, step: int) -> bool:
-        """Make the folder anew if it was deleted, and return whether it was."""
+    def _made_ready(self, step: int) -> bool:
+        """Make room in the folder; make it anew if it was deleted, and return whether it was."""
         if self._claim is None:
             raise CheckpointError(complaint(_WHO, "save was called after close.", fix="make a new Checkpoints."))
         if self._ours():
+            make_ready(_WHO, self.directory, step)
             return False
         self._hold(take_anew(_WHO, self.directory, self._claim, step))
         text = "%s: %s was deleted while the job ran. It is made anew for step %d; checkpoints before it are gone."
         logging.getLogger(__name__).warning(text, _WHO, self.directory, step)
+        make_ready(_WHO, self.directory, step)
         return True
 
     def _finish(self, finish: Callable[[], None], step: int) -> None:

@@ -2,13 +2,18 @@
 
 import errno
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardopt.checkpoint.steps import committed, tidy
 from shardopt.checkpoint.write import failed
 from shardopt.core import lock
 from shardopt.core.errors import CheckpointError, complaint
+
+_TRIES, _PAUSE = 5, 0.1
+"""How often, and after how many seconds, what fails because files vanish is tried again: deleting takes a while."""
 
 
 class Claim(NamedTuple):
@@ -88,3 +93,24 @@ def make_ready(who: str, directory: Path, step: int) -> None:
         tidy(directory)
     except OSError as error:
         raise failed(who, directory, step, error) from error
+
+
+def is_of_deletion(message: str) -> bool:
+    """Return whether an error of writing is that of files that were there and are gone: somebody is deleting them."""
+    return any(text in message.partition("\n")[0] for text in ("No such file or directory", "NOT_FOUND"))
+
+
+def until_deleted(action: Callable[[], Any]) -> Any:
+    """Return what the action returns; where it fails because somebody is deleting files, try again until that is over.
+
+    Raises:
+      CheckpointError: for any other reason, or after half a second.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return action()
+        except CheckpointError as error:
+            if not left or not is_of_deletion(str(error)):
+                raise
+            time.sleep(_PAUSE)
+    raise AssertionError

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardopt.checkpoint import Checkpoints, save
+from shardopt.core import CheckpointError
 
 
 def small(value):
@@ -136,3 +137,51 @@ def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(tmp_pat
             f": step {step} could not be written to {folder} (OSError: the folder was deleted or replaced meanwhile)."
         )
         assert not (folder / str(step)).exists()
+
+
+def test_files_that_vanish_before_the_lock_does_are_a_deletion_too(tmp_path, monkeypatch):
+    """To delete a large folder takes a while, and the lock may be the last to go."""
+    folder = tmp_path / "run"
+    from shardopt.checkpoint import write
+
+    original = write.write_meta
+
+    def vanish(*args):
+        shutil.rmtree(folder / ".saving-1")
+        original(*args)
+
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "write_meta", vanish)
+            checkpoints.save(small(1), step=1)
+            assert checkpoints._pending.exception() is not None
+        checkpoints.save(small(2), step=2)
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "2"]
+
+
+def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(monkeypatch):
+    from shardopt.checkpoint.claim import until_deleted
+
+    def failing(*messages):
+        left = list(messages)
+
+        def action():
+            if left:
+                raise CheckpointError(left.pop(0))
+            return "done"
+
+        return action, left
+
+    monkeypatch.setattr("shardopt.checkpoint.claim._PAUSE", 0)
+    gone = (
+        "Checkpoints: step 1 could not be written to /a (FileNotFoundError: [Errno 2] No such file or directory: 'b')."
+    )
+    assert until_deleted(failing(*[gone] * 4)[0]) == "done"
+    for messages, tries in (
+        ([gone] * 9, 5),
+        (["Checkpoints: the disk is full.\nFix: No such file or directory"] * 2, 1),
+    ):
+        action, left = failing(*messages)
+        with pytest.raises(CheckpointError):
+            until_deleted(action)
+        assert len(messages) - len(left) == tries

@@ -65,7 +65,7 @@ def meet(how, disk, rng, unbroken):
     def fill():
         checkpoints.wait()
         if how == "limit":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(part * 2 * 4 * WIDTH), limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(part * 4 * WIDTH), limits[1]))
             return
         room = shutil.disk_usage(disk).free - int(part * size_of(run / str(checkpoints.latest())))
         with ballast.open("wb") as file:
