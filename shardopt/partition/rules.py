@@ -103,4 +103,7 @@ def _is_rule(rule: Any) -> bool:
 def _axis_problems(spec: PartitionSpec, axes: Iterable[str]) -> list[str]:
     named = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
     problems = [f"{spec} names axis {axis!r}" for axis in named if axis not in axes]
+    problems += [
+        f"{spec} has None among the axes of a dim" for entry in spec if isinstance(entry, tuple) and None in entry
+    ]
     return problems + [f"{spec} names axis {axis!r} twice" for axis in set(named) if named.count(axis) > 1]
