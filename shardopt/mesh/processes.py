@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ def initialize(
     On CPU, collectives between processes use gloo.
 
     Under `shardopt launch` an error that nobody catches ends this process at once, not after the others, who may be
-    waiting for it; and where the launcher dies, so does this process.
+    waiting for it; and where the launcher dies, so does this process. SIGTERM ends it, until `fit` listens for it: jax's own
+    notice of preemption, which would swallow it, is switched off there.
 
     Args:
       coordinator_address: `"host:port"` of process 0.
@@ -62,6 +64,9 @@ def initialize(
         _follow_the_launcher()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator_address, num_processes, process_id)
+    if "SHARDOPT_LAUNCHED" in os.environ and threading.current_thread() is threading.main_thread():
+        # jax has caught SIGTERM in C++, unknown to Python: what Python knows of is put back.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def num_processes() -> int:

@@ -234,3 +234,15 @@ def test_a_second_job_does_not_write_over_the_logs_of_the_first(job):
     assert outcome == [(0, [], [0])]
     assert logs(job.folder) == {"process-0.log": "mine\n", "process-1.log": "mine\n"}
     assert job("print('free again')", processes=1) == (0, [], [0])
+
+
+def test_sigterm_ends_a_process_that_does_not_train_yet(job, monkeypatch):
+    """jax would take it for a notice to itself, and the job would go on to its end."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = (
+        "import shardopt as so; so.initialize(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(5); print('goes on')"
+    )
+    code, said, _ = job(script, processes=1)
+    assert code == 128 + signal.SIGTERM
+    assert said[0].startswith("launch: process 0 of 1 was killed by SIGTERM; the others were ended.")
+    assert "goes on" not in logs(job.folder)["process-0.log"]

@@ -1,0 +1,48 @@
+"""`import shardopt` is quiet and light: no device is touched, no flag set, and what few programs need is not loaded."""
+
+import subprocess
+import sys
+
+HEAVY = [
+    "matplotlib",
+    "ray",
+    "orbax",
+    "rich",
+    "tyro",
+    "grain",
+    "tensorboardX",
+    "safetensors",
+    "flax",
+    "torch",
+    "pandas",
+]
+LOADED = f"import sys; import shardopt; print([name for name in {HEAVY!r} if name in sys.modules])"
+
+
+def said(code):
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+def test_what_few_programs_need_is_not_loaded():
+    assert said(LOADED) == "[]"
+
+
+def test_the_search_finds_what_is_loaded():
+    assert said(f"import matplotlib; {LOADED}") == "['matplotlib']"
+
+
+def test_no_thread_no_process_no_signal_handler_no_backend():
+    code = (
+        "import signal, threading, multiprocessing, jax, optax\n"
+        "look = lambda: ({n: signal.getsignal(n) for n in signal.valid_signals()}, threading.enumerate(), sys.excepthook,\n"
+        "                multiprocessing.active_children(), dict(jax.config.values), dict(os.environ), os.getcwd())\n"
+        "import os, sys\n"
+        "before = look()\n"
+        "import shardopt\n"
+        "assert look() == before\n"
+        "print(sorted(jax._src.xla_bridge._backends))"
+    )
+    assert said(code) == "[]"
