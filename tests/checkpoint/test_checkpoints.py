@@ -155,6 +155,10 @@ def test_a_failed_write_is_raised_at_the_next_occasion(notice, tmp_path, trained
     with full_disk():
         checkpoints.save(state(), step=2)
         assert checkpoints._pending.exception() is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "1",
+    ]  # what cannot be finished makes room at once
 
     def in_a_with():
         with checkpoints:
