@@ -13,7 +13,7 @@ import jax
 
 from shardopt.checkpoint import store
 from shardopt.checkpoint.agree import from_first, raise_together
-from shardopt.checkpoint.claim import Claim, is_of_deletion, lost, make_ready, take, take_anew, until_deleted
+from shardopt.checkpoint.claim import Claim, is_of_deletion, let_go, lost, make_ready, take, take_anew, until_deleted
 from shardopt.checkpoint.restoring import load
 from shardopt.checkpoint.rotation import best_step, rotate
 from shardopt.checkpoint.saving import check_step
@@ -200,7 +200,7 @@ class Checkpoints:
     def _hold(self, claim: Claim) -> None:
         self._release()
         self._claim = claim
-        self._release = weakref.finalize(self, os.close, claim.lock)
+        self._release = weakref.finalize(self, let_go, claim)
 
     def _ours(self) -> bool:
         """Return whether the folder is still the one that this writer took; on process 0."""

@@ -21,11 +21,11 @@ class Claim(NamedTuple):
 
     Attributes:
       lock: the descriptor that holds its lock; closing it lets go.
-      device: the file system it is on.
+      folder: a descriptor of the folder itself, which tells it from a later one of the same name.
     """
 
     lock: int
-    device: int
+    folder: int
 
 
 def take(who: str, directory: Path) -> Claim:
@@ -34,19 +34,26 @@ def take(who: str, directory: Path) -> Claim:
     Raises:
       CheckpointError: if another writer lives, or the folder cannot be written to.
     """
-    held = None
+    held: list[int] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        held = lock.acquire(who, directory)
+        held.append(lock.acquire(who, directory))
+        held.append(os.open(directory, os.O_RDONLY))
         tidy(directory)
-        return Claim(held, directory.stat().st_dev)
+        return Claim(*held)
     except OSError as error:
-        if held is not None:
-            os.close(held)
+        for descriptor in held:
+            os.close(descriptor)
         what = f"{directory} cannot be written to ({type(error).__name__}: {error.strerror})."
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "make room there, or choose another folder." if full else "choose a folder that you may write to."
         raise CheckpointError(complaint(who, what, fix=fix)) from error
+
+
+def let_go(claim: Claim) -> None:
+    """Leave the folder to others."""
+    os.close(claim.lock)
+    os.close(claim.folder)
 
 
 def lost(directory: Path, claim: Claim) -> bool:
@@ -57,19 +64,20 @@ def lost(directory: Path, claim: Claim) -> bool:
 def take_anew(who: str, directory: Path, claim: Claim, step: int) -> Claim:
     """Make a folder anew that was deleted under its writer, and take it: what is in memory shall not be lost as well.
 
-    A folder of that name which holds checkpoints by now is another job's. And where the nearest folder that is left is
-    on another file system, the one that was written to is no longer mounted: nobody would look for the run there.
+    Another folder of that name which holds checkpoints by now is another job's; the same one is only half deleted. And
+    where the nearest folder that is left is on another file system, the one that was written to is no longer mounted:
+    nobody would look for the run there.
 
     Raises:
       CheckpointError: in these two cases, if another job took the folder first, or if it cannot be made.
     """
     place = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
-    what = ""
-    if committed(directory):
+    what, was, now = "", os.fstat(claim.folder), place.stat()
+    if committed(directory) and not os.path.samestat(was, now):
         what = (
             f"step {step} cannot be saved: {directory} was replaced while the job ran, by one with other checkpoints."
         )
-    elif place.stat().st_dev != claim.device:
+    elif now.st_dev != was.st_dev:
         what = (
             f"step {step} cannot be saved: {directory} is gone, and {place} is on another file system than it was: "
             "was it unmounted?"

@@ -1,5 +1,6 @@
 """A folder that somebody deletes under the job that writes to it: made anew where that can only be right."""
 
+import os
 import shutil
 
 import jax.numpy as jnp
@@ -62,7 +63,9 @@ def test_a_folder_replaced_by_another_job_is_left_to_it(tmp_path, complaint_of):
 def test_a_folder_that_is_no_longer_mounted_is_not_made_anew_beneath(tmp_path, complaint_of):
     folder = tmp_path / "mount" / "runs" / "a"
     with Checkpoints(folder, 1, 2) as checkpoints:
-        checkpoints._claim = checkpoints._claim._replace(device=-1)  # as if it had been on another file system
+        elsewhere = os.open("/proc", os.O_RDONLY)
+        os.dup2(elsewhere, checkpoints._claim.folder)  # as if it had been on another file system
+        os.close(elsewhere)
         shutil.rmtree(folder.parent)
         assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
             f"Checkpoints: step 2 cannot be saved: {folder} is gone, and {tmp_path / 'mount'} is on another file system "
@@ -185,3 +188,15 @@ def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(monkeypat
         with pytest.raises(CheckpointError):
             until_deleted(action)
         assert len(messages) - len(left) == tries
+
+
+def test_a_folder_that_is_only_half_deleted_is_gone_on_with(tmp_path, caplog):
+    """A step that was committed while the rest was being deleted stays behind."""
+    folder = tmp_path / "run"
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        checkpoints.save(small(1), step=1)
+        checkpoints.wait()
+        (folder / ".lock").unlink()
+        checkpoints.save(small(2), step=2)
+    assert "It is made anew for step 2" in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "1", "2"]
