@@ -51,7 +51,8 @@ def from_ticks(
     """
     check_sizes(name, num_stages=num_stages)
     tables = {"forward": forward, "backward": backward, "weight": weight}
-    arrays = {kind: integers(name, kind, table, 2) for kind, table in tables.items() if table is not None}
+    given = [kind for kind, table in tables.items() if kind != "weight" or table is not None]
+    arrays = {kind: integers(name, kind, tables[kind], 2) for kind in given}
     homes = np.arange(len(arrays["forward"])) % num_stages
     if stage_of is not None:
         homes = integers(name, "stage_of", stage_of, 1)
