@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import importlib
 import inspect
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ def measure(
     pairs = [(name, rival) for name in rows if name.startswith(OURS) for rival in rivals(name, rows)]
     return {
         "date": datetime.date.today().isoformat(),
+        "cores": len(os.sched_getaffinity(0)),
         "rounds": rounds,
         "steps_a_round": steps,
         "losses": {name: [loss for loss, _ in results[:CHECKED_STEPS]] for name, results in seen.items()},

@@ -27,7 +27,7 @@ _CALLS = {
 def table_of(record: dict[str, Any]) -> str:
     """Return the Markdown table of a results file: a row a contestant with two processes, and a pair of columns a size."""
     sizes = {name: size for name, size in record["results"]["cpu"].items() if "processes" in size}
-    rows = [["two processes, a core each", "with", "lines"], ["---"] * 3]
+    rows = [["two processes", "with", "lines"], ["---"] * 3]
     for config in (size["config"] for size in sizes.values()):
         shape = f"{config['dim']} x {config['num_layers']}, {config['batch']} x {config['length']}"
         rows[0] += [f"tokens/s, {shape}", "MB", "first step"]
@@ -48,8 +48,10 @@ def section_of(record: dict[str, Any]) -> str:
     hardware, versions, results = record["hardware"], record["versions"], record["results"]
     gpu = results["gpu"]
     said = f"GPU: {gpu}" if isinstance(gpu, str) else f"GPU: {gpu['device']}, in benchmarks/results/peers.json."
+    cores = {size["processes"]["cores"] for size in results["cpu"].values() if "processes" in size}
+    where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
     machine = (
-        f"{hardware['cpu']}, {hardware['cores']} cores; jax {versions['jax']}, torch {results['torch']}. Sizes are width x"
+        f"{hardware['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}. Sizes are width x"
         f" layers, batch x length. MB: peak of one process, its libraries and compiler included. {said}"
     )
     return f"{BEGIN}\n{table_of(record)}\n\n{machine}\n{END}"

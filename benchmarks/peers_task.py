@@ -27,7 +27,6 @@ class Config(NamedTuple):
     mlp_multiple: int = 3
     tied: bool = False
     dtype: str = "float32"
-    attention: str | None = None
     simulated: int = 2
 
     @property

@@ -1,0 +1,82 @@
+"""The peers benchmark: its table in the README is that of the results file, and it compares only what computes the same."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text())
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a script of benchmarks/, and forget it afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    yield lambda name: __import__(name)
+    for name in set(sys.modules) - before:
+        if name == "common" or name.startswith("peers"):
+            del sys.modules[name]
+
+
+def test_the_readme_has_the_table_of_the_results(load):
+    assert load("peers_readme").with_section(README, RECORD) == README
+
+
+def test_another_number_would_be_another_table(load):
+    changed = json.loads(json.dumps(RECORD))
+    size = next(iter(changed["results"]["cpu"].values()))
+    size["processes"]["contestants"]["shardopt fsdp"]["tokens_per_second"] *= 2
+    assert load("peers_readme").with_section(README, changed) != README
+
+
+@pytest.mark.parametrize("edit", [lambda end: "", lambda end: end + end], ids=["none", "two"])
+def test_a_readme_without_its_markers_is_refused(load, edit):
+    script = load("peers_readme")
+    message = f"peers_readme: the README needs one {script.BEGIN} and, after it, one {script.END}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        script.with_section(README.replace(script.END, edit(script.END)), RECORD)
+
+
+def test_all_contestants_computed_the_same(load):
+    for size in RECORD["results"]["cpu"].values():
+        for group in {"processes", "devices"} & set(size):
+            losses = np.array(list(size[group]["losses"].values()))
+            assert len(losses) >= 7
+            assert losses.shape[1] == load("peers_measure").CHECKED_STEPS
+            np.testing.assert_allclose(losses, losses[:1].repeat(len(losses), 0), rtol=1e-4)
+            assert losses[0, -1] < 0.9 * losses[0, 0]  # and they learned
+
+
+def test_speeds_of_what_computes_something_else_are_not_compared(load):
+    agreement = load("peers_measure").agreement
+    right = [(5.5 - 0.1 * i, 2.0) for i in range(10)]
+    wrong = [*right[:9], (right[9][0] * 1.001, 2.0)]
+    assert agreement({"a": right, "b": right}, 1e-4, 1e-2)["b"] == {"loss": 0.0, "grad_norm": 0.0}
+    with pytest.raises(SystemExit, match=r"^peers: b computed something else; \(loss, gradient norm\) by step:\n"):
+        agreement({"a": right, "b": wrong}, 1e-4, 1e-2)
+    with pytest.raises(SystemExit, match=r"^peers: b computed something else;"):
+        agreement({"a": right, "b": [*right[:9], (float("nan"), 2.0)]}, 1e-4, 1e-2)
+
+
+def test_lines_are_counted_without_blanks_and_comments(load):
+    measure, group = load("peers_measure"), load("peers_group")
+    assert measure.lines_of(group.Contestant("shardopt", "ddp", 2)) == 9
+    rows = RECORD["results"]["cpu"]["128x4"]["processes"]["contestants"]
+    for name in ("shardopt fsdp", "jax fsdp", "jax jit"):
+        assert rows[name]["lines"] == measure.lines_of(group.Contestant(*name.split(), 2))
+
+
+def test_flops_of_a_token_are_those_of_the_products(load):
+    gpu = load("peers_gpu")
+    config = gpu.SIZES["GPT-2 124M"]
+    products = 12 * 13 * 768**2 + 50304 * 768  # 4 + 9 squares of the width a block, and the tied head
+    norms = (2 * 12 + 1) * 768
+    assert gpu.flops_per_token(config) == 6 * (products + norms) + 12 * 12 * 768 * 1024
+    assert gpu.peak_flops("NVIDIA H200") == 989.4e12
+    assert gpu.peak_flops("cpu") is None
