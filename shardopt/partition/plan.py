@@ -134,7 +134,7 @@ def data_dim(shape: tuple[int, ...], spec: PartitionSpec, size: int, least: int)
     elements = math.prod(shape)
     taken = tuple(entry is not None for entry in spec)
     if elements < least:
-        return None, f"{elements} elements, fewer than min_shard_elements={least}"
+        return None, f"{plural(elements, 'element')}, fewer than min_shard_elements={least}"
     dim = largest_divisible_dim(shape, size, taken)
     if dim is not None:
         return dim, ""
