@@ -37,7 +37,7 @@ def model(shape: Transformer, *, remat: Any = None) -> BlockModel:
 
     def embed(outer: Params, batch: Any) -> Any:
         x = jnp.take(_cast(outer["embedding"], shape), batch["tokens"][:, :T], axis=0, mode="clip")
-        return x + _cast(outer["positions"], shape)[:T] if shape.positions else x
+        return x + _cast(outer["positions"], shape)[None, :T] if shape.positions else x
 
     def block(weights: Params, x: Any) -> Any:
         weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
