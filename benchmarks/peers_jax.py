@@ -21,13 +21,28 @@ def rotate(x, table):
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
 
+def attend(query, key, value):
+    hidden = jnp.where(jnp.tril(jnp.ones((query.shape[1],) * 2, bool)), 0.0, -1e30)
+    scores = jnp.einsum("bthk,bshk->bhts", query, key) * query.shape[-1] ** -0.5 + hidden
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    mixed = jnp.einsum("bhts,bshk->bthk", weights, value)
+    return mixed / jnp.einsum("bhts->bth", weights)[..., None]
+
+
+@jax.checkpoint
+def gated(gate, up):
+    return jax.nn.silu(gate) * up
+
+
 def block_of(x, weights, table):
     attention, mlp = weights["attention"], weights["mlp"]
-    query, key, value = jnp.einsum("btd,dchk->cbthk", rms_norm(x, attention["norm"]), attention["qkv"])
-    mixed = jax.nn.dot_product_attention(rotate(query, table), rotate(key, table), value, is_causal=True)
+    qkv = jnp.einsum("btd,dchk->btchk", rms_norm(x, attention["norm"]), attention["qkv"])
+    query, key, value = (part.squeeze(2) for part in jnp.split(qkv, 3, axis=2))
+    mixed = attend(rotate(query, table), rotate(key, table), value)
     x = x + jnp.einsum("bthk,hkd->btd", mixed, attention["out"])
-    gate, up = jnp.einsum("btd,dcf->cbtf", rms_norm(x, mlp["norm"]), mlp["up"])
-    return x + (jax.nn.silu(gate) * up) @ mlp["down"]
+    both = jnp.einsum("btd,dcf->btcf", rms_norm(x, mlp["norm"]), mlp["up"])
+    gate, up = (part.squeeze(2) for part in jnp.split(both, 2, axis=2))
+    return x + gated(gate, up) @ mlp["down"]
 
 
 def loss_of(config: Config, outer, blocks, tokens, block=block_of):

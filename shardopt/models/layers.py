@@ -73,9 +73,10 @@ def attention(
       cache: keys and values of earlier positions, to attend to as well; None when there are none.
       start: position of `x[:, 0]`, 0 without a cache.
     """
-    qkv = jnp.einsum("btd,dchk->cbthk", x, weights["qkv"])
+    # The parts side by side, as the product leaves them: a dim of parts in front would cost a transposition each way.
+    query, key, value = _parts(jnp.einsum("btd,dchk->btchk", x, weights["qkv"]))
     positions = start + jnp.arange(x.shape[1])
-    query, key, value = rotate(qkv[0], positions, rope_base), rotate(qkv[1], positions, rope_base), qkv[2]
+    query, key = rotate(query, positions, rope_base), rotate(key, positions, rope_base)
     if cache is not None:
         cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
         key, value = cache
@@ -89,8 +90,8 @@ def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, 
     References:
       Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
     """
-    gate_and_up = jnp.einsum("btd,dcf->cbtf", x, weights["up"])
-    return jnp.einsum("btf,fd->btd", jax.nn.silu(gate_and_up[0]) * gate_and_up[1], weights["down"])
+    gate, up = _parts(jnp.einsum("btd,dcf->btcf", x, weights["up"]))
+    return jnp.einsum("btf,fd->btd", _gated(gate, up), weights["down"])
 
 
 def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -104,20 +105,30 @@ def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> 
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
+def _parts(x: Array) -> list[Array]:
+    """Cut [B, T, C, ...] into C parts [B, T, ...]. Of a split the gradient is one concatenation, of indices a sum of paddings."""
+    return [jnp.squeeze(part, 2) for part in jnp.split(x, x.shape[2], axis=2)]
+
+
 def _attend(query: Array, key: Array, value: Array, positions: Array) -> Array:
-    """Mix the values that each query may see: those at its own position and before."""
-    if query.dtype == jnp.float64:
-        return _attend_in_float64(query, key, value, positions)
-    if query.shape[1] == key.shape[1]:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return jax.nn.dot_product_attention(query, key, value, mask=_visible(positions, key.shape[1])[None, None])
+    """Mix the values that each query may see: those at its own position and before.
+
+    The softmax is taken in float32 at least, and divided by its sum after the values are mixed: K numbers a query are
+    divided then, not S, and nothing of size S but the exponentials is kept for the backward pass.
+    """
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    hidden = jnp.where(_visible(positions, key.shape[1]), 0, -1e30).astype(wide)[None, None]
+    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
+    scores = scores * query.shape[-1] ** -0.5 + hidden
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    mixed = jnp.einsum("bhts,bshk->bthk", weights.astype(value.dtype), value, preferred_element_type=wide)
+    return (mixed / jnp.einsum("bhts->bth", weights)[..., None]).astype(value.dtype)
 
 
-def _attend_in_float64(query: Array, key: Array, value: Array, positions: Array) -> Array:
-    """Do the same in double precision, where jax.nn takes the softmax in float32 nevertheless."""
-    scores = jnp.einsum("bthk,bshk->bhts", query, key) / query.shape[-1] ** 0.5
-    scores = jnp.where(_visible(positions, key.shape[1])[None, None], scores, -jnp.inf)
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), value)
+@jax.checkpoint
+def _gated(gate: Array, up: Array) -> Array:
+    """Return silu(gate) * up; only the two are kept for the backward pass, not what lies between."""
+    return jax.nn.silu(gate) * up
 
 
 def _visible(positions: Array, length: int) -> Array:

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -80,3 +81,16 @@ def test_flops_of_a_token_are_those_of_the_products(load):
     assert gpu.flops_per_token(config) == 6 * (products + norms) + 12 * 12 * 768 * 1024
     assert gpu.peak_flops("NVIDIA H200") == 989.4e12
     assert gpu.peak_flops("cpu") is None
+
+
+def test_jax_by_hand_takes_the_steps_of_shardopt(load, tmp_path):
+    task = load("peers_task")
+    load("peers_jax")
+    config = task.Config(dim=32, num_layers=2, num_heads=2, batch=8, length=16)
+    task.write_task(config, tmp_path, count=4)
+    here = task.Task(config, tmp_path, 0, 1)
+    for strategy in ("ddp", "fsdp"):
+        both = [getattr(load(f"peers_{library}"), strategy)(here) for library in ("shardopt", "jax")]
+        with jax.numpy_rank_promotion("allow"):  # by hand, as people write it
+            ours, by_hand = (np.array([next(steps) for _ in range(3)]) for steps in both)
+        np.testing.assert_allclose(ours, by_hand, rtol=1e-5)

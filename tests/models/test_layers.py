@@ -66,3 +66,10 @@ def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
     normed = layers.rms_norm(x[..., 0, :], jnp.ones(8, jnp.bfloat16))
     assert normed.dtype == jnp.bfloat16
     np.testing.assert_allclose(jnp.mean(normed.astype(jnp.float32) ** 2, axis=-1), 1, rtol=1e-2)
+
+
+def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
+    weights, x = {"up": draw(0, 8, 2, 32), "down": draw(1, 32, 8)}, draw(2, 4, 5, 8)
+    kept = jax.vjp(lambda x: layers.swiglu(weights, x), x)[1]
+    of_hidden = [leaf for leaf in jax.tree.leaves(kept) if leaf.size == 4 * 5 * 32]
+    assert len(of_hidden) == 2
