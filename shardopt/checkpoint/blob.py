@@ -102,7 +102,7 @@ def from_bytes(
     view = memoryview(data)
     if not view.c_contiguous:
         raise TypeError(complaint("from_bytes", "data must be contiguous bytes.", fix="pass bytes(data)."))
-    meta, raws = _unpack(view.cast("B"))
+    meta, raws = _unpack(view.cast("B") if view.nbytes else memoryview(b""))
     target = target_state("from_bytes", opt, meta, abstract_params)
     what = f"the state of step {meta.step}"
     readable, changes = as_stored("from_bytes", what, meta.leaves, target)

@@ -53,11 +53,14 @@ def describe_state(
         raise TypeError(complaint("checkpoint", what, fix="convert arrays with .tolist().")) from error
     meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(state))
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    leaves = {path: describe(leaf) for path, leaf in leaves_by_path(state).items()}
     params = getattr(state, "params", None)
+    if params is not None and len(jax.tree.leaves(params)) != _num_params(leaves):
+        params = None  # no field of the state: its leaves are stored under other names, or not at all
     return Meta(
         step=step,
         mesh_shape={} if mesh is None else dict(mesh.shape),
-        leaves={path: describe(leaf) for path, leaf in leaves_by_path(state).items()},
+        leaves=leaves,
         params=None if params is None else describe_structure(jax.tree.structure(params)),
         metrics=_as_numbers(metrics or {}),
         extra=extra or {},
@@ -87,10 +90,12 @@ def from_json(who: str, where: str, record: Any) -> Meta:
         if not _is_count(step):
             raise ValueError(f"step is {step!r:.80}")
         if params is not None:
-            check_structure(params, sum(path[0] == "params" for path in leaves))
+            check_structure(params, _num_params(leaves))
         for name in ("mesh_shape", "metrics", "extra"):
             if not isinstance(record[name], dict):
                 raise TypeError(f"{name} is {record[name]!r:.80}")
+        if not all(isinstance(value, int | float) for value in record["metrics"].values()):
+            raise TypeError(f"metrics are {record['metrics']!r:.80}")
         return Meta(**{name: record[name] for name in Meta._fields if name != "leaves"}, leaves=leaves)
     except CheckpointError:
         raise
@@ -121,6 +126,10 @@ def _leaf(record: Any) -> Leaf:
     leaf = Leaf(tuple(shape), dtype)
     dtype_of(leaf)
     return leaf
+
+
+def _num_params(leaves: Mapping[LeafPath, Leaf]) -> int:
+    return sum(path[0] == "params" for path in leaves)
 
 
 def _is_count(value: Any) -> bool:

@@ -89,7 +89,8 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
     taken = [one for one in taken if one != "start_step"]  # --reducer-warmup-steps is for all of them
     if wrong := sorted(set(arguments) - set(taken)):
         what = f"--reducer {name} has no argument {' or '.join(map(repr, wrong))}."
-        raise ValueError(complaint("train", what, fix=f"it takes {', '.join(taken) or 'none'}."))
+        late = "; --reducer-warmup-steps is for all reducers" if "start_step" in wrong else ""
+        raise ValueError(complaint("train", what, fix=f"it takes {', '.join(taken) or 'none'}{late}."))
     if name == "bf16" and not asked.error_feedback:
         what = "--no-error-feedback has no meaning for bf16, which rounds and feeds nothing back."
         raise ValueError(complaint("train", what, fix="leave it out."))
@@ -164,11 +165,15 @@ def with_meaning(asked: Communication, options: TrainOptions) -> Communication:
     return dataclasses.replace(asked, **{name: getattr(Communication(), name) for name in drop})
 
 
-def without_warm_up(options: TrainOptions) -> TrainOptions:
-    """Return the options of a run whose reducer has taken over already."""
-    return dataclasses.replace(
-        options, communication=dataclasses.replace(options.communication, reducer_warmup_steps=None)
-    )
+def as_sent(options: TrainOptions, step: int) -> TrainOptions:
+    """Return the options of a run that sends as this one does at a step: exact means, or by its reducer alone."""
+    asked = options.communication
+    calls = step // (asked.sync_every or 1)
+    if calls >= (asked.reducer_warmup_steps or 0):
+        sent = dataclasses.replace(asked, reducer_warmup_steps=None)
+    else:
+        sent = dataclasses.replace(asked, reducer=None, error_feedback=True, reducer_warmup_steps=None)
+    return dataclasses.replace(options, communication=sent)
 
 
 def _outer_numbers(asked: Communication) -> tuple[float, float, bool]:

@@ -66,7 +66,9 @@ def write_options(options: TrainOptions, text_bytes: int) -> None:
     """Write the options of a run, and the size of its text, into its folder, which is made when needed."""
     options.run.run_dir.mkdir(parents=True, exist_ok=True)
     saved = to_json(options) | {"text_bytes": text_bytes}
-    (options.run.run_dir / CONFIG).write_text(json.dumps(saved, indent=2) + "\n")
+    partial = options.run.run_dir / f"{CONFIG}.partial"
+    partial.write_text(json.dumps(saved, indent=2) + "\n")
+    partial.replace(options.run.run_dir / CONFIG)  # whole or as it was, also on a full disk
 
 
 def keep_options(options: TrainOptions, text_bytes: int) -> None:

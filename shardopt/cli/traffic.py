@@ -37,7 +37,7 @@ def measure(opt: so.ShardedOptimizer, state: Any, batch: Any) -> Traffic:
     ddp = 2 * (size - 1) / size * held
 
     program: Any = opt.step
-    schedule = getattr(opt.config, "inner", opt.config).schedule
+    schedule = opt.config.schedule
 
     def sent(step):
         now = state._replace(step=jax.device_put(jnp.asarray(step, state.step.dtype), state.step.sharding))

@@ -10,7 +10,7 @@ import shardopt as so
 from shardopt import data
 from shardopt.cli import display
 from shardopt.cli.carry import CarryingCheckpoints
-from shardopt.cli.communication import without_warm_up
+from shardopt.cli.communication import as_sent
 from shardopt.cli.curve import draw_curve
 from shardopt.cli.devices import mesh_of, start_devices
 from shardopt.cli.optimizers import make_optimizer
@@ -107,11 +107,11 @@ def train(options: TrainOptions) -> None:
         draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
     traffic = None
     if result.history:
-        later, state = opt, result.state
+        now, state = opt, result.state
         if options.communication.reducer_warmup_steps:  # a program that can warm up holds both ways of sending
-            later = make_strategy(without_warm_up(options), tx, mesh, gpt.model(config))
-            state = later.abstract_state(jax.eval_shape(lambda: result.state.params))
-        traffic = measure(later, state, held_out_batches[0])
+            now = make_strategy(as_sent(options, result.step), tx, mesh, gpt.model(config))
+            state = now.abstract_state(jax.eval_shape(lambda: result.state.params))
+        traffic = measure(now, state, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
 
 

@@ -13,6 +13,8 @@ from shardopt.core.errors import complaint
 from shardopt.launch.group import Ended, run_group
 from shardopt.launch.member import last_lines
 
+LOCK = ".launch.lock"
+
 _SHOWN = 12
 """Lines of the log of the process that failed first."""
 
@@ -118,7 +120,8 @@ def _failure(ended: Ended, processes: int) -> str:
 @contextlib.contextmanager
 def _taken(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    held = lock.acquire("launch", folder, instead="choose another --log-dir (of train, another --run-dir)")
+    instead = "choose another --log-dir (of train, another --run-dir)"
+    held = lock.acquire("launch", folder, name=LOCK, instead=instead)  # .lock is for whoever has checkpoints there
     try:
         yield
     finally:

@@ -38,6 +38,11 @@ class ReplicaConfig(NamedTuple):
     reducer: Any
     report: Callable[..., Any]
 
+    @property
+    def schedule(self) -> Any:
+        """The schedule of each replica's pipeline, or None."""
+        return self.inner.schedule
+
 
 class Placed(NamedTuple):
     """Everything that depends on the structure of the parameters.

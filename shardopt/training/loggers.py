@@ -119,7 +119,10 @@ class _JsonLines:
 
     def _in_place(self, file: FileIO) -> bool:
         """Return whether the file is still the one of that name."""
-        return self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def _open(self, step: int) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,14 @@
 """What `save` refuses, and what it leaves behind."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from shardopt.checkpoint import restore, save
+from shardopt.checkpoint import meta, restore, save
 
 
 def test_the_step_is_that_of_the_state_or_the_one_given(tmp_path, trained):
@@ -136,3 +138,25 @@ def test_states_without_parameters_and_with_little_else(tmp_path, make_opt):
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     found = restore(tmp_path, make_opt()._replace(abstract_state=lambda: wanted))
     assert jax.tree.structure(found) == jax.tree.structure(state)
+
+
+@jax.tree_util.register_pytree_node_class
+class Summed:
+    """A state whose `params` is no field of it."""
+
+    def __init__(self, weights, step):
+        self.weights, self.step = weights, step
+
+    params = property(lambda self: {"twice": 2 * self.weights})
+
+    def tree_flatten(self):
+        return (self.weights, self.step), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_parameters_that_are_no_field_of_the_state_are_not_taken_for_one():
+    record = json.loads(json.dumps(meta.to_json(meta.describe_state(Summed(jnp.ones(2), jnp.int32(3)), step=3))))
+    assert meta.from_json("restore", "shardopt.json", record).params is None

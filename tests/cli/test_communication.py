@@ -15,12 +15,12 @@ import pytest
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli.communication import (
+    as_sent,
     combined,
     describe,
     make_reducer,
     outer_optimizer,
     with_meaning,
-    without_warm_up,
 )
 from shardopt.cli.devices import mesh_of
 from shardopt.cli.optimizers import make_optimizer
@@ -141,8 +141,10 @@ def test_a_reducer_can_warm_up_inside_its_error_feedback():
     reducer = make_reducer(asked)
     assert reducer is not None
     assert reducer.name == "error_feedback(warm_up(sign(block_size=1024), steps=7))"
-    options = without_warm_up(TrainOptions(communication=asked))
-    assert options.communication == Communication(reducer="sign")
+    for sync_every, taken_over in ((None, 7), (4, 28)):
+        options = TrainOptions(communication=dataclasses.replace(asked, sync_every=sync_every))
+        assert as_sent(options, taken_over).communication == Communication(sync_every=sync_every, reducer="sign")
+        assert as_sent(options, taken_over - 1).communication == Communication(sync_every=sync_every)
 
 
 def ring_1_of(config):

@@ -1,5 +1,10 @@
 """Two `shardopt train` with one run folder: the second is refused, and has changed nothing of the first's."""
 
+import errno
+import pathlib
+
+import pytest
+
 import shardopt as so
 from shardopt.cli import main
 
@@ -27,3 +32,21 @@ def test_options_that_were_deleted_under_the_run_are_written_again(tmp_path):
     (tmp_path / "run" / "config.json").write_text("kept as it is")
     keep_options(options, 7)
     assert (tmp_path / "run" / "config.json").read_text() == "kept as it is"
+
+
+def test_a_full_disk_leaves_the_options_as_they_were(tmp_path, monkeypatch):
+    from shardopt.cli.options import Run, TrainOptions
+    from shardopt.cli.run_folder import read_options, write_options
+
+    options = TrainOptions(run=Run(run_dir=tmp_path))
+    write_options(options, 7)
+
+    def half(path, text):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        write_options(options, 8)
+    assert read_options(tmp_path).model == options.model

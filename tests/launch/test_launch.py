@@ -164,7 +164,7 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate(timeout=60)
     assert (launcher.returncode, said) == (0 if polite else 128 + 15, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "process-0.log", "process-1.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".launch.lock", "process-0.log", "process-1.log"]
 
 
 def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
@@ -220,6 +220,7 @@ def test_a_second_job_does_not_write_over_the_logs_of_the_first(job):
     first.start()
     try:
         while not (job.folder / "ready-1").exists():
+            assert first.is_alive()
             time.sleep(0.02)
         with pytest.raises(ValueError, match=r"^launch: ") as caught:
             job("print('not mine')")
@@ -246,3 +247,8 @@ def test_sigterm_ends_a_process_that_does_not_train_yet(job, monkeypatch):
     assert code == 128 + signal.SIGTERM
     assert said[0].startswith("launch: process 0 of 1 was killed by SIGTERM; the others were ended.")
     assert "goes on" not in logs(job.folder)["process-0.log"]
+
+
+def test_a_job_may_have_its_checkpoints_beside_its_logs(job):
+    script = "from shardopt.core import lock\nif rank == 0: lock.acquire('Checkpoints', here / 'logs')\n"
+    assert job(script, processes=2)[:2] == (0, [])

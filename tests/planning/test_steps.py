@@ -71,12 +71,16 @@ def test_a_step_of_training_is_the_same_in_two_steps(mesh_of, monkeypatch):
         opt = so.fsdp(optax.sgd(0.1, momentum=0.9), mesh, loss_fn, min_shard_elements=1)
         state = opt.init({"a": jnp.ones((16, 32)) / 8, "b": jnp.linspace(-1, 1, 32 * 8).reshape(32, 8)})
         for seed in range(3):
-            state, _ = opt.step(state, np.random.default_rng(seed).normal(size=(16, 16)).astype(np.float32))
-        return state.params
+            batch = np.random.default_rng(seed).normal(size=(16, 16)).astype(np.float32)
+            state, _ = opt.step(state, batch)
+        gathers = [one for one in so.audit(opt.step, state, batch).collectives if one.kind == "all-gather"]
+        return state.params, len(gathers)
 
-    expected = train()
+    expected, once = train()
     monkeypatch.setattr(steps, "is_whole_torus", lambda *args: True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), train(), expected)
+    found, twice = train()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert twice == 2 * once > 0
 
 
 @pytest.mark.slow
