@@ -67,7 +67,7 @@ def write_json(script: str, results: Any) -> Path:
             "devices": [str(jax.devices()[0].device_kind), jax.device_count()],
         },
         "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
+        | {name: version for name in packages if (version := _version(name)) is not None},
         "results": results,
     }
     folder = Path(script).parent / "results"
@@ -75,6 +75,13 @@ def write_json(script: str, results: Any) -> Path:
     path = folder / f"{Path(script).stem}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

@@ -16,7 +16,8 @@ def steps_over(axis: str) -> list[Groups | None]:
 
     XLA:TPU makes an all-reduce of padded buffers of a gather over every chip of a torus of three axes, and another of a
     scatter: twice the bytes, and twice the memory. It leaves alone what goes over fewer. So where an axis is the whole
-    torus, pairs of neighbours gather first, and then every other chip: as many bytes as one gather, (n - 1) / n of the whole.
+    torus, pairs of neighbours gather first, and then every other chip: as many bytes as one gather, (n - 1) / n of the
+    whole. Of one slice: a torus in each of several slices goes in one step, which has not been compiled.
     """
     mesh = jax.sharding.get_abstract_mesh()
     n = mesh.shape[axis]

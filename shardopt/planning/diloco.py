@@ -67,23 +67,13 @@ def diloco_utilisation(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
       "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for fragments and delay.
     """
-    positive = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits}
-    counts = {"replicas": replicas, "sync_every": sync_every, "fragments": fragments}
-    wrong = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
-    wrong += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
-    wrong += [
-        f"{name} must be at least 0, got {value}"
-        for name, value in {"delay": delay, "latency": latency}.items()
-        if value < 0
-    ]
-    wrong += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
-    if not wrong and sync_every % fragments:
-        wrong = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
-    if not wrong and delay and delay >= sync_every // fragments:
-        wrong = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
-    if wrong:
-        fix = "choose numbers as so.diloco takes them."
-        raise ValueError(complaint("diloco_utilisation", "these numbers cannot be used.", wrong, fix))
+    _check(
+        "diloco_utilisation",
+        positive={"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits},
+        counts={"replicas": replicas, "sync_every": sync_every, "fragments": fragments},
+        at_least_0={"delay": delay, "latency": latency},
+        overlap=overlap,
+    )
     send = 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / bandwidth + fragments * latency
     waiting = max(send / fragments - (delay + overlap) * step_seconds, 0.0) * fragments
     compute = sync_every * step_seconds
@@ -119,7 +109,7 @@ def bandwidth_for(
       bits: b.
 
     Raises:
-      ValueError: if the target is not between 0 and 1.
+      ValueError: if the target is not between 0 and 1, or another number is out of range.
 
     Example:
       >>> need = bandwidth_for(0.5, num_parameters=1e9, step_seconds=0.1)
@@ -128,5 +118,30 @@ def bandwidth_for(
     """
     if not 0 < target < 1:
         raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
+    _check(
+        "bandwidth_for",
+        positive={"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits},
+        counts={"replicas": replicas, "sync_every": sync_every, "fragments": fragments},
+        at_least_0={"delay": delay},
+        overlap=overlap,
+    )
     allowed = sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
     return 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / allowed
+
+
+def _check(
+    who: str, *, positive: dict[str, float], counts: dict[str, int], at_least_0: dict[str, float], overlap: float
+) -> None:
+    wrong = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
+    wrong += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
+    wrong += [f"{name} must be at least 0, got {value}" for name, value in at_least_0.items() if value < 0]
+    wrong += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
+    sync_every, fragments, delay = counts["sync_every"], counts["fragments"], at_least_0["delay"]
+    if not wrong and sync_every % fragments:
+        wrong = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
+    if not wrong and delay and delay >= sync_every // fragments:
+        wrong = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
+    if wrong:
+        raise ValueError(
+            complaint(who, "these numbers cannot be used.", wrong, "choose numbers as so.diloco takes them.")
+        )

@@ -73,3 +73,36 @@ def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
     kept = jax.vjp(lambda x: layers.swiglu(weights, x), x)[1]
     of_hidden = [leaf for leaf in jax.tree.leaves(kept) if leaf.size == 4 * 5 * 32]
     assert len(of_hidden) == 2
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)], ids=["float32", "bfloat16"])
+def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
+    weights = draw(3, 2, 7, 3, 8).astype(dtype)
+
+    def ours(*parts):
+        return layers._attend(*parts, jnp.arange(7))
+
+    def theirs(*parts):
+        return jax.nn.dot_product_attention(*parts, is_causal=True)
+
+    def compare(f, *parts):
+        for one, other in zip(jax.tree.leaves(f(ours)(*parts)), jax.tree.leaves(f(theirs)(*parts)), strict=True):
+            one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+            np.testing.assert_allclose(one, other, atol=rtol * np.abs(other).max())
+
+    query, key, value = (draw(seed, 2, 7, 3, 8).astype(dtype) for seed in range(3))
+    compare(lambda f: f, 20 * query, 5 * key, value)  # scores of hundreds: the largest is taken off first
+    compare(
+        lambda f: jax.grad(lambda *parts: jnp.sum((f(*parts) * weights).astype(jnp.float32)), (0, 1, 2)),
+        query,
+        key,
+        value,
+    )
+
+
+def test_nobody_sees_what_comes_later():
+    query, key, value = (draw(seed, 1, 6, 2, 4) for seed in range(3))
+    mixed = layers._attend(query, key, value, jnp.arange(6))
+    other = layers._attend(query, key.at[:, 4:].add(9.0), value.at[:, 4:].add(9.0), jnp.arange(6))
+    np.testing.assert_array_equal(mixed[:, :4], other[:, :4])
+    assert np.abs(mixed[:, 4:] - other[:, 4:]).min() > 0

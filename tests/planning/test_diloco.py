@@ -63,3 +63,13 @@ def test_refusals():
         diloco_utilisation(**BASE, bandwidth=1, sync_every=10, fragments=2, delay=5)
     with pytest.raises(ValueError, match=r"^bandwidth_for: target must be above 0 and below 1, got 1\.$"):
         bandwidth_for(1, **BASE)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [({"overlap": 5}, "overlap must be from 0 to 1, got 5"), ({"bits": 0}, "bits must be above 0, got 0")],
+)
+def test_a_bandwidth_is_asked_for_in_numbers_that_can_be(how, said):
+    with pytest.raises(ValueError, match=r"^bandwidth_for: these numbers cannot be used\.") as caught:
+        bandwidth_for(0.5, **BASE, **how)
+    assert said in str(caught.value)
