@@ -157,12 +157,17 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    log = tmp_path / "process-1.log"
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as launcher:
-        assert launcher.stdout.readline() == "up\n"
-        while (tmp_path / "process-1.log").read_text() != "up\n":
-            pass
-        launcher.send_signal(signal.SIGTERM)
-        _, said = launcher.communicate(timeout=60)
+        try:
+            assert launcher.stdout.readline() == "up\n"
+            while not log.exists() or log.read_text() != "up\n":
+                assert launcher.poll() is None
+                time.sleep(0.01)
+            launcher.send_signal(signal.SIGTERM)
+            _, said = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()  # the end of the block waits for it
     assert (launcher.returncode, said) == (0 if polite else 128 + 15, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".launch.lock", "process-0.log", "process-1.log"]
 
