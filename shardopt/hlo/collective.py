@@ -8,7 +8,7 @@ from shardopt.hlo.axes import axes_of_groups, axes_of_pairs
 from shardopt.hlo.groups import Groups, permute_pairs, replica_groups
 from shardopt.hlo.shapes import arrays, elements, nbytes
 from shardopt.hlo.text import Instruction, attributes
-from shardopt.hlo.walk import Found
+from shardopt.hlo.walk import Found, crosses_slices
 
 
 class Collective(NamedTuple):
@@ -58,10 +58,26 @@ class Collective(NamedTuple):
         return bool(self.loops)
 
 
-def read_collective(found: Found, sizes: Mapping[str, int], *, replicas: int, partitions: int) -> Collective | None:
-    """Return the collective, or None if nobody talks to anybody else."""
+def read_collective(
+    found: Found, sizes: Mapping[str, int], *, replicas: int, partitions: int, slices: int = 1
+) -> Collective | None:
+    """Return the collective, or None if nobody talks to anybody else.
+
+    Args:
+      found: the instruction.
+      sizes: of the mesh axes.
+      replicas: of the program, as XLA counts them.
+      partitions: likewise.
+      slices: how many times the program runs, once a slice; the outermost axis spans them.
+    """
     instruction = found.instruction
     words = attributes(instruction)
+    outer = next((axis for axis, size in sizes.items() if size > 1), "")
+    if crosses_slices(instruction):
+        sent = nbytes(elements(instruction.shape)[0]) * (slices if found.kind == "all-gather" else 1)
+        return _made(found, (outer,), sent, slices, elements(instruction.shape)[0], None)
+    if slices > 1:
+        sizes = {**sizes, outer: sizes[outer] // slices}
     if found.kind == "collective-permute":
         groups = permute_pairs(words, replicas=replicas, partitions=partitions)
         group_size, axes_of = 0, axes_of_pairs
@@ -76,6 +92,12 @@ def read_collective(found: Found, sizes: Mapping[str, int], *, replicas: int, pa
     # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an all-reduce and a slice
     is_shard = found.kind == "reduce-scatter" and instruction.opcode.startswith("reduce-scatter")
     size = nbytes(result) * (group_size if is_shard else 1)
+    return _made(found, axes, size, group_size, result, groups if axes is None else None)
+
+
+def _made(
+    found: Found, axes: tuple[str, ...] | None, size: int, group_size: int, result: str, groups: Groups | None
+) -> Collective:
     return Collective(
         kind=found.kind,
         axes=axes,
@@ -86,9 +108,9 @@ def read_collective(found: Found, sizes: Mapping[str, int], *, replicas: int, pa
         conditional=found.conditional,
         asynchronous=found.asynchronous,
         shapes=tuple(arrays(result)),
-        name=instruction.name,
-        op_name=_op_name(words),
-        groups=groups if axes is None else None,
+        name=found.instruction.name,
+        op_name=_op_name(attributes(found.instruction)),
+        groups=groups,
     )
 
 

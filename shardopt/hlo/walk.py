@@ -90,6 +90,7 @@ def _walk(module: Module, name: str, busy: set[str]) -> Iterator[Found]:
     for instruction in module.computations.get(name, ()):
         if kind := kind_of(instruction):
             started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
+            started = started or crosses_slices(instruction)
             yield Found(instruction, kind, asynchronous=started)
             continue
         for callee in callees(instruction):
@@ -105,8 +106,20 @@ def _walk(module: Module, name: str, busy: set[str]) -> Iterator[Found]:
 
 def kind_of(instruction: Instruction) -> str | None:
     """Return which collective it is, or None; `-done` and `-update` only end what a `-start` began."""
+    if crosses_slices(instruction):
+        found = _TRANSFER.search(instruction.rest)
+        return found[1].lower().replace("_", "-") if found else "collective-permute"
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
+
+
+def crosses_slices(instruction: Instruction) -> bool:
+    """Return whether it is what XLA:TPU makes of a collective between slices: a send to the runtime that connects them."""
+    return instruction.opcode == "send" and MEGASCALE in instruction.rest
+
+
+MEGASCALE = "xla_megascale_runtime"
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 def callees(instruction: Instruction) -> list[str]:

@@ -12,7 +12,7 @@ from shardopt.core.errors import complaint
 from shardopt.hlo.collective import read_collective
 from shardopt.hlo.report import Audit
 from shardopt.hlo.text import parse
-from shardopt.hlo.walk import collectives_of
+from shardopt.hlo.walk import MEGASCALE, collectives_of
 from shardopt.pipeline import Schedule
 
 
@@ -68,14 +68,27 @@ def audit(
         what = f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
         raise ValueError(complaint("audit", what, fix="pass mesh=, the mesh it was compiled for."))
     sizes = sizes or {}
-    if sizes and math.prod(sizes.values()) != replicas * partitions:
+    slices = 1
+    if MEGASCALE in text and sizes and (slices := _slices(sizes, replicas * partitions)) < 2:
+        what = (
+            f"the program runs on {replicas * partitions} devices of each of several slices, and the mesh has {sizes}."
+        )
+        raise ValueError(complaint("audit", what, fix="pass the mesh of all slices, whose outermost axis spans them."))
+    if sizes and math.prod(sizes.values()) != replicas * partitions * slices:
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         what = f"the mesh ({listed}) has {math.prod(sizes.values())} devices, the program {replicas * partitions}."
         raise ValueError(complaint("audit", what, fix="pass the mesh that the program was compiled for."))
     _check_order(mesh, compiled)
-    read = (read_collective(one, sizes, replicas=replicas, partitions=partitions) for one in found)
+    read = (read_collective(one, sizes, replicas=replicas, partitions=partitions, slices=slices) for one in found)
     name = module.header.removeprefix("HloModule").split(",")[0].strip()
     return Audit(tuple(one for one in read if one is not None), sizes, name)
+
+
+def _slices(sizes: dict[str, int], devices: int) -> int:
+    """Return how often a program of so many devices runs on the mesh, one a slice, if its outermost axis spans slices."""
+    slices, rest = divmod(math.prod(sizes.values()), devices)
+    outermost = next((size for size in sizes.values() if size > 1), 1)
+    return slices if not rest and slices and outermost % slices == 0 else 1
 
 
 def _compiled_text(program: Any, args: tuple[Any, ...]) -> tuple[str, Any]:

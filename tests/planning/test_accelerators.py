@@ -166,3 +166,19 @@ def test_broadcasts_and_ragged_exchanges():
         ("collective-broadcast", 64, 64),
         ("ragged-all-to-all", 128, 112),
     ]
+
+
+def test_what_crosses_slices_is_a_collective_over_the_outermost_axis():
+    """XLA:TPU compiles one program a slice, and sends what crosses slices to the runtime that connects them."""
+    found = read("v5e_two_slices", {"replica": 2, "data": 8, "pipeline": 1, "tensor": 1})
+    weight = 512 * 128
+    large = [(one.kind, one.axes, one.bytes, one.wire_bytes) for one in found.of(min_bytes=1024).collectives]
+    assert sorted(large) == [
+        ("all-gather", ("data",), 2 * weight, 2 * weight * 7 // 8),
+        ("all-reduce", ("replica",), 4 * weight // 8, 4 * weight // 8),
+        ("reduce-scatter", ("data",), 4 * weight, 4 * weight * 7 // 8),
+    ]
+    assert [one.asynchronous for one in found.collectives if one.axes == ("replica",)] == [True, True]
+    with pytest.raises(ValueError, match=r"^audit: the program runs on 8 devices of each of several slices") as caught:
+        read("v5e_two_slices", {"data": 8})
+    assert str(caught.value).endswith("Fix: pass the mesh of all slices, whose outermost axis spans them.")

@@ -1,6 +1,7 @@
 """Write the `.hlo` files beside this script: small programs compiled for accelerators that this machine has not.
 
 python make.py tpu v5e:2x4       needs `pip install libtpu`
+python make.py slices v5e:2x4    likewise
 python make.py gpu               needs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt` of jaxlib's version
 """
 
@@ -85,6 +86,17 @@ def fsdp(devices):
     return opt.step.lower(opt.abstract_state(params), batch)
 
 
+def two_slices(topology):
+    """One weight split over data, copied over two slices."""
+    from shardopt.planning.topology import topology_devices
+
+    mesh = so.make_mesh(replica=2, data=8, devices=topology_devices(topology, num_slices=2))
+    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
+    opt = so.fsdp(optax.sgd(0.1), mesh, loss_fn, min_shard_elements=1)
+    state = opt.abstract_state({"w": jax.ShapeDtypeStruct((512, 128), jnp.float32)})
+    return opt.step.lower(state, jax.ShapeDtypeStruct((64, 512), jnp.float32))
+
+
 def trimmed(text):
     """Leave out what no audit reads: source positions, names of other instructions' origin, tuning results."""
     text = re.sub(r"\n\nFileNames.*?\n\n\n", "\n\n", text, flags=re.DOTALL)
@@ -102,7 +114,10 @@ def trimmed(text):
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "slices":
+    text = two_slices(sys.argv[2]).compile().as_text()
+    Path(__file__).with_name(f"{sys.argv[2].split(':')[0]}_two_slices.hlo").write_text(trimmed(text))
+elif __name__ == "__main__":
     platform, topology = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "h100:1x1x8"
     options = {"xla_gpu_autotune_level": "0"} if platform == "gpu" else {}
     for make in (collectives, fsdp):
