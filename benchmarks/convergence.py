@@ -139,10 +139,10 @@ def compare(text: Text, steps: int, seeds: int, names: list[str], known: dict[st
     """Run these contenders, and return them among those that are known, in the order of `contenders`."""
     results = dict(known)
     context, all_of_them = multiprocessing.get_context("spawn"), contenders(steps)
-    cores, processes = context.Queue(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    for core in sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]:
+    cores, available = context.Queue(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    for core in available:
         cores.put(core)
-    with ProcessPoolExecutor(processes, context, take_core, (cores,)) as pool:
+    with ProcessPoolExecutor(len(available), context, take_core, (cores,)) as pool:
         again = pool.submit(one_run, CONTROL, steps, 0) if known else None
         runs_of = {
             name: [

@@ -55,9 +55,7 @@ def argument_padding(program: Any) -> int:
     Args:
       program: a `jax.stages.Compiled`, or HLO text.
     """
-    text = program if isinstance(program, str) else program.as_text()
-    header = next((line for line in text.splitlines() if line.startswith("HloModule")), "")
-    inputs = _INDEX.sub("", header.partition("entry_computation_layout={")[2].partition("->")[0])
+    inputs = _INDEX.sub("", _header(program).partition("entry_computation_layout={")[2].partition("->")[0])
     return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0
 
 
@@ -75,11 +73,16 @@ def donated(program: Any) -> dict[int, int]:
       >>> donated(step.lower(jnp.ones(4), jnp.ones(4)).compile())
       {0: 0}
     """
-    text = program if isinstance(program, str) else program.as_text()
-    header = next((line for line in text.splitlines() if line.startswith("HloModule")), "")
-    aliases = header.partition("input_output_alias={")[2].partition(" }")[0]
+    aliases = _header(program).partition("input_output_alias={")[2].partition(" }")[0]
     return {int(source): int(output or 0) for output, source in _ALIAS.findall(aliases)}
 
 
+def _header(program: Any) -> str:
+    """Return the line that tells of the whole module; programs are long, so no other is looked at."""
+    found = _HEADER.search(program if isinstance(program, str) else program.as_text())
+    return found[0] if found else ""
+
+
+_HEADER = re.compile(r"^HloModule.*", re.MULTILINE)
 _INDEX = re.compile(r"/\*index=\d+\*/")
 _ALIAS = re.compile(r"\{(\d*)[\d,\s]*\}: \((\d+),")

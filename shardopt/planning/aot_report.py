@@ -85,7 +85,8 @@ class AotReport(NamedTuple):
             )
             for axes, found in self.audit.by_axis().items()
         ]
-        padding = f", {self.argument_padding / 1e9:.2f} of it padding" if self.argument_padding else ""
+        added = self.argument_padding
+        padding = f", {added / 1e9:.2f} of it padding" if added else ""
         flops = "unknown flops" if self.flops is None else f"{self.flops / 1e12:.2f} Tflop"
         return "\n".join(
             [

@@ -74,8 +74,8 @@ def test_a_folder_that_is_no_longer_mounted_is_not_made_anew_beneath(tmp_path, c
         assert list((tmp_path / "mount").iterdir()) == []
 
 
-def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, monkeypatch):
-    folder = tmp_path / "run"
+def vanishing(folder):
+    """Return the module that writes, and a `write_meta` for it before which the folder is deleted."""
     from shardopt.checkpoint import write
 
     original = write.write_meta
@@ -84,6 +84,12 @@ def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, mon
         shutil.rmtree(folder)
         original(*args)
 
+    return write, vanish
+
+
+def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, monkeypatch):
+    folder = tmp_path / "run"
+    write, vanish = vanishing(folder)
     with Checkpoints(folder, 1, 1) as checkpoints:
         monkeypatch.setattr(write, "write_meta", vanish)
         checkpoints.save(small(1), step=1)
@@ -96,14 +102,7 @@ def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, mon
 
 def test_a_folder_deleted_during_a_write_is_made_anew_by_the_next_save(tmp_path, monkeypatch, caplog):
     folder = tmp_path / "run"
-    from shardopt.checkpoint import write
-
-    original = write.write_meta
-
-    def vanish(*args):
-        shutil.rmtree(folder)
-        original(*args)
-
+    write, vanish = vanishing(folder)
     with Checkpoints(folder, 1, 2) as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr(write, "write_meta", vanish)
