@@ -7,14 +7,16 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from shardopt.core.errors import complaint
+from shardopt.core.host_memory import give_back
 from shardopt.hlo.collective import read_collective
 from shardopt.hlo.text import parse
 from shardopt.hlo.walk import collectives_of
+from shardopt.strategies.ahead import Ahead
 from shardopt.strategies.recipe import Recipe
 
 
 def guarded(recipe: Recipe, jitted: Any) -> Any:
-    """Return a jitted function that refuses to run what would wait for ever, and is the same elsewhere.
+    """Return a jitted function that compiles ahead of its first call, and refuses to run what would wait for ever.
 
     Inside a stage's branch, collectives over tensor have groups, so that no other stage is waited for. A permute has
     none: on CPU every device must come to it, and a stage that is idle, or at another kind of work, does not. The
@@ -23,7 +25,7 @@ def guarded(recipe: Recipe, jitted: Any) -> Any:
     """
     on_cpu = recipe.mesh.devices.flat[0].platform == "cpu"
     if recipe.schedule is None or recipe.mesh.shape["tensor"] == 1 or not on_cpu:
-        return jitted
+        return Ahead(jitted)
     return _Guarded(recipe.who, recipe.mesh, jitted)
 
 
@@ -42,6 +44,7 @@ class _Guarded:
         if key not in self._passed:
             compiled = self.jitted.lower(*args).compile()
             _check(self.who, self.mesh, compiled.as_text())
+            give_back()
             self._passed[key] = compiled
         return self._passed[key](*args)
 
