@@ -6,8 +6,6 @@ from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 # Elementwise and moving primitives: compilers fuse them into whatever reads them. Whatever is not named here is kept.
 _CHEAP = frozenset(
@@ -66,6 +64,9 @@ def fewest_bytes(equations: Sequence[Any], start: Iterable[Any], free: set[Any],
 
 def _cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> list[tuple[int, int]]:
     """Return the edges of the minimum cut nearest to the sink."""
+    from scipy.sparse import csr_array  # 20 MB and a fifth of a second, for zero-bubble schedules alone
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     ends = np.array(list(edges), np.int32)
     capacity = csr_array((np.array(list(edges.values()), np.int32), (ends[:, 0], ends[:, 1])), shape=(size, size))
     left = capacity - maximum_flow(capacity, source, sink).flow
