@@ -22,10 +22,11 @@ class KVCache(NamedTuple):
     value: Array
 
 
+@jax.checkpoint
 def rms_norm(x: Float[Array, "*batch D"], scale: Float[Array, " D"]) -> Float[Array, "*batch D"]:
     """Scale every vector to root mean square one, then by a learned factor a component.
 
-    Statistics are taken in float32 at least.
+    Statistics are taken in float32 at least. Only x is kept for the backward pass.
 
     References:
       Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
@@ -91,7 +92,7 @@ def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, 
       Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
     """
     gate, up = _parts(jnp.einsum("btd,dcf->btcf", x, weights["up"]))
-    return jnp.einsum("btf,fd->btd", _gated(gate, up), weights["down"])
+    return _gated_down(gate, up, weights["down"])
 
 
 def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -126,9 +127,9 @@ def _attend(query: Array, key: Array, value: Array, positions: Array) -> Array:
 
 
 @jax.checkpoint
-def _gated(gate: Array, up: Array) -> Array:
-    """Return silu(gate) * up; only the two are kept for the backward pass, not what lies between."""
-    return jax.nn.silu(gate) * up
+def _gated_down(gate: Array, up: Array, down: Array) -> Array:
+    """Return silu(gate) * up @ down; only the two are kept for the backward pass, not what goes into the product."""
+    return jnp.einsum("btf,fd->btd", jax.nn.silu(gate) * up, down)
 
 
 def _visible(positions: Array, length: int) -> Array:
