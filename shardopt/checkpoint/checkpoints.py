@@ -18,7 +18,8 @@ from shardopt.checkpoint.restoring import load
 from shardopt.checkpoint.rotation import best_step, rotate
 from shardopt.checkpoint.saving import check_step
 from shardopt.checkpoint.steps import committed, run_folder, tidy
-from shardopt.checkpoint.write import start
+from shardopt.checkpoint.write import failed, start
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import CheckpointError, complaint
 from shardopt.core.optimizer import ShardedOptimizer
 
@@ -88,14 +89,15 @@ class Checkpoints:
           ValueError: if `every` or `keep` is below 1, or `mode` is neither "min" nor "max".
           CheckpointError: if another job writes to the folder, or it cannot be written to.
         """
-        _check_count("every", every)
+        check_count(_WHO, "every", every)
         if keep is not None:
-            _check_count("keep", keep)
+            check_count(_WHO, "keep", keep)
         if mode not in ("min", "max"):
             raise ValueError(complaint(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
         self.directory = run_folder(_WHO, directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
         self._claim: Claim | None = None
+        self._pid = os.getpid()
         self._release: Callable[[], Any] = lambda: None
         self._pending: Future[None] | None = None
         from_first(self._open)
@@ -204,24 +206,29 @@ class Checkpoints:
 
     def _ours(self) -> bool:
         """Return whether the folder is still the one that this writer took; on process 0."""
-        return self._claim is not None and not lost(self.directory, self._claim)
+        return self._claim is not None and not lost(self._claim)
 
     def _settled(self) -> BaseException | None:
         """Wait for the write under way, and return what went wrong with it here."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.exception()
+        if pending is None or self._pid != os.getpid():
+            return None  # a fork does not have the thread that writes
+        return pending.exception()
 
     def _made_ready(self, step: int) -> bool:
         """Make room in the folder; make it anew if it was deleted, and return whether it was."""
         if self._claim is None:
             raise CheckpointError(complaint(_WHO, "save was called after close.", fix="make a new Checkpoints."))
-        if self._ours():
+        try:
+            if self._ours():
+                make_ready(_WHO, self.directory, step)
+                return False
+            self._hold(take_anew(_WHO, self.directory, self._claim, step))
+            text = "%s: %s was deleted while the job ran. It is made anew for step %d; checkpoints before it are gone."
+            logging.getLogger(__name__).warning(text, _WHO, self.directory, step)
             make_ready(_WHO, self.directory, step)
-            return False
-        self._hold(take_anew(_WHO, self.directory, self._claim, step))
-        text = "%s: %s was deleted while the job ran. It is made anew for step %d; checkpoints before it are gone."
-        logging.getLogger(__name__).warning(text, _WHO, self.directory, step)
-        make_ready(_WHO, self.directory, step)
+        except OSError as error:
+            raise failed(_WHO, self.directory, step, error) from error
         return True
 
     def _finish(self, finish: Callable[[], None], step: int) -> None:
@@ -232,14 +239,7 @@ class Checkpoints:
                 rotate(_WHO, self.directory, step, keep=self.keep, best=self.best_step())
         except CheckpointError as error:
             logging.getLogger(__name__).error("%s", error)  # said now, in case nobody ever waits
-            if jax.process_index() == 0 and self._ours():
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if jax.process_index() == 0 and self._ours():
                     tidy(self.directory)  # a full disk is everybody's: what cannot be finished makes room
             raise
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(complaint(_WHO, f"{name} must be an integer, got {value!r} ({type(value).__name__})."))
-    if value < 1:
-        raise ValueError(complaint(_WHO, f"{name} must be at least 1, got {value}."))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.steps import committed, tidy
-from shardopt.checkpoint.write import failed
+from shardopt.checkpoint.write import GONE
 from shardopt.core import lock
 from shardopt.core.errors import CheckpointError, complaint
+from shardopt.core.lock import Lock
 
 _TRIES, _PAUSE = 5, 0.1
 """How often, and after how many seconds, what fails because files vanish is tried again: deleting takes a while."""
@@ -20,12 +21,14 @@ class Claim(NamedTuple):
     """A folder that nobody else may write to.
 
     Attributes:
-      lock: the descriptor that holds its lock; closing it lets go.
+      lock: its lock.
       folder: a descriptor of the folder itself, which tells it from a later one of the same name.
+      device: the file system that it is on.
     """
 
-    lock: int
+    lock: Lock
     folder: int
+    device: int
 
 
 def take(who: str, directory: Path) -> Claim:
@@ -34,16 +37,16 @@ def take(who: str, directory: Path) -> Claim:
     Raises:
       CheckpointError: if another writer lives, or the folder cannot be written to.
     """
-    held: list[int] = []
+    taken: list[Lock] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        held.append(lock.acquire(who, directory))
-        held.append(os.open(directory, os.O_RDONLY))
+        taken.append(lock.acquire(who, directory))
         tidy(directory)
-        return Claim(*held)
+        folder = os.open(directory, os.O_RDONLY)
+        return Claim(taken[0], folder, os.fstat(folder).st_dev)
     except OSError as error:
-        for descriptor in held:
-            os.close(descriptor)
+        for one in taken:
+            lock.release(one)
         what = f"{directory} cannot be written to ({type(error).__name__}: {error.strerror})."
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "make room there, or choose another folder." if full else "choose a folder that you may write to."
@@ -52,13 +55,13 @@ def take(who: str, directory: Path) -> Claim:
 
 def let_go(claim: Claim) -> None:
     """Leave the folder to others."""
-    os.close(claim.lock)
+    lock.release(claim.lock)
     os.close(claim.folder)
 
 
-def lost(directory: Path, claim: Claim) -> bool:
+def lost(claim: Claim) -> bool:
     """Return whether the folder was deleted or replaced since it was taken."""
-    return not lock.holds(directory, claim.lock)
+    return not lock.holds(claim.lock)
 
 
 def take_anew(who: str, directory: Path, claim: Claim, step: int) -> Claim:
@@ -72,12 +75,12 @@ def take_anew(who: str, directory: Path, claim: Claim, step: int) -> Claim:
       CheckpointError: in these two cases, if another job took the folder first, or if it cannot be made.
     """
     place = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
-    what, was, now = "", os.fstat(claim.folder), place.stat()
-    if committed(directory) and not os.path.samestat(was, now):
+    what = ""
+    if committed(directory) and not _same(claim.folder, directory):
         what = (
             f"step {step} cannot be saved: {directory} was replaced while the job ran, by one with other checkpoints."
         )
-    elif now.st_dev != was.st_dev:
+    elif place.stat().st_dev != claim.device:
         what = (
             f"step {step} cannot be saved: {directory} is gone, and {place} is on another file system than it was: "
             "was it unmounted?"
@@ -87,25 +90,33 @@ def take_anew(who: str, directory: Path, claim: Claim, step: int) -> Claim:
     return take(who, directory)
 
 
+def _same(descriptor: int, directory: Path) -> bool:
+    """Return whether a folder is still the one that a descriptor stands for."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), directory.stat())
+    except OSError as error:
+        if not lock.is_gone(error):
+            raise
+        return False  # NFS forgets what was deleted
+
+
 def make_ready(who: str, directory: Path, step: int) -> None:
     """Make room for a step in a folder that was taken.
 
     Raises:
-      CheckpointError: if the folder holds later steps, or what a failed write left behind cannot be deleted.
+      CheckpointError: if the folder holds later steps.
+      OSError: if what a failed write left behind cannot be deleted.
     """
     if later := [other for other in committed(directory) if other > step]:
         what = f"step {step} cannot be saved: {directory} holds later ones ({', '.join(map(str, later[-8:]))})."
         fix = "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
         raise CheckpointError(complaint(who, what, fix=fix))
-    try:
-        tidy(directory)
-    except OSError as error:
-        raise failed(who, directory, step, error) from error
+    tidy(directory)
 
 
 def is_of_deletion(message: str) -> bool:
     """Return whether an error of writing is that of files that were there and are gone: somebody is deleting them."""
-    return any(text in message.partition("\n")[0] for text in ("No such file or directory", "NOT_FOUND"))
+    return any(text in message.partition("\n")[0] for text in GONE)
 
 
 def until_deleted(action: Callable[[], Any]) -> Any:

@@ -14,6 +14,7 @@ from shardopt.checkpoint.steps import committed, run_folder, step_folder, tidy
 from shardopt.checkpoint.write import failed, start
 from shardopt.core import lock
 from shardopt.core.errors import CheckpointError, complaint
+from shardopt.core.lock import Lock
 
 
 def save(directory: str | os.PathLike[str], state: Any, *, step: int | None = None) -> Path:
@@ -50,14 +51,14 @@ def save(directory: str | os.PathLike[str], state: Any, *, step: int | None = No
     who = "save"
     path = run_folder(who, directory)
     number = check_step(who, step, state)
-    held: list[int] = []
+    held: list[Lock] = []
     try:
         from_first(lambda: _open(who, path, number, held))
         with contextlib.closing(store.open_writer()) as writer:
-            start(who, writer, path, state, lambda: lock.holds(path, held[0]), step=number)()
+            start(who, writer, path, state, lambda: lock.holds(held[0]), step=number)()
     finally:
-        for descriptor in held:
-            os.close(descriptor)
+        for one in held:
+            lock.release(one)
     return step_folder(path, number)
 
 
@@ -81,7 +82,7 @@ def check_step(who: str, step: Any, state: Any) -> int:
     return int(step)
 
 
-def _open(who: str, directory: Path, step: int, held: list[int]) -> None:
+def _open(who: str, directory: Path, step: int, held: list[Lock]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         held.append(lock.acquire(who, directory))

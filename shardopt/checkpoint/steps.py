@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from shardopt.core.errors import complaint
+from shardopt.core.lock import is_gone
 
 _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
 
@@ -33,9 +34,13 @@ def run_folder(who: str, directory: str | os.PathLike[str]) -> Path:
 
 def committed(directory: Path) -> list[int]:
     """Return the committed steps, ascending."""
-    if not directory.is_dir():
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if entry.name.isdecimal() and entry.is_dir()]
+    except OSError as error:
+        if not is_gone(error):
+            raise
         return []
-    names = [path.name for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()]
     return sorted(int(name) for name in names if str(int(name)) == name)
 
 

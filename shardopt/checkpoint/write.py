@@ -14,9 +14,13 @@ from shardopt.checkpoint.manifest import digest, file_sizes, write_manifest
 from shardopt.checkpoint.meta import Meta, describe_state, write_meta
 from shardopt.checkpoint.steps import publish, staging_folder, step_folder
 from shardopt.core.errors import CheckpointError, complaint
+from shardopt.core.lock import is_gone
 
 _FULL = ("No space left on device", "File too large", "Disk quota exceeded")
 """What the kernel says of a full disk, whoever wraps it: orbax and tensorstore have kinds of errors of their own."""
+
+GONE = ("No such file or directory", "NOT_FOUND", "Stale file handle")
+"""What it says of files that were deleted, the last of them over NFS."""
 
 
 def start(
@@ -52,13 +56,31 @@ def start(
 
 def failed(who: str, directory: Path, step: int, error: Exception) -> CheckpointError:
     """Return the error for a write that failed."""
-    cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    said = _said(error)
+    cause = f"{type(error).__name__}: {said[0]}"
+    if not any(text in cause for text in (*_FULL, *GONE)):  # the reason may stand further down
+        reason = next((text for text in (*_FULL, *GONE) if any(text in line for line in said)), None)
+        cause += f" ... {reason}" if reason else ""
     what = f"step {step} could not be written to {directory} ({cause})."
     remedy = "make room" if any(text in cause for text in _FULL) else "remove the cause"
     fix = f"{remedy}, then save again; checkpoints that were committed before are untouched."
-    if not directory.exists():
+    if _is_deleted(directory):
         fix = f"{directory} was deleted, with what was in it; save again, and it is made anew."
     return CheckpointError(complaint(who, what, fix=fix))
+
+
+def _said(error: BaseException) -> list[str]:
+    """Return the lines of an error, and of those that it was made from or bundles."""
+    others = [one for one in (error.__cause__, *getattr(error, "exceptions", ())) if one is not None]
+    return [*(str(error).strip().splitlines() or ["no message"]), *(line for one in others for line in _said(one))]
+
+
+def _is_deleted(directory: Path) -> bool:
+    try:
+        directory.stat()
+    except OSError as error:
+        return is_gone(error)
+    return False
 
 
 def _finish(writer: Any, directory: Path, meta: Meta, ours: Callable[[], bool]) -> None:

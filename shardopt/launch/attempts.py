@@ -1,7 +1,6 @@
 """A job that is started anew when it fails, with as many processes or with fewer."""
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -125,7 +124,7 @@ def _taken(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(held)
+        lock.release(held)
 
 
 class _Stop:

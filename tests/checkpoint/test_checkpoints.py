@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import shardopt as so
 from shardopt.checkpoint import Checkpoints, restore, save
 from shardopt.checkpoint.steps import surplus
+from shardopt.checkpoint.write import failed
 
 UNTOUCHED = "Fix: make room, then save again; checkpoints that were committed before are untouched."
 
@@ -72,6 +74,34 @@ def test_without_a_metric_nothing_is_best(tmp_path):
         assert checkpoints.best_step() is None
 
 
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (
+            ValueError("Encountered 2 errors:\n1. No space left on device\n2. x"),
+            "Encountered 2 errors: ... No space left on device",
+        ),
+        (
+            ExceptionGroup("several", [ValueError("x"), OSError(28, "No space left on device")]),
+            "several (2 sub-exceptions) ... No space left on device",
+        ),
+        (OSError(27, "File too large"), "[Errno 27] File too large"),
+    ],
+)
+def test_a_full_disk_is_told_wherever_it_is_said(error, cause, tmp_path):
+    wrapped = RuntimeError("the writer failed")
+    wrapped.__cause__ = error
+    reason = cause.partition("] ")[2] or cause.partition(" ... ")[2]
+    for one, said in (
+        (error, f"{type(error).__name__}: {cause}"),
+        (wrapped, f"RuntimeError: the writer failed ... {reason}"),
+    ):
+        assert str(failed("save", tmp_path, 1, one)) == (
+            f"save: step 1 could not be written to {tmp_path} ({said}).\n"
+            "Fix: make room, then save again; checkpoints that were committed before are untouched."
+        )
+
+
 def test_restore_gives_state_and_extra(tmp_path, trained, same):
     opt, state = trained
     extra = {"position": 3, "iterator": {"epoch": [1, 2.5, None, True, "x"]}}
@@ -121,6 +151,21 @@ def test_what_is_saved_is_what_was_there(tmp_path, make_opt, new_params, steps_o
     assert held_back
     assert all(held_back)
     assert not same(state, expected)
+
+
+def test_a_fork_of_the_job_neither_saves_nor_waits(tmp_path, monkeypatch, complaint_of):
+    """It has neither the lock nor the thread that writes."""
+    with Checkpoints(tmp_path, 1, 2) as checkpoints:
+        own, pending = os.getpid(), Future()
+        checkpoints._pending = pending  # which never ends
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 7)
+            assert complaint_of(lambda: checkpoints.save(small(1), step=1)) == (
+                f"Checkpoints: {tmp_path} is written to by process {own}, and this one, 7, is a fork of it.\n"
+                "Fix: write in the process that began to."
+            )
+            checkpoints._pending = pending
+            checkpoints.wait()
 
 
 def test_two_histories_do_not_mix(tmp_path, complaint_of):

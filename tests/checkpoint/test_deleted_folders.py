@@ -1,13 +1,19 @@
 """A folder that somebody deletes under the job that writes to it: made anew where that can only be right."""
 
+import errno
 import os
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from shardopt.checkpoint import Checkpoints, save
+from shardopt.checkpoint.claim import is_of_deletion
+from shardopt.checkpoint.write import failed
 from shardopt.core import CheckpointError
+
+STALE = OSError(errno.ESTALE, "Stale file handle")
 
 
 def small(value):
@@ -63,15 +69,61 @@ def test_a_folder_replaced_by_another_job_is_left_to_it(tmp_path, complaint_of):
 def test_a_folder_that_is_no_longer_mounted_is_not_made_anew_beneath(tmp_path, complaint_of):
     folder = tmp_path / "mount" / "runs" / "a"
     with Checkpoints(folder, 1, 2) as checkpoints:
-        elsewhere = os.open("/proc", os.O_RDONLY)
-        os.dup2(elsewhere, checkpoints._claim.folder)  # as if it had been on another file system
-        os.close(elsewhere)
+        checkpoints._claim = checkpoints._claim._replace(device=-1)  # as if it had been on another file system
         shutil.rmtree(folder.parent)
         assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
             f"Checkpoints: step 2 cannot be saved: {folder} is gone, and {tmp_path / 'mount'} is on another file system "
             "than it was: was it unmounted?\nFix: bring it back, or make a new Checkpoints elsewhere."
         )
         assert list((tmp_path / "mount").iterdir()) == []
+
+
+@pytest.mark.parametrize("left", ["nothing", "a folder with checkpoints"])
+def test_a_folder_deleted_on_another_machine(left, tmp_path, monkeypatch, complaint_of, caplog):
+    """Over NFS what a descriptor stands for is then stale, and so it may be what is looked up by name."""
+    folder, fstat, stat = tmp_path / "run", os.fstat, Path.stat
+    with Checkpoints(folder, 1, 2) as checkpoints, monkeypatch.context() as patch:
+        checkpoints.save(small(1), step=1)
+        checkpoints.wait()
+        stale = {checkpoints._claim.folder, checkpoints._claim.lock.descriptor}
+        patch.setattr(os, "fstat", lambda one: (_ for _ in ()).throw(STALE) if one in stale else fstat(one))
+        if left == "nothing":
+            shutil.rmtree(folder)
+            checkpoints.save(small(2), step=2)
+            assert f"{folder} was deleted while the job ran. It is made anew for step 2" in caplog.text
+        else:
+            assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
+                f"Checkpoints: step 2 cannot be saved: {folder} was replaced while the job ran, by one with other "
+                "checkpoints.\nFix: bring it back, or make a new Checkpoints elsewhere."
+            )
+        patch.setattr(
+            Path, "stat", lambda path, **how: (_ for _ in ()).throw(STALE) if path == folder else stat(path, **how)
+        )
+        message = str(failed("Checkpoints", folder, 3, ValueError("Error writing\nUNKNOWN: Stale file handle")))
+        assert message == (
+            f"Checkpoints: step 3 could not be written to {folder} (ValueError: Error writing ... Stale file handle).\n"
+            f"Fix: {folder} was deleted, with what was in it; save again, and it is made anew."
+        )
+        assert is_of_deletion(message)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path, monkeypatch, complaint_of, caplog):
+    folder, stat = tmp_path / "run", Path.stat
+
+    def refuse(path, **how):
+        if path == folder / ".lock":
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **how)
+
+    with Checkpoints(folder, 1, 2) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", refuse)
+            assert complaint_of(lambda: checkpoints.save(small(1), step=1)) == (
+                f"Checkpoints: step 1 could not be written to {folder} (PermissionError: [Errno 13] Permission denied).\n"
+                "Fix: remove the cause, then save again; checkpoints that were committed before are untouched."
+            )
+        checkpoints.save(small(1), step=1)
+    assert caplog.messages == []
 
 
 def vanishing(folder):
