@@ -172,7 +172,12 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Return the step with the best metric (of equals the earliest), or None where nothing competes."""
+        """Return the step with the best metric (of equals the earliest), or None where nothing competes.
+
+        Raises:
+          CheckpointError: if the record of a checkpoint cannot be read: it may be the best. While training it is kept,
+            whatever `keep` says, and a warning is logged.
+        """
         return best_step(_WHO, self.directory, self.best, self.mode)
 
     def restore(self, opt: ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
@@ -236,7 +241,7 @@ class Checkpoints:
         try:
             finish()
             if jax.process_index() == 0:
-                rotate(_WHO, self.directory, step, keep=self.keep, best=self.best_step())
+                rotate(_WHO, self.directory, step, keep=self.keep, metric=self.best, mode=self.mode)
         except CheckpointError as error:
             logging.getLogger(__name__).error("%s", error)  # said now, in case nobody ever waits
             with contextlib.suppress(OSError):

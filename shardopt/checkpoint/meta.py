@@ -111,12 +111,18 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 
 def read_meta(who: str, folder: Path) -> Meta:
-    """Read the record of a step's folder."""
+    """Read the record of a step's folder.
+
+    Raises:
+      CheckpointError: if it cannot be read, is of another format, or not a record at all.
+    """
+    where = f"{folder.name}/{NAME}"
     try:
         record = json.loads((folder / NAME).read_text())
-    except (OSError, ValueError, RecursionError):
-        record = None
-    return from_json(who, f"{folder.name}/{NAME}", record)
+    except (OSError, ValueError, RecursionError) as error:
+        what = f"{where} cannot be read ({type(error).__name__}: {error})."
+        raise CheckpointError(complaint(who, what, fix="bring the file back from a copy.")) from error
+    return from_json(who, where, record)
 
 
 def _leaf(record: Any) -> Leaf:

@@ -74,6 +74,45 @@ def test_without_a_metric_nothing_is_best(tmp_path):
         assert checkpoints.best_step() is None
 
 
+DAMAGES = {
+    "cut short": (
+        '{"format": 1,\n',
+        "JSONDecodeError: Expecting property name enclosed in double quotes: line 2 column 1 (char 14)",
+    ),
+    "gone": (None, "FileNotFoundError: [Errno 2] No such file or directory: '{file}'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_best_is_not_guessed_where_a_record_cannot_be_read(damage, tmp_path, complaint_of, caplog):
+    """It may be that one: it is kept, and said to be; and to ask for the best is an error."""
+    text, reason = DAMAGES[damage]
+    file = tmp_path / "2" / "shardopt.json"
+    with Checkpoints(tmp_path, 1, 1, best="val") as checkpoints:
+        for step, value in enumerate([3.0, 1.0, 2.0], 1):
+            checkpoints.save(small(step), step=step, metrics={"val": value})
+            checkpoints.wait()
+        whole = file.read_text()
+        file.unlink() if text is None else file.write_text(text)
+        assert complaint_of(checkpoints.best_step) == (
+            f"Checkpoints: the best step in {tmp_path} by 'val' cannot be told.\n"
+            f"  2/shardopt.json cannot be read ({reason.format(file=file)}).\n"
+            "Fix: bring the file back from a copy, or delete the folder of its step."
+        )
+        checkpoints.save(small(4), step=4, metrics={"val": 9.0})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3, 4]  # 3 is the best of those that can be read
+        assert caplog.messages == [
+            f"Checkpoints: step 2 in {tmp_path} is kept, because it may be the best by 'val': 2/shardopt.json cannot be "
+            f"read ({reason.format(file=file)})."
+        ]
+        file.write_text(whole)
+        checkpoints.save(small(5), step=5, metrics={"val": 9.0})
+        checkpoints.wait()
+        assert (checkpoints.steps(), checkpoints.best_step()) == ([2, 5], 2)
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
