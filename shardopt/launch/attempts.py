@@ -1,6 +1,7 @@
 """A job that is started anew when it fails, with as many processes or with fewer."""
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
@@ -34,13 +35,14 @@ def launch(
     `so.initialize()` looks for it. What the first one says is shown; what each says is in its log. When one fails
     the others are ended within seconds, the failure is shown, and the job is started anew, if it may be.
 
-    SIGTERM and Ctrl-C are passed on to all, once, as SIGTERM; a second Ctrl-C kills them.
+    SIGTERM and Ctrl-C are passed on to all, once, as SIGTERM; a second Ctrl-C kills them. Where this process is killed
+    itself, Linux kills the processes as well, but not what they started on their own.
 
     Args:
       command_of: gives the command of an attempt, counted from 0.
       processes: how many.
       log_dir: gets `process-0.log` and so on; of an attempt after the first `process-0.restart-1.log`. While the job
-        runs nobody else may launch one with the same folder.
+        runs, or anything that it started, nobody else may launch one with the same folder.
       max_restarts: how often it is started anew after a failure.
       min_processes: with how few: each process that was killed is left out of the next attempt, down to this. By
         default none is.
@@ -66,9 +68,10 @@ def launch(
     """
     _check(processes, max_restarts, min_processes)
     attempt = 0
-    with _taken(log_dir), _signals() as stop:
+    with _taken(log_dir) as held, _signals() as stop:
         while True:
-            ended = run_group(command_of(attempt), processes, lambda rank: _log(log_dir, rank, attempt), stop.take)  # noqa: B023
+            log_of = functools.partial(_log, log_dir, attempt)
+            ended = run_group(command_of(attempt), processes, log_of, stop.take, keep=(held,))
             if stop.twice:
                 return 130
             if ended.failed is None:
@@ -91,7 +94,7 @@ def _left(processes: int, killed: int, least: int | None, can_share: Callable[[i
     return next((count for count in range(processes - killed, least - 1, -1) if can_share(count)), processes)
 
 
-def _log(folder: Path, rank: int, attempt: int) -> Path:
+def _log(folder: Path, attempt: int, rank: int) -> Path:
     return folder / (f"process-{rank}.restart-{attempt}.log" if attempt else f"process-{rank}.log")
 
 
@@ -117,12 +120,14 @@ def _failure(ended: Ended, processes: int) -> str:
 
 
 @contextlib.contextmanager
-def _taken(folder: Path) -> Iterator[None]:
+def _taken(folder: Path) -> Iterator[int]:
+    """Take the folder of the logs, and give the descriptor that holds it: who writes there inherits it."""
     folder.mkdir(parents=True, exist_ok=True)
     instead = "choose another --log-dir (of train, another --run-dir)"
     held = lock.acquire("launch", folder, name=LOCK, instead=instead)  # .lock is for whoever has checkpoints there
     try:
-        yield
+        assert held.descriptor is not None
+        yield held.descriptor
     finally:
         lock.release(held)
 

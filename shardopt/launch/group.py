@@ -31,7 +31,11 @@ class Ended(NamedTuple):
 
 
 def run_group(
-    command: Sequence[str], count: int, log_of: Callable[[int], Path], stop: Callable[[], signal.Signals | None]
+    command: Sequence[str],
+    count: int,
+    log_of: Callable[[int], Path],
+    stop: Callable[[], signal.Signals | None],
+    keep: Sequence[int],
 ) -> Ended:
     """Run `count` processes until all have ended well, or one has failed and the others were ended.
 
@@ -40,6 +44,7 @@ def run_group(
       count: how many.
       log_of: the log file of a rank.
       stop: returns a signal once for each that is to be passed on to all, else None.
+      keep: descriptors that they inherit.
 
     Raises:
       OSError: if the command cannot be started, or a log cannot be written.
@@ -47,7 +52,8 @@ def run_group(
     address, finished, members = free_address(), queue.SimpleQueue(), []
     try:
         for rank in range(count):
-            members.append(start(command, rank, log_of(rank), environment_of(rank, count, address), shown=rank == 0))
+            place = environment_of(rank, count, address)
+            members.append(start(command, rank, log_of(rank), place, shown=rank == 0, keep=keep))
             threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
         seen = _wait(members, finished, stop)
     finally:

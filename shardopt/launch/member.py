@@ -1,6 +1,7 @@
 """One process of a job: its environment, its log, how it is started and how it is ended."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -14,6 +15,8 @@ from typing import IO, NamedTuple, TextIO
 
 _CHATTER = b"[Gloo] Rank "
 """Begins lines that gloo writes for each connection; they are in the log."""
+
+_FOLLOW = Path(__file__).with_name("follow.py")
 
 _LAST_WORDS = 5.0
 """Seconds that are waited for what a process has said to be copied, once it has ended."""
@@ -58,18 +61,32 @@ def environment_of(rank: int, count: int, address: str) -> dict[str, str]:
     }
 
 
-def start(command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], *, shown: bool) -> Member:
-    """Start one process with its output in a file, and on the screen too where it is shown.
+def start(
+    command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], *, shown: bool, keep: Sequence[int]
+) -> Member:
+    """Start one process with its output in a file, and on the screen too where it is shown. It dies with this thread.
+
+    Args:
+      command: what it runs.
+      rank: its number.
+      log: the file.
+      environment: what is added to that of this process.
+      shown: whether its output is on the screen too.
+      keep: descriptors that it inherits.
 
     Raises:
       OSError: if the command cannot be started, or the log cannot be written.
     """
+    if shutil.which(command[0]) is None:
+        number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
+        raise OSError(number, os.strerror(number), command[0])
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         out, err = (subprocess.PIPE, subprocess.PIPE) if shown else (file, file)
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-I", "-S", str(_FOLLOW), str(os.getpid()), *command],
             env=os.environ | environment,
+            pass_fds=keep,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C comes to us alone, and a kill reaches its children as well
             stdout=out,

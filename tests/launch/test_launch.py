@@ -188,8 +188,122 @@ def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
         assert runs(pid)
         one.kill()
         one.wait()
-        while runs(pid):
-            pass
+        wait_for_the_end_of(pid)
+
+
+LAUNCHER = """
+import pathlib, sys
+from shardopt.launch import launch
+sys.exit(launch(lambda attempt: sys.argv[2:], processes=2, log_dir=pathlib.Path(sys.argv[1])))
+"""
+
+
+def launcher(folder, *command):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    words = [sys.executable, "-c", LAUNCHER, str(folder), *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, env=os.environ | {"PYTHONPATH": path}, **pipes)
+
+
+def test_when_the_launcher_is_killed_a_command_that_knows_nothing_of_it_dies_too(tmp_path):
+    with launcher(tmp_path, "sh", "-c", "echo $$; exec sleep 600") as one:
+        try:
+            pid = int(one.stdout.readline())
+            assert runs(pid)
+        finally:
+            one.kill()
+    wait_for_the_end_of(pid)
+
+
+def wait_for_the_end_of(pid):
+    latest = time.monotonic() + 60
+    while runs(pid):
+        assert time.monotonic() < latest, "it lives on"
+        time.sleep(0.01)
+
+
+def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
+    """Each command starts a process that nobody kills, and that may write to the log."""
+    script = "sleep 600 & echo $! > pid-$JAX_PROCESS_ID.new; mv pid-$JAX_PROCESS_ID.new pid-$JAX_PROCESS_ID; wait"
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    one = launcher(tmp_path / "logs", "sh", "-c", f"cd {tmp_path}; {script}")
+    try:
+        while not all(path.exists() for path in pids):
+            assert one.poll() is None
+            time.sleep(0.01)
+    finally:
+        one.kill()
+        one.wait()
+        one.stdout.close()
+        one.stderr.close()
+    left = [int(path.read_text()) for path in pids]
+    try:
+        for pid in left:
+            assert runs(pid)
+            with launcher(tmp_path / "logs", "true") as other:
+                _, said = other.communicate(timeout=60)
+            refused, fix = said.splitlines()[-2:]
+            assert re.fullmatch(
+                rf"shardopt\.core\.errors\.CheckpointError: launch: {tmp_path}/logs is already being written to by process "
+                rf"{one.pid} on .*, since .*\. It cannot be seen from here: it runs in another container, or it has ended "
+                r"and what it started still runs\.",
+                refused,
+            )
+            assert fix == (
+                f"Fix: stop what has {tmp_path}/logs/.launch.lock open (fuser names it), or choose another --log-dir (of "
+                "train, another --run-dir)."
+            )
+            os.kill(pid, signal.SIGKILL)
+            wait_for_the_end_of(pid)
+    finally:
+        for pid in filter(runs, left):
+            os.kill(pid, signal.SIGKILL)
+    with launcher(tmp_path / "logs", "true") as other:
+        assert other.communicate(timeout=60) == ("", "")
+    assert other.returncode == 0
+
+
+def test_what_a_job_left_behind_that_ended_by_itself_is_no_obstacle(job):
+    """A service in a session of its own is not ended with the job."""
+    script = (
+        "import subprocess\n"
+        "links = {name: os.path.realpath(f'/proc/self/fd/{name}') for name in os.listdir('/proc/self/fd')}\n"
+        "(held,) = [int(name) for name, path in links.items() if path.endswith('.launch.lock')]\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "child = subprocess.Popen(command, start_new_session=True, pass_fds=(held,))\n"
+        "(here / 'pid').write_text(str(child.pid))\n"
+    )
+    try:
+        assert job(script, processes=1) == (0, [], [0])
+        assert runs(int((job.folder / "pid").read_text()))
+        assert job("", processes=1) == (0, [], [0])
+    finally:
+        os.kill(int((job.folder / "pid").read_text()), signal.SIGKILL)
+
+
+def ignored(status):
+    """Return the signals that a process ignores, as /proc/PID/status says."""
+    mask = int(re.search(r"^SigIgn:\s*([0-9a-f]+)$", status, re.MULTILINE)[1], 16)
+    return {number for number in signal.Signals if mask & 1 << number - 1}
+
+
+def test_a_command_ignores_no_signals_that_python_does(job):
+    """One that inherits a deaf ear for broken pipes never ends when nobody reads it."""
+    assert ignored(Path("/proc/self/status").read_text()) >= {signal.SIGPIPE, signal.SIGXFSZ}
+    folder = job.folder / "logs"
+    assert launch(lambda attempt: ["cat", "/proc/self/status"], processes=2, log_dir=folder) == 0
+    assert [ignored(log) & {signal.SIGPIPE, signal.SIGXFSZ} for log in logs(job.folder).values()] == [set(), set()]
+
+
+def test_a_file_that_is_no_program(tmp_path):
+    program, said = tmp_path / "program", []
+    program.write_text("neither a script nor a program")
+    options = {"processes": 1, "log_dir": tmp_path / "logs"}
+    with pytest.raises(PermissionError, match="program"):
+        launch(lambda attempt: [str(program)], **options)
+    program.chmod(0o755)
+    assert launch(lambda attempt: [str(program)], **options, say=said.append) == 1
+    assert f"  launch: {str(program)!r} cannot be started (OSError: Exec format error).\n" in said[0]
 
 
 @pytest.mark.parametrize(
