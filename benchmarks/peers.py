@@ -1,7 +1,8 @@
 """The same GPT trained by what people would use instead: torch, jax by hand, and shardopt, interleaved in one run.
 
 Run: python benchmarks/peers.py [--sizes 128x4 256x6] [--groups processes devices] [--rounds 8], after
-`pip install -e '.[bench]'`. With --gpu: one GPU, against torch.compile with fused AdamW (benchmarks/peers_gpu.py).
+`pip install -e '.[bench]'`; with --maxtext PYTHON also against MaxText, which that Python has. With --gpu:
+one GPU, against torch.compile with fused AdamW (benchmarks/peers_gpu.py).
 
 Contestants are jobs of their own, started by the launcher that their users would use (torchrun, `shardopt launch`, none
 for jax by hand), all with the same first parameters, batches, AdamW and fp32. Each takes its first step alone on the
@@ -16,6 +17,7 @@ torch's at the same strategy; peak memory of a process at most torch's, and 1.03
 import argparse
 import importlib.metadata
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ GROUPS = {
 }
 OTHERS = {
     "levanter 1.1": "not measured: pip finds no versions that fit together; it pins fsspec 2023.3.0 and datasets 2.11.0.",
-    "maxtext 0.2.5": "not measured: it installs on Python 3.12, by its extra for TPUs, at 2.8 GB; nobody has run it here yet.",
+    "maxtext": "measured where --maxtext names a Python that has it, as `pip install 'maxtext[tpu]'` on Python 3.12 does.",
 }
 
 
@@ -66,18 +68,30 @@ def show(config: Config, group: str, found: dict[str, Any]) -> None:
         )
 
 
+def versions_of(python: str, *packages: str) -> dict[str, str]:
+    """Return the versions of packages that another Python has."""
+    ask = "import importlib.metadata, sys; print(*map(importlib.metadata.version, sys.argv[1:]))"
+    told = subprocess.run([python, "-c", ask, *packages], check=True, capture_output=True, text=True)
+    return dict(zip(packages, told.stdout.split(), strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=["128x4", "256x6"], choices=SIZES)
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
+    parser.add_argument("--maxtext", metavar="PYTHON", help="measure MaxText too, run by this Python, which has it")
     parser.add_argument("--gpu", action="store_true", help="measure on a GPU instead; refused where there is none")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
     path = Path(__file__).parent / "results" / "peers.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {"cpu": {}, "gpu": peers_gpu.NOT_MEASURED}
     results |= {"torch": importlib.metadata.version("torch"), "others": OTHERS}
+    more = []
+    if options.maxtext:
+        results["maxtext"] = versions_of(options.maxtext, "maxtext", "jax")
+        more = [Contestant("maxtext", strategy, 1, options.maxtext) for strategy in ("ddp", "zero1", "fsdp")]
 
     def keep() -> None:
         if not options.dry:
@@ -92,7 +106,8 @@ def main() -> None:
         config = SIZES[size]
         results["cpu"].setdefault(size, {"config": config._asdict()})
         for group in options.groups:
-            found = measure(GROUPS[group], config, rounds=options.rounds, steps=options.steps)
+            contestants = GROUPS[group] + [each._replace(processes=GROUPS[group][0].processes) for each in more]
+            found = measure(contestants, config, rounds=options.rounds, steps=options.steps)
             show(config, group, found)
             results["cpu"][size][group] = found
             keep()  # a later group may fail

@@ -16,11 +16,12 @@ WORKER = str(Path(__file__).parent / "peers_worker.py")
 
 
 class Contestant(NamedTuple):
-    """Who competes: a library, the function of its file, and in how many processes."""
+    """Who competes: a library, the function of its file, in how many processes, and the Python that has the library."""
 
     library: str
     strategy: str
     processes: int
+    python: str = sys.executable
 
     @property
     def name(self) -> str:
@@ -80,7 +81,7 @@ def _launch(contestant: Contestant, folder: Path, address: str, said: IO[str]) -
 
     def start(command: Sequence[str], **more: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, *command],
+            [contestant.python, *command],
             env=environment | more,
             stdin=subprocess.DEVNULL,
             stdout=said,
@@ -97,7 +98,7 @@ def _launch(contestant: Contestant, folder: Path, address: str, said: IO[str]) -
     elif contestant.library == "shardopt":
         logs = f"--log-dir={folder / contestant.name}"
         yield start(["-m", "shardopt.cli", "launch", f"--processes={count}", logs, "--", *words])
-    else:  # nothing launches plain jax
+    else:  # nothing launches plain jax, and MaxText's clusters their own processes
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
         for rank in range(count):
             yield start(words, **place, JAX_PROCESS_ID=str(rank))

@@ -63,7 +63,8 @@ def measure(
 def rivals(name: str, rows: Any) -> list[str]:
     """Return those that a contestant of ours is compared with: the same strategy, or the only one torch has there."""
     strategy = name.split()[1]
-    return [each for each in rows if each in (f"jax {strategy}", f"torch {strategy}", "torch alone", "torch compiled")]
+    same = [f"{library} {strategy}" for library in ("jax", "torch", "maxtext")]
+    return [each for each in rows if each in (*same, "torch alone", "torch compiled")]
 
 
 def agreement(

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-_COLOURS = {"shardopt": "#3369b2", "jax": "#8fa3b8", "torch": "#c04a3a"}
-_LABELS = {"shardopt": "shardopt", "jax": "jax by hand", "torch": "torch 2.13"}
+_COLOURS = {"shardopt": "#3369b2", "jax": "#8fa3b8", "torch": "#c04a3a", "maxtext": "#d9a441"}
+_LABELS = {"shardopt": "shardopt", "jax": "jax by hand", "torch": "torch 2.13", "maxtext": "MaxText"}
 _STRATEGIES = ("ddp", "zero1", "fsdp")
 _GREY = "#6b7280"
 
@@ -32,15 +32,17 @@ def draw(results: dict[str, Any], path: Path) -> None:
         speed.set_title(f"{shape}: tokens per second", loc="left", fontsize=10)
         memory.set_title("peak memory of a process, MB", loc="left", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path)
 
 
 def _bars(axes: Any, rows: dict[str, Any], value_of: Any, form: str) -> None:
-    for i, library in enumerate(_LABELS):
+    libraries = [library for library in _LABELS if f"{library} {_STRATEGIES[0]}" in rows]
+    for i, library in enumerate(libraries):
         values = [value_of(rows[f"{library} {strategy}"]) for strategy in _STRATEGIES]
-        places = [at + 0.27 * (i - 1) for at in range(len(values))]
-        drawn = axes.bar(places, values, 0.25, color=_COLOURS[library], label=_LABELS[library])
+        share = 0.81 / len(libraries)
+        places = [at + share * (i - (len(libraries) - 1) / 2) for at in range(len(values))]
+        drawn = axes.bar(places, values, 0.93 * share, color=_COLOURS[library], label=_LABELS[library])
         axes.bar_label(drawn, [form.format(value) for value in values], fontsize=7, color=_GREY, padding=1)
     axes.set_xticks(range(len(_STRATEGIES)), _STRATEGIES)
     axes.spines[["top", "right", "left"]].set_visible(False)

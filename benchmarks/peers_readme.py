@@ -9,7 +9,7 @@ from typing import Any
 
 BEGIN, END = "<!-- peers: written by benchmarks/peers_readme.py -->", "<!-- /peers -->"
 ROOT = Path(__file__).parent.parent
-_NAMES = {"shardopt": "**shardopt**", "jax": "jax by hand", "torch": "torch"}
+_NAMES = {"shardopt": "**shardopt**", "jax": "jax by hand", "torch": "torch", "maxtext": "MaxText"}
 _CALLS = {
     "torch ddp": "DistributedDataParallel",
     "torch zero1": "ZeroRedundancyOptimizer",
@@ -18,6 +18,9 @@ _CALLS = {
     "jax zero1": "`shard_map`",
     "jax fsdp": "`shard_map`, gathers by hand",
     "jax jit": "`jit` and shardings alone",
+    "maxtext ddp": "`ici_data_parallelism=-1`",
+    "maxtext zero1": "`shard_optimizer_over_data=true`",
+    "maxtext fsdp": "`ici_fsdp_parallelism=-1`",
     "shardopt ddp": "`so.ddp`",
     "shardopt zero1": "`so.zero`",
     "shardopt fsdp": "`so.fsdp`",
@@ -50,8 +53,10 @@ def section_of(record: dict[str, Any]) -> str:
     said = f"GPU: {gpu}" if isinstance(gpu, str) else f"GPU: {gpu['device']}, in benchmarks/results/peers.json."
     cores = {size["processes"]["cores"] for size in results["cpu"].values() if "processes" in size}
     where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
+    other = results.get("maxtext")
+    also = f", MaxText {other['maxtext']} (with jax {other['jax']})" if other else ""
     machine = (
-        f"{hardware['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}. Sizes are width x"
+        f"{hardware['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
         f" layers, batch x length. MB: peak of one process, its libraries and compiler included. {said}"
     )
     return f"{BEGIN}\n{table_of(record)}\n\n{machine}\n{END}"

@@ -73,6 +73,36 @@ def test_lines_are_counted_without_blanks_and_comments(load):
         assert rows[name]["lines"] == measure.lines_of(group.Contestant(*name.split(), 2))
 
 
+def test_maxtext_gets_the_same_parameters_in_its_own_layout(load, tmp_path):
+    task, maxtext = load("peers_task"), load("peers_maxtext")
+    config = task.Config(dim=16, num_layers=3, num_heads=2, batch=4, length=8)
+    task.write_task(config, tmp_path, count=1)
+    params = task.Task(config, tmp_path, 0, 1).params()
+    leaves = maxtext.leaves_of(params)
+    assert sum(leaf.size for leaf in leaves.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    key, gate = (leaves[f"decoder.layers.{name}.kernel"] for name in ("self_attention.key", "mlp.wi_0"))
+    np.testing.assert_array_equal(key[:, 2], params["blocks"]["attention"]["qkv"][2, :, 1])  # block 2, the second part
+    np.testing.assert_array_equal(gate[:, 2], params["blocks"]["mlp"]["up"][2, :, 0])
+    np.testing.assert_array_equal(leaves["decoder.logits_dense.kernel"], params["head"].T)
+
+
+def test_maxtext_is_compared_with_the_same_strategy_and_its_lines_are_counted_without_it(load):
+    measure, group = load("peers_measure"), load("peers_group")
+    rows = ["shardopt fsdp", "maxtext ddp", "maxtext fsdp", "torch alone"]
+    assert measure.rivals("shardopt fsdp", rows) == ["maxtext fsdp", "torch alone"]
+    assert measure.lines_of(group.Contestant("maxtext", "fsdp", 1, "/elsewhere/python")) == 34
+
+
+def test_a_contestant_is_run_by_the_python_that_has_its_library(load, tmp_path):
+    group = load("peers_group")
+    here, there = (group.Contestant("maxtext", "fsdp", 1, python) for python in ("/bin/false", "/nowhere/python"))
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"), group.running(there, tmp_path):
+        pass
+    message = r"^maxtext fsdp did not take its first step\.\n"
+    with pytest.raises(RuntimeError, match=message), group.running(here, tmp_path):
+        pass
+
+
 def test_flops_of_a_token_are_those_of_the_products(load):
     gpu = load("peers_gpu")
     config = gpu.SIZES["GPT-2 124M"]

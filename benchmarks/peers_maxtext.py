@@ -1,0 +1,149 @@
+"""MaxText as a contestant of `peers.py`: its own model, optimizer and train step, given the task's parameters and batches.
+
+Run by the Python of another environment, in which MaxText is installed: peers.py --maxtext /path/to/python. Its decoder
+block "qwen2" without biases is the GPT of the others: rotary positions by halves, RMS norms, SwiGLU, and queries scaled
+by a factor, which "llama2" would fold into its parameters and so have Adam learn at another rate.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
+
+if importlib.util.find_spec("maxtext"):  # it is not where peers.py counts the lines of this file
+    os.environ["JAX_PLATFORMS"] = "cpu"  # or libtpu, which comes with MaxText, looks for TPUs
+
+    import jax
+    import maxtext
+    from flax import nnx
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.trainers.pre_train import train as trainer
+    from maxtext.utils import sharding, train_utils
+
+
+def options(config: Config, devices: int) -> dict[str, Any]:
+    """What a user gives MaxText on its command line, beside the strategy."""
+    return {
+        "decoder_block": "qwen2",
+        "base_emb_dim": config.dim,
+        "base_num_decoder_layers": config.num_layers,
+        "base_num_query_heads": config.num_heads,
+        "base_num_kv_heads": config.num_heads,
+        "head_dim": config.dim // config.num_heads,
+        "base_mlp_dim": config.mlp_multiple * config.dim,
+        "vocab_size": config.vocab_size,
+        "logits_via_embedding": config.tied,
+        "normalization_layer_epsilon": 1e-6,
+        "max_target_length": config.length,
+        "per_device_batch_size": config.batch // devices,
+        "dtype": config.dtype,
+        "weight_dtype": "float32",
+        "remat_policy": "none",  # the others keep what the backward pass needs too
+        "attention": "dot_product",
+        "learning_rate": LEARNING_RATE,
+        "learning_rate_final_fraction": 1,
+        "warmup_steps_fraction": 0,
+        "adam_b1": B1,
+        "adam_b2": B2,
+        "adam_eps": EPS,
+        "adam_weight_decay": WEIGHT_DECAY,
+        "gradient_clipping_threshold": 0,
+        "steps": 1_000_000,
+        "hardware": "cpu",
+        "dataset_type": "synthetic",
+        "enable_checkpointing": False,
+        "skip_jax_distributed_system": True,
+    }
+
+
+def start() -> int:
+    """Join the other process, where there is one, as MaxText would on its own clusters; return how many devices there are."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        place = [os.environ[f"JAX_{name}"] for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")]
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(place[0], int(place[1]), int(place[2]))
+    return jax.device_count()
+
+
+def leaves_of(params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return shardopt's parameters as MaxText lays them out: blocks stacked along dim 1, the parts of a product apart."""
+    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
+    query, key, value = np.moveaxis(attention["qkv"], 2, 0)
+    gate, up = np.moveaxis(mlp["up"], 2, 0)
+    stacked = {
+        "pre_self_attention_layer_norm.scale": attention["norm"],
+        "self_attention.query.kernel": query,
+        "self_attention.key.kernel": key,
+        "self_attention.value.kernel": value,
+        "self_attention.out.kernel": attention["out"],
+        "post_self_attention_layer_norm.scale": mlp["norm"],
+        "mlp.wi_0.kernel": gate,
+        "mlp.wi_1.kernel": up,
+        "mlp.wo.kernel": mlp["down"],
+    }
+    outer = {"token_embedder.embedding": params["embedding"], "decoder.decoder_norm.scale": params["norm"]}
+    if "head" in params:
+        outer["decoder.logits_dense.kernel"] = params["head"].T
+    return outer | {f"decoder.layers.{name}": np.swapaxes(leaf, 0, 1) for name, leaf in stacked.items()}
+
+
+def fill(model: Any, leaves: dict[str, np.ndarray]) -> None:
+    """Put leaves in the place of a model's parameters.
+
+    Raises:
+      ValueError: if names or shapes differ: it would not be the same model.
+    """
+    places = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    wanted, found = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (leaves, places))
+    if wanted != found:
+        raise ValueError(f"peers_maxtext: not the same model: {sorted(wanted.items() ^ found.items())}")
+    for name, place in places.items():
+        put = lambda index, leaf=leaves[name]: leaf[index]
+        place[...] = jax.make_array_from_callback(place.shape, place[...].sharding, put)
+
+
+def train(task: Task, **strategy: Any):
+    """Take MaxText's own steps, as its train_loop does with a loader's batches."""
+    base = str(Path(maxtext.__file__).parent / "configs" / "base.yml")
+    given = {"run_name": "peers", "base_output_directory": str(task.folder)} | options(task.config, start()) | strategy
+    words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
+    config, recorder = trainer.initialize(["", base, *words])
+    _, _, places, _, mesh, *_, state = train_utils.setup_train_loop(config, recorder)
+    fill(state.model, leaves_of(task.params()))
+    graph, state = nnx.split(state)
+    of_params, places = sharding.maybe_update_params_sharding_with_opt(config, places)
+    step, _ = train_utils.jit_train_and_eval_step(
+        config, graph, mesh, state, places, trainer.train_step, params_shardings=of_params
+    )
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        if config.shard_optimizer_over_data:  # train_loop does this by device_put, which two processes on CPUs cannot
+            state = jax.jit(lambda leaves: leaves, out_shardings=places)(state)
+        rows = sharding.get_input_data_sharding(config, mesh)
+    for tokens in task.local_batches():
+        positions = np.broadcast_to(np.arange(task.config.length, dtype=np.int32), tokens[:, 1:].shape)
+        fields = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        for side in ("inputs", "targets"):
+            fields |= {f"{side}_position": positions, f"{side}_segmentation": np.ones_like(positions)}
+        batch = {name: jax.make_array_from_process_local_data(rows, field) for name, field in fields.items()}
+        with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+            state, metrics = step(state, batch)
+        yield float(metrics["scalar"]["learning/loss"]), float(metrics["scalar"]["learning/grad_norm"])
+
+
+def ddp(task: Task):
+    return train(task, ici_data_parallelism=-1, ici_fsdp_parallelism=1)
+
+
+def zero1(task: Task):
+    return train(task, ici_data_parallelism=-1, ici_fsdp_parallelism=1, shard_optimizer_over_data=True)
+
+
+def fsdp(task: Task):
+    return train(task, ici_fsdp_parallelism=-1)
+
+
+LINES = {"ddp": (options, ddp), "zero1": (options, zero1), "fsdp": (options, fsdp)}
+"""What is counted as written by the user: the options of a run, there are no others."""
