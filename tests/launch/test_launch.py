@@ -56,6 +56,15 @@ def test_each_is_told_its_place_and_the_first_is_shown(job, capsys):
     assert all("[Gloo]" in text and "warned" in text for text in found.values())
 
 
+@pytest.mark.parametrize("mine", [None, "glibc.malloc.tcache_count=0"])
+def test_processes_ask_for_huge_pages_unless_the_user_tunes_glibc(job, capsys, monkeypatch, mine):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if mine is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", mine)
+    assert job("print(os.environ['GLIBC_TUNABLES'])") == (0, [], [0])
+    assert capsys.readouterr().out == f"{mine or 'glibc.malloc.hugetlb=1'}\n"
+
+
 def test_when_one_fails_the_others_are_ended_and_its_words_are_shown(job):
     script = (
         "if rank == 2:\n"
