@@ -46,7 +46,9 @@ def differences(
         (members[matching[0]] if matching else strangers).append(found)
     wrong = [line for row, found in members.items() if (line := _difference(row, found, rtol))]
     wrong += [
-        f"{_name(found.kind, found.axes, found.in_loop)}: not expected, found {_found([found])}" for found in strangers
+        f"{_name(found.kind, found.axes, found.in_loop)}{f' in steps of {found.group_size}' if found.part else ''}: "
+        f"not expected, found {_found([found])}"
+        for found in strangers
     ]
     if not wrong:
         return ""
@@ -75,7 +77,8 @@ def _merged(rows: list[Expected]) -> list[Expected]:
 
 
 def _matches(row: Expected, found: Collective) -> bool:
-    return (row.kind, row.axes) == (found.kind, found.axes) and row.in_loop in (None, found.in_loop)
+    same = (row.kind, row.axes) == (found.kind, found.axes) and not found.part  # a row speaks of whole axes
+    return same and row.in_loop in (None, found.in_loop)
 
 
 def _difference(row: Expected, found: list[Collective], rtol: float) -> str:

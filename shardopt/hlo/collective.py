@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardopt.hlo.axes import axes_of_groups, axes_of_pairs
+from shardopt.hlo.axes import axes_of_groups, axes_of_pairs, axis_of_parts
 from shardopt.hlo.groups import Groups, permute_pairs, replica_groups
 from shardopt.hlo.shapes import arrays, elements, nbytes
 from shardopt.hlo.text import Instruction, attributes
@@ -16,8 +16,8 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`, ...
-      axes: the mesh axes that its groups span, in mesh order; None if the groups are no product of whole axes,
-        then `groups` has them. Of a permute: the axes along which something moves.
+      axes: the mesh axes that its groups span, in mesh order; None if the groups are neither a product of whole axes
+        nor a `part` of one. Of a permute: the axes along which something moves.
       bytes: of one call, per device: the *whole* buffer, summed over all arrays that travel together. The result
         of an all-gather, the operand of a reduce-scatter, operand and result alike of the others.
       wire_bytes: of one call: what each device sends in a ring, with n devices in a group, rounded up.
@@ -31,7 +31,9 @@ class Collective(NamedTuple):
       shapes: of the arrays in the result, such as `f32[8,4]`.
       name: of the instruction.
       op_name: where in the user's program it comes from, as jax names it.
-      groups: positions in the mesh, or (source, target) pairs; only where `axes` is None.
+      groups: positions in the mesh, or (source, target) pairs; only where `axes` is None, or of a `part`.
+      part: each group is a regular part of its one axis: neighbours, or every so many-th. Such are the steps of a
+        collective that goes over the axis in several, as gathers over a whole TPU torus do.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Collective(NamedTuple):
     name: str
     op_name: str
     groups: Groups | None
+    part: bool
 
     @property
     def calls(self) -> int | None:
@@ -87,16 +90,26 @@ def read_collective(
         group_size, axes_of = max(len(group) for group in groups), axes_of_groups
     if not groups or group_size == 1:
         return None
-    axes = axes_of(groups, sizes)
+    axes, part = axes_of(groups, sizes), None
+    if axes is None and (part := axis_of_parts(groups, sizes)) is not None:
+        axes = (part,)
     result = _result(instruction, found.kind)
     # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an all-reduce and a slice
     is_shard = found.kind == "reduce-scatter" and instruction.opcode.startswith("reduce-scatter")
     size = nbytes(result) * (group_size if is_shard else 1)
-    return _made(found, axes, size, group_size, result, groups if axes is None else None)
+    told = groups if axes is None or part else None
+    return _made(found, axes, size, group_size, result, told, part=part is not None)
 
 
 def _made(
-    found: Found, axes: tuple[str, ...] | None, size: int, group_size: int, result: str, groups: Groups | None
+    found: Found,
+    axes: tuple[str, ...] | None,
+    size: int,
+    group_size: int,
+    result: str,
+    groups: Groups | None,
+    *,
+    part: bool = False,
 ) -> Collective:
     return Collective(
         kind=found.kind,
@@ -111,6 +124,7 @@ def _made(
         name=found.instruction.name,
         op_name=_op_name(attributes(found.instruction)),
         groups=groups,
+        part=part,
     )
 
 

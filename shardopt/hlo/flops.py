@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shardopt.hlo.shapes import arrays
 from shardopt.hlo.text import Instruction, Module, attributes, operands, parse
 from shardopt.hlo.trips import trip_count
-from shardopt.hlo.walk import Ticks, callees, times_taken
+from shardopt.hlo.walk import Ticks, callees, check_schedule, times_taken
 
 
 class _Flops(NamedTuple):
@@ -38,6 +38,10 @@ def inner_product_flops(program: Any, *, schedule: Ticks | None = None) -> float
     Returns:
       The flops; None if a loop with inner products does not tell how often it turns.
 
+    Raises:
+      ValueError: if no loop of the program turns as often as the schedule has ticks, or the text is not that of an HLO
+        module.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> def five(x):
@@ -46,8 +50,10 @@ def inner_product_flops(program: Any, *, schedule: Ticks | None = None) -> float
       True
     """
     module = parse(program if isinstance(program, str) else program.as_text())
-    calls = functools.cache(lambda name: _computation(module, name, calls, schedule))
-    total = calls(module.entry).total
+    check_schedule("inner_product_flops", module, schedule)
+    # the outermost loop over the ticks is the schedule's: what is in it is counted without
+    calls = functools.cache(lambda name, inside: _computation(module, name, calls, None if inside else schedule))
+    total = calls(module.entry, False).total
     return None if math.isinf(total) else total
 
 
@@ -66,13 +72,14 @@ def _instruction(
         return _Flops(_convolution(line, shapes))
     if line.opcode == "custom-call" and "__cublas$" in line.rest:
         return _Flops(_cublas(line, shapes))
-    inner = [calls(callee) for callee in callees(line)]
+    turns = trip_count(module, name, line) if line.opcode == "while" else None
+    inside = schedule is None or turns == schedule.num_ticks
+    inner = [calls(callee, inside) for callee in callees(line)]
     if line.opcode == "conditional":
         return _Flops(branches=max((one.total for one in inner), default=0.0))
     body = _sum(inner)
     if line.opcode != "while" or body.total == 0.0:
         return body
-    turns = trip_count(module, name, line)
     if turns is None:
         return _Flops(math.inf)
     return _Flops(body.always * turns + body.branches * times_taken(turns, schedule))

@@ -111,7 +111,7 @@ def table(rows: list[list[str]]) -> list[str]:
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
-    """Return `replica x data`, or `mixed` where the groups are no product of axes."""
+    """Return `replica x data`, or `mixed` where the groups are neither a product of axes nor parts of one."""
     return "mixed" if axes is None else " x ".join(axes)
 
 
@@ -174,7 +174,12 @@ def _lines(collectives: tuple[Collective, ...]) -> list[str]:
 
 
 def _notes(found: Collective) -> str:
-    notes = [("branch", found.conditional), ("async", found.asynchronous), (f"groups {found.groups}", found.groups)]
+    notes = [
+        ("branch", found.conditional),
+        ("async", found.asynchronous),
+        (f"a step of {found.group_size} along it", found.part),
+        (f"groups {found.groups}", found.groups and not found.part),
+    ]
     return ", ".join(note for note, holds in notes if holds) or "-"
 
 

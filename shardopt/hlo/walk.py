@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+from shardopt.core.errors import complaint
 from shardopt.hlo.text import Instruction, Module, attributes, operands
 from shardopt.hlo.trips import trip_count
 
@@ -46,17 +47,20 @@ class Found(NamedTuple):
       kind: the opcode without `-start`; a reduce-scatter that XLA:TPU renders as a fusion of all-reduce and slice is
         a reduce-scatter.
       loops: trip counts of the loops around it, outermost first; None for one that the program does not tell.
-      conditional: whether it stands in a branch.
-      outside: how many of the loops stand around that branch, or the outermost of several.
+      branches: whether it stands in a branch outside of all loops, directly in the first loop, in the second, and so on.
       asynchronous: whether other instructions may run between its start and its end.
     """
 
     instruction: Instruction
     kind: str
     loops: tuple[int | None, ...] = ()
-    conditional: bool = False
-    outside: int = 0
+    branches: tuple[bool, ...] = (False,)
     asynchronous: bool = False
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it stands in a branch."""
+        return any(self.branches)
 
 
 def collectives_of(module: Module, schedule: Ticks | None = None) -> Iterator[Found]:
@@ -64,8 +68,8 @@ def collectives_of(module: Module, schedule: Ticks | None = None) -> Iterator[Fo
 
     Args:
       module: the program.
-      schedule: of the pipeline that it is, if it is one: branches directly in the loop over its ticks are counted as
-        often as a stage takes them.
+      schedule: of the pipeline that it is, if it is one: branches directly in the loop over its ticks, the outermost one
+        of so many turns, are counted as often as a stage takes them.
     """
     for found in _walk(module, module.entry, _with_collectives(module)):
         yield found if schedule is None else _as_scheduled(found, schedule)
@@ -78,11 +82,38 @@ def times_taken(turns: int, schedule: Ticks | None) -> int:
     return schedule.num_micro_batches * schedule.num_chunks
 
 
+def check_schedule(who: str, module: Module, schedule: Ticks | None) -> None:
+    """Refuse a schedule that is not that of the program.
+
+    Raises:
+      ValueError: if no loop turns as often as it has ticks.
+    """
+    if schedule is None or schedule.num_ticks == 1:  # a loop that turns once is no loop any more
+        return
+    loops = [
+        trip_count(module, name, line)
+        for name, lines in module.computations.items()
+        for line in lines
+        if line.opcode == "while"
+    ]
+    if schedule.num_ticks in loops:
+        return
+    known = sorted({count for count in loops if count is not None})
+    turns = [*map(str, known), *(["unknown"] if None in loops else [])]
+    there = f"its loops turn {', '.join(turns)} times" if loops else "it has no loop"
+    what = f"the schedule has {schedule.num_ticks} ticks, and no loop of the program turns so often: {there}."
+    fix = "pass the schedule that the program was made with, such as opt.config.schedule, or none."
+    raise ValueError(complaint(who, what, fix=fix))
+
+
 def _as_scheduled(found: Found, schedule: Ticks) -> Found:
-    at = found.outside - 1
-    if not found.conditional or at < 0 or (turns := found.loops[at]) is None:
+    if schedule.num_ticks not in found.loops:
         return found
-    return found._replace(loops=(*found.loops[:at], times_taken(turns, schedule), *found.loops[at + 1 :]))
+    at = found.loops.index(schedule.num_ticks)
+    if not found.branches[at + 1]:
+        return found
+    taken = times_taken(schedule.num_ticks, schedule)
+    return found._replace(loops=(*found.loops[:at], taken, *found.loops[at + 1 :]))
 
 
 def _walk(module: Module, name: str, busy: set[str]) -> Iterator[Found]:
@@ -158,10 +189,10 @@ def _with_collectives(module: Module) -> set[str]:
 def _from_outside(module: Module, name: str, caller: Instruction, callee: str, found: Found) -> Found:
     """Return what was found in `callee` as `caller`, which stands in computation `name`, makes of it."""
     if caller.opcode == "while":
-        outside = found.outside + 1 if found.conditional else 0
-        return found._replace(loops=(trip_count(module, name, caller), *found.loops), outside=outside)
+        turns = trip_count(module, name, caller)
+        return found._replace(loops=(turns, *found.loops), branches=(False, *found.branches))
     if caller.opcode == "conditional":
-        return found._replace(conditional=True, outside=0)
+        return found._replace(branches=(True, *found.branches[1:]))
     if caller.opcode == "async-start":
         return found._replace(asynchronous=True)
     if caller.opcode == "fusion":

@@ -12,7 +12,7 @@ from shardopt.core.errors import complaint
 from shardopt.hlo.collective import read_collective
 from shardopt.hlo.report import Audit
 from shardopt.hlo.text import parse
-from shardopt.hlo.walk import MEGASCALE, collectives_of
+from shardopt.hlo.walk import MEGASCALE, check_schedule, collectives_of
 from shardopt.pipeline import Schedule
 
 
@@ -34,8 +34,9 @@ def audit(
       *args: what a function is lowered for, arrays or `jax.ShapeDtypeStruct`s; nothing otherwise.
       mesh: names the axes: a mesh or a mapping from axis to size, last axis fastest. By default that of the
         program's or the arguments' `NamedSharding`s.
-      schedule: of a pipeline, such as `opt.config.schedule`. Its passes are branches in a loop over its ticks, each of
-        which a stage takes once a micro-batch and chunk; without it they count as taken at every tick.
+      schedule: of a pipeline, such as `opt.config.schedule`. Its passes are branches directly in the outermost loop that
+        turns as often as it has ticks; a stage takes each once a micro-batch and chunk. Without it they count as taken at
+        every tick.
 
     Returns:
       An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`, `.check(expected)`; `print` shows a table.
@@ -44,7 +45,8 @@ def audit(
       TypeError: if `program` is nothing of these, arguments come with something that is lowered already, or
         `schedule` is not a `Schedule`.
       ValueError: if no mesh is given and none can be found, the mesh has other devices than the program or lists
-        them in another order, or the text is not that of an HLO module.
+        them in another order, no loop of the program turns as often as `schedule` has ticks, or the text is not that of
+        an HLO module.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -62,6 +64,7 @@ def audit(
     text, compiled = _compiled_text(program, args)
     module = parse(text)
     replicas, partitions = (_count(module.header, word) for word in ("replica_count", "num_partitions"))
+    check_schedule("audit", module, schedule)
     found = tuple(collectives_of(module, schedule))
     sizes = _axis_sizes(mesh, compiled, args)
     if sizes is None and found and replicas * partitions > 1:

@@ -52,9 +52,33 @@ def test_passes_of_a_pipeline_count_as_often_as_its_schedule_runs_them():
     compiled = jax.jit(lambda x, busy: jax.lax.scan(tick, x, busy)[0]).lower(jnp.ones((16, 16)), busy).compile()
     assert inner_product_flops(compiled) == 3 * schedule.num_ticks * 2 * 16**3
     assert inner_product_flops(compiled, schedule=schedule) == (schedule.num_ticks + 2 * 8) * 2 * 16**3
-    # a loop of another length is none of its business
     other = schedules.one_f_one_b(4, 16)
-    assert inner_product_flops(compiled, schedule=other) == inner_product_flops(compiled)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        inner_product_flops(compiled, schedule=other)
+    assert str(caught.value) == (
+        f"inner_product_flops: the schedule has {other.num_ticks} ticks, and no loop of the program turns so often: its loops "
+        f"turn 2, {schedule.num_ticks} times.\n"
+        "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or none."
+    )
+
+
+def test_a_loop_in_a_pass_that_is_as_long_as_the_schedule_is_another():
+    schedule = schedules.one_f_one_b(2, 4)
+    ticks, product = schedule.num_ticks, 2 * 16**3
+
+    def branching(x, busy):
+        return jax.lax.cond(busy, lambda x: x @ x, jnp.sin, x), None
+
+    def tick(x, busy):
+        return jax.lax.cond(busy, lambda x: jax.lax.scan(branching, x, jnp.arange(ticks) < 3)[0], jnp.sin, x), None
+
+    def tick_without(x, _):
+        return jax.lax.scan(branching, x, jnp.arange(ticks) < 3)[0], None
+
+    for one, count in ((tick, schedule.num_micro_batches * ticks), (tick_without, ticks * ticks)):
+        run = jax.jit(lambda x, busy, one=one: jax.lax.scan(one, x, busy)[0])
+        compiled = run.lower(jnp.ones((16, 16)), jnp.arange(ticks) < 4).compile()
+        assert inner_product_flops(compiled, schedule=schedule) == count * product
 
 
 def test_a_loop_of_unknown_length_is_not_guessed():

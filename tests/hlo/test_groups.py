@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardopt.hlo.axes import axes_of_groups, axes_of_pairs
+from shardopt.hlo.axes import axes_of_groups, axes_of_pairs, axis_of_parts
 from shardopt.hlo.groups import permute_pairs, read_groups, replica_groups
 
 
@@ -92,6 +92,29 @@ def test_axes_of_groups(groups, axes):
 
 def test_half_of_an_axis_is_not_the_axis():
     assert axes_of_groups(((0, 1), (2, 3)), {"a": 4}) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "axis"),
+    [
+        (((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)), "long"),
+        (((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11)), "long"),
+        (((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11)), "long"),
+        (((4, 0, 2), (1, 3, 5), (6, 8, 10), (7, 9, 11)), "long"),  # in any order
+        (((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), "long"),
+        (((0, 1), (2, 3)), "long"),  # those that take part
+        (((0, 2), (1, 3)), None),  # pairs two apart do not divide six
+        (((1, 2), (3, 4)), None),  # not aligned
+        (((0, 1, 2, 3), (4, 5, 6, 7)), None),  # over both axes
+        (((0, 1, 3), (2, 4, 5)), None),  # no regular steps
+        (((0, 1), (6, 7, 8)), None),  # unequal sizes
+        (((0, 1), (2, 5)), None),  # two kinds of groups
+        (((0, 6), (1, 7)), None),  # the whole of an axis is no part
+        (((0,), (1,)), None),
+    ],
+)
+def test_axis_of_parts(groups, axis):
+    assert axis_of_parts(groups, {"short": 2, "long": 6}) == axis
 
 
 def test_axes_of_pairs_are_those_that_any_pair_moves_along():

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.planning import audit
+from shardopt.planning import Expected, audit
 
 SHAPES = [{"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "pipeline": 2, "tensor": 2}]
 ORDERS = [None, (3, 1, 7, 0, 2, 6, 5, 4)]
@@ -97,12 +97,29 @@ def test_bytes_of_other_types(dtype):
     assert found == [("all-gather", ("data",), size, size * 7 // 8, 1)]
 
 
-def test_half_an_axis_is_no_axis():
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        (((0, 1, 2, 3), (4, 5, 6, 7)), ("data",)),
+        (((0, 2, 4, 6), (1, 3, 5, 7)), ("data",)),
+        (((0, 1, 2, 4), (3, 5, 6, 7)), None),
+    ],
+)
+def test_half_an_axis_is_a_part_of_it_and_no_axis(groups, axes):
     mesh = make_mesh({"data": 8})
-    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    found = look(lambda x: lax.psum(x, "data", axis_index_groups=groups), mesh).collectives[0]
-    assert (found.axes, found.groups, found.group_size) == (None, ((0, 1, 2, 3), (4, 5, 6, 7)), 4)
+    audit = look(lambda x: lax.psum(x, "data", axis_index_groups=[list(group) for group in groups]), mesh)
+    found = audit.collectives[0]
+    assert (found.axes, found.part, found.groups, found.group_size) == (axes, axes is not None, groups, 4)
     assert (found.bytes, found.wire_bytes) == (SIZE, 2 * SIZE * 3 // 4)
+    assert audit.by_axis() == {axes: (1, SIZE, 2 * SIZE * 3 // 4)}
+    over = "mixed groups outside of loops" if axes is None else "data outside of loops in steps of 4"
+    with pytest.raises(AssertionError) as caught:  # as many bytes, but not over the axis
+        audit.check([Expected("all-reduce", "data", SIZE, calls=1)])
+    assert str(caught.value).startswith(
+        "audit: the compiled program does not send what it was meant to (2 differences).\n"
+        f"  all-reduce over data: expected {SIZE:,} bytes in 1 call, found none\n"
+        f"  all-reduce over {over}: not expected, found {SIZE:,} bytes in 1 call\n"
+    )
 
 
 def test_a_permute_that_only_stays_is_nothing():
@@ -187,11 +204,67 @@ def test_branches_in_the_loop_over_ticks_count_as_often_as_the_schedule_takes_th
     found = audit(program, X, mesh=mesh, schedule=schedule)
     assert [(one.conditional, one.loops) for one in found.collectives] == [(True, (8, 3)), (False, (ticks,))]
     assert [one.loops for one in audit(program, X, mesh=mesh).collectives] == [(ticks, 3), (ticks,)]
-    # a branch that is in no loop, or in one of another length, is taken each time
-    other = so.schedules.one_f_one_b(2, 16)
-    assert [one.loops for one in audit(program, X, mesh=mesh, schedule=other).collectives] == [(ticks, 3), (ticks,)]
-    lone = mapped(lambda x: lax.cond(x[0, 0] > 0, twice, jnp.cos, x), mesh)
-    assert [one.loops for one in audit(lone, X, mesh=mesh, schedule=schedule).collectives] == [(3,)]
+
+
+def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
+    mesh, schedule = make_mesh({"data": 8}), so.schedules.one_f_one_b(2, 4)
+    ticks, taken = schedule.num_ticks, schedule.num_micro_batches
+    assert ticks != taken
+
+    def send(v):
+        return lax.psum(jnp.sin(v), "data")
+
+    def branching(v, row):
+        return lax.cond(row > 3, send, jnp.cos, v), None
+
+    def turn(v, length):
+        return lax.scan(branching, v, jnp.arange(length))[0]
+
+    def over_ticks(tick):
+        return lambda v: lax.scan(lambda v, row: (tick(v, row), None), v, jnp.arange(ticks))[0]
+
+    def loops(function):
+        (found,) = audit(mapped(function, mesh), X, mesh=mesh, schedule=schedule).collectives
+        assert found.conditional
+        return found.loops
+
+    passes = over_ticks(lambda v, row: lax.cond(row > 3, send, jnp.cos, v))
+    assert loops(passes) == (taken,)
+    assert loops(lambda x: lax.cond(x[0, 0] > 0, passes, jnp.cos, x)) == (
+        taken,
+    )  # within a branch, the loop is what it is
+    assert loops(lambda x: lax.scan(lambda v, _: (passes(v), None), x, None, length=5)[0]) == (5, taken)
+    assert loops(over_ticks(lambda v, row: turn(v, 5))) == (ticks, 5)
+    # a loop in it that happens to be as long is another
+    assert loops(over_ticks(lambda v, row: turn(v, ticks))) == (ticks, ticks)
+    assert loops(over_ticks(lambda v, row: lax.cond(row > 3, lambda v: turn(v, ticks), jnp.cos, v))) == (taken, ticks)
+
+
+def test_a_schedule_that_is_not_the_programs_is_refused():
+    mesh, other = make_mesh({"data": 8}), so.schedules.one_f_one_b(2, 16)
+    fix = "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or none."
+    what = f"audit: the schedule has {other.num_ticks} ticks, and no loop of the program turns so often: "
+
+    def turn(x, length):
+        return lax.scan(lambda v, _: (lax.psum(jnp.sin(v), "data"), None), x, None, length=length)[0]
+
+    def unknown(x):
+        return lax.while_loop(lambda v: v.sum() > 0, jnp.sin, x)
+
+    for function, there in (
+        (lambda x: lax.psum(x, "data"), "it has no loop."),
+        (lambda x: turn(turn(x, 3), 7), "its loops turn 3, 7 times."),
+        (lambda x: unknown(turn(x, 3)), "its loops turn 3, unknown times."),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            audit(mapped(function, mesh), X, mesh=mesh, schedule=other)
+        assert str(caught.value) == f"{what}{there}\n{fix}"
+    # one that turns once is no loop, and each pass is run once
+    once = so.schedules.one_f_one_b(1, 1)
+    assert once.num_ticks == 1
+    assert [
+        one.loops for one in audit(mapped(lambda x: turn(x, 3), mesh), X, mesh=mesh, schedule=once).collectives
+    ] == [(3,)]
 
 
 def test_the_partitioners_collectives_are_found_on_the_programs_own_mesh():

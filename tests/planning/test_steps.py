@@ -47,13 +47,14 @@ def test_two_steps_are_one_gather_and_one_scatter(dim, dtype, mesh_of, monkeypat
     def run():
         split = per_device(both, mesh, in_specs=(spec,), out_specs=(P(), spec))
         lowered = jax.jit(so.mesh.on_mesh(mesh, split)).lower(x)
-        return lowered.compile()(x), so.audit(lowered, mesh=mesh).by_kind()
+        audit = so.audit(lowered, mesh=mesh)
+        return lowered.compile()(x), audit.by_kind(), audit
 
-    (whole, part), one = run()
+    (whole, part), one, _ = run()
     np.testing.assert_array_equal(whole, x)
     np.testing.assert_array_equal(part, x * sum(range(8)))
     monkeypatch.setattr(steps, "is_whole_torus", lambda *args: True)
-    (again, piece), two = run()
+    (again, piece), two, audit = run()
     np.testing.assert_array_equal(again, whole)
     # each step rounds its sums to the dtype that it was given
     rtol = 0.01 if dtype == jnp.bfloat16 else 0.0
@@ -61,6 +62,11 @@ def test_two_steps_are_one_gather_and_one_scatter(dim, dtype, mesh_of, monkeypat
     for kind in ("all-gather", "reduce-scatter"):
         assert (one[kind].calls, two[kind].calls) == (1, 2)
         assert two[kind].wire_bytes == one[kind].wire_bytes
+    assert [(found.axes, found.group_size, found.part) for found in audit.collectives] == [
+        (("data",), size, True) for size in (2, 4, 4, 2)
+    ]
+    assert str(audit).count("  a step of 2 along it  ") == str(audit).count("  a step of 4 along it  ") == 2
+    assert "mixed" not in str(audit)
 
 
 def test_a_step_of_training_is_the_same_in_two_steps(mesh_of, monkeypatch):
@@ -96,9 +102,9 @@ def test_the_compiler_makes_gathers_and_scatters_of_it():
         topology="v5p:4x4x4",
     )
     blocks = shape.num_parameters - 2 * 8192 * 1024 - 1024
-    # groups of a step are a part of the axis, so `axes` is None
     found = report.audit
-    assert any(one.kind == "all-gather" and one.axes is None for one in found.collectives)
+    assert {one.axes for one in found.collectives if one.part} == {("data",)}
+    assert {one.group_size for one in found.collectives if one.part and one.kind == "all-gather"} == {2, 32}
     # gathered twice in bfloat16, blocks in a loop; once the embedding and the head
     gathered = 2 * blocks + 2 * 8192 * 1024
     assert found.of("all-gather").total.wire_bytes == pytest.approx(2 * gathered * 63 / 64, rel=0.05)
