@@ -82,11 +82,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
     parser.add_argument("--maxtext", metavar="PYTHON", help="measure MaxText too, run by this Python, which has it")
-    parser.add_argument("--gpu", action="store_true", help="measure on a GPU instead; refused where there is none")
-    parser.add_argument("--dry", action="store_true", help="write nothing")
+    parser.add_argument("--gpu", action="store_true", help="run peers_gpu.py instead; refused where there is no GPU")
+    parser.add_argument("--dry", action="store_true", help="write nothing; on a GPU: with a tiny model")
     options = parser.parse_args()
+    if options.gpu:
+        peers_gpu.record(list(peers_gpu.SIZES), rounds=options.rounds, steps=options.steps, tiny=options.dry)
+        return
     path = Path(__file__).parent / "results" / "peers.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {"cpu": {}, "gpu": peers_gpu.NOT_MEASURED}
+    results = json.loads(path.read_text())["results"] if path.exists() else {"cpu": {}}
+    results.pop("gpu", None)  # once told here
     results |= {"torch": importlib.metadata.version("torch"), "others": OTHERS}
     more = []
     if options.maxtext:
@@ -98,11 +102,7 @@ def main() -> None:
             print("\nwrote", write_json(__file__, results), "and a picture beside it", flush=True)
             draw(results, path.with_suffix(".png"))
 
-    if options.gpu:
-        results["gpu"] = peers_gpu.measure_gpu(rounds=options.rounds, steps=options.steps)
-        print(json.dumps(results["gpu"], indent=2))
-        keep()
-    for size in [] if options.gpu else options.sizes:
+    for size in options.sizes:
         config = SIZES[size]
         results["cpu"].setdefault(size, {"config": config._asdict()})
         for group in options.groups:

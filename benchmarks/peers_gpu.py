@@ -1,52 +1,83 @@
-"""The part of `peers.py` for one GPU: GPT-2 sizes in bf16 against torch.compile, and the update against a copy.
+"""One GPU: GPT-2 in bf16 by shardopt and by torch.compile, interleaved, and AdamW's update against a copy.
 
-Run: python benchmarks/peers.py --gpu, with CUDA builds of jax and torch. Contestants: `so.ddp` on one device with
-fp32 parameters and bf16 products, torch.compile under bf16 autocast, both with AdamW, torch's fused. The update: AdamW on
-fp32 leaves, which reads parameter, gradient and two moments and writes three of them, 28 bytes a parameter; the copy:
-one array of the same size as what the update moves. Claims: tokens per second at least torch's; update at least 0.85 of the copy's bytes per second.
+Run: python benchmarks/peers_gpu.py [--sizes 124M 350M], or peers.py --gpu, with CUDA builds of jax and torch. It takes some
+four minutes a size, of which compiling is most, and writes results after each. First, anywhere and in a minute:
+python benchmarks/peers_gpu.py --tiny, which does the same with a tiny model, on a CPU if need be, and writes nothing.
+
+Contestants: `so.ddp` on one device with fp32 parameters and bf16 products, and torch.compile under bf16 autocast, both
+with AdamW, torch's fused. The update: AdamW on fp32 leaves, which reads parameter, gradient and two moments and writes
+three of them, 28 bytes a parameter; the copy: one array of half as much, read and written. Claims: tokens per second at
+least torch's; update at least 0.85 of the copy's bytes per second.
 """
 
+import argparse
+import concurrent.futures
+import importlib.metadata
+import json
+import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+from common import write_json
 from peers_group import Contestant
 from peers_measure import measure
 from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config
 
-NOT_MEASURED = "not measured: no GPU was there, and benchmarks/peers_gpu.py has not run yet."
+NOT_MEASURED = (
+    "not measured: no GPU was there; benchmarks/peers_gpu.py has run on a CPU, with its tiny model, 2026-11-21."
+)
 GPU = {"vocab_size": 50304, "tied": True, "dtype": "bfloat16", "simulated": 1}
 SIZES = {
-    "GPT-2 124M": Config(dim=768, num_layers=12, num_heads=12, batch=16, length=1024, **GPU),
-    "GPT-2 350M": Config(dim=1024, num_layers=24, num_heads=16, batch=16, length=1024, **GPU),
+    "124M": Config(dim=768, num_layers=12, num_heads=12, batch=16, length=1024, **GPU),
+    # XLA plans 90 GB for a batch of 16: with torch beside it, more than an H200 has
+    "350M": Config(dim=1024, num_layers=24, num_heads=16, batch=8, length=1024, **GPU),
 }
+TINY = Config(dim=64, num_layers=2, num_heads=2, batch=4, length=64, **GPU | {"vocab_size": 512})
 CONTESTANTS = [Contestant("shardopt", "ddp", 1), Contestant("torch", "compiled", 1)]
+RESULTS = Path(__file__).parent / "results" / "peers_gpu.json"
 UPDATE_BYTES = 28
 
 
-def measure_gpu(*, rounds: int, steps: int, sizes: dict[str, Config] = SIZES, device: str = "gpu") -> dict[str, Any]:
-    """Return tokens per second, share of peak flops, memory, and the update's share of the copy's bandwidth.
+def share_device() -> None:
+    """Let this process, the contestants and torch hold parts of one GPU; call before jax makes a backend.
+
+    By itself each process of jax takes three quarters of it at once, and torch finds no room.
+    """
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+
+
+def find_device(*, tiny: bool) -> str:
+    """Return what the device is called.
 
     Raises:
-      SystemExit: if jax or torch finds no GPU, or the contestants compute different things.
+      SystemExit: if jax or torch finds no GPU; a tiny model may run on a CPU.
     """
     import jax
     import torch
 
-    if device == "gpu" and not (jax.default_backend() == "gpu" and torch.cuda.is_available()):
-        raise SystemExit(f"peers --gpu: jax has {jax.devices()}, torch has CUDA: {torch.cuda.is_available()}.")
-    found: dict[str, Any] = {"device": jax.devices()[0].device_kind, "sizes": {}}
-    for name, config in sizes.items():
-        # bf16 rounds to three digits: the two agree as far as that goes
-        one = measure(CONTESTANTS, config, rounds=rounds, steps=steps, loss_tolerance=5e-3, norm_tolerance=0.1)
-        peak = peak_flops(found["device"])
-        for row in one["contestants"].values():
-            used = row["tokens_per_second"] * flops_per_token(config)
-            row["mfu"] = used / peak if peak else None
-        found["sizes"][name] = one | {"config": config._asdict(), "update": measure_update(num_parameters(config))}
-    return found
+    if not tiny and not (jax.default_backend() == "gpu" and torch.cuda.is_available()):
+        raise SystemExit(f"peers_gpu: jax has {jax.devices()}, torch has CUDA: {torch.cuda.is_available()}.")
+    return jax.devices()[0].device_kind
+
+
+def measure_size(config: Config, device: str, *, rounds: int, steps: int) -> dict[str, Any]:
+    """Return tokens per second, share of peak flops, memory, and the update's share of the copy's bandwidth.
+
+    Raises:
+      SystemExit: if the contestants compute different things.
+    """
+    # bf16 rounds to three digits. At 124M, width and depth as they are, ten steps were 0.0014 and 0.008 apart on a CPU.
+    found = measure(CONTESTANTS, config, rounds=rounds, steps=steps, loss_tolerance=5e-3, norm_tolerance=0.1)
+    peak = peak_flops(device)
+    for row in found["contestants"].values():
+        used = row["tokens_per_second"] * flops_per_token(config)
+        row["mfu"] = used / peak if peak else None
+    return found | {"config": config._asdict(), "update": measure_update(num_parameters(config))}
 
 
 def num_parameters(config: Config) -> int:
@@ -69,22 +100,35 @@ def flops_per_token(config: Config) -> float:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the dense bf16 peak of a device, None where it is not known."""
+    """Return the dense bf16 peak of a device, which holds the known name, such as "NVIDIA H200"; None where none is."""
     from shardopt.planning.hardware import HARDWARE
 
     return next((each.flops for name, each in HARDWARE.items() if name in device_kind.lower()), None)
 
 
 def measure_update(count: int) -> dict[str, dict[str, float]]:
-    """Return bytes per second of AdamW on `count` parameters, and of a copy, by jax and by torch."""
-    found = {"jax": _rates(count, *_jax_pair(count)), "torch": _rates(count, *_torch_pair(count))}
+    """Return bytes per second of AdamW on `count` parameters, and of a copy, by jax and by torch, one after the other."""
+    found = {library: _apart(rates_of, library, count) for library in ("jax", "torch")}
     best = max(each["copy_bytes_per_second"] for each in found.values())
     for each in found.values():
         each["share_of_best_copy"] = each["update_bytes_per_second"] / best
     return found
 
 
-def _jax_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def rates_of(library: str, count: int, rounds: int = 20) -> dict[str, float]:
+    """Return bytes per second of a library's AdamW and copy, which take turns."""
+    update, copy = {"jax": jax_pair, "torch": torch_pair}[library](count)
+    times: dict[str, list[float]] = {"update": [], "copy": []}
+    for turn in range(-3, rounds):
+        for name, run in (("update", update), ("copy", copy)):
+            start = time.perf_counter()
+            run()
+            if turn >= 0:
+                times[name].append(time.perf_counter() - start)
+    return {f"{name}_bytes_per_second": UPDATE_BYTES * count / statistics.median(each) for name, each in times.items()}
+
+
+def jax_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     import jax
     import jax.numpy as jnp
     import optax
@@ -108,7 +152,7 @@ def _jax_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return step, lambda: jax.block_until_ready(copied(source))
 
 
-def _torch_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def torch_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,15 +167,37 @@ def _torch_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return lambda: (optimizer.step(), wait()), lambda: (target.copy_(source), wait())
 
 
-def _rates(count: int, update: Callable[[], Any], copy: Callable[[], Any], rounds: int = 20) -> dict[str, float]:
-    times: dict[str, list[float]] = {"update": [], "copy": []}
-    for turn in range(-3, rounds):
-        for name, run in (("update", update), ("copy", copy)):
-            start = time.perf_counter()
-            run()
-            if turn >= 0:
-                times[name].append(time.perf_counter() - start)
-    moved = UPDATE_BYTES * count
-    return {
-        f"{name}_bytes_per_second": float(moved / statistics.median(np.array(each))) for name, each in times.items()
-    }
+def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of its own, which gives back what it holds of the device when it ends."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def record(sizes: list[str], *, rounds: int, steps: int, tiny: bool) -> None:
+    """Measure sizes one after another, and write each as it comes beside those measured before on the same device."""
+    share_device()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # nothing compiled by an earlier run: jax keeps nothing
+    device = find_device(tiny=tiny)
+    before = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() and not tiny else {}
+    same = before.get("device") == device
+    results = {"device": device, "torch": importlib.metadata.version("torch"), "sizes": before["sizes"] if same else {}}
+    for name, config in {"tiny": TINY}.items() if tiny else {name: SIZES[name] for name in sizes}.items():
+        results["sizes"][name] = measure_size(config, device, rounds=rounds, steps=steps)
+        print(json.dumps({name: results["sizes"][name]}, indent=2), flush=True)
+        if not tiny:
+            print("wrote", write_json(__file__, results), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="steps a round")
+    parser.add_argument("--tiny", action="store_true", help="try it with a tiny model, and write nothing")
+    options = parser.parse_args()
+    record(options.sizes, rounds=options.rounds, steps=options.steps, tiny=options.tiny)
+
+
+if __name__ == "__main__":
+    main()

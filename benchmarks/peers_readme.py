@@ -1,4 +1,4 @@
-"""Copy the table of `peers.py` into the README, between its markers, from benchmarks/results/peers.json.
+"""Copy the tables of `peers.py` and `peers_gpu.py` into the README, between its markers, from benchmarks/results.
 
 Run: python benchmarks/peers_readme.py; tests/benchmarks checks that it has been run.
 """
@@ -6,6 +6,8 @@ Run: python benchmarks/peers_readme.py; tests/benchmarks checks that it has been
 import json
 from pathlib import Path
 from typing import Any
+
+from peers_gpu import NOT_MEASURED
 
 BEGIN, END = "<!-- peers: written by benchmarks/peers_readme.py -->", "<!-- /peers -->"
 ROOT = Path(__file__).parent.parent
@@ -25,6 +27,7 @@ _CALLS = {
     "shardopt zero1": "`so.zero`",
     "shardopt fsdp": "`so.fsdp`",
 }
+_GPU_CALLS = {"shardopt ddp": "`so.ddp`, bf16", "torch compiled": "`torch.compile`, bf16 autocast, fused AdamW"}
 
 
 def table_of(record: dict[str, Any]) -> str:
@@ -46,24 +49,46 @@ def table_of(record: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def section_of(record: dict[str, Any]) -> str:
+def gpu_of(record: dict[str, Any] | None) -> str:
+    """Return what is said about the GPU: a table of peers_gpu.py's results, or that there are none."""
+    if record is None:
+        return f"GPU: {NOT_MEASURED}"
+    lines = [
+        f"| {record['results']['device']} | with | tokens/s | MFU | GB | first step |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    updates = []
+    for name, size in record["results"]["sizes"].items():
+        config = size["config"]
+        for contestant, row in size["contestants"].items():
+            library = contestant.split()[0]
+            mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
+            cells = [f"GPT-2 {name}, {config['batch']} x {config['length']}, {_NAMES[library]}", _GPU_CALLS[contestant]]
+            cells += [f"{row['tokens_per_second']:,.0f}", mfu, f"{row['device_peak_bytes'] / 1e9:.0f}"]
+            cells += [f"{row['seconds_to_first_step']:.0f} s"]
+            lines.append(f"| {' | '.join(cells)} |")
+        shares = [f"{library} {each['share_of_best_copy']:.0%}" for library, each in size["update"].items()]
+        updates.append(f"{name}: {', '.join(shares)}")
+    versions = f"jax {record['versions']['jax']}, torch {record['results']['torch']}"
+    return "\n".join([*lines, "", f"{versions}. AdamW's update, of the bandwidth of a copy: {'; '.join(updates)}."])
+
+
+def section_of(record: dict[str, Any], gpu: dict[str, Any] | None) -> str:
     """Return all that stands between the markers."""
     hardware, versions, results = record["hardware"], record["versions"], record["results"]
-    gpu = results["gpu"]
-    said = f"GPU: {gpu}" if isinstance(gpu, str) else f"GPU: {gpu['device']}, in benchmarks/results/peers.json."
     cores = {size["processes"]["cores"] for size in results["cpu"].values() if "processes" in size}
     where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
     other = results.get("maxtext")
     also = f", MaxText {other['maxtext']} (with jax {other['jax']})" if other else ""
     machine = (
         f"{hardware['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
-        f" layers, batch x length. MB: peak of one process, its libraries and compiler included. {said}"
+        " layers, batch x length. MB: peak of one process, its libraries and compiler included."
     )
-    return f"{BEGIN}\n{table_of(record)}\n\n{machine}\n{END}"
+    return "\n\n".join([f"{BEGIN}\n{table_of(record)}", machine, f"{gpu_of(gpu)}\n{END}"])
 
 
-def with_section(readme: str, record: dict[str, Any]) -> str:
-    """Return a README whose part between the markers is that of a results file.
+def with_section(readme: str, record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
+    """Return a README whose part between the markers is that of the results of peers.py and, if any, of peers_gpu.py.
 
     Raises:
       ValueError: if the markers are not there, once each and in order.
@@ -72,10 +97,15 @@ def with_section(readme: str, record: dict[str, Any]) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in after or END in after:
         raise ValueError(f"peers_readme: the README needs one {BEGIN} and, after it, one {END}.")
-    return before + section_of(record) + after
+    return before + section_of(record, gpu) + after
+
+
+def stored(name: str) -> dict[str, Any] | None:
+    """Return a results file, None if it was never written."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 if __name__ == "__main__":
-    _RECORD = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text())
     _README = ROOT / "README.md"
-    _README.write_text(with_section(_README.read_text(), _RECORD))
+    _README.write_text(with_section(_README.read_text(), stored("peers"), stored("peers_gpu")))

@@ -1,6 +1,7 @@
 """The peers benchmark: its table in the README is that of the results file, and it compares only what computes the same."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ def load(monkeypatch):
 
 
 def test_the_readme_has_the_table_of_the_results(load):
-    assert load("peers_readme").with_section(README, RECORD) == README
+    script = load("peers_readme")
+    assert script.with_section(README, RECORD, script.stored("peers_gpu")) == README
 
 
 def test_another_number_would_be_another_table(load):
@@ -105,12 +107,58 @@ def test_a_contestant_is_run_by_the_python_that_has_its_library(load, tmp_path):
 
 def test_flops_of_a_token_are_those_of_the_products(load):
     gpu = load("peers_gpu")
-    config = gpu.SIZES["GPT-2 124M"]
+    config = gpu.SIZES["124M"]
     products = 12 * 13 * 768**2 + 50304 * 768  # 4 + 9 squares of the width a block, and the tied head
     norms = (2 * 12 + 1) * 768
     assert gpu.flops_per_token(config) == 6 * (products + norms) + 12 * 12 * 768 * 1024
     assert gpu.peak_flops("NVIDIA H200") == 989.4e12
+    untied = config._replace(tied=False)  # the embedding is then looked up only
+    assert gpu.flops_per_token(untied) == gpu.flops_per_token(config)
     assert gpu.peak_flops("cpu") is None
+
+
+def test_the_copy_moves_as_many_bytes_as_the_update(load):
+    gpu = load("peers_gpu")
+    update, copy = gpu.jax_pair(8 * 4096)
+    assert 2 * copy().nbytes == gpu.UPDATE_BYTES * 8 * 4096  # read and written
+    update()
+    update()  # what it donates is replaced
+    rates = gpu.rates_of("jax", 8 * 4096, 1)
+    assert set(rates) == {"update_bytes_per_second", "copy_bytes_per_second"}
+    assert all(rate > 0 for rate in rates.values())
+
+
+def test_processes_of_jax_leave_torch_half_the_gpu(load, monkeypatch):
+    for name in ("PREALLOCATE", "MEM_FRACTION"):
+        monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{name}", "unset")
+    load("peers_gpu").share_device()
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+
+
+def test_a_gpu_is_told_as_a_table(load):
+    script, gpu = load("peers_readme"), load("peers_gpu")
+    row = {
+        "tokens_per_second": 400_000.0,
+        "mfu": 0.363,
+        "device_peak_bytes": 41_200_000_000,
+        "seconds_to_first_step": 61.2,
+    }
+    size = {
+        "config": gpu.SIZES["124M"]._asdict(),
+        "contestants": {"shardopt ddp": row, "torch compiled": row | {"tokens_per_second": 390_000.0}},
+        "update": {"jax": {"share_of_best_copy": 0.91}, "torch": {"share_of_best_copy": 0.95}},
+    }
+    results = {"device": "NVIDIA H200", "torch": "2.13.0+cu130", "sizes": {"124M": size}}
+    section = script.with_section(README, RECORD, {"versions": {"jax": "0.12.0"}, "results": results})
+    for line in (
+        "| NVIDIA H200 | with | tokens/s | MFU | GB | first step |",
+        "| GPT-2 124M, 16 x 1024, **shardopt** | `so.ddp`, bf16 | 400,000 | 36.3% | 41 | 61 s |",
+        "| GPT-2 124M, 16 x 1024, torch | `torch.compile`, bf16 autocast, fused AdamW | 390,000 | 36.3% | 41 | 61 s |",
+        "jax 0.12.0, torch 2.13.0+cu130. AdamW's update, of the bandwidth of a copy: 124M: jax 91%, torch 95%.",
+    ):
+        assert f"\n{line}\n" in section
+    assert gpu.NOT_MEASURED not in section
 
 
 def test_jax_by_hand_takes_the_steps_of_shardopt(load, tmp_path):
