@@ -46,7 +46,9 @@ def _metrics(who: str, directory: Path, metric: str | None) -> tuple[dict[int, f
     """Return the metric of each step that has it, and what is wrong with the records that cannot be read."""
     values: dict[int, float] = {}
     unread: dict[int, str] = {}
-    for step in [] if metric is None else committed(directory):
+    if metric is None:
+        return values, unread
+    for step in committed(directory):
         try:
             values[step] = float(read_meta(who, step_folder(directory, step)).metrics.get(metric, math.nan))
         except CheckpointError as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from shardopt.core.arguments import is_integer
 from shardopt.core.errors import complaint
 
 UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
@@ -26,19 +27,6 @@ def check_max_staleness(who: str, max_staleness: Any) -> None:
         raise ValueError(complaint(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=UNBOUNDED_FIX))
 
 
-def check_count(who: str, name: str, value: Any, *, least: int) -> None:
-    """Refuse what is not an integer of at least `least`.
-
-    Raises:
-      TypeError: if it is of another kind.
-      ValueError: if it is below.
-    """
-    if not is_integer(value):
-        raise TypeError(f"{who}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
-    if value < least:
-        raise ValueError(f"{who}: {name} must be at least {least}, got {value}.")
-
-
 def check_number(
     who: str, name: str, value: Any, *, least: float = 0.0, below: float = math.inf, positive: bool = False
 ) -> None:
@@ -56,8 +44,3 @@ def check_number(
     if below != math.inf:
         bounds += f" and below {below:g}"
     raise ValueError(f"{who}: {name} must be finite, {bounds}; got {value}.")
-
-
-def is_integer(value: Any) -> bool:
-    """Return whether a value is a Python or numpy integer, and no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import optax
 
+from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import complaint
 from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
-from shardopt.parameter_server.arguments import check_count, check_max_staleness, is_integer
+from shardopt.parameter_server.arguments import check_max_staleness
 from shardopt.parameter_server.compute import Compute
 from shardopt.parameter_server.encoder import check_encoding, make_encoder
 from shardopt.parameter_server.islands import make_island_compute

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import complaint, plural
-from shardopt.parameter_server.arguments import check_count, check_max_staleness
+from shardopt.parameter_server.arguments import check_max_staleness
 from shardopt.parameter_server.mappings import PersistentMap
 
 WHO = "parameter_server"

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import optax
 
+from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.arguments import check_count, is_integer
 from shardopt.parameter_server.compute import Compute, Streams, key_data
 from shardopt.parameter_server.log import Log
 from shardopt.parameter_server.progress import show_workers

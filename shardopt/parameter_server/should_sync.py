@@ -1,6 +1,6 @@
 """When a worker with a cache of the parameters fetches them anew."""
 
-from shardopt.parameter_server.arguments import check_count
+from shardopt.core.arguments import check_count
 
 
 def should_sync(step: int, max_staleness: int) -> bool:

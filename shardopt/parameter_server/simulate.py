@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import optax
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import complaint
 from shardopt.core.types import LossFn, PyTree
-from shardopt.parameter_server.arguments import check_count, check_number
+from shardopt.parameter_server.arguments import check_number
 from shardopt.parameter_server.compute import key_data, make_compute, no_compute
 from shardopt.parameter_server.encoder import check_encoding
 from shardopt.parameter_server.play import Play

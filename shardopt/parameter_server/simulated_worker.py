@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import complaint
-from shardopt.parameter_server.arguments import check_count, check_number, is_integer
+from shardopt.parameter_server.arguments import check_number
 from shardopt.parameter_server.durations import Duration, check_duration
 
 

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from shardopt.core import early_stopping as stopping
+from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.arguments import check_count
 from shardopt.parameter_server.run import Run
 from shardopt.parameter_server.saving import Snapshot, load_snapshot, restore_run, snapshot
 from shardopt.parameter_server.transports.hall import Milestone

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import complaint
 from shardopt.mesh import data_axes, make_mesh
-from shardopt.parameter_server.arguments import check_count, is_integer
 
 Workers = int | Sequence[Any]
 """How many, or for each a device, a sequence of devices or a mesh."""

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import numpy as np
-
+from shardopt.core.arguments import is_integer
 from shardopt.core.errors import complaint
 
 _MOST_CELLS = 2**20
@@ -16,7 +15,7 @@ def check_sizes(who: str, **sizes: Any) -> None:
       TypeError: if a size is not an integer.
       ValueError: if a size is below 1, or the table too large.
     """
-    if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not _is_integer(size)]:
+    if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)]:
         raise TypeError(complaint(who, f"sizes must be integers, got {', '.join(bad)}."))
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise ValueError(complaint(who, f"sizes must be at least 1, got {', '.join(bad)}."))
@@ -53,7 +52,3 @@ def check_groups(who: str, num_stages: int, num_micro_batches: int, num_chunks: 
     below = num_micro_batches // num_stages * num_stages
     near = f"{below} or {below + num_stages}" if below else f"{num_stages}"
     raise ValueError(complaint(who, what, fix=f"use {near} micro-batches, or num_chunks=1."))
-
-
-def _is_integer(size: Any) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool)

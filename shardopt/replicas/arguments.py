@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import complaint
 from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.reducers.reducer import check_reducer
-from shardopt.strategies.recipe import Recipe, check_count
+from shardopt.strategies.recipe import Recipe
 
 
 def check_strategy(who: str, strategy: Any, *, warmup_steps: int = 0) -> None:

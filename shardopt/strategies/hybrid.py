@@ -6,6 +6,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from shardopt.core.arguments import check_count
 from shardopt.core.block_model import BlockModel, as_block_model
 from shardopt.core.errors import complaint, plural
 from shardopt.core.optimizer import ShardedOptimizer
@@ -14,7 +15,7 @@ from shardopt.pipeline import Schedule, schedules
 from shardopt.reducers import Reducer
 from shardopt.strategies.build import build
 from shardopt.strategies.placement import PLACEMENTS
-from shardopt.strategies.recipe import Recipe, check_count, check_mesh
+from shardopt.strategies.recipe import Recipe, check_mesh
 
 
 def hybrid(

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
+from shardopt.core.arguments import check_count
 from shardopt.core.block_model import as_block_model
 from shardopt.core.errors import complaint
 from shardopt.core.optimizer import check_optimizer
@@ -78,14 +78,6 @@ def check_recipe(recipe: Recipe) -> Recipe:
         what = f"BlockModel.remat must be None, 'full' or a jax.checkpoint policy, got {model.remat!r}."
         raise ValueError(complaint(who, what, fix="policies are in jax.checkpoint_policies."))
     return recipe._replace(mesh=mesh, rules=rules, frozen=frozen)
-
-
-def check_count(who: str, name: str, value: Any, *, least: int) -> None:
-    """Refuse what is not an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{who}: {name} must be an integer, got {value!r} ({type(value).__name__}).")
-    if value < least:
-        raise ValueError(f"{who}: {name} must be at least {least}, got {value}.")
 
 
 def _check_reducer(who: str, recipe: Recipe) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import complaint
 from shardopt.training.loggers import as_loggers
@@ -39,14 +40,14 @@ def check_arguments(
     """
     _check_optimizer_and_state(opt, state)
     _check_batches(batches)
-    _check_count("num_steps", num_steps, least=0)
-    _check_count("log_every", log_every)
-    _check_count("agree_every", agree_every)
+    check_count("fit", "num_steps", num_steps, least=0)
+    check_count("fit", "log_every", log_every)
+    check_count("fit", "agree_every", agree_every)
     if evaluate is not None and not callable(evaluate):
         what = f"evaluate must be a callable (state) -> dict of numbers, got {type(evaluate).__name__}."
         raise TypeError(complaint("fit", what, fix="pass so.training.evaluation(opt, batches) or your own function."))
     if evaluate_every is not None:
-        _check_count("evaluate_every", evaluate_every)
+        check_count("fit", "evaluate_every", evaluate_every)
         if evaluate is None:
             raise ValueError(complaint("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
     if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
@@ -88,10 +89,3 @@ def _check_batches(batches: Any) -> None:
         what = f"batches must be an iterable of batches, got {type(batches).__name__}."
         fix = "pass a grain dataset, an iterator or a list; for one batch over and over itertools.repeat(batch)."
         raise TypeError(complaint("fit", what, fix=fix))
-
-
-def _check_count(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"fit: {name} must be an integer, got {value!r} ({type(value).__name__}).")
-    if value < least:
-        raise ValueError(f"fit: {name} must be at least {least}, got {value}.")

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 
+from shardopt.core import arguments
 from shardopt.core.errors import complaint
 
 
@@ -18,10 +19,7 @@ def check_count(who: str, what: str, value: Any, *, least: int = 1) -> None:
     """
     if isinstance(value, jax.Array) and np.issubdtype(value.dtype, np.integer) and not value.ndim:
         return
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(complaint(who, f"{what} must be an integer, got {value!r} ({type(value).__name__})."))
-    if value < least:
-        raise ValueError(complaint(who, f"{what} must be at least {least}, got {value}."))
+    arguments.check_count(who, what, value, least=least)
 
 
 def check_inner(who: str, inner: Any) -> optax.GradientTransformationExtraArgs:

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from shardopt.parameter_server.arguments import check_count, check_number
+from shardopt.core.arguments import check_count
+from shardopt.parameter_server.arguments import check_number
 
 
 def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
