@@ -17,6 +17,13 @@ from shardopt.cli.schedule import ScheduleOptions, schedule
 from shardopt.mesh import end_at_once
 
 _STYLE = (tyro.conf.HelptextFromCommentsOff,)
+_COMMANDS = {
+    "train": TrainOptions,
+    "launch": LaunchOptions,
+    "plan": PlanOptions,
+    "audit": AuditOptions,
+    "schedule": ScheduleOptions,
+}
 _PLANNING: dict[type, Callable[[Any], None]] = {PlanOptions: plan, AuditOptions: audit, ScheduleOptions: schedule}
 
 
@@ -63,30 +70,21 @@ def _train_options(words: Sequence[str], defaults: TrainOptions | None = None) -
 
 def _parse(words: Sequence[str], defaults: TrainOptions) -> Any:
     app = tyro.extras.SubcommandApp()
-
-    @app.command(name="train")
-    def train(options: Annotated[TrainOptions, tyro.conf.arg(name="")] = defaults) -> TrainOptions:
-        return options
-
-    @app.command(name="launch")
-    def launch(options: Annotated[LaunchOptions, tyro.conf.arg(name="")]) -> LaunchOptions:
-        return options
-
-    @app.command(name="plan")
-    def plan(options: Annotated[PlanOptions, tyro.conf.arg(name="")]) -> PlanOptions:
-        return options
-
-    @app.command(name="audit")
-    def audit(options: Annotated[AuditOptions, tyro.conf.arg(name="")]) -> AuditOptions:
-        return options
-
-    @app.command(name="schedule")
-    def schedule(options: Annotated[ScheduleOptions, tyro.conf.arg(name="")]) -> ScheduleOptions:
-        return options
-
-    train.__doc__, launch.__doc__ = TrainOptions.__doc__, LaunchOptions.__doc__
-    plan.__doc__, audit.__doc__, schedule.__doc__ = PlanOptions.__doc__, AuditOptions.__doc__, ScheduleOptions.__doc__
+    for name, kind in _COMMANDS.items():
+        default = defaults if kind is TrainOptions else kind()
+        app.command(name=name)(_giving_back(kind, default))
     return app.cli(prog="shardopt", description="Train models split over devices.", args=words, config=_STYLE)
+
+
+def _giving_back(kind: type, default: Any) -> Callable[[Any], Any]:
+    """Return a function of the options of one command, which tyro reads off its signature."""
+
+    def command(options: Any = default) -> Any:
+        return options
+
+    command.__annotations__ = {"options": Annotated[kind, tyro.conf.arg(name="")]}
+    command.__doc__ = kind.__doc__
+    return command
 
 
 def _as_before(options: TrainOptions) -> TrainOptions:

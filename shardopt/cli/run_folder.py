@@ -7,6 +7,7 @@ from typing import Any
 from shardopt.checkpoint.steps import committed
 from shardopt.cli.options import TrainOptions, from_json, to_json
 from shardopt.core.errors import complaint
+from shardopt.core.files import write_whole
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE = "loss.png", "schedule.png"
@@ -66,9 +67,7 @@ def write_options(options: TrainOptions, text_bytes: int) -> None:
     """Write the options of a run, and the size of its text, into its folder, which is made when needed."""
     options.run.run_dir.mkdir(parents=True, exist_ok=True)
     saved = to_json(options) | {"text_bytes": text_bytes}
-    partial = options.run.run_dir / f"{CONFIG}.partial"
-    partial.write_text(json.dumps(saved, indent=2) + "\n")
-    partial.replace(options.run.run_dir / CONFIG)  # whole or as it was, also on a full disk
+    write_whole(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
 def keep_options(options: TrainOptions, text_bytes: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from shardopt.core.files import write_whole
+
 Log = Callable[[int, Mapping[str, float]], None]
 
 
@@ -129,9 +131,7 @@ class _JsonLines:
         old = self._path.read_text() if self._path.exists() else ""
         kept = "".join(line for line in old.splitlines(keepends=True) if _before(line, step))
         if kept != old:
-            partial = self._path.with_name(self._path.name + ".partial")
-            partial.write_text(kept)
-            partial.replace(self._path)  # at once, so that a kill between the two loses nothing
+            write_whole(self._path, kept)
         return self._path.open("ab", buffering=0)  # nothing is left to fail when it is closed
 
 
