@@ -1,8 +1,8 @@
 """The same GPT trained by what people would use instead: torch, jax by hand, and shardopt, interleaved in one run.
 
 Run: python benchmarks/peers.py [--sizes 128x4 256x6] [--groups processes devices] [--rounds 8], after
-`pip install -e '.[bench]'`; with --maxtext PYTHON also against MaxText, which that Python has. With --gpu:
-one GPU, against torch.compile with fused AdamW (benchmarks/peers_gpu.py).
+`pip install -e '.[bench]'`; with --maxtext PYTHON and --levanter PYTHON also against those, which that Python
+has. With --gpu: one GPU, against torch.compile with fused AdamW (benchmarks/peers_gpu.py).
 
 Contestants are jobs of their own, started by the launcher that their users would use (torchrun, `shardopt launch`, none
 for jax by hand), all with the same first parameters, batches, AdamW and fp32. Each takes its first step alone on the
@@ -19,7 +19,7 @@ import importlib.metadata
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import peers_gpu
 from common import write_json
@@ -27,6 +27,14 @@ from peers_group import Contestant
 from peers_measure import CHECKED_STEPS, measure
 from peers_plot import draw
 from peers_task import Config
+
+
+class Other(NamedTuple):
+    """A library with a Python of its own: its strategies, and how it was installed when it was last run here."""
+
+    strategies: tuple[str, ...]
+    installed: str
+
 
 SIZES = {
     "128x4": Config(dim=128, num_layers=4, num_heads=4, batch=16, length=128),
@@ -46,9 +54,12 @@ GROUPS = {
     ],
 }
 OTHERS = {
-    "levanter 1.1": "not measured: pip finds no versions that fit together; it pins fsspec 2023.3.0 and datasets 2.11.0.",
-    "maxtext": "measured where --maxtext names a Python that has it, as `pip install 'maxtext[tpu]'` on Python 3.12 does.",
+    "maxtext": Other(("ddp", "zero1", "fsdp"), "pip install 'maxtext[tpu]==0.2.5', on Python 3.12, 2.8 GB"),
+    "levanter": Other(
+        ("ddp", "fsdp"), "pip install levanter==1.2.dev1644 jax==0.10.2 gitpython chex, on Python 3.12, 1.7 GB"
+    ),
 }
+"""Libraries that do not fit beside torch and this jax: each is run by a Python of its own, named by an option."""
 
 
 def show(config: Config, group: str, found: dict[str, Any]) -> None:
@@ -81,7 +92,9 @@ def main() -> None:
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
-    parser.add_argument("--maxtext", metavar="PYTHON", help="measure MaxText too, run by this Python, which has it")
+    for name, other in OTHERS.items():
+        told = f"measure {name} too, run by this Python, which has it: {other.installed}"
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=told)
     parser.add_argument("--gpu", action="store_true", help="run peers_gpu.py instead; refused where there is no GPU")
     parser.add_argument("--dry", action="store_true", help="write nothing; on a GPU: with a tiny model")
     options = parser.parse_args()
@@ -91,11 +104,15 @@ def main() -> None:
     path = Path(__file__).parent / "results" / "peers.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {"cpu": {}}
     results.pop("gpu", None)  # once told here
-    results |= {"torch": importlib.metadata.version("torch"), "others": OTHERS}
+    results |= {
+        "torch": importlib.metadata.version("torch"),
+        "others": {name: other.installed for name, other in OTHERS.items()},
+    }
     more = []
-    if options.maxtext:
-        results["maxtext"] = versions_of(options.maxtext, "maxtext", "jax")
-        more = [Contestant("maxtext", strategy, 1, options.maxtext) for strategy in ("ddp", "zero1", "fsdp")]
+    for name, other in OTHERS.items():
+        if python := getattr(options, name):
+            results[name] = versions_of(python, name, "jax")
+            more += [Contestant(name, strategy, 1, python) for strategy in other.strategies]
 
     def keep() -> None:
         if not options.dry:

@@ -98,7 +98,7 @@ def _launch(contestant: Contestant, folder: Path, address: str, said: IO[str]) -
     elif contestant.library == "shardopt":
         logs = f"--log-dir={folder / contestant.name}"
         yield start(["-m", "shardopt.cli", "launch", f"--processes={count}", logs, "--", *words])
-    else:  # nothing launches plain jax, and MaxText's clusters their own processes
+    else:  # nothing launches plain jax, and MaxText and Levanter leave it to clusters
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
         for rank in range(count):
             yield start(words, **place, JAX_PROCESS_ID=str(rank))

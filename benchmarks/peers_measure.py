@@ -63,7 +63,7 @@ def measure(
 def rivals(name: str, rows: Any) -> list[str]:
     """Return those that a contestant of ours is compared with: the same strategy, or the only one torch has there."""
     strategy = name.split()[1]
-    same = [f"{library} {strategy}" for library in ("jax", "torch", "maxtext")]
+    same = [f"{library} {strategy}" for library in ("jax", "torch", "maxtext", "levanter")]
     return [each for each in rows if each in (*same, "torch alone", "torch compiled")]
 
 

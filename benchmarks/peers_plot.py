@@ -7,8 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-_COLOURS = {"shardopt": "#3369b2", "jax": "#8fa3b8", "torch": "#c04a3a", "maxtext": "#d9a441"}
-_LABELS = {"shardopt": "shardopt", "jax": "jax by hand", "torch": "torch 2.13", "maxtext": "MaxText"}
+_COLOURS = {"shardopt": "#3369b2", "jax": "#8fa3b8", "torch": "#c04a3a", "maxtext": "#d9a441", "levanter": "#7a9e5f"}
+_LABELS = {
+    "shardopt": "shardopt",
+    "jax": "jax by hand",
+    "torch": "torch 2.13",
+    "maxtext": "MaxText",
+    "levanter": "Levanter",
+}
 _STRATEGIES = ("ddp", "zero1", "fsdp")
 _GREY = "#6b7280"
 
@@ -32,16 +38,17 @@ def draw(results: dict[str, Any], path: Path) -> None:
         speed.set_title(f"{shape}: tokens per second", loc="left", fontsize=10)
         memory.set_title("peak memory of a process, MB", loc="left", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path)
 
 
 def _bars(axes: Any, rows: dict[str, Any], value_of: Any, form: str) -> None:
     libraries = [library for library in _LABELS if f"{library} {_STRATEGIES[0]}" in rows]
-    for i, library in enumerate(libraries):
-        values = [value_of(rows[f"{library} {strategy}"]) for strategy in _STRATEGIES]
+    for turn, library in enumerate(libraries):
+        known = [i for i, strategy in enumerate(_STRATEGIES) if f"{library} {strategy}" in rows]  # not all have all
+        values = [value_of(rows[f"{library} {_STRATEGIES[i]}"]) for i in known]
         share = 0.81 / len(libraries)
-        places = [at + share * (i - (len(libraries) - 1) / 2) for at in range(len(values))]
+        places = [at + share * (turn - (len(libraries) - 1) / 2) for at in known]
         drawn = axes.bar(places, values, 0.93 * share, color=_COLOURS[library], label=_LABELS[library])
         axes.bar_label(drawn, [form.format(value) for value in values], fontsize=7, color=_GREY, padding=1)
     axes.set_xticks(range(len(_STRATEGIES)), _STRATEGIES)

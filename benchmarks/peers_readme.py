@@ -11,7 +11,13 @@ from peers_gpu import NOT_MEASURED
 
 BEGIN, END = "<!-- peers: written by benchmarks/peers_readme.py -->", "<!-- /peers -->"
 ROOT = Path(__file__).parent.parent
-_NAMES = {"shardopt": "**shardopt**", "jax": "jax by hand", "torch": "torch", "maxtext": "MaxText"}
+_NAMES = {
+    "shardopt": "**shardopt**",
+    "jax": "jax by hand",
+    "torch": "torch",
+    "maxtext": "MaxText",
+    "levanter": "Levanter",
+}
 _CALLS = {
     "torch ddp": "DistributedDataParallel",
     "torch zero1": "ZeroRedundancyOptimizer",
@@ -23,6 +29,8 @@ _CALLS = {
     "maxtext ddp": "`ici_data_parallelism=-1`",
     "maxtext zero1": "`shard_optimizer_over_data=true`",
     "maxtext fsdp": "`ici_fsdp_parallelism=-1`",
+    "levanter ddp": "`Trainer`, `fsdp_axis=None`",
+    "levanter fsdp": '`Trainer`, `fsdp_axis="embed"`',
     "shardopt ddp": "`so.ddp`",
     "shardopt zero1": "`so.zero`",
     "shardopt fsdp": "`so.fsdp`",
@@ -38,13 +46,17 @@ def table_of(record: dict[str, Any]) -> str:
         shape = f"{config['dim']} x {config['num_layers']}, {config['batch']} x {config['length']}"
         rows[0] += [f"tokens/s, {shape}", "MB", "first step"]
         rows[1] += ["---:"] * 3
-    for name in next(iter(sizes.values()))["processes"]["contestants"]:
+    for name in dict.fromkeys(name for size in sizes.values() for name in size["processes"]["contestants"]):
         library, strategy = name.split()
-        found = [size["processes"]["contestants"][name] for size in sizes.values()]
-        row = [f"{strategy if strategy != 'jit' else 'fsdp'}, {_NAMES[library]}", _CALLS[name], str(found[0]["lines"])]
+        found = [size["processes"]["contestants"].get(name) for size in sizes.values()]
+        lines = next(each["lines"] for each in found if each)
+        row = [f"{strategy if strategy != 'jit' else 'fsdp'}, {_NAMES[library]}", _CALLS[name], str(lines)]
         for each in found:
-            row += [f"{each['tokens_per_second']:,.0f}", f"{each['peak_bytes'] / 1e6:,.0f}"]
-            row += [f"{each['seconds_to_first_step']:.0f} s"]
+            if each:
+                row += [f"{each['tokens_per_second']:,.0f}", f"{each['peak_bytes'] / 1e6:,.0f}"]
+                row += [f"{each['seconds_to_first_step']:.0f} s"]
+            else:
+                row += ["-"] * 3
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -78,8 +90,8 @@ def section_of(record: dict[str, Any], gpu: dict[str, Any] | None) -> str:
     hardware, versions, results = record["hardware"], record["versions"], record["results"]
     cores = {size["processes"]["cores"] for size in results["cpu"].values() if "processes" in size}
     where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
-    other = results.get("maxtext")
-    also = f", MaxText {other['maxtext']} (with jax {other['jax']})" if other else ""
+    others = [(name, results[name]) for name in ("maxtext", "levanter") if name in results]
+    also = "".join(f", {_NAMES[name]} {other[name]} (with jax {other['jax']})" for name, other in others)
     machine = (
         f"{hardware['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
         " layers, batch x length. MB: peak of one process, its libraries and compiler included."

@@ -75,23 +75,36 @@ def test_lines_are_counted_without_blanks_and_comments(load):
         assert rows[name]["lines"] == measure.lines_of(group.Contestant(*name.split(), 2))
 
 
-def test_maxtext_gets_the_same_parameters_in_its_own_layout(load, tmp_path):
-    task, maxtext = load("peers_task"), load("peers_maxtext")
+def test_others_get_the_same_parameters_in_their_own_layouts(load, tmp_path):
+    task, maxtext, levanter = load("peers_task"), load("peers_maxtext"), load("peers_levanter")
     config = task.Config(dim=16, num_layers=3, num_heads=2, batch=4, length=8)
     task.write_task(config, tmp_path, count=1)
     params = task.Task(config, tmp_path, 0, 1).params()
+    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
+
     leaves = maxtext.leaves_of(params)
     assert sum(leaf.size for leaf in leaves.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
     key, gate = (leaves[f"decoder.layers.{name}.kernel"] for name in ("self_attention.key", "mlp.wi_0"))
-    np.testing.assert_array_equal(key[:, 2], params["blocks"]["attention"]["qkv"][2, :, 1])  # block 2, the second part
-    np.testing.assert_array_equal(gate[:, 2], params["blocks"]["mlp"]["up"][2, :, 0])
+    np.testing.assert_array_equal(key[:, 2], attention["qkv"][2, :, 1])  # block 2, the second part
+    np.testing.assert_array_equal(gate[:, 2], mlp["up"][2, :, 0])
     np.testing.assert_array_equal(leaves["decoder.logits_dense.kernel"], params["head"].T)
 
+    leaves = levanter.leaves_of(params)
+    assert sum(leaf.size for leaf in leaves.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    query, key, out, up, down = (leaves[f"transformer.layers.stacked.{name}.weight"][2] for name in names)
+    np.testing.assert_array_equal(query, np.moveaxis(attention["qkv"][2, :, 0], 0, -1)[:, None])  # [H, 1, K, D]
+    np.testing.assert_array_equal(key, np.moveaxis(attention["qkv"][2, :, 1], 0, -1))
+    np.testing.assert_array_equal(out, np.moveaxis(attention["out"][2], -1, 0))  # [D, H, K]
+    np.testing.assert_array_equal(up, mlp["up"][2, :, 1].T)
+    np.testing.assert_array_equal(down, mlp["down"][2].T)
 
-def test_maxtext_is_compared_with_the_same_strategy_and_its_lines_are_counted_without_it(load):
+
+def test_others_are_compared_with_the_same_strategy_and_their_lines_are_counted_without_them(load):
     measure, group = load("peers_measure"), load("peers_group")
-    rows = ["shardopt fsdp", "maxtext ddp", "maxtext fsdp", "torch alone"]
-    assert measure.rivals("shardopt fsdp", rows) == ["maxtext fsdp", "torch alone"]
+    rows = ["shardopt fsdp", "maxtext ddp", "maxtext fsdp", "levanter fsdp", "torch alone"]
+    assert measure.rivals("shardopt fsdp", rows) == ["maxtext fsdp", "levanter fsdp", "torch alone"]
+    assert measure.lines_of(group.Contestant("levanter", "fsdp", 1, "/elsewhere/python")) == 44
     assert measure.lines_of(group.Contestant("maxtext", "fsdp", 1, "/elsewhere/python")) == 34
 
 
@@ -134,6 +147,21 @@ def test_processes_of_jax_leave_torch_half_the_gpu(load, monkeypatch):
     load("peers_gpu").share_device()
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+
+
+def test_a_library_that_was_not_measured_at_a_size_has_a_gap_there(load, tmp_path):
+    record = json.loads(json.dumps(RECORD))
+    size = next(iter(record["results"]["cpu"].values()))
+    other = json.loads(json.dumps(size))
+    row = size["processes"]["contestants"]["shardopt fsdp"]
+    other["processes"]["contestants"]["levanter fsdp"] = row | {"tokens_per_second": 1234.0, "lines": 45}
+    record["results"]["cpu"] = {"without": size, "with": other}
+    record["results"]["levanter"] = {"levanter": "1.2", "jax": "0.10.2"}
+    section = load("peers_readme").section_of(record, None)
+    assert '| fsdp, Levanter | `Trainer`, `fsdp_axis="embed"` | 45 | - | - | - | 1,234 |' in section
+    assert ", Levanter 1.2 (with jax 0.10.2). Sizes are" in section
+    load("peers_plot").draw(record["results"], tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_gpu_is_told_as_a_table(load):
