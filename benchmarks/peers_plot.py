@@ -32,10 +32,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
     grid = figure.subplots(len(sizes), 2, squeeze=False)
     for (speed, memory), size in zip(grid, sizes, strict=True):
         rows, config = size["processes"]["contestants"], size["config"]
-        _bars(speed, rows, lambda row: row["tokens_per_second"], "{:,.0f}")
+        _bars(speed, rows, lambda row: row["tokens_per_second"] / 1e3, "{:.1f}")
         _bars(memory, rows, lambda row: row["peak_bytes"] / 1e6, "{:,.0f}")
         shape = f"width {config['dim']}, {config['num_layers']} layers, batch {config['batch']} x {config['length']}"
-        speed.set_title(f"{shape}: tokens per second", loc="left", fontsize=10)
+        speed.set_title(f"{shape}: thousand tokens a second", loc="left", fontsize=10)
         memory.set_title("peak memory of a process, MB", loc="left", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
@@ -47,7 +47,7 @@ def _bars(axes: Any, rows: dict[str, Any], value_of: Any, form: str) -> None:
     for turn, library in enumerate(libraries):
         known = [i for i, strategy in enumerate(_STRATEGIES) if f"{library} {strategy}" in rows]  # not all have all
         values = [value_of(rows[f"{library} {_STRATEGIES[i]}"]) for i in known]
-        share = 0.81 / len(libraries)
+        share = 0.86 / len(libraries)
         places = [at + share * (turn - (len(libraries) - 1) / 2) for at in known]
         drawn = axes.bar(places, values, 0.93 * share, color=_COLOURS[library], label=_LABELS[library])
         axes.bar_label(drawn, [form.format(value) for value in values], fontsize=7, color=_GREY, padding=1)
