@@ -102,7 +102,7 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         from_first(self._open)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
-        self._writer: Any = store.open_writer()
+        self._writer = store.Writer()
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is to be saved after this step."""

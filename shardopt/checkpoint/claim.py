@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardopt.checkpoint.steps import committed, tidy
+from shardopt.checkpoint.steps import committed, tidy, try_out
 from shardopt.checkpoint.write import GONE
 from shardopt.core import lock
 from shardopt.core.errors import CheckpointError, complaint
@@ -105,13 +105,14 @@ def make_ready(who: str, directory: Path, step: int) -> None:
 
     Raises:
       CheckpointError: if the folder holds later steps.
-      OSError: if what a failed write left behind cannot be deleted.
+      OSError: if what a failed write left behind cannot be deleted, or nothing can be made there.
     """
     if later := [other for other in committed(directory) if other > step]:
         what = f"step {step} cannot be saved: {directory} holds later ones ({', '.join(map(str, later[-8:]))})."
         fix = "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
         raise CheckpointError(complaint(who, what, fix=fix))
     tidy(directory)
+    try_out(directory, step)
 
 
 def is_of_deletion(message: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardopt.checkpoint import store
 from shardopt.checkpoint.agree import from_first
-from shardopt.checkpoint.steps import committed, run_folder, step_folder, tidy
+from shardopt.checkpoint.steps import committed, run_folder, step_folder, tidy, try_out
 from shardopt.checkpoint.write import failed, start
 from shardopt.core import lock
 from shardopt.core.errors import CheckpointError, complaint
@@ -54,7 +54,7 @@ def save(directory: str | os.PathLike[str], state: Any, *, step: int | None = No
     held: list[Lock] = []
     try:
         from_first(lambda: _open(who, path, number, held))
-        with contextlib.closing(store.open_writer()) as writer:
+        with contextlib.closing(store.Writer()) as writer:
             start(who, writer, path, state, lambda: lock.holds(held[0]), step=number)()
     finally:
         for one in held:
@@ -87,6 +87,7 @@ def _open(who: str, directory: Path, step: int, held: list[Lock]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         held.append(lock.acquire(who, directory))
         tidy(directory)
+        try_out(directory, step)
     except OSError as error:
         raise failed(who, directory, step, error) from error
     if step in committed(directory):

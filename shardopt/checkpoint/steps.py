@@ -60,6 +60,13 @@ def interrupted(directory: Path, step: int) -> bool:
     return bool(begun) and not step_folder(directory, step).exists()
 
 
+def try_out(directory: Path, step: int) -> None:
+    """Make a folder and delete it: where process 0 cannot, the others would wait minutes for the one of the step."""
+    trial = directory / f"{_SAVING}{step}.trial"
+    trial.mkdir()
+    trial.rmdir()
+
+
 def publish(directory: Path, step: int) -> None:
     """Turn the prepared step into a committed one, in the place of an older one if there is one."""
     final, old = step_folder(directory, step), directory / f"{_REPLACED}{step}"

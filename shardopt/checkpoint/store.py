@@ -13,26 +13,54 @@ from shardopt.checkpoint.paths import leaves_by_path, nest, unnest
 _ITEM = "state"
 """The folder of the arrays in a step's folder; for `orbax.checkpoint.CheckpointManager`, the name of the item."""
 
+_MEETINGS = 2
+"""How often orbax has all processes wait while it writes: when each has written, and when the first has finished."""
+
 _CHUNK_BYTES = 16 * 2**20
 """Arrays are stored in chunks of at most this size, so that reading a shard of an array that was saved whole
 takes memory for the shard and not for the array."""
 
 
-def open_writer() -> Any:
-    """Return an orbax checkpointer that writes in the background."""
-    import orbax.checkpoint as ocp
+class Writer:
+    """An orbax checkpointer that writes in the background; with several processes none waits for one that failed.
 
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))
+    While it writes orbax has all processes wait for each other, and one that fails does not come: the others would wait
+    for twenty minutes. Here it comes all the same, to as many meetings as are left.
+    """
 
+    def __init__(self):
+        import orbax.checkpoint as ocp
 
-def start_writing(writer: Any, folder: Path, state: Any) -> None:
-    """Copy the state to the host and begin to write it to a new folder; all processes must call it."""
-    import orbax.checkpoint as ocp
+        self._folder, self._met = "", 0
+        handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet))
 
-    leaves = {path: plain(leaf) for path, leaf in leaves_by_path(state).items()}
-    nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})  # orbax takes no empty arrays
-    how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), nested)
-    writer.save(folder, ocp.args.Composite(state=ocp.args.PyTreeSave(nested, save_args=how)))
+    def start(self, folder: Path, state: Any) -> None:
+        """Copy the state to the host and begin to write it to a new folder; all processes must call it."""
+        import orbax.checkpoint as ocp
+
+        self._folder, self._met = str(folder), 0
+        leaves = {path: plain(leaf) for path, leaf in leaves_by_path(state).items()}
+        nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})  # orbax takes no empty arrays
+        how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), nested)
+        self._orbax.save(folder, ocp.args.Composite(state=ocp.args.PyTreeSave(nested, save_args=how)))
+
+    def wait(self, failures: list[Exception]) -> None:
+        """Wait until all is written here; add why it was not."""
+        try:
+            self._orbax.wait_until_finished()
+        except Exception as error:
+            failures.append(error)
+        while self._met < _MEETINGS:
+            self._meet()
+
+    def close(self) -> None:
+        """Wait, and end the threads."""
+        self._orbax.close()
+
+    def _meet(self, **_: Any) -> None:
+        self._met += 1
+        barrier(f"{self._folder}.orbax-{self._met}")
 
 
 def barrier(name: str) -> None:

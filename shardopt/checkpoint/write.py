@@ -24,7 +24,7 @@ GONE = ("No such file or directory", "NOT_FOUND", "Stale file handle")
 
 
 def start(
-    who: str, writer: Any, directory: Path, state: Any, ours: Callable[[], bool], **about: Any
+    who: str, writer: store.Writer, directory: Path, state: Any, ours: Callable[[], bool], **about: Any
 ) -> Callable[[], None]:
     """Copy a state to the host and begin to write it; return what waits for the end and commits it.
 
@@ -32,7 +32,7 @@ def start(
 
     Args:
       who: the function that complains.
-      writer: from `store.open_writer`, idle.
+      writer: idle.
       directory: the folder of the run, which exists.
       state: pytree of arrays.
       ours: returns, on process 0, whether the folder is still the one whose lock is held.
@@ -40,14 +40,17 @@ def start(
     """
     check_leaves(who, state)
     meta = describe_state(state, **about)
+    began: list[Exception] = []
     try:
-        store.start_writing(writer, staging_folder(directory, meta.step), state)
+        writer.start(staging_folder(directory, meta.step), state)
     except Exception as error:
-        raise failed(who, directory, meta.step, error) from error
+        if jax.process_count() == 1:
+            raise failed(who, directory, meta.step, error) from error
+        began.append(error)  # the others are to hear of it, and meet this process until then
 
     def finish() -> None:
         try:
-            _finish(writer, directory, meta, ours)
+            _finish(writer, directory, meta, ours, began)
         except Exception as error:
             raise failed(who, directory, meta.step, error) from error
 
@@ -83,10 +86,11 @@ def _is_deleted(directory: Path) -> bool:
     return False
 
 
-def _finish(writer: Any, directory: Path, meta: Meta, ours: Callable[[], bool]) -> None:
+def _finish(
+    writer: store.Writer, directory: Path, meta: Meta, ours: Callable[[], bool], failures: list[Exception]
+) -> None:
     """Wait for orbax, sum up the files, commit. A process that fails still meets the others at each barrier."""
     folder, first = staging_folder(directory, meta.step), jax.process_index() == 0
-    failures: list[Exception] = []
 
     def stage(name: str, action: Callable[[], None]) -> None:
         if not failures:
@@ -116,7 +120,8 @@ def _finish(writer: Any, directory: Path, meta: Meta, ours: Callable[[], bool]) 
         digests = {name: digest(folder / name, sync=True) for name in share(file_sizes(folder))}
         _part(directory, meta.step, jax.process_index()).write_text(json.dumps(digests))
 
-    stage("written", writer.wait_until_finished)
+    writer.wait(failures)
+    store.barrier(f"{folder}.written")
     stage("recorded", lambda: write_meta(folder, meta) if first else None)
     stage("summed", sum_up)
     stage("committed", commit)

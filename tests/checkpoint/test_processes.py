@@ -10,6 +10,8 @@ from support.processes import run_processes
 
 from shardopt.checkpoint import from_bytes, restore, save
 
+UNTOUCHED = "checkpoints that were committed before are untouched."
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -70,3 +72,16 @@ def test_a_failure_in_one_process_is_heard_in_both(run):
     where = f"Checkpoints: step 8 could not be written to {folder}/run"
     assert second["failed write"].startswith(f"{where} (OSError: [Errno 5] Input/output error).\n")
     assert first["failed write"].startswith(f"{where} (OSError: process 1 failed; its message has the reason).\n")
+
+
+def test_a_failure_of_orbax_in_one_process_does_not_let_the_other_wait(run):
+    """It would wait for twenty minutes, in a barrier of its own."""
+    folder, first, second = run
+    where = f"Checkpoints: step 1 could not be written to {folder}/failing"
+    own = f"{where} (OSError: [Errno 28] No space left on device).\nFix: make room, then save again; {UNTOUCHED}"
+    told = [
+        f"{where} (OSError: process {who} failed; its message has the reason).\nFix: remove the cause, then save again; {UNTOUCHED}"
+        for who in range(2)
+    ]
+    assert first["writers"] == [own, told[1], told[1], [], [2]]
+    assert second["writers"] == [told[0], own, own, [], [2]]

@@ -52,6 +52,44 @@ def equal(a, b):
     return all(bool(jax.jit(jnp.array_equal)(x, y)) for x, y in pairs)
 
 
+class NoRoom:
+    """What orbax waits for, and what does not come."""
+
+    def result(self, timeout=None):
+        raise OSError(28, "No space left on device")
+
+
+def fail_while_writing(rank, folder, state):
+    """Let orbax fail on one process, then on the other, while it waits for them to meet; and then on none."""
+    told = []
+    with Checkpoints(folder, every=1, keep=2) as checkpoints:
+        handler = checkpoints._writer._orbax.handler
+        save_arrays = handler.async_save
+
+        async def without_room(*args, **kwargs):
+            return [*await save_arrays(*args, **kwargs), NoRoom()]
+
+        broken = [("finalize", lambda *_: NoRoom().result()), ("async_save", without_room)]
+        for who, (name, action) in enumerate(broken):
+            if rank == who:
+                setattr(handler, name, action)
+            checkpoints.save(state, step=1)
+            told.append(complaint_of(checkpoints.wait))
+            if rank == who:
+                delattr(handler, name)
+        start = checkpoints._writer.start
+        if rank == 1:
+            checkpoints._writer.start = lambda *args: (start(*args), NoRoom().result())
+        checkpoints.save(state, step=1)  # is not raised here: the other is on its way
+        told.append(complaint_of(checkpoints.wait))
+        checkpoints._writer.start = start
+        told.append(checkpoints.steps())
+        checkpoints.save(state, step=2)
+        checkpoints.wait()
+        told.append(checkpoints.steps())
+    return told
+
+
 def main(rank, folder):
     found = {}
     opt = make_opt()
@@ -77,6 +115,7 @@ def main(rank, folder):
         if rank == 1:
             write.digest = digest
         found["left"] = checkpoints.steps()
+    found["writers"] = fail_while_writing(rank, folder / "failing", state)
     other = make_opt(so.ddp, data=2, tensor=2)
     moved = restore(folder / "run", other, step=7)
     there = jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state().params)

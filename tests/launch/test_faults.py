@@ -1,4 +1,6 @@
-"""Four processes under `shardopt launch`, one killed or all told to end, at ten random moments: nothing is lost but time.
+"""Four processes under `shardopt launch`, one killed, all told to end, or their checkpoints deleted, at ten random moments.
+
+Nothing is lost but time.
 
 The parameters at the end are those of a run that nobody disturbed, bit for bit: gloo sums over as many processes in the same
 order each time.
@@ -7,6 +9,7 @@ order each time.
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,3 +146,24 @@ def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
     if saved:
         assert f"Resuming from step {saved[-1]} in" in text or saved[-1] == STEPS
     assert same(tmp_path, unbroken[0])
+
+
+@pytest.mark.parametrize("draw", range(10))
+def test_the_checkpoints_of_four_are_deleted(start, unbroken, tmp_path, draw):
+    """At any moment, or as soon as one is being written: all go on, and none waits for ever for one that could not write."""
+    rng = random.Random(200 + draw)
+    folder = tmp_path / "checkpoints"
+    job = start(tmp_path)
+    said = [next(line for line in job.stdout if line.startswith("step "))]
+    time.sleep(rng.uniform(0, 0.7 * unbroken[1]))
+    while draw % 2 and job.poll() is None and not list(folder.glob(".saving-*")):
+        time.sleep(0.001)
+    shutil.rmtree(folder, ignore_errors=True)  # files may come while it is being emptied
+    deleted = time.monotonic()
+    said += list(job.stdout)
+    assert time.monotonic() - deleted < unbroken[1] + ENDS_WITHIN
+    text = "".join(said)
+    assert job.wait() == 0, text
+    assert re.search(rf"{folder} was deleted while the job ran\. It is made anew for step \d+0; ", text), text
+    assert same(tmp_path, unbroken[0])
+    assert sorted(path.name for path in folder.iterdir() if path.name.isdecimal()) == [str(STEPS - 20), str(STEPS)]
