@@ -10,8 +10,6 @@ import jax
 from shardopt.core.types import PyTree
 
 BLOCKS = "blocks"
-GATHERED = "shardopt_gathered"
-"""The `checkpoint_name` of weights gathered for the moment."""
 
 
 class BlockModel(NamedTuple):
@@ -26,8 +24,9 @@ class BlockModel(NamedTuple):
       block: `block(one_block, x) -> x`, same shape and dtype.
       loss: `loss(outer, x, batch) -> scalar | Weighted`, or `(that, aux dict)`. Outer parameters reach both
         ends, so tied embeddings work.
-      remat: what the backward pass recomputes of a block. None: nothing but weight gathers. "full": the
-        whole block from its input. Otherwise a `jax.checkpoint` policy.
+      remat: what the backward pass recomputes of a block. None: nothing that costs much; gathered weights, what
+        follows from them alone, and elementwise results where weights are split. "full": the whole block from its
+        input. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,11 +63,11 @@ def run_blocks(
     rng: jax.Array | None,
     *,
     gather_outer: Callable[[PyTree], PyTree] = lambda outer: outer,
-    gather_block: Callable[[PyTree], PyTree] | None = None,
+    run_block: Callable[..., PyTree] | None = None,
 ) -> Any:
-    """Run embed, a scan over the blocks, and loss; a strategy's gathers make whole what it keeps split.
+    """Run embed, a scan over the blocks, and loss; a strategy's hooks make whole what it keeps split.
 
-    `gather_block` runs inside the scan, so one block is whole at a time, and again in the backward pass.
+    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and sees to its `remat`.
     """
     blocks = params[BLOCKS]
     outer = gather_outer({name: value for name, value in params.items() if name != BLOCKS})
@@ -76,11 +75,13 @@ def run_blocks(
 
     def body(x, block_and_index):
         one_block, index = block_and_index
-        whole = one_block if gather_block is None else gather_block(one_block)
-        return call(model.block, rng, index, whole, x), None
+        if run_block is not None:
+            return run_block(one_block, index, rng, x), None
+        return call(model.block, rng, index, one_block, x), None
 
     x = call(model.embed, rng, num_blocks, outer, batch)
-    body = _remat(body, model.remat, gathers=gather_block is not None)
+    if model.remat is not None and run_block is None:
+        body = jax.checkpoint(body, policy=None if model.remat == "full" else model.remat)
     x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
     return call(model.loss, rng, num_blocks + 1, outer, x, batch)
 
@@ -112,27 +113,3 @@ def takes_rng(fn: Any) -> bool:
         return False
     bound = isinstance(fn, functools.partial) and "rng" in fn.keywords
     return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY and not bound
-
-
-def save_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Say, as a `jax.checkpoint` policy, that the backward pass recomputes weight gathers and nothing else.
-
-    Every step from the gather (of bits, in half precision) to its named result is refused: one that was saved
-    would keep the whole weight, and make recomputing the rest free.
-    """
-    return primitive.name not in ("all_gather", "bitcast_convert_type") and params.get("name") != GATHERED
-
-
-def _remat(body: Callable[..., Any], remat: Any, *, gathers: bool) -> Callable[..., Any]:
-    if remat == "full":
-        return jax.checkpoint(body)
-    if remat is None and not gathers:
-        return body
-
-    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        # Saved gathers would stack every block's whole weights for the backward pass, whatever else is saved.
-        if gathers and not save_all_but_gathers(primitive, *avals, **params):
-            return False
-        return True if remat is None else remat(primitive, *avals, **params)
-
-    return jax.checkpoint(body, policy=policy)

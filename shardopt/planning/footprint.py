@@ -60,7 +60,7 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
     rows = batch_size / candidate.pieces
     cut = candidate.tensor
     message, kept = workload.message * rows, workload.kept.on(cut) * rows
-    if candidate.pipeline > 1:
+    if candidate.pipeline > 1 or placed.switches.params:  # whose blocks keep no elementwise results
         kept = workload.stage_kept.on(cut) * rows
     loss, block, embedding = _gathered(workload, candidate, placed)
     moments = [

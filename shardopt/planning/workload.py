@@ -51,7 +51,7 @@ class Workload(NamedTuple):
       ends_flops: the forward flops of embed and loss together.
       message: bytes of what one row hands from block to block.
       kept: bytes that one block keeps of a row from forward to backward, nothing recomputed.
-      stage_kept: the same in a pipeline, which computes elementwise operations again.
+      stage_kept: the same in a pipeline and under fsdp, which compute elementwise operations again.
       deferred: bytes that the backward of a block leaves for its weight gradient, where a schedule splits that off.
       working: bytes that come and go while one block is differentiated, over and above `kept` of that block.
       ends_working: bytes that come and go while the loss of a row is differentiated.

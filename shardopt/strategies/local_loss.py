@@ -8,21 +8,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardopt.collectives import gather
-from shardopt.core.block_model import (
-    BLOCKS,
-    GATHERED,
-    as_block_model,
-    call,
-    run_blocks,
-    save_all_but_gathers,
-    takes_rng,
-)
+from shardopt.core.block_model import BLOCKS, as_block_model, call, run_blocks, takes_rng
 from shardopt.core.types import PyTree
 from shardopt.mesh import data_axes
 from shardopt.partition import LeafPlan
+from shardopt.strategies.gathered_block import gathered_block
 from shardopt.strategies.layout import Layout
 from shardopt.strategies.loss import LossParts, loss_parts
 from shardopt.strategies.recipe import Recipe
+
+_GATHERED = "shardopt_gathered"
+"""The `checkpoint_name` of weights gathered for the moment."""
 
 
 def num_pieces(recipe: Recipe) -> int:
@@ -55,7 +51,8 @@ def whole_loss(recipe: Recipe, layout: Layout, params: PyTree, batch: PyTree, ke
         if gathers:
             outer_plans = {name: value for name, value in plans.items() if name != BLOCKS}
             hooks["gather_outer"] = lambda outer: gather_leaves(recipe, outer, outer_plans)
-            hooks["gather_block"] = lambda block: gather_leaves(recipe, block, plans[BLOCKS], of_block=True)
+            gather_one = lambda block: gather_leaves(recipe, block, plans[BLOCKS], of_block=True)  # noqa: E731
+            hooks["run_block"] = gathered_block(recipe.who, model, gather_one)
         return loss_parts(recipe.who, run_blocks(model, params, batch, key, **hooks), rows)
     if not gathers:
         return loss_parts(recipe.who, call(recipe.loss_fn, key, 0, params, batch), rows)
@@ -68,7 +65,7 @@ def whole_loss(recipe: Recipe, layout: Layout, params: PyTree, batch: PyTree, ke
         # Or the compiler sees that every micro-batch gathers the same, and keeps the whole model through the loop.
         params, batch = _tied_together((params, batch))
     # The backward pass gathers again what it needs rather than keeping every whole weight from the forward pass.
-    return jax.checkpoint(gathered_loss, policy=save_all_but_gathers)(params, batch)
+    return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
 
 
 def gather_leaves(recipe: Recipe, tree: PyTree, plans: PyTree, *, of_block: bool = False) -> PyTree:
@@ -81,7 +78,16 @@ def gather_leaves(recipe: Recipe, tree: PyTree, plans: PyTree, *, of_block: bool
     cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
     dtypes = [recipe.gather_dtype if one else None for one in cast]
     whole = gather(leaves, [plan.dim for plan in flat], [plan.tensor for plan in flat], axis="data", dtypes=dtypes)
-    return treedef.unflatten([checkpoint_name(leaf, GATHERED) for leaf in whole])
+    return treedef.unflatten([checkpoint_name(leaf, _GATHERED) for leaf in whole])
+
+
+def _save_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Say, as a `jax.checkpoint` policy, that the backward pass recomputes weight gathers and nothing else.
+
+    Every step from the gather (of bits, in half precision) to its named result is refused: one that was saved
+    would keep the whole weight, and make recomputing the rest free.
+    """
+    return primitive.name not in ("all_gather", "bitcast_convert_type") and params.get("name") != _GATHERED
 
 
 def _tied_together(tree: PyTree) -> PyTree:

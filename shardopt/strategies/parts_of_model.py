@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core.block_model import BLOCKS, as_block_model, call
-from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
 from shardopt.pipeline.run import Parts
+from shardopt.strategies.gathered_block import leaves_like
 from shardopt.strategies.layout import Layout
 from shardopt.strategies.local_loss import cut, gather_leaves, num_pieces, step_key
 from shardopt.strategies.loss import loss_parts
@@ -95,7 +95,7 @@ def parts_of_model(recipe: Recipe, layout: Layout, params: list[Any], batch: PyT
 
         if model.remat not in (None, "full"):
             run = jax.checkpoint(run, policy=model.remat)
-        return _same_shape(recipe, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
+        return leaves_like(recipe.who, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
 
     def reduce(dw):
         if not split.grads or split.params:
@@ -112,16 +112,3 @@ def parts_of_model(recipe: Recipe, layout: Layout, params: list[Any], batch: PyT
         reduce=reduce,
         remat_blocks=model.remat == "full",
     )
-
-
-def _same_shape(recipe: Recipe, shapes: list[Any], treedef: Any, y: Any) -> list[Any]:
-    leaves, structure = jax.tree.flatten(y)
-    if structure == treedef and all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(leaves, shapes, strict=True)
-    ):
-        return leaves
-    show = lambda leaves: ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"  # noqa: E731
-    given, returned = (show(shapes), show(leaves)) if show(shapes) != show(leaves) else (treedef, structure)
-    what = f"a block of a pipeline must return what it is given, {given}; it returned {returned}."
-    fix = "let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
-    raise ValueError(complaint(recipe.who, what, fix=fix))

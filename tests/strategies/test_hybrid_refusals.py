@@ -218,7 +218,7 @@ def test_a_block_that_changes_what_it_is_given(block, numbers, method, request):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         getattr(opt, method)(state, BATCH)
     assert str(caught.value) == (
-        f"hybrid: a block of a pipeline must return what it is {numbers}\n"
+        f"hybrid: a block must return what it is {numbers}\n"
         "Fix: let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
     )
 

@@ -1,0 +1,57 @@
+"""A block that keeps little of its forward pass for its backward pass, outside of any pipeline."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.pipeline.passes import take_apart
+
+Arrays = list[Any]
+
+
+def keeping_little(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arrays) -> Arrays:
+    """Return `f(given, x)`, keeping for the backward pass only what `take_apart` keeps.
+
+    So what follows from `given` alone, gathers and casts of weights, is computed again there, and what elementwise
+    operations make of something kept; a `jax.checkpoint` within f is heeded. A policy of `jax.checkpoint` around it all
+    could not say that: it sees one primitive at a time, not what it depends on, and overrules those within.
+
+    Args:
+      f: of lists of arrays; its result has the shapes and dtypes of x.
+      given: weights, indices, keys.
+      x: the input.
+    """
+    floating = lambda leaves: [i for i, one in enumerate(leaves) if jnp.issubdtype(one.dtype, jnp.inexact)]  # noqa: E731
+    trained, moving = floating(given), floating(x)
+    passes = functools.cache(lambda: take_apart(f, given_shapes, x_shapes, trained=trained))
+    given_shapes, x_shapes = jax.tree.map(_shape, (given, x))
+
+    def forward(given: Arrays, x: Arrays) -> tuple[Arrays, Any]:
+        y, kept = passes().forward(given, x)
+        return y, (given, kept)
+
+    def backward(left: tuple[Arrays, Arrays], dy: Arrays) -> tuple[Arrays, Arrays]:
+        given, kept = left
+        dy = [dy[i] for i in moving]
+        # Or a compiler that sees both passes at once would keep what the first one gathered.
+        weights, dy = jax.lax.optimization_barrier(([given[i] for i in trained], dy))
+        dx, dw = passes().both(_put(given, trained, weights), kept, dy)
+        return _put([None] * len(given), trained, dw), _put([None] * len(x), moving, dx)
+
+    run = jax.custom_vjp(f)
+    run.defvjp(forward, backward)
+    return run(given, x)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _put(leaves: Arrays, where: list[int], values: Arrays) -> Arrays:
+    result = list(leaves)
+    for i, value in zip(where, values, strict=True):
+        result[i] = value
+    return result
