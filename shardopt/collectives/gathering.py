@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives.per_device import shard_by_shard
 from shardopt.collectives.steps import steps_over
+from shardopt.collectives.together import gather_together, scatter_together
 
 
 def gather(
@@ -40,7 +41,8 @@ def gather(
 
     def forward(xs):
         cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, travels, strict=True)]
-        return _where_split(_all_gather, cast, dims, specs, axis)
+        move = lambda xs, dims: gather_together(xs, dims, axis, _all_gather)  # noqa: E731
+        return _where_split(move, cast, dims, specs)
 
     # Written out rather than derived: deriving it would reduce the gradients in the dtype that travels.
     def backward(_, cotangents):
@@ -66,23 +68,19 @@ def scatter_sum(
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
         return x
 
-    return _where_split(scatter, leaves, dims, specs, axis)
+    return _where_split(lambda xs, dims: scatter_together(xs, dims, axis, scatter), leaves, dims, specs)
 
 
 def _where_split(
-    move: Callable[[Any, str, int], Any],
+    move: Callable[[list[Any], list[int]], list[Any]],
     leaves: Sequence[Any],
     dims: Sequence[int | None],
     specs: Sequence[PartitionSpec],
-    axis: str,
 ) -> list[Any]:
-    """Apply a collective to the leaves that have a dim, leaving the others as they are."""
+    """Apply collectives to the leaves that have a dim, leaving the others as they are."""
     results = list(leaves)
     split = {i: dim for i, dim in enumerate(dims) if dim is not None}
-
-    def run(xs):
-        return [move(x, axis, dim) for x, dim in zip(xs, split.values(), strict=True)]
-
+    run = lambda xs: move(xs, list(split.values()))  # noqa: E731
     moved = shard_by_shard(run, [leaves[i] for i in split], [specs[i] for i in split])
     for i, x in zip(split, moved, strict=True):
         results[i] = x

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardopt.collectives.together import sum_together
+
 TENSOR = "tensor"
 
 
@@ -43,7 +45,7 @@ def sum_over(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[Partiti
     if not axes:
         return list(leaves)
     specs = [PartitionSpec()] * len(leaves) if specs is None else specs
-    return shard_by_shard(lambda xs: [jax.lax.psum(x, tuple(axes)) for x in xs], leaves, specs)
+    return shard_by_shard(lambda xs: sum_together(xs, tuple(axes)), leaves, specs)
 
 
 def shard_by_shard(

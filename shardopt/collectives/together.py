@@ -1,0 +1,90 @@
+"""Several small leaves in one collective, where a collective costs more than the copies that joining them takes.
+
+Between processes on CPU each collective is a round trip over sockets that takes a millisecond or so, and XLA:CPU joins
+none of them; XLA:GPU does it by itself (its combiner passes), and on a TPU there is nothing to save. PyTorch's FSDP joins
+those of a module for the same reason.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_SMALL = 2**21
+"""Bytes that a device sends, up to which a leaf travels with others: what a socket takes in about a millisecond."""
+
+
+def gather_together(xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any]) -> list[Any]:
+    """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of small leaves."""
+    n = jax.lax.axis_size(axis)
+
+    def joined(some: list[Any], dims: list[int]) -> list[Any]:
+        rows = gather(_flat([x[None] for x in some]), axis, 0)  # [n, all elements]
+        parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
+        return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
+
+    return _by_group(xs, dims, 1, lambda x, dim: gather(x, axis, dim), joined)
+
+
+def scatter_together(xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any]) -> list[Any]:
+    """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each group of small leaves."""
+    n = jax.lax.axis_size(axis)
+
+    def joined(some: list[Any], dims: list[int]) -> list[Any]:
+        rows = [_rolled(x, dim, n) for x, dim in zip(some, dims, strict=True)]
+        row = scatter(_flat(rows), axis, 0)  # [1, all elements of a shard]
+        parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
+        return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
+
+    return _by_group(xs, dims, n, lambda x, dim: scatter(x, axis, dim), joined)
+
+
+def sum_together(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
+    """Return every x summed over mesh axes, one sum for each group of small leaves."""
+
+    def joined(some: list[Any], _: Any) -> list[Any]:
+        row = jax.lax.psum(_flat([x[None] for x in some])[0], axes)
+        parts = jnp.split(row, _ends([x.size for x in some]))
+        return [part.reshape(x.shape) for part, x in zip(parts, some, strict=True)]
+
+    return _by_group(xs, [0] * len(xs), 1, lambda x, _: jax.lax.psum(x, axes), joined)
+
+
+def _by_group(
+    xs: Sequence[Any], dims: Sequence[int], shards: int, alone: Callable[..., Any], joined: Callable[..., list[Any]]
+) -> list[Any]:
+    groups: dict[Any, list[int]] = {}
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    on_cpu = getattr(device, "device_kind", None) == "cpu"
+    for i, x in enumerate(xs):
+        small = on_cpu and x.size * x.dtype.itemsize <= _SMALL * shards
+        groups.setdefault(x.dtype if small else i, []).append(i)
+    results = list(xs)
+    for group in groups.values():
+        some, where = [xs[i] for i in group], [dims[i] for i in group]
+        moved = joined(some, where) if len(group) > 1 else [alone(some[0], where[0])]
+        for i, x in zip(group, moved, strict=True):
+            results[i] = x
+    return results
+
+
+def _flat(rows: Sequence[Any]) -> Any:
+    """Join [n, ...] each into [n, all elements]."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+
+
+def _rolled(x: Any, dim: int, n: int) -> Any:
+    """Return the n shards of a dim as rows, [n, shape of a shard]."""
+    cut = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    return jnp.moveaxis(cut, dim, 0)
+
+
+def _unrolled(rows: Any, dim: int) -> Any:
+    """Return rows [n, shape of a shard] as one array: the inverse of `_rolled`."""
+    cut = jnp.moveaxis(rows, 0, dim)
+    return cut.reshape(*cut.shape[:dim], -1, *cut.shape[dim + 2 :])

@@ -1,0 +1,88 @@
+"""Small leaves travel together on CPU, and arrive as they would alone."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+from shardopt.collectives import gather, per_device, scatter_sum, sum_over, together
+
+SHAPES = [((8, 3), 0), ((5, 12), 1), ((4,), 0), ((2, 8, 4), 2), ((3, 5), None), ((16, 2), 0)]
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16]
+
+
+def leaves():
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(-8, 8, shape) for (shape, _), _ in zip(SHAPES, DTYPES, strict=True)]
+    return [jnp.asarray(x, dtype) for x, dtype in zip(drawn, DTYPES, strict=True)]
+
+
+def spec(dim):
+    return P() if dim is None else P(*[None] * dim, "data")
+
+
+def compiled(f, mesh, *, out_specs):
+    """Return a function of the leaves, split on their dims, and the kinds of its program's collectives."""
+    split = per_device(f, mesh, in_specs=([spec(dim) for _, dim in SHAPES],), out_specs=out_specs)
+    lowered = jax.jit(so.mesh.on_mesh(mesh, split)).lower(leaves())
+    found = so.audit(lowered, mesh=mesh).collectives
+    return lowered.compile(), [one.kind for one in found]
+
+
+DIMS = [dim for _, dim in SHAPES]
+SPECS = [P()] * len(SHAPES)
+
+
+def alone(monkeypatch):
+    monkeypatch.setattr(together, "_SMALL", -1)
+
+
+def test_gathered_leaves_are_those_that_travelled_alone(mesh_of, monkeypatch):
+    f = lambda xs: gather(xs, DIMS, SPECS, axis="data")  # noqa: E731
+    run, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
+    for whole, x in zip(run(leaves()), leaves(), strict=True):
+        np.testing.assert_array_equal(whole, x)
+    assert sent == ["all-gather"] * 2, "one a dtype"
+    alone(monkeypatch)
+    _, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
+    assert sent == ["all-gather"] * 5
+
+
+def test_scattered_sums_are_those_of_leaves_that_travelled_alone(mesh_of, monkeypatch):
+    def f(xs):
+        rank = jax.lax.axis_index("data")
+        whole = [(rank + 1).astype(x.dtype) * x for x in gather(xs, DIMS, SPECS, axis="data")]
+        return scatter_sum(whole, DIMS, SPECS, axis="data")
+
+    out_specs = [spec(dim) for dim in DIMS]
+    run, sent = compiled(f, mesh_of(data=4), out_specs=out_specs)
+    for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):
+        np.testing.assert_array_equal(part, x * (10 if dim is not None else 1))
+    assert sent.count("reduce-scatter") == 2
+    alone(monkeypatch)
+    run, _ = compiled(f, mesh_of(data=4), out_specs=out_specs)
+    for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):
+        np.testing.assert_array_equal(part, x * (10 if dim is not None else 1))
+
+
+def test_sums_are_those_of_leaves_that_travelled_alone(mesh_of):
+    f = lambda xs: sum_over([x * 2 for x in xs], ["data"])  # noqa: E731
+    split = per_device(f, mesh_of(data=4), in_specs=(SPECS,), out_specs=SPECS)
+    for total, x in zip(jax.jit(so.mesh.on_mesh(mesh_of(data=4), split))(leaves()), leaves(), strict=True):
+        np.testing.assert_array_equal(total, 8 * x)
+
+
+@pytest.mark.parametrize(("kind", "joined"), [("cpu", True), ("TPU v5 lite", False), ("NVIDIA H200", False)])
+def test_large_leaves_and_those_of_accelerators_travel_alone(kind, joined, monkeypatch):
+    sizes = [2**19, 2**19 + 1, 2**19]  # float32: 2 MB is small
+    mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(device_kind=kind))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    jaxpr = jax.make_jaxpr(lambda xs: together.sum_together(xs, ("data",)), axis_env=[("data", 4)])(
+        [jnp.zeros(size) for size in sizes]
+    )
+    assert len(re.findall(r"= psum", str(jaxpr))) == (2 if joined else 3)
