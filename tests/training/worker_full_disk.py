@@ -83,6 +83,7 @@ def meet(how, disk, rng, unbroken):
         error = caught
     left = [shutil.disk_usage(disk).free] if free else []
     whole = checkpoints.steps()
+    unfinished = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     ballast.unlink(missing_ok=True)
 
@@ -95,6 +96,7 @@ def meet(how, disk, rng, unbroken):
         "error": error and f"{type(error).__name__}: {error}",
         "whole": whole,
         "restored": int(newest.step),
+        "unfinished": unfinished,
         "gave_back": [before - after for before, after in zip(free, left, strict=True)],
         "completed": again.step,
         "same": same(again.state, unbroken.state),
