@@ -46,8 +46,9 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
     - gradients: one sum of what the placement splits; with micro-batches and no pipeline, those of one more
       micro-batch, which the backward pass makes before they are added. In a pipeline two sums, as each tick makes new
       ones of the old; outer gradients are whole there.
-    - activations: k r kept, or with remat k r message, and one block's kept. In a pipeline `schedule.num_slots`
-      chunks' worth of that, and the messages that wait; with remat only the inputs of chunks, and one chunk's kept.
+    - activations: k r kept, or with remat k r message, and one block's kept. Under fsdp what elementwise operations
+      give is kept of one block at a time. In a pipeline `schedule.num_slots` chunks' worth of what is kept, and the
+      messages that wait; with remat only the inputs of chunks, and one chunk's kept.
     - gathered (fsdp): at the loss the weights that it reads and the largest gradient of them, at a block its weights and
       gradients, at embed the gradient of the largest outer leaf.
 
@@ -59,13 +60,13 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
     """
     rows = batch_size / candidate.pieces
     cut = candidate.tensor
-    message, kept = workload.message * rows, workload.kept.on(cut) * rows
-    if candidate.pipeline > 1 or placed.switches.params:  # whose blocks keep no elementwise results
-        kept = workload.stage_kept.on(cut) * rows
+    message, everything = workload.message * rows, workload.kept.on(cut) * rows
+    lean = candidate.pipeline > 1 or placed.switches.params  # whose blocks keep no elementwise results
+    kept = workload.stage_kept.on(cut) * rows if lean else everything
     loss, block, embedding = _gathered(workload, candidate, placed)
     moments = [
         (embedding, 0.0),
-        (block, workload.working.on(cut) * rows + _block_again(candidate, kept)),
+        (block, workload.working.on(cut) * rows + _block_again(candidate, kept, everything)),
         (loss, workload.ends_working.on(cut) * rows),
     ]
     gathered, working = max(moments, key=sum)
@@ -79,9 +80,11 @@ def footprint(workload: Workload, candidate: Candidate, placed: Placed, *, batch
     )
 
 
-def _block_again(candidate: Candidate, kept: float) -> float:
-    """With remat and no pipeline, one block's activations are made again while it is differentiated."""
-    return kept if candidate.remat and candidate.pipeline == 1 else 0.0
+def _block_again(candidate: Candidate, kept: float, everything: float) -> float:
+    """Without a pipeline, what was not kept of one block is made again while it is differentiated; with remat all."""
+    if candidate.pipeline > 1:
+        return 0.0
+    return everything if candidate.remat else everything - kept
 
 
 def _gradients(candidate: Candidate, placed: Placed) -> float:
