@@ -18,21 +18,30 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def start(tiny):
-    """Return a function that starts `shardopt train` with eight CPU devices of its own choosing."""
+def shardopt():
+    """Return a function that starts `shardopt` with CPU devices of its own choosing; none is left over."""
     started = []
 
-    def run(*words):
+    def run(*words, **how):
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # where it is not installed
-        command = [sys.executable, "-m", "shardopt.cli", *tiny, *map(str, words)]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
+        environment |= {
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "JAX_PLATFORMS": "cpu",
+        }  # where it is not installed
+        command = [sys.executable, "-m", "shardopt.cli", *map(str, words)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=environment, **pipes | how))
+        return started[-1]
 
     yield run
     for process in started:
         process.kill()
         process.wait()
-        process.stdout.close()
-        process.stderr.close()
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
+
+
+@pytest.fixture
+def start(shardopt, tiny):
+    """Return a function that starts `shardopt train`."""
+    return lambda *words: shardopt(*tiny, *words)

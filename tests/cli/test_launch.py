@@ -15,29 +15,11 @@ from shardopt.checkpoint.steps import committed
 from shardopt.cli import main
 from shardopt.cli.launch import _command, split_words
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def start(tmp_path):
+def start(shardopt, tmp_path):
     """Return a function that starts `shardopt launch`; its errors come on standard output."""
-    started = []
-
-    def run(*words):
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "shardopt.cli", "launch", *map(str, words)]
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    return lambda *words: shardopt("launch", *words, stderr=subprocess.STDOUT, cwd=tmp_path)
 
 
 def pid_of(rank, folder):
