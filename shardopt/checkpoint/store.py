@@ -32,7 +32,12 @@ class Writer:
         import orbax.checkpoint as ocp
 
         self._folder, self._met = "", 0
-        handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
+        # By itself it also writes how arrays were cut, into a folder that all but the first wait for: for ten minutes,
+        # where somebody deleted it. It is not needed: a checkpoint can be read without.
+        handlers = [(jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))]
+        handlers += [(kind, ocp.type_handlers.get_type_handler(kind)) for kind in (np.ndarray, np.number)]
+        registry = ocp.type_handlers.create_type_handler_registry(*handlers)
+        handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet))
 
     def start(self, folder: Path, state: Any) -> None:

@@ -22,6 +22,8 @@ def test_the_step_is_that_of_the_state_or_the_one_given(tmp_path, trained):
         "shardopt.json",
         "state",
     ]
+    # Processes would wait for this folder, for ten minutes if somebody deletes it.
+    assert not (tmp_path / "3" / "state" / "array_metadatas").exists()
 
 
 def test_nothing_is_overwritten(tmp_path, trained, complaint_of, same):
