@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from shardopt.checkpoint import Checkpoints, save
+from shardopt.checkpoint import Checkpoints, save, write
 from shardopt.checkpoint.claim import is_of_deletion
 from shardopt.checkpoint.write import failed
 from shardopt.core import CheckpointError
@@ -126,24 +126,16 @@ def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path, mo
     assert caplog.messages == []
 
 
-def vanishing(folder):
-    """Return the module that writes, and a `write_meta` for it before which the folder is deleted."""
-    from shardopt.checkpoint import write
-
-    original = write.write_meta
-
-    def vanish(*args):
-        shutil.rmtree(folder)
-        original(*args)
-
-    return write, vanish
+def before(patch, name, action):
+    """Let something happen before a function of the module that writes is called."""
+    original = getattr(write, name)
+    patch.setattr(write, name, lambda *args: (action(), original(*args)))
 
 
 def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, monkeypatch):
     folder = tmp_path / "run"
-    write, vanish = vanishing(folder)
     with Checkpoints(folder, 1, 1) as checkpoints:
-        monkeypatch.setattr(write, "write_meta", vanish)
+        before(monkeypatch, "write_meta", lambda: shutil.rmtree(folder))
         checkpoints.save(small(1), step=1)
         assert complaint_of(checkpoints.wait) == (
             f"Checkpoints: step 1 could not be written to {folder} (FileNotFoundError: [Errno 2] No such file or "
@@ -154,10 +146,9 @@ def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, mon
 
 def test_a_folder_deleted_during_a_write_is_made_anew_by_the_next_save(tmp_path, monkeypatch, caplog):
     folder = tmp_path / "run"
-    write, vanish = vanishing(folder)
     with Checkpoints(folder, 1, 2) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(write, "write_meta", vanish)
+            before(patch, "write_meta", lambda: shutil.rmtree(folder))
             checkpoints.save(small(1), step=1)
             assert checkpoints._pending.exception() is not None
         checkpoints.save(small(2), step=2)
@@ -171,17 +162,9 @@ def test_a_folder_deleted_during_a_write_is_made_anew_by_the_next_save(tmp_path,
 def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(tmp_path, complaint_of, monkeypatch):
     """The writer of arrays makes folders that it misses, without what was in them."""
     folder = tmp_path / "run"
-    from shardopt.checkpoint import write
-
-    original = write.write_manifest
-
-    def vanish(*args):
-        (folder / ".lock").unlink()
-        original(*args)
-
     for one, step in ((Checkpoints(folder, 1, 2), 1), (None, 2)):
         with monkeypatch.context() as patch:
-            patch.setattr(write, "write_manifest", vanish)
+            before(patch, "write_manifest", (folder / ".lock").unlink)
             if one is not None:
                 one.save(small(step), step=step)
                 message = complaint_of(one.close)
@@ -196,17 +179,9 @@ def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(tmp_pat
 def test_files_that_vanish_before_the_lock_does_are_a_deletion_too(tmp_path, monkeypatch):
     """To delete a large folder takes a while, and the lock may be the last to go."""
     folder = tmp_path / "run"
-    from shardopt.checkpoint import write
-
-    original = write.write_meta
-
-    def vanish(*args):
-        shutil.rmtree(folder / ".saving-1")
-        original(*args)
-
     with Checkpoints(folder, 1, 2) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(write, "write_meta", vanish)
+            before(patch, "write_meta", lambda: shutil.rmtree(folder / ".saving-1"))
             checkpoints.save(small(1), step=1)
             assert checkpoints._pending.exception() is not None
         checkpoints.save(small(2), step=2)

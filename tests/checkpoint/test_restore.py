@@ -1,8 +1,6 @@
 """Round trips: every strategy onto every other, and what does not fit named leaf by leaf."""
 
-import contextlib
 import json
-import logging
 import re
 
 import jax
@@ -12,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.compilations import compilations
 
 import shardopt as so
 from shardopt.checkpoint import restore, save
@@ -90,21 +89,6 @@ def test_the_restored_state_compiles_nothing_new(saved, make_opt, new_params, st
         steps_on(opt, state, 2, 3)
     assert any("jit(step)" in text for text in fresh)
     assert again == []
-
-
-@contextlib.contextmanager
-def compilations():
-    """Give the list of what jax announces to compile meanwhile."""
-    logger, handler, found = logging.getLogger("jax._src.interpreters.pxla"), logging.Handler(), []
-    handler.emit = lambda record: found.append(record.getMessage())
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def test_orbax_alone_reads_it(saved):

@@ -1,9 +1,7 @@
 """A small regression, data that differs from step to step, and checkpoints kept in memory."""
 
 import json
-import logging
 import types
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -109,23 +107,3 @@ def memory():
 def metrics_at():
     """Return a function from a history to {step: value} of one metric."""
     return lambda history, name: {record["step"]: record[name] for record in history if name in record}
-
-
-@pytest.fixture(scope="session")
-def compilations():
-    """Return a context that gives the list of programs compiled meanwhile, as jax announces them."""
-
-    @contextmanager
-    def watch():
-        messages, logger = [], logging.getLogger("jax._src.interpreters.pxla")
-        handler, level = logging.Handler(), logger.level
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)
-        try:
-            yield messages
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-
-    return watch

@@ -4,6 +4,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from support.compilations import compilations
 
 from shardopt.core import NonFiniteLossError
 from shardopt.training import evaluation, fit
@@ -63,7 +64,7 @@ def test_exhausted(opt, new_state, batches, memory, count):
     assert logged == ([count] if count else [])
 
 
-def test_steps_do_not_compile_again(opt, new_state, batches, compilations):
+def test_steps_do_not_compile_again(opt, new_state, batches):
     fit(opt, new_state(), batches, num_steps=5, progress=False)
     state = new_state()
     with compilations() as compiled:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.compilations import compilations
 
 import shardopt as so
 from shardopt.training import fit, hyperparams, with_hyperparams
@@ -28,7 +29,7 @@ def plain_state(tx):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trip_without_compiling_again(kind, mesh_of, loss_fn, batches, compilations):
+def test_round_trip_without_compiling_again(kind, mesh_of, loss_fn, batches):
     opt = build(kind, optax.inject_hyperparams(optax.adamw)(learning_rate=0.05), mesh_of(data=4), loss_fn)
     state = fit(opt, new_state(opt), batches, num_steps=2, progress=False).state
     assert hyperparams(state) == pytest.approx(ADAMW)
