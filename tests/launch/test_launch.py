@@ -279,7 +279,8 @@ def test_what_a_job_left_behind_that_ended_by_itself_is_no_obstacle(job):
         "links = {name: os.path.realpath(f'/proc/self/fd/{name}') for name in os.listdir('/proc/self/fd')}\n"
         "(held,) = [int(name) for name, path in links.items() if path.endswith('.launch.lock')]\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
-        "child = subprocess.Popen(command, start_new_session=True, pass_fds=(held,))\n"
+        "quiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
+        "child = subprocess.Popen(command, start_new_session=True, pass_fds=(held,), **quiet)\n"
         "(here / 'pid').write_text(str(child.pid))\n"
     )
     try:
