@@ -19,6 +19,7 @@ def gather(
     *,
     axis: str,
     dtypes: Sequence[Any] | None = None,
+    together: bool = True,
 ) -> list[Any]:
     """Make local shards whole along a mesh axis; the backward pass reduce-scatters their gradients.
 
@@ -29,6 +30,8 @@ def gather(
       axis: the mesh axis to gather over.
       dtypes: what each leaf is cast to before it travels, None for what it is. Gradients are cast back before they
         are summed, so the reduction keeps the precision of the stored leaf.
+      together: whether small leaves may share a collective, where that pays; they are then whole at the same time, and
+        so are their gradients.
 
     Returns:
       The whole leaves. The gradient of a split leaf is the sum over `axis`; that of a whole one stays local.
@@ -41,13 +44,14 @@ def gather(
 
     def forward(xs):
         cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, travels, strict=True)]
-        move = lambda xs, dims: gather_together(xs, dims, axis, _all_gather)  # noqa: E731
+        move = lambda xs, dims: gather_together(xs, dims, axis, _all_gather, together=together)  # noqa: E731
         return _where_split(move, cast, dims, specs)
 
     # Written out rather than derived: deriving it would reduce the gradients in the dtype that travels.
     def backward(_, cotangents):
         wide = [cotangents[i].astype(stored[i]) for i in differentiable]
-        sums = scatter_sum(wide, [dims[i] for i in differentiable], [specs[i] for i in differentiable], axis=axis)
+        where = [dims[i] for i in differentiable], [specs[i] for i in differentiable]
+        sums = scatter_sum(wide, *where, axis=axis, together=together)
         grads: list[Any] = [None] * len(stored)  # None is the zero cotangent of an integer leaf
         for i, total in zip(differentiable, sums, strict=True):
             grads[i] = total
@@ -59,7 +63,12 @@ def gather(
 
 
 def scatter_sum(
-    leaves: Sequence[Any], dims: Sequence[int | None], specs: Sequence[PartitionSpec], *, axis: str
+    leaves: Sequence[Any],
+    dims: Sequence[int | None],
+    specs: Sequence[PartitionSpec],
+    *,
+    axis: str,
+    together: bool = True,
 ) -> list[Any]:
     """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
 
@@ -68,7 +77,8 @@ def scatter_sum(
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
         return x
 
-    return _where_split(lambda xs, dims: scatter_together(xs, dims, axis, scatter), leaves, dims, specs)
+    move = lambda xs, dims: scatter_together(xs, dims, axis, scatter, together=together)  # noqa: E731
+    return _where_split(move, leaves, dims, specs)
 
 
 def _where_split(

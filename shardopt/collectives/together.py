@@ -15,7 +15,9 @@ _SMALL = 2**21
 """Bytes that a device sends, up to which a leaf travels with others: what a socket takes in about a millisecond."""
 
 
-def gather_together(xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any]) -> list[Any]:
+def gather_together(
+    xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any], *, together: bool = True
+) -> list[Any]:
     """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of small leaves."""
     n = jax.lax.axis_size(axis)
 
@@ -24,10 +26,12 @@ def gather_together(xs: Sequence[Any], dims: Sequence[int], axis: str, gather: C
         parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
         return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
 
-    return _by_group(xs, dims, 1, lambda x, dim: gather(x, axis, dim), joined)
+    return _by_group(xs, dims, 1 if together else 0, lambda x, dim: gather(x, axis, dim), joined)
 
 
-def scatter_together(xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any]) -> list[Any]:
+def scatter_together(
+    xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any], *, together: bool = True
+) -> list[Any]:
     """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each group of small leaves."""
     n = jax.lax.axis_size(axis)
 
@@ -37,7 +41,7 @@ def scatter_together(xs: Sequence[Any], dims: Sequence[int], axis: str, scatter:
         parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
         return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
 
-    return _by_group(xs, dims, n, lambda x, dim: scatter(x, axis, dim), joined)
+    return _by_group(xs, dims, n if together else 0, lambda x, dim: scatter(x, axis, dim), joined)
 
 
 def sum_together(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
@@ -52,13 +56,14 @@ def sum_together(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
 
 
 def _by_group(
-    xs: Sequence[Any], dims: Sequence[int], shards: int, alone: Callable[..., Any], joined: Callable[..., list[Any]]
+    xs: Sequence[Any], dims: Sequence[int], most: int, alone: Callable[..., Any], joined: Callable[..., list[Any]]
 ) -> list[Any]:
+    """Move leaves of up to `most` times what is small jointly, one group a dtype, and all others alone."""
     groups: dict[Any, list[int]] = {}
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     on_cpu = getattr(device, "device_kind", None) == "cpu"
     for i, x in enumerate(xs):
-        small = on_cpu and x.size * x.dtype.itemsize <= _SMALL * shards
+        small = on_cpu and x.size * x.dtype.itemsize <= _SMALL * most
         groups.setdefault(x.dtype if small else i, []).append(i)
     results = list(xs)
     for group in groups.values():

@@ -58,7 +58,7 @@ def whole_loss(recipe: Recipe, layout: Layout, params: PyTree, batch: PyTree, ke
         return loss_parts(recipe.who, call(recipe.loss_fn, key, 0, params, batch), rows)
 
     def gathered_loss(params, batch):
-        whole = gather_leaves(recipe, params, plans)
+        whole = gather_leaves(recipe, params, plans, together=False)  # or all would be whole at the same time
         return loss_parts(recipe.who, call(recipe.loss_fn, key, 0, whole, batch), rows)
 
     if recipe.micro_batches > 1:
@@ -68,7 +68,9 @@ def whole_loss(recipe: Recipe, layout: Layout, params: PyTree, batch: PyTree, ke
     return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
 
 
-def gather_leaves(recipe: Recipe, tree: PyTree, plans: PyTree, *, of_block: bool = False) -> PyTree:
+def gather_leaves(
+    recipe: Recipe, tree: PyTree, plans: PyTree, *, of_block: bool = False, together: bool = True
+) -> PyTree:
     """Make the leaves of a tree whole over data, each cast to what travels; one block of them if `of_block`."""
     leaves, treedef = jax.tree.flatten(tree)
     flat: list[LeafPlan] = treedef.flatten_up_to(plans)
@@ -77,7 +79,8 @@ def gather_leaves(recipe: Recipe, tree: PyTree, plans: PyTree, *, of_block: bool
     # Only what is trained: running statistics would stop moving in half precision.
     cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
     dtypes = [recipe.gather_dtype if one else None for one in cast]
-    whole = gather(leaves, [plan.dim for plan in flat], [plan.tensor for plan in flat], axis="data", dtypes=dtypes)
+    where = [plan.dim for plan in flat], [plan.tensor for plan in flat]
+    whole = gather(leaves, *where, axis="data", dtypes=dtypes, together=together)
     return treedef.unflatten([checkpoint_name(leaf, _GATHERED) for leaf in whole])
 
 
