@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_SMALL = 2**21
-"""Bytes that a device sends, up to which a leaf travels with others: what a socket takes in about a millisecond."""
+_MOST = 2**21
+"""Whole bytes that travel together, about what a socket takes in a millisecond; so much is held once more meanwhile."""
+_MOST_SUMMED = 25 * 2**20
+"""The same of sums, which are of gradients that are all there: what PyTorch's DistributedDataParallel joins by default."""
 
 
 def gather_together(
@@ -26,7 +28,7 @@ def gather_together(
         parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
         return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
 
-    return _by_group(xs, dims, 1 if together else 0, lambda x, dim: gather(x, axis, dim), joined)
+    return _by_group(xs, dims, _MOST // n if together else 0, lambda x, dim: gather(x, axis, dim), joined)
 
 
 def scatter_together(
@@ -41,7 +43,7 @@ def scatter_together(
         parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
         return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
 
-    return _by_group(xs, dims, n if together else 0, lambda x, dim: scatter(x, axis, dim), joined)
+    return _by_group(xs, dims, _MOST if together else 0, lambda x, dim: scatter(x, axis, dim), joined)
 
 
 def sum_together(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
@@ -52,21 +54,27 @@ def sum_together(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
         parts = jnp.split(row, _ends([x.size for x in some]))
         return [part.reshape(x.shape) for part, x in zip(parts, some, strict=True)]
 
-    return _by_group(xs, [0] * len(xs), 1, lambda x, _: jax.lax.psum(x, axes), joined)
+    return _by_group(xs, [0] * len(xs), _MOST_SUMMED, lambda x, _: jax.lax.psum(x, axes), joined)
 
 
 def _by_group(
     xs: Sequence[Any], dims: Sequence[int], most: int, alone: Callable[..., Any], joined: Callable[..., list[Any]]
 ) -> list[Any]:
-    """Move leaves of up to `most` times what is small jointly, one group a dtype, and all others alone."""
-    groups: dict[Any, list[int]] = {}
+    """Move leaves in groups of one dtype and at most `most` bytes; elsewhere than on CPU each alone."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     on_cpu = getattr(device, "device_kind", None) == "cpu"
+    groups: list[list[int]] = []
+    open_groups: dict[Any, tuple[list[int], int]] = {}  # of each dtype the last one, and its bytes
     for i, x in enumerate(xs):
-        small = on_cpu and x.size * x.dtype.itemsize <= _SMALL * most
-        groups.setdefault(x.dtype if small else i, []).append(i)
+        group, size = open_groups.get(x.dtype, ([], 0))
+        size += x.size * x.dtype.itemsize
+        if not group or not on_cpu or size > most:
+            groups.append(group := [])
+            size = x.size * x.dtype.itemsize
+        group.append(i)
+        open_groups[x.dtype] = group, size
     results = list(xs)
-    for group in groups.values():
+    for group in groups:
         some, where = [xs[i] for i in group], [dims[i] for i in group]
         moved = joined(some, where) if len(group) > 1 else [alone(some[0], where[0])]
         for i, x in zip(group, moved, strict=True):

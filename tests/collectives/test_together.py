@@ -39,7 +39,7 @@ SPECS = [P()] * len(SHAPES)
 
 
 def alone(monkeypatch):
-    monkeypatch.setattr(together, "_SMALL", -1)
+    monkeypatch.setattr(together, "_MOST", 0)
 
 
 def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
@@ -77,12 +77,13 @@ def test_sums_are_those_of_leaves_that_travelled_alone(mesh_of):
         np.testing.assert_array_equal(total, 8 * x)
 
 
-@pytest.mark.parametrize(("kind", "joined"), [("cpu", True), ("TPU v5 lite", False), ("NVIDIA H200", False)])
-def test_large_leaves_and_those_of_accelerators_travel_alone(kind, joined, monkeypatch):
-    sizes = [2**19, 2**19 + 1, 2**19]  # float32: 2 MB is small
+@pytest.mark.parametrize(("kind", "sums"), [("cpu", 4), ("TPU v5 lite", 5), ("NVIDIA H200", 5)])
+def test_groups_are_bounded_and_on_accelerators_of_one(kind, sums, monkeypatch):
+    sizes = [2**18, 2**18, 2**18, 2**20, 1]  # float32: 1 MB three times, 4 MB, 4 bytes
     mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(device_kind=kind))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    monkeypatch.setattr(together, "_MOST_SUMMED", 2**21)
     jaxpr = jax.make_jaxpr(lambda xs: together.sum_together(xs, ("data",)), axis_env=[("data", 4)])(
         [jnp.zeros(size) for size in sizes]
     )
-    assert len(re.findall(r"= psum", str(jaxpr))) == (2 if joined else 3)
+    assert len(re.findall(r"= psum", str(jaxpr))) == sums
