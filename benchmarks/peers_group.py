@@ -90,14 +90,14 @@ def _launch(contestant: Contestant, folder: Path, address: str, said: IO[str]) -
             cwd=folder,
         )
 
-    if count == 1:
+    if contestant.library == "shardopt":
+        logs = f"--log-dir={folder / contestant.name}"
+        yield start(["-m", "shardopt.cli", "launch", f"--processes={count}", logs, "--", *words])
+    elif count == 1:
         yield start(words)
     elif contestant.library == "torch":
         port = f"--master-port={_free_port()}"
         yield start(["-m", "torch.distributed.run", f"--nproc-per-node={count}", port, *words])
-    elif contestant.library == "shardopt":
-        logs = f"--log-dir={folder / contestant.name}"
-        yield start(["-m", "shardopt.cli", "launch", f"--processes={count}", logs, "--", *words])
     else:  # nothing launches plain jax, and MaxText and Levanter leave it to clusters
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
         for rank in range(count):

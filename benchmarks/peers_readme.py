@@ -44,7 +44,7 @@ def table_of(record: dict[str, Any]) -> str:
     rows = [["two processes", "with", "lines"], ["---"] * 3]
     for config in (size["config"] for size in sizes.values()):
         shape = f"{config['dim']} x {config['num_layers']}, {config['batch']} x {config['length']}"
-        rows[0] += [f"tokens/s, {shape}", "MB", "first step"]
+        rows[0] += [f"tokens/s, {shape}", "MB, peak / steps", "first step"]
         rows[1] += ["---:"] * 3
     for name in dict.fromkeys(name for size in sizes.values() for name in size["processes"]["contestants"]):
         library, strategy = name.split()
@@ -53,7 +53,10 @@ def table_of(record: dict[str, Any]) -> str:
         row = [f"{strategy if strategy != 'jit' else 'fsdp'}, {_NAMES[library]}", _CALLS[name], str(lines)]
         for each in found:
             if each:
-                row += [f"{each['tokens_per_second']:,.0f}", f"{each['peak_bytes'] / 1e6:,.0f}"]
+                row += [
+                    f"{each['tokens_per_second']:,.0f}",
+                    f"{each['peak_bytes'] / 1e6:,.0f} / {each['peak_bytes_of_steps'] / 1e6:,.0f}",
+                ]
                 row += [f"{each['seconds_to_first_step']:.0f} s"]
             else:
                 row += ["-"] * 3
@@ -94,7 +97,8 @@ def section_of(record: dict[str, Any], gpu: dict[str, Any] | None) -> str:
     also = "".join(f", {_NAMES[name]} {other[name]} (with jax {other['jax']})" for name, other in others)
     machine = (
         f"{hardware['cpu']}, {where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
-        " layers, batch x length. MB: peak of one process, its libraries and compiler included."
+        " layers, batch x length. MB: the most that one process ever held, its libraries and compiler included, and the most"
+        " that it held in the steps after the first."
     )
     return "\n\n".join([f"{BEGIN}\n{table_of(record)}", machine, f"{gpu_of(gpu)}\n{END}"])
 
