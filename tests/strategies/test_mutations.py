@@ -8,7 +8,7 @@ from support.problems import problem
 from support.reference import relative_difference, train
 from support.table import STRATEGIES
 
-from shardopt.collectives import gathering
+from shardopt.collectives import gathering, together
 from shardopt.core.types import Weighted
 from shardopt.strategies import batch, build, gradients, local_loss, micro_batches, programs, recipe
 
@@ -63,11 +63,16 @@ def forget_a_micro_batch(patch):
 def scatter_in_the_wrong_order(patch):
     move = gathering._where_split
 
-    def rolled(collective, leaves, dims, specs, axis):
-        moved = move(collective, leaves, dims, specs, axis)
+    def rolled(collective, leaves, dims, specs):
+        moved = move(collective, leaves, dims, specs)
         return [x if dim is None else jnp.roll(x, 1, axis=dim) for x, dim in zip(moved, dims, strict=True)]
 
     patch.setattr(gathering, "_where_split", rolled)
+
+
+def cut_what_travelled_together_in_the_wrong_order(patch):
+    rolled = together._rolled
+    patch.setattr(together, "_rolled", lambda x, dim, n: rolled(x, dim, n)[::-1])
 
 
 def apply_the_update_twice(patch):
@@ -97,6 +102,7 @@ MUTATIONS = {
     swap_two_axes: ["zero1", "fsdp"],
     forget_a_micro_batch: ["zero2"],
     scatter_in_the_wrong_order: ["zero1", "fsdp"],
+    cut_what_travelled_together_in_the_wrong_order: ["zero1", "zero2"],
     apply_the_update_twice: ["zero1"],
     every_device_sees_the_first_rows: ["ddp"],
 }
