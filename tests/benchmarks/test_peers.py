@@ -152,6 +152,9 @@ def test_processes_of_jax_leave_torch_half_the_gpu(load, monkeypatch):
 def test_a_library_that_was_not_measured_at_a_size_has_a_gap_there(load, tmp_path):
     record = json.loads(json.dumps(RECORD))
     size = next(iter(record["results"]["cpu"].values()))
+    for name in [name for name in size["processes"]["contestants"] if name.startswith(("maxtext", "levanter"))]:
+        del size["processes"]["contestants"][name]
+    record["results"].pop("maxtext", None)
     other = json.loads(json.dumps(size))
     row = size["processes"]["contestants"]["shardopt fsdp"]
     other["processes"]["contestants"]["levanter fsdp"] = row | {"tokens_per_second": 1234.0, "lines": 45}
