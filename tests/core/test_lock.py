@@ -116,7 +116,7 @@ def test_this_very_process_is_told_by_what_it_holds_not_by_its_number(tmp_path):
     assert refusal_of(tmp_path).startswith(f"test: {tmp_path} is already being written to by this very process, since ")
     lock.release(mine)
     host = socket.gethostname()
-    held = "import fcntl, sys; fcntl.flock(file := open(sys.argv[1], 'r+'), fcntl.LOCK_EX); print(); sys.stdin.read()"
+    held = "import fcntl, sys; fcntl.flock(file := open(sys.argv[1], 'r+'), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", held, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
