@@ -80,10 +80,17 @@ def run_blocks(
         return call(model.block, rng, index, one_block, x), None
 
     x = call(model.embed, rng, num_blocks, outer, batch)
-    if model.remat is not None and run_block is None:
-        body = jax.checkpoint(body, policy=None if model.remat == "full" else model.remat)
+    if run_block is None:
+        body = checkpointed(model, body)
     x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
     return call(model.loss, rng, num_blocks + 1, outer, x, batch)
+
+
+def checkpointed(model: BlockModel, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f`, whose backward pass recomputes what the model's `remat` says."""
+    if model.remat is None:
+        return f
+    return jax.checkpoint(f, policy=None if model.remat == "full" else model.remat)
 
 
 def call(fn: Callable[..., Any], rng: jax.Array | None, index: Any, *args: Any) -> Any:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from shardopt.pipeline.passes import take_apart
+from shardopt.pipeline.passes import floating, replaced, take_apart
 
 Arrays = list[Any]
 
@@ -24,7 +23,6 @@ def keeping_little(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arra
       given: weights, indices, keys.
       x: the input.
     """
-    floating = lambda leaves: [i for i, one in enumerate(leaves) if jnp.issubdtype(one.dtype, jnp.inexact)]  # noqa: E731
     trained, moving = floating(given), floating(x)
     passes = functools.cache(lambda: take_apart(f, given_shapes, x_shapes, trained=trained))
     given_shapes, x_shapes = jax.tree.map(_shape, (given, x))
@@ -38,8 +36,8 @@ def keeping_little(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arra
         dy = [dy[i] for i in moving]
         # Or a compiler that sees both passes at once would keep what the first one gathered.
         weights, dy = jax.lax.optimization_barrier(([given[i] for i in trained], dy))
-        dx, dw = passes().both(_put(given, trained, weights), kept, dy)
-        return _put([None] * len(given), trained, dw), _put([None] * len(x), moving, dx)
+        dx, dw = passes().both(replaced(given, trained, weights), kept, dy)
+        return replaced([None] * len(given), trained, dw), replaced([None] * len(x), moving, dx)
 
     run = jax.custom_vjp(f)
     run.defvjp(forward, backward)
@@ -48,10 +46,3 @@ def keeping_little(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arra
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _put(leaves: Arrays, where: list[int], values: Arrays) -> Arrays:
-    result = list(leaves)
-    for i, value in zip(where, values, strict=True):
-        result[i] = value
-    return result

@@ -54,21 +54,21 @@ def take_apart(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arrays, 
       x: the input, or its shapes; y has the same.
       trained: which of `given` the weight gradient is of.
     """
-    floating = [i for i, leaf in enumerate(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    moving = floating(x)
 
     def with_gradients(given, x, dy):
         def of(weights, inputs):
-            here, there = _replaced(given, trained, weights), _replaced(x, floating, inputs)
+            here, there = replaced(given, trained, weights), replaced(x, moving, inputs)
             y = f(here, there)
-            return [y[i] for i in floating], y
+            return [y[i] for i in moving], y
 
-        _, vjp, y = jax.vjp(of, [given[i] for i in trained], [x[i] for i in floating], has_aux=True)
+        _, vjp, y = jax.vjp(of, [given[i] for i in trained], [x[i] for i in moving], has_aux=True)
         dw, dx = vjp(dy)
         return y, dx, dw
 
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*given, *x]]
     given, x = shapes[: len(given)], shapes[len(given) :]
-    args = (given, x, [x[i] for i in floating])
+    args = (given, x, [x[i] for i in moving])
     closed = jax.make_jaxpr(with_gradients)(*args)
     inlined = jax.make_jaxpr(lambda *args: _inlined(closed.jaxpr, closed.consts, jax.tree.leaves(args)))(*args)
     return _cut(inlined, len(given), len(x), len(trained))
@@ -97,7 +97,13 @@ def rematerialised(passes: Passes, x: Sequence[Any]) -> Passes:
     )
 
 
-def _replaced(leaves: Sequence[Any], where: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def floating(leaves: Sequence[Any]) -> list[int]:
+    """Return which leaves have gradients."""
+    return [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def replaced(leaves: Sequence[Any], where: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return the leaves with new ones in some places."""
     result = list(leaves)
     for i, leaf in zip(where, new, strict=True):
         result[i] = leaf

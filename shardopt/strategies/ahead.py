@@ -22,9 +22,15 @@ class Ahead:
     def __call__(self, *args: Any) -> Any:
         """Return what the jitted function returns."""
         if not self._compiled and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
-            lowered = self.jitted.lower(*args)
-            give_back()  # what initialisation took, and smaller programs
-            lowered.compile()
-            give_back()
+            compile_ahead(self.jitted, *args)
             self._compiled = True
         return self.jitted(*args)
+
+
+def compile_ahead(jitted: Any, *args: Any) -> Any:
+    """Return a jitted function compiled for arguments, host memory given back."""
+    lowered = jitted.lower(*args)
+    give_back()  # what initialisation took, and smaller programs
+    compiled = lowered.compile()
+    give_back()
+    return compiled

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.block_model import BlockModel, call
+from shardopt.core.block_model import BlockModel, call, checkpointed
 from shardopt.core.errors import complaint
 from shardopt.core.types import PyTree
 from shardopt.pipeline.keeping import keeping_little
@@ -27,9 +27,7 @@ def gathered_block(who: str, model: BlockModel, gather: Callable[[PyTree], PyTre
 
         def block(given: list[Any], leaves: list[Any]) -> list[Any]:
             one_block, index, rng = given_treedef.unflatten(given)
-            run_one = lambda whole, x: call(model.block, rng, index, whole, x)  # noqa: E731
-            if model.remat is not None:
-                run_one = jax.checkpoint(run_one, policy=None if model.remat == "full" else model.remat)
+            run_one = checkpointed(model, lambda whole, x: call(model.block, rng, index, whole, x))
             return leaves_like(who, inputs, treedef, run_one(gather(one_block), treedef.unflatten(leaves)))
 
         return treedef.unflatten(keeping_little(block, given, inputs))

@@ -7,11 +7,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from shardopt.core.errors import complaint
-from shardopt.core.host_memory import give_back
 from shardopt.hlo.collective import read_collective
 from shardopt.hlo.text import parse
 from shardopt.hlo.walk import collectives_of
-from shardopt.strategies.ahead import Ahead
+from shardopt.strategies.ahead import Ahead, compile_ahead
 from shardopt.strategies.recipe import Recipe
 
 
@@ -42,9 +41,8 @@ class _Guarded:
             return self.jitted(*args)
         key = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._passed:
-            compiled = self.jitted.lower(*args).compile()
+            compiled = compile_ahead(self.jitted, *args)
             _check(self.who, self.mesh, compiled.as_text())
-            give_back()
             self._passed[key] = compiled
         return self._passed[key](*args)
 

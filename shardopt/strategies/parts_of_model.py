@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from shardopt.core.block_model import BLOCKS, as_block_model, call
 from shardopt.core.types import PyTree
+from shardopt.pipeline.passes import floating
 from shardopt.pipeline.run import Parts
 from shardopt.strategies.gathered_block import leaves_like
 from shardopt.strategies.layout import Layout
@@ -60,7 +61,7 @@ def parts_of_model(recipe: Recipe, layout: Layout, params: list[Any], batch: PyT
 
     trained_outer = [whole[place] for place in trained]
     x_shapes, x_treedef = jax.tree.flatten(jax.eval_shape(embed_tree, trained_outer, jnp.int32(0)))
-    floating = [i for i, leaf in enumerate(x_shapes) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    moving = floating(x_shapes)
 
     def loss_of(leaves, m, x):
         returned = call(model.loss, key_of(m), num_blocks + 1, outer_with(leaves), x_treedef.unflatten(x), rows_of(m))
@@ -69,19 +70,19 @@ def parts_of_model(recipe: Recipe, layout: Layout, params: list[Any], batch: PyT
     def embed_grads(m, dx):
         def floats(leaves):
             x = jax.tree.leaves(embed_tree(leaves, m))
-            return [x[i] for i in floating]
+            return [x[i] for i in moving]
 
         return jax.vjp(floats, trained_outer)[1](dx)[0]
 
     def loss_grads(m, x):
         def total(leaves, floats):
             inputs = list(x)
-            for i, leaf in zip(floating, floats, strict=True):
+            for i, leaf in zip(moving, floats, strict=True):
                 inputs[i] = leaf
             parts = loss_of(leaves, m, inputs)
             return parts.loss.total / pieces, parts
 
-        (grads, dx), parts = jax.grad(total, argnums=(0, 1), has_aux=True)(trained_outer, [x[i] for i in floating])
+        (grads, dx), parts = jax.grad(total, argnums=(0, 1), has_aux=True)(trained_outer, [x[i] for i in moving])
         return dx, grads, parts
 
     def block(given, x):
