@@ -2,5 +2,6 @@
 
 from shardopt.collectives.gathering import gather, scatter_sum
 from shardopt.collectives.per_device import per_device, shard_by_shard, sum_over
+from shardopt.collectives.together import LITTLE, MUCH
 
-__all__ = ["gather", "per_device", "scatter_sum", "shard_by_shard", "sum_over"]
+__all__ = ["LITTLE", "MUCH", "gather", "per_device", "scatter_sum", "shard_by_shard", "sum_over"]

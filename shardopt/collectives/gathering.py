@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives.per_device import shard_by_shard
 from shardopt.collectives.steps import steps_over
-from shardopt.collectives.together import gather_together, scatter_together
+from shardopt.collectives.together import LITTLE, gather_together, scatter_together
 
 
 def gather(
@@ -19,7 +19,7 @@ def gather(
     *,
     axis: str,
     dtypes: Sequence[Any] | None = None,
-    together: bool = True,
+    joined: int = LITTLE,
 ) -> list[Any]:
     """Make local shards whole along a mesh axis; the backward pass reduce-scatters their gradients.
 
@@ -30,8 +30,8 @@ def gather(
       axis: the mesh axis to gather over.
       dtypes: what each leaf is cast to before it travels, None for what it is. Gradients are cast back before they
         are summed, so the reduction keeps the precision of the stored leaf.
-      together: whether small leaves may share a collective, where that pays; they are then whole at the same time, and
-        so are their gradients.
+      joined: whole bytes of leaves that may share a collective, where that pays; they are then whole at the same time,
+        and so are their gradients.
 
     Returns:
       The whole leaves. The gradient of a split leaf is the sum over `axis`; that of a whole one stays local.
@@ -44,14 +44,14 @@ def gather(
 
     def forward(xs):
         cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, travels, strict=True)]
-        move = lambda xs, dims: gather_together(xs, dims, axis, _all_gather, together=together)  # noqa: E731
+        move = lambda xs, dims: gather_together(xs, dims, axis, _all_gather, joined=joined)  # noqa: E731
         return _where_split(move, cast, dims, specs)
 
     # Written out rather than derived: deriving it would reduce the gradients in the dtype that travels.
     def backward(_, cotangents):
         wide = [cotangents[i].astype(stored[i]) for i in differentiable]
         where = [dims[i] for i in differentiable], [specs[i] for i in differentiable]
-        sums = scatter_sum(wide, *where, axis=axis, together=together)
+        sums = scatter_sum(wide, *where, axis=axis, joined=joined)
         grads: list[Any] = [None] * len(stored)  # None is the zero cotangent of an integer leaf
         for i, total in zip(differentiable, sums, strict=True):
             grads[i] = total
@@ -68,7 +68,7 @@ def scatter_sum(
     specs: Sequence[PartitionSpec],
     *,
     axis: str,
-    together: bool = True,
+    joined: int = LITTLE,
 ) -> list[Any]:
     """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
 
@@ -77,7 +77,7 @@ def scatter_sum(
             x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
         return x
 
-    move = lambda xs, dims: scatter_together(xs, dims, axis, scatter, together=together)  # noqa: E731
+    move = lambda xs, dims: scatter_together(xs, dims, axis, scatter, joined=joined)  # noqa: E731
     return _where_split(move, leaves, dims, specs)
 
 

@@ -2,6 +2,8 @@
 
 import jax
 
+from shardopt.mesh import device_kind
+
 Groups = list[list[int]]
 
 _TORUS_OF_THREE = ("TPU v4", "TPU v5", "TPU7x")
@@ -21,12 +23,11 @@ def steps_over(axis: str) -> list[Groups | None]:
     """
     mesh = jax.sharding.get_abstract_mesh()
     n = mesh.shape[axis]
-    if not is_whole_torus(getattr(mesh, "abstract_device", None), n, mesh.size):
+    if not is_whole_torus(device_kind(), n, mesh.size):
         return [None]
     return [[[i, i + 1] for i in range(0, n, 2)], [list(range(first, n, 2)) for first in range(2)]]
 
 
-def is_whole_torus(device: object, size: int, devices: int) -> bool:
+def is_whole_torus(kind: str | None, size: int, devices: int) -> bool:
     """Return whether an axis of this size is a torus of three axes, as far as a program under trace can tell."""
-    kind = getattr(device, "device_kind", None)
     return kind in _TORUS_OF_THREE and size == devices and size >= _LEAST and size % 2 == 0

@@ -11,58 +11,59 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_MOST = 2**21
+from shardopt.mesh import device_kind
+
+LITTLE = 2**21
 """Whole bytes that travel together, about what a socket takes in a millisecond; so much is held once more meanwhile."""
-_MOST_SUMMED = 25 * 2**20
-"""The same of sums, which are of gradients that are all there: what PyTorch's DistributedDataParallel joins by default."""
+MUCH = 25 * 2**20
+"""The same of leaves that are all there anyway: what PyTorch's DistributedDataParallel joins by default."""
 
 
 def gather_together(
-    xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any], *, together: bool = True
+    xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any], *, joined: int
 ) -> list[Any]:
-    """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of small leaves."""
+    """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of `joined` whole bytes."""
     n = jax.lax.axis_size(axis)
 
-    def joined(some: list[Any], dims: list[int]) -> list[Any]:
+    def move(some: list[Any], dims: list[int]) -> list[Any]:
         rows = gather(_flat([x[None] for x in some]), axis, 0)  # [n, all elements]
         parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
         return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
 
-    return _by_group(xs, dims, _MOST // n if together else 0, lambda x, dim: gather(x, axis, dim), joined)
+    return _by_group(xs, dims, joined // n, lambda x, dim: gather(x, axis, dim), move)
 
 
 def scatter_together(
-    xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any], *, together: bool = True
+    xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any], *, joined: int
 ) -> list[Any]:
-    """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each group of small leaves."""
+    """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each such group."""
     n = jax.lax.axis_size(axis)
 
-    def joined(some: list[Any], dims: list[int]) -> list[Any]:
+    def move(some: list[Any], dims: list[int]) -> list[Any]:
         rows = [_rolled(x, dim, n) for x, dim in zip(some, dims, strict=True)]
         row = scatter(_flat(rows), axis, 0)  # [1, all elements of a shard]
         parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
         return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
 
-    return _by_group(xs, dims, _MOST if together else 0, lambda x, dim: scatter(x, axis, dim), joined)
+    return _by_group(xs, dims, joined, lambda x, dim: scatter(x, axis, dim), move)
 
 
 def sum_together(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
     """Return every x summed over mesh axes, one sum for each group of small leaves."""
 
-    def joined(some: list[Any], _: Any) -> list[Any]:
+    def move(some: list[Any], _: Any) -> list[Any]:
         row = jax.lax.psum(_flat([x[None] for x in some])[0], axes)
         parts = jnp.split(row, _ends([x.size for x in some]))
         return [part.reshape(x.shape) for part, x in zip(parts, some, strict=True)]
 
-    return _by_group(xs, [0] * len(xs), _MOST_SUMMED, lambda x, _: jax.lax.psum(x, axes), joined)
+    return _by_group(xs, [0] * len(xs), MUCH, lambda x, _: jax.lax.psum(x, axes), move)
 
 
 def _by_group(
     xs: Sequence[Any], dims: Sequence[int], most: int, alone: Callable[..., Any], joined: Callable[..., list[Any]]
 ) -> list[Any]:
     """Move leaves in groups of one dtype and at most `most` bytes; elsewhere than on CPU each alone."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    on_cpu = getattr(device, "device_kind", None) == "cpu"
+    on_cpu = device_kind() == "cpu"
     groups: list[list[int]] = []
     open_groups: dict[Any, tuple[list[int], int]] = {}  # of each dtype the last one, and its bytes
     for i, x in enumerate(xs):

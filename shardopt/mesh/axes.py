@@ -76,6 +76,11 @@ def on_mesh(mesh: Mesh, f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def device_kind() -> str | None:
+    """Return the kind of the devices of the mesh under trace ("cpu", "TPU v4"); None where jax does not tell."""
+    return getattr(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), "device_kind", None)
+
+
 def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     listed = ", ".join(f"{axis}={size}" for axis, size in asked.items())
     for axis, size in asked.items():

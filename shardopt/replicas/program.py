@@ -12,12 +12,13 @@ from shardopt.mesh import on_mesh
 from shardopt.replicas.agree import Agreement, average, average_updated, of_first_row
 from shardopt.replicas.state import REPLICA, Delayed, PerReplica, Replicas, Sync
 from shardopt.strategies.batch import batch_sharding
+from shardopt.strategies.gradient_norm import gradient_norm
 from shardopt.strategies.gradients import make_gradients
 from shardopt.strategies.guard import guarded
 from shardopt.strategies.init import copied
 from shardopt.strategies.layout import Layout
 from shardopt.strategies.recipe import Recipe
-from shardopt.strategies.update import apply_update, global_norm
+from shardopt.strategies.update import apply_update, make_whole
 
 
 class Kind(NamedTuple):
@@ -67,8 +68,7 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
         raise ValueError(complaint(recipe.who, what, fix="use an optimizer without value_fn."))
 
     def update(params, opt_state, found):
-        params, opt_state = apply_update(recipe, layout, params, opt_state, found, value_fn)
-        return params, opt_state, global_norm(found.grads)
+        return apply_update(recipe, layout, params, opt_state, found, value_fn)
 
     def send(number, shared, own, replicas):
         wire = replicas.reducer[number] if replicas.reducer else None
@@ -96,8 +96,8 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
         found = gradients(replicas.params.value, batch, state.step, state.rng, replicas.inner_reducer)
         wire, found = found.reducer, found._replace(reducer=None)
         run = jax.vmap(update, spmd_axis_name=REPLICA)
-        params, optimizer, norms = run(replicas.params.value, replicas.optimizer.value, found)
-        own = flatten(params)
+        params, optimizer = run(replicas.params.value, replicas.optimizer.value, found)
+        own = flatten(make_whole(recipe, layout, params))
         if kind.warm:
             shared = of_first_row(recipe, layout, own)
         if kind.apply is not None:
@@ -112,7 +112,7 @@ def make_step(recipe: Recipe, layout: Layout, sync: Sync, placed: TrainState, ki
         replicas = replicas._replace(
             params=PerReplica(unflatten(own)), optimizer=PerReplica(optimizer), inner_reducer=wire
         )
-        metrics = {"loss": found.loss, "grad_norm": norms, **found.metrics}
+        metrics = {"loss": found.loss, "grad_norm": gradient_norm(recipe, layout, found.grads), **found.metrics}
         return TrainState(state.step + 1, unflatten(shared), replicas, state.rng), metrics
 
     by_replica = NamedSharding(recipe.mesh, PartitionSpec(REPLICA))

@@ -72,13 +72,12 @@ def make_gradients(recipe: Recipe, layout: Layout) -> Callable[..., Differentiat
         return *jax.tree.map(lambda x: x[None], (grads, parts)), reducer_state
 
     rows = ["replica"] if recipe.apart else []
-    grad_specs = [plan.data_spec(split=split.opt_state and through is None) for plan in plans]
     state_specs = None if through is None else manual_specs(through)
     run = per_device(
         local,
         recipe.mesh,
         in_specs=(*_in_specs(recipe, layout), state_specs),
-        out_specs=([PartitionSpec(*rows, *spec) for spec in grad_specs], PartitionSpec(*rows), state_specs),
+        out_specs=(grad_specs(recipe, layout), PartitionSpec(*rows), state_specs),
     )
 
     def gradients(params, batch, step, rng, reducer_state=None):
@@ -106,6 +105,13 @@ def make_loss(recipe: Recipe, layout: Layout) -> Callable[..., tuple[Any, dict[s
         return finish(run(layout.treedef.flatten_up_to(params), batch, step, rng))[:2]
 
     return loss
+
+
+def grad_specs(recipe: Recipe, layout: Layout) -> list[PartitionSpec]:
+    """Return how gradients of the trainable leaves are split over all but tensor: as the optimizer state, if reduced so."""
+    rows = ["replica"] if recipe.apart else []
+    split = recipe.placement.opt_state and layout.reducer is None
+    return [PartitionSpec(*rows, *plan.data_spec(split=split)) for plan in layout.plans if plan.trainable]
 
 
 def batch_spec(recipe: Recipe) -> PartitionSpec:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shardopt.collectives import gather
+from shardopt.collectives import LITTLE, gather
 from shardopt.core.block_model import BLOCKS, as_block_model, call, run_blocks, takes_rng
 from shardopt.core.types import PyTree
 from shardopt.mesh import data_axes
@@ -58,7 +58,7 @@ def whole_loss(recipe: Recipe, layout: Layout, params: PyTree, batch: PyTree, ke
         return loss_parts(recipe.who, call(recipe.loss_fn, key, 0, params, batch), rows)
 
     def gathered_loss(params, batch):
-        whole = gather_leaves(recipe, params, plans, together=False)  # or all would be whole at the same time
+        whole = gather_leaves(recipe, params, plans, joined=0)  # or all would be whole at the same time
         return loss_parts(recipe.who, call(recipe.loss_fn, key, 0, whole, batch), rows)
 
     if recipe.micro_batches > 1:
@@ -69,7 +69,7 @@ def whole_loss(recipe: Recipe, layout: Layout, params: PyTree, batch: PyTree, ke
 
 
 def gather_leaves(
-    recipe: Recipe, tree: PyTree, plans: PyTree, *, of_block: bool = False, together: bool = True
+    recipe: Recipe, tree: PyTree, plans: PyTree, *, of_block: bool = False, joined: int = LITTLE
 ) -> PyTree:
     """Make the leaves of a tree whole over data, each cast to what travels; one block of them if `of_block`."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -80,7 +80,7 @@ def gather_leaves(
     cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
     dtypes = [recipe.gather_dtype if one else None for one in cast]
     where = [plan.dim for plan in flat], [plan.tensor for plan in flat]
-    whole = gather(leaves, *where, axis="data", dtypes=dtypes, together=together)
+    whole = gather(leaves, *where, axis="data", dtypes=dtypes, joined=joined)
     return treedef.unflatten([checkpoint_name(leaf, _GATHERED) for leaf in whole])
 
 

@@ -12,12 +12,13 @@ from shardopt.core.types import PyTree, TrainState, abstract, is_array_like
 from shardopt.mesh import on_mesh
 from shardopt.partition.paths import leaves_with_paths
 from shardopt.strategies.batch import batch_sharding
+from shardopt.strategies.gradient_norm import gradient_norm
 from shardopt.strategies.gradients import make_gradients, make_loss
 from shardopt.strategies.guard import guarded
 from shardopt.strategies.layout import Layout, make_layout, shardings
 from shardopt.strategies.recipe import Recipe
 from shardopt.strategies.reducing import Reduced
-from shardopt.strategies.update import apply_update, global_norm
+from shardopt.strategies.update import apply_update, make_whole
 
 
 class Program(NamedTuple):
@@ -119,9 +120,10 @@ def _make_program(recipe: Recipe, layout: Layout) -> Program:
             opt_state, reducer_state = opt_state
         found = gradients(state.params, batch, state.step, state.rng, reducer_state)
         params, opt_state = apply_update(recipe, layout, state.params, opt_state, found, value_fn)
+        params = make_whole(recipe, layout, params)
         if layout.reducer is not None:
             opt_state = Reduced(opt_state, found.reducer)
-        metrics = {"loss": found.loss, "grad_norm": global_norm(found.grads), **found.metrics}
+        metrics = {"loss": found.loss, "grad_norm": gradient_norm(recipe, layout, found.grads), **found.metrics}
         return TrainState(state.step + 1, params, opt_state, state.rng), metrics
 
     def evaluate(params: PyTree, batch: PyTree) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardopt.collectives import scatter_sum, sum_over
+from shardopt.collectives import MUCH, scatter_sum, sum_over
 from shardopt.core.types import wide_dtype
 from shardopt.partition import LeafPlan
 from shardopt.strategies.loss import LossParts
@@ -14,7 +14,8 @@ from shardopt.strategies.loss import LossParts
 
 def scatter(grads: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """Sum gradients over data, each device keeping its shard; those of leaves that stay whole are left local."""
-    return scatter_sum(grads, [plan.dim for plan in plans], [plan.tensor for plan in plans], axis="data")
+    where = [plan.dim for plan in plans], [plan.tensor for plan in plans]
+    return scatter_sum(grads, *where, axis="data", joined=MUCH)
 
 
 def reduce(

@@ -1,16 +1,16 @@
 """The global view: one optax update, placed by sharding constraints."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
+from shardopt.collectives import MUCH, gather, per_device
 from shardopt.core.errors import complaint
-from shardopt.core.types import PyTree, wide_dtype
+from shardopt.core.types import PyTree
 from shardopt.strategies.gradients import Differentiated
 from shardopt.strategies.layout import Layout, shardings
 from shardopt.strategies.recipe import Recipe
@@ -24,12 +24,11 @@ def apply_update(
     step: Differentiated,
     value_fn: Callable[[PyTree], Any],
 ) -> tuple[PyTree, PyTree]:
-    """Return (new params, new optimizer state).
+    """Return (new params, new optimizer state), the params as `make_whole` takes them.
 
-    Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own
-    shard; constraining the result to where parameters live is what gathers them for ZeRO 1 and 2. The wrapped
-    transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they always do.
-    Line searches get `value_fn`, the loss of this batch at other parameters.
+    Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own shard.
+    The wrapped transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they
+    always do. Line searches get `value_fn`, the loss of this batch at other parameters.
     """
     state_split = layout.merge(
         [None] * len(layout.plans),
@@ -45,10 +44,31 @@ def apply_update(
     }
     updates, opt_state = recipe.tx.update(grads, opt_state, shards, **_taken(recipe.tx.update, extra))
     shards = optax.apply_updates(shards, updates)
-    new = layout.merge(frozen, jax.tree.leaves(shards))
+    new = layout.merge(frozen, jax.tree.leaves(place(shards, state_split)))
     new = _replace_updated(recipe, layout, new, step.updates)
     opt_specs = layout.specs.opt_state if layout.reducer is None else layout.specs.opt_state.optimizer
-    return place(new, layout.specs.params), place(opt_state, opt_specs)
+    return new, place(opt_state, opt_specs)
+
+
+def make_whole(recipe: Recipe, layout: Layout, params: PyTree) -> PyTree:
+    """Bring updated parameters to where they live: for ZeRO 1 and 2 gather what was updated split.
+
+    In the per-device view: the partitioner would gather leaf by leaf, and between processes on CPU each is a round trip.
+    """
+    rows = ["replica"] if recipe.apart else []
+    split, plans = recipe.placement, layout.plans
+    if split.opt_state and not split.params:
+        dims = [None if plan.dim is None or not plan.trainable else plan.dim + len(rows) for plan in plans]
+        tensor = [PartitionSpec(*[None for _ in rows], *plan.tensor) for plan in plans]
+        run = per_device(
+            lambda leaves: gather(leaves, dims, tensor, axis="data", joined=MUCH),
+            recipe.mesh,
+            in_specs=([PartitionSpec(*rows, *plan.data_spec(split=plan.trainable)) for plan in plans],),
+            out_specs=[PartitionSpec(*rows, *plan.data_spec(split=False)) for plan in plans],
+        )
+        params = layout.treedef.unflatten(run(layout.treedef.flatten_up_to(params)))
+    specs = layout.treedef.unflatten([PartitionSpec(*rows, *plan.spec(split=split.params)) for plan in plans])
+    return jax.lax.with_sharding_constraint(params, shardings(recipe.mesh, specs))
 
 
 def _taken(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -57,12 +77,6 @@ def _taken(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return extra
     return {name: value for name, value in extra.items() if name in parameters}
-
-
-def global_norm(tree: PyTree) -> Any:
-    """Return the Euclidean norm of all leaves together, summed in fp32 at least."""
-    wide = [jnp.abs(x.astype(wide_dtype(x.dtype))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in wide]))
 
 
 def _replace_updated(recipe: Recipe, layout: Layout, params: PyTree, updates: dict[str, Any]) -> PyTree:

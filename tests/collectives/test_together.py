@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.collectives import gather, per_device, scatter_sum, sum_over, together
+from shardopt.collectives import LITTLE, gather, per_device, scatter_sum, sum_over, together
 
 SHAPES = [((8, 3), 0), ((5, 12), 1), ((4,), 0), ((2, 8, 4), 2), ((3, 5), None), ((16, 2), 0)]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16]
@@ -38,36 +38,28 @@ DIMS = [dim for _, dim in SHAPES]
 SPECS = [P()] * len(SHAPES)
 
 
-def alone(monkeypatch):
-    monkeypatch.setattr(together, "_MOST", 0)
-
-
 def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
     f = lambda xs: gather(xs, DIMS, SPECS, axis="data")  # noqa: E731
     run, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     for whole, x in zip(run(leaves()), leaves(), strict=True):
         np.testing.assert_array_equal(whole, x)
     assert sent == ["all-gather"] * 2, "one a dtype"
-    f = lambda xs: gather(xs, DIMS, SPECS, axis="data", together=False)  # noqa: E731
+    f = lambda xs: gather(xs, DIMS, SPECS, axis="data", joined=0)  # noqa: E731
     _, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     assert sent == ["all-gather"] * 5
 
 
-def test_scattered_sums_are_those_of_leaves_that_travelled_alone(mesh_of, monkeypatch):
+@pytest.mark.parametrize(("joined", "sums"), [(LITTLE, 2), (0, 5)])
+def test_scattered_sums_are_those_of_leaves_that_travelled_alone(joined, sums, mesh_of):
     def f(xs):
         rank = jax.lax.axis_index("data")
         whole = [(rank + 1).astype(x.dtype) * x for x in gather(xs, DIMS, SPECS, axis="data")]
-        return scatter_sum(whole, DIMS, SPECS, axis="data")
+        return scatter_sum(whole, DIMS, SPECS, axis="data", joined=joined)
 
-    out_specs = [spec(dim) for dim in DIMS]
-    run, sent = compiled(f, mesh_of(data=4), out_specs=out_specs)
+    run, sent = compiled(f, mesh_of(data=4), out_specs=[spec(dim) for dim in DIMS])
     for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):
         np.testing.assert_array_equal(part, x * (10 if dim is not None else 1))
-    assert sent.count("reduce-scatter") == 2
-    alone(monkeypatch)
-    run, _ = compiled(f, mesh_of(data=4), out_specs=out_specs)
-    for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):
-        np.testing.assert_array_equal(part, x * (10 if dim is not None else 1))
+    assert sent.count("reduce-scatter") == sums
 
 
 def test_sums_are_those_of_leaves_that_travelled_alone(mesh_of):
@@ -82,7 +74,7 @@ def test_groups_are_bounded_and_on_accelerators_of_one(kind, sums, monkeypatch):
     sizes = [2**18, 2**18, 2**18, 2**20, 1]  # float32: 1 MB three times, 4 MB, 4 bytes
     mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(device_kind=kind))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
-    monkeypatch.setattr(together, "_MOST_SUMMED", 2**21)
+    monkeypatch.setattr(together, "MUCH", 2**21)
     jaxpr = jax.make_jaxpr(lambda xs: together.sum_together(xs, ("data",)), axis_env=[("data", 4)])(
         [jnp.zeros(size) for size in sizes]
     )
