@@ -12,8 +12,6 @@ from shardopt.strategies.gradients import grad_specs
 from shardopt.strategies.layout import Layout
 from shardopt.strategies.recipe import Recipe
 
-REPLICA = "replica"
-
 
 def gradient_norm(recipe: Recipe, layout: Layout, grads: PyTree) -> Any:
     """Return the Euclidean norm of all leaves together, summed in fp32 at least; a row each of replicas that train apart.
@@ -25,11 +23,11 @@ def gradient_norm(recipe: Recipe, layout: Layout, grads: PyTree) -> Any:
     def local(leaves):
         totals: dict[tuple[str, ...], Any] = {}
         for leaf, spec in zip(leaves, specs, strict=True):
-            axes = tuple(axis for axis in spec if axis not in (None, REPLICA))
+            axes = tuple(axis for axis in spec if axis is not None and axis not in recipe.rows)
             total = jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype)))))
             totals[axes] = totals[axes] + total if axes in totals else total
         square = sum(sum_over([total], axes)[0] for axes, total in totals.items())
-        return jnp.sqrt(square).reshape((1,) if recipe.apart else ())
+        return jnp.sqrt(square).reshape([1 for _ in recipe.rows])
 
-    rows = PartitionSpec(REPLICA) if recipe.apart else PartitionSpec()
-    return per_device(local, recipe.mesh, in_specs=(specs,), out_specs=rows)(jax.tree.leaves(grads))
+    run = per_device(local, recipe.mesh, in_specs=(specs,), out_specs=PartitionSpec(*recipe.rows))
+    return run(jax.tree.leaves(grads))

@@ -71,13 +71,12 @@ def make_gradients(recipe: Recipe, layout: Layout) -> Callable[..., Differentiat
         grads, parts, reducer_state = sums([x.reshape(x.shape[1:]) for x in params], *rest)
         return *jax.tree.map(lambda x: x[None], (grads, parts)), reducer_state
 
-    rows = ["replica"] if recipe.apart else []
     state_specs = None if through is None else manual_specs(through)
     run = per_device(
         local,
         recipe.mesh,
         in_specs=(*_in_specs(recipe, layout), state_specs),
-        out_specs=(grad_specs(recipe, layout), PartitionSpec(*rows), state_specs),
+        out_specs=(grad_specs(recipe, layout), PartitionSpec(*recipe.rows), state_specs),
     )
 
     def gradients(params, batch, step, rng, reducer_state=None):
@@ -109,9 +108,8 @@ def make_loss(recipe: Recipe, layout: Layout) -> Callable[..., tuple[Any, dict[s
 
 def grad_specs(recipe: Recipe, layout: Layout) -> list[PartitionSpec]:
     """Return how gradients of the trainable leaves are split over all but tensor: as the optimizer state, if reduced so."""
-    rows = ["replica"] if recipe.apart else []
     split = recipe.placement.opt_state and layout.reducer is None
-    return [PartitionSpec(*rows, *plan.data_spec(split=split)) for plan in layout.plans if plan.trainable]
+    return [PartitionSpec(*recipe.rows, *plan.data_spec(split=split)) for plan in layout.plans if plan.trainable]
 
 
 def batch_spec(recipe: Recipe) -> PartitionSpec:
@@ -128,6 +126,5 @@ def finish(parts: LossParts) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 def _in_specs(recipe: Recipe, layout: Layout) -> tuple[Any, ...]:
     """How (params, batch, step, rng) come into the per-device view."""
     whole = PartitionSpec()
-    rows = ["replica"] if recipe.apart else []
-    params = [PartitionSpec(*rows, *plan.data_spec(split=recipe.placement.params)) for plan in layout.plans]
+    params = [PartitionSpec(*recipe.rows, *plan.data_spec(split=recipe.placement.params)) for plan in layout.plans]
     return params, batch_spec(recipe), whole, whole

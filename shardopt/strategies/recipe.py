@@ -50,6 +50,11 @@ class Recipe(NamedTuple):
         """The axes that gradients are averaged over: data, and replica unless replicas train apart."""
         return ("data",) if self.apart and not self.warm else data_axes(self.mesh)
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """What comes first in the specs of values of which each replica has its own: ("replica",), or nothing."""
+        return ("replica",) if self.apart else ()
+
 
 def check_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe, its mesh with Auto axes, or refuse it.

@@ -55,8 +55,7 @@ def make_whole(recipe: Recipe, layout: Layout, params: PyTree) -> PyTree:
 
     In the per-device view: the partitioner would gather leaf by leaf, and between processes on CPU each is a round trip.
     """
-    rows = ["replica"] if recipe.apart else []
-    split, plans = recipe.placement, layout.plans
+    rows, split, plans = recipe.rows, recipe.placement, layout.plans
     if split.opt_state and not split.params:
         dims = [None if plan.dim is None or not plan.trainable else plan.dim + len(rows) for plan in plans]
         tensor = [PartitionSpec(*[None for _ in rows], *plan.tensor) for plan in plans]
