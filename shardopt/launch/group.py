@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from shardopt.launch.first_failure import failures
 from shardopt.launch.member import Member, end, environment_of, free_address, start, tell
 
 _GRACE = 3.0
@@ -50,18 +51,34 @@ def run_group(
       OSError: if the command cannot be started, or a log cannot be written.
     """
     address, finished, members = free_address(), queue.SimpleQueue(), []
-    try:
-        for rank in range(count):
-            place = environment_of(rank, count, address)
-            members.append(start(command, rank, log_of(rank), place, shown=rank == 0, keep=keep))
-            threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
-        seen = _wait(members, finished, stop)
-    finally:
-        end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
-    failures = [(rank, code) for rank, code in seen if code]
-    # The others fail because they miss it: who was killed comes first, whoever's end was noticed first.
-    failed = next((one for one in failures if one[1] < 0), failures[0] if failures else None)
-    return Ended(failed, sum(code < 0 for _, code in failures), tuple(member.log for member in members))
+    with failures() as heard:
+        try:
+            for rank in range(count):
+                place = environment_of(rank, count, address) | heard.environment
+                kept = (*keep, heard.descriptor)
+                members.append(start(command, rank, log_of(rank), place, shown=rank == 0, keep=kept))
+                threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
+            seen = _wait(members, finished, stop)
+            said = heard.ranks()
+        finally:
+            end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
+    codes = {rank: code for rank, code in seen if code}
+    killed = sum(code < 0 for code in codes.values())
+    return Ended(_first(codes, said), killed, tuple(member.log for member in members))
+
+
+def _first(codes: dict[int, int], said: Sequence[int]) -> tuple[int, int] | None:
+    """Return who failed first, given the exit codes in the order in which the failures were seen; the others miss it.
+
+    Who was killed comes before all. Then, if whose end was seen first said that it fails, who said so first.
+    """
+    if not codes:
+        return None
+    seen = next(iter(codes))
+    first = next((rank for rank, code in codes.items() if code < 0), None)
+    if first is None:
+        first = next((rank for rank in said if rank in codes), seen) if seen in said else seen
+    return first, codes[first]
 
 
 def _report(member: Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:

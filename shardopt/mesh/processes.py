@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from shardopt.launch.first_failure import say_failed
+
 _LAUNCHER_VARIABLES = (
     "SLURM_JOB_ID",
     "OMPI_MCA_orte_hnp_uri",
@@ -83,6 +85,7 @@ def end_at_once(code: int) -> None:
     minutes, and the others for it.
     """
     if jax.distributed.is_initialized():
+        say_failed()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -90,6 +93,7 @@ def end_at_once(code: int) -> None:
 
 def _follow_the_launcher() -> None:
     def hook(kind: Any, error: Any, trace: Any) -> None:
+        say_failed()
         sys.__excepthook__(kind, error, trace)
         end_at_once(1)
 

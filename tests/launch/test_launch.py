@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.launch import launch
+from shardopt.launch import group, launch
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import os, sys, time, signal, pathlib\nrank = int(os.environ['JAX_PROCESS_ID'])\n"
@@ -120,6 +120,40 @@ def test_the_one_that_was_killed_is_named_not_those_that_miss_it(job):
     assert said[0].startswith("launch: process 1 of 3 was killed by SIGKILL; the others were ended.\nIt said nothing.")
 
 
+def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
+    """As the kernel closes connections before it reports an end."""
+    script = (
+        "from shardopt.mesh.processes import _follow_the_launcher; _follow_the_launcher()\n"
+        "class Slow(Exception):\n"
+        "    def __str__(self): (here / 'gone').touch(); time.sleep(0.3); return 'the disk is full'\n"
+        "if rank == 1:\n"
+        "    while len(list(here.glob('ready-*'))) < 2: time.sleep(0.02)\n"
+        "    raise Slow\n"
+        "(here / f'ready-{rank}').touch()\n"
+        "while not (here / 'gone').exists(): time.sleep(0.01)\n"
+        "raise RuntimeError('connection closed by peer')\n"
+    )
+    code, said, _ = job(script)
+    assert code == 1
+    assert said[0].startswith("launch: process 1 of 3 ended with exit code 1; the others were ended.\n")
+    assert "Slow: the disk is full" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("codes", "said", "first"),
+    [
+        ({0: 1, 1: 3}, [], 0),
+        ({0: 1, 1: 3}, [1, 0], 1),
+        ({0: 3, 1: 1}, [1], 0),  # who ends by itself says nothing: what was seen counts
+        ({0: 1, 1: 3}, [2, 0], 0),  # who said it has not ended
+        ({0: 1, 2: -9}, [1, 0], 2),
+        ({}, [], None),
+    ],
+)
+def test_who_failed_first(codes, said, first):
+    assert group._first(codes, said) == (None if first is None else (first, codes[first]))
+
+
 def test_it_is_started_anew_as_often_as_it_may_be(job):
     script = "print('try'); sys.exit(5 if rank == 1 else 0)"
     code, said, attempts = job(script, max_restarts=2, processes=2)
@@ -202,7 +236,7 @@ def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
 
 LAUNCHER = """
 import pathlib, sys
-from shardopt.launch import launch
+from shardopt.launch import group, launch
 sys.exit(launch(lambda attempt: sys.argv[2:], processes=2, log_dir=pathlib.Path(sys.argv[1])))
 """
 
