@@ -25,12 +25,12 @@ def gather_together(
     """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of `joined` whole bytes."""
     n = jax.lax.axis_size(axis)
 
-    def move(some: list[Any], dims: list[int]) -> list[Any]:
+    def several(some: list[Any], dims: list[int]) -> list[Any]:
         rows = gather(_flat([x[None] for x in some]), axis, 0)  # [n, all elements]
         parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
         return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
 
-    return _by_group(xs, dims, joined // n, lambda x, dim: gather(x, axis, dim), move)
+    return _by_group(xs, dims, joined // n, lambda x, dim: gather(x, axis, dim), several)
 
 
 def scatter_together(
@@ -39,28 +39,28 @@ def scatter_together(
     """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each such group."""
     n = jax.lax.axis_size(axis)
 
-    def move(some: list[Any], dims: list[int]) -> list[Any]:
+    def several(some: list[Any], dims: list[int]) -> list[Any]:
         rows = [_rolled(x, dim, n) for x, dim in zip(some, dims, strict=True)]
         row = scatter(_flat(rows), axis, 0)  # [1, all elements of a shard]
         parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
         return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
 
-    return _by_group(xs, dims, joined, lambda x, dim: scatter(x, axis, dim), move)
+    return _by_group(xs, dims, joined, lambda x, dim: scatter(x, axis, dim), several)
 
 
 def sum_together(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
     """Return every x summed over mesh axes, one sum for each group of small leaves."""
 
-    def move(some: list[Any], _: Any) -> list[Any]:
+    def several(some: list[Any], _: Any) -> list[Any]:
         row = jax.lax.psum(_flat([x[None] for x in some])[0], axes)
         parts = jnp.split(row, _ends([x.size for x in some]))
         return [part.reshape(x.shape) for part, x in zip(parts, some, strict=True)]
 
-    return _by_group(xs, [0] * len(xs), MUCH, lambda x, _: jax.lax.psum(x, axes), move)
+    return _by_group(xs, [0] * len(xs), MUCH, lambda x, _: jax.lax.psum(x, axes), several)
 
 
 def _by_group(
-    xs: Sequence[Any], dims: Sequence[int], most: int, alone: Callable[..., Any], joined: Callable[..., list[Any]]
+    xs: Sequence[Any], dims: Sequence[int], most: int, alone: Callable[..., Any], several: Callable[..., list[Any]]
 ) -> list[Any]:
     """Move leaves in groups of one dtype and at most `most` bytes; elsewhere than on CPU each alone."""
     on_cpu = device_kind() == "cpu"
@@ -77,7 +77,7 @@ def _by_group(
     results = list(xs)
     for group in groups:
         some, where = [xs[i] for i in group], [dims[i] for i in group]
-        moved = joined(some, where) if len(group) > 1 else [alone(some[0], where[0])]
+        moved = several(some, where) if len(group) > 1 else [alone(some[0], where[0])]
         for i, x in zip(group, moved, strict=True):
             results[i] = x
     return results

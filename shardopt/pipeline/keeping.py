@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from shardopt.core.types import abstract
 from shardopt.pipeline.passes import floating, replaced, take_apart
 
 Arrays = list[Any]
@@ -25,7 +26,7 @@ def keeping_little(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arra
     """
     trained, moving = floating(given), floating(x)
     passes = functools.cache(lambda: take_apart(f, given_shapes, x_shapes, trained=trained))
-    given_shapes, x_shapes = jax.tree.map(_shape, (given, x))
+    given_shapes, x_shapes = abstract((given, x))
 
     def forward(given: Arrays, x: Arrays) -> tuple[Arrays, Any]:
         y, kept = passes().forward(given, x)
@@ -42,7 +43,3 @@ def keeping_little(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arra
     run = jax.custom_vjp(f)
     run.defvjp(forward, backward)
     return run(given, x)
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

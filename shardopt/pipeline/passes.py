@@ -8,6 +8,7 @@ import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from shardopt.core.types import abstract
 from shardopt.pipeline.min_cut import fewest_bytes
 
 Arrays = list[Any]
@@ -66,8 +67,7 @@ def take_apart(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arrays, 
         dw, dx = vjp(dy)
         return y, dx, dw
 
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*given, *x]]
-    given, x = shapes[: len(given)], shapes[len(given) :]
+    given, x = abstract((list(given), list(x)))
     args = (given, x, [x[i] for i in moving])
     closed = jax.make_jaxpr(with_gradients)(*args)
     inlined = jax.make_jaxpr(lambda *args: _inlined(closed.jaxpr, closed.consts, jax.tree.leaves(args)))(*args)

@@ -55,18 +55,20 @@ def make_whole(recipe: Recipe, layout: Layout, params: PyTree) -> PyTree:
 
     In the per-device view: the partitioner would gather leaf by leaf, and between processes on CPU each is a round trip.
     """
-    rows, split, plans = recipe.rows, recipe.placement, layout.plans
+    rows, split = recipe.rows, recipe.placement
     if split.opt_state and not split.params:
-        dims = [None if plan.dim is None or not plan.trainable else plan.dim + len(rows) for plan in plans]
+        plans = [plan for plan in layout.plans if plan.trainable]
+        dims = [None if plan.dim is None else plan.dim + len(rows) for plan in plans]
         tensor = [PartitionSpec(*[None for _ in rows], *plan.tensor) for plan in plans]
         run = per_device(
             lambda leaves: gather(leaves, dims, tensor, axis="data", joined=MUCH),
             recipe.mesh,
-            in_specs=([PartitionSpec(*rows, *plan.data_spec(split=plan.trainable)) for plan in plans],),
+            in_specs=([PartitionSpec(*rows, *plan.data_spec(split=True)) for plan in plans],),
             out_specs=[PartitionSpec(*rows, *plan.data_spec(split=False)) for plan in plans],
         )
-        params = layout.treedef.unflatten(run(layout.treedef.flatten_up_to(params)))
-    specs = layout.treedef.unflatten([PartitionSpec(*rows, *plan.spec(split=split.params)) for plan in plans])
+        whole = run(jax.tree.leaves(layout.trainable(params)))
+        params = layout.merge(layout.treedef.flatten_up_to(params), whole)
+    specs = layout.treedef.unflatten([PartitionSpec(*rows, *plan.spec(split=split.params)) for plan in layout.plans])
     return jax.lax.with_sharding_constraint(params, shardings(recipe.mesh, specs))
 
 

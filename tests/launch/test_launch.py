@@ -236,7 +236,7 @@ def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
 
 LAUNCHER = """
 import pathlib, sys
-from shardopt.launch import group, launch
+from shardopt.launch import launch
 sys.exit(launch(lambda attempt: sys.argv[2:], processes=2, log_dir=pathlib.Path(sys.argv[1])))
 """
 
