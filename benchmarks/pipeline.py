@@ -33,7 +33,7 @@ from rich.table import Table
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.pipeline.passes import take_apart
+from shardopt.remat.split_backward import split_backward
 
 STAGES, ROWS = 4, 2
 SCHEDULES = {
@@ -118,7 +118,9 @@ def passes():
     blocks = jax.eval_shape(lambda rng: gpt.init(LARGE, rng), jax.random.key(0))["blocks"]
     leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks))
     x = [jax.ShapeDtypeStruct((ROWS, LARGE.max_length, LARGE.dim), jnp.float32)]
-    block = take_apart(lambda w, x: [model.block(treedef.unflatten(w), x[0])], leaves, x, trained=range(len(leaves)))
+    block = split_backward(
+        lambda w, x: [model.block(treedef.unflatten(w), x[0])], leaves, x, trained=range(len(leaves))
+    )
     kept = list(block.kept)
     kept_for_weight = [kept[i] for i in block.weight_keeps]
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 import shardopt as so
-from shardopt.models import transformer
-from shardopt.planning import Candidate, find_model, parse_topology, predict
-from shardopt.planning.tiles import stored_bytes
-from shardopt.planning.transformer import RULES
+from shardopt.models import layers as transformer
+from shardopt.planning import Layout, find_model, parse_topology, predict
+from shardopt.planning.models import RULES
+from shardopt.planning.placed_model import stored_bytes
 
 # model, topology, slices, replica, tensor, rows a chip of the data axes
 CASES = [
@@ -104,7 +104,7 @@ def compared(facts):
     shape = shape_of(facts["case"])
     chip, chips = parse_topology(topology)[0], facts["chips"]
     batch_size = rows * chips // tensor
-    layout = Candidate(
+    layout = Layout(
         replica=replica, data=chips // replica // tensor, tensor=tensor, remat=True, gather_dtype=jnp.bfloat16
     )
     work, tx = shape.workload(), optax.adamw(1e-3)

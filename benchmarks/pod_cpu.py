@@ -9,10 +9,9 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.models import transformer
-from shardopt.planning import Candidate as Layout
-from shardopt.planning import Hardware, Transformer, inner_product_flops, memory, predict, trace
-from shardopt.planning.transformer import RULES
+from shardopt.models import layers as transformer
+from shardopt.planning import Hardware, Layout, Transformer, inner_product_flops, memory, predict, trace
+from shardopt.planning.models import RULES
 
 TX = optax.adamw(1e-3)
 SIZES = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 512, "dtype": jnp.float32}

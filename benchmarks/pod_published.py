@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from shardopt.planning import Candidate, Transformer, find_hardware, find_model, predict
+from shardopt.planning import Layout, Transformer, find_hardware, find_model, predict
 from shardopt.planning.diloco import bandwidth_for
 from shardopt.planning.hardware import Hardware
 
@@ -28,7 +28,7 @@ def published_rows(only):
         shape = dataclasses.replace(find_model("pod", model), length=length)
         if only not in shape.name:
             continue
-        layout = Candidate(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
+        layout = Layout(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
         told = predict(shape.workload(), layout, hardware=find_hardware("pod", chip), batch_size=rows * chips)
         yield {
             "name": f"{shape.name} on {chips} {find_hardware('pod', chip).name}",

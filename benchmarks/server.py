@@ -30,10 +30,10 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server.compute import Compute
 from shardopt.parameter_server.encoder import make_encoder
 from shardopt.parameter_server.optimizer import Job, OnRay, make_run
 from shardopt.parameter_server.updates import soundness
+from shardopt.parameter_server.worker import Compute
 
 WIDTH, LAYERS = 512, 8
 TX = optax.sgd(1e-3, momentum=0.9)
@@ -115,8 +115,8 @@ def watch(path, places):
 
 def watch_server(folder):
     """Where the seconds go where the server is."""
-    from shardopt.parameter_server import server
-    from shardopt.parameter_server.transports import hall, ray_processes
+    from shardopt.parameter_server import coordinator as hall
+    from shardopt.parameter_server import ray_processes, server
 
     places = [
         (hall.Hall, "push", "server: push, with the wait for the lock"),
@@ -129,7 +129,7 @@ def watch_server(folder):
 
 def watch_worker(folder):
     """Where the seconds go in a worker's process on Ray."""
-    from shardopt.parameter_server.transports import ray_processes
+    from shardopt.parameter_server import ray_processes
 
     places = [
         (ray_processes.RemoteHall, "pull", "worker: pull, parameters read"),

@@ -27,8 +27,8 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server.compute import make_compute
 from shardopt.parameter_server.optimizer import Job, make_run
+from shardopt.parameter_server.worker import make_compute
 from shardopt.parameter_server.workers import worker_meshes
 
 WORKERS, SLOWER, DIM, ROWS = 4, 4, 64, 16

@@ -15,12 +15,13 @@ from shardopt.core import (
     Updated,
     Weighted,
 )
-from shardopt.mesh import initialize, make_mesh
+from shardopt.local_updates import diloco, local_sgd
+from shardopt.mesh import make_mesh
 from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
 from shardopt.partition import rules_from_logical_axes
 from shardopt.pipeline import schedules
 from shardopt.planning import aot, audit, plan
-from shardopt.replicas import diloco, local_sgd
+from shardopt.runtime.processes import initialize
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
 

@@ -2,7 +2,7 @@
 
 from shardopt.checkpoint.blob import from_bytes, to_bytes
 from shardopt.checkpoint.checkpoints import Checkpoints
-from shardopt.checkpoint.restoring import restore
-from shardopt.checkpoint.saving import save
+from shardopt.checkpoint.restore import restore
+from shardopt.checkpoint.save import save
 
 __all__ = ["Checkpoints", "from_bytes", "restore", "save", "to_bytes"]

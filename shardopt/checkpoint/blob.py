@@ -17,14 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardopt.checkpoint.leaves import Leaf, check_leaves, describe, dtype_of, place, plain, unplain
-from shardopt.checkpoint.match import check_match
-from shardopt.checkpoint.meta import Meta, describe_state, from_json, to_json
-from shardopt.checkpoint.paths import leaves_by_path
-from shardopt.checkpoint.rows import as_stored, carry_over
-from shardopt.checkpoint.saving import check_step
-from shardopt.checkpoint.target import target_state
-from shardopt.core.errors import CheckpointError, complaint
+from shardopt.checkpoint.record import Meta, describe_state, from_json, to_json
+from shardopt.checkpoint.replicas import as_stored, carry_over
+from shardopt.checkpoint.restore import check_match, target_state
+from shardopt.checkpoint.save import check_step
+from shardopt.checkpoint.store import Leaf, check_leaves, describe, dtype_of, place, plain, unplain
+from shardopt.checkpoint.tree import leaves_by_path
+from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import TrainState
 
@@ -98,10 +97,10 @@ def from_bytes(
       (8, 32)
     """
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(complaint("from_bytes", f"data must be bytes, got {type(data).__name__}."))
+        raise TypeError(format_error("from_bytes", f"data must be bytes, got {type(data).__name__}."))
     view = memoryview(data)
     if not view.c_contiguous:
-        raise TypeError(complaint("from_bytes", "data must be contiguous bytes.", fix="pass bytes(data)."))
+        raise TypeError(format_error("from_bytes", "data must be contiguous bytes.", fix="pass bytes(data)."))
     meta, raws = _unpack(view.cast("B") if view.nbytes else memoryview(b""))
     target = target_state("from_bytes", opt, meta, abstract_params)
     what = f"the state of step {meta.step}"
@@ -181,4 +180,4 @@ def _size(leaf: Leaf) -> int:
 def _refusal(
     what: str, fix: str = "read the data again from where it came from, or use another copy."
 ) -> CheckpointError:
-    return CheckpointError(complaint("from_bytes", what, fix=fix))
+    return CheckpointError(format_error("from_bytes", what, fix=fix))

@@ -2,26 +2,82 @@
 
 import contextlib
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 
 from shardopt.checkpoint import store
-from shardopt.checkpoint.agree import from_first, raise_together
-from shardopt.checkpoint.claim import Claim, is_of_deletion, let_go, lost, make_ready, take, take_anew, until_deleted
-from shardopt.checkpoint.restoring import load
-from shardopt.checkpoint.rotation import best_step, rotate
-from shardopt.checkpoint.saving import check_step
-from shardopt.checkpoint.steps import committed, run_folder, tidy
-from shardopt.checkpoint.write import failed, start
+from shardopt.checkpoint.multihost import on_primary_process, raise_together
+from shardopt.checkpoint.record import read_meta
+from shardopt.checkpoint.restore import load
+from shardopt.checkpoint.run_folder import committed, discard, remove_stale, run_folder, step_folder, surplus
+from shardopt.checkpoint.run_lock import Claim, is_of_deletion, let_go, lost, make_ready, take, take_anew, until_deleted
+from shardopt.checkpoint.save import check_step, failed, start
 from shardopt.core.arguments import check_count
-from shardopt.core.errors import CheckpointError, complaint
+from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.optimizer import ShardedOptimizer
+
+# Which checkpoints stay: the newest and the best; the others are deleted.
+
+
+def best_step(who: str, directory: Path, metric: str | None, mode: str) -> int | None:
+    """Return the step with the best metric (of equals the earliest), or None where nothing competes.
+
+    Raises:
+      CheckpointError: if the record of a checkpoint cannot be read: it may be the best.
+    """
+    values, unread = _metrics(who, directory, metric)
+    if unread:
+        what = f"the best step in {directory} by {metric!r} cannot be told."
+        fix = "bring the file back from a copy, or delete the folder of its step."
+        raise CheckpointError(format_error(who, what, list(unread.values()), fix=fix))
+    return _best(values, mode)
+
+
+def rotate(who: str, directory: Path, step: int, *, keep: int | None, metric: str | None, mode: str) -> None:
+    """Delete what is no longer to be kept, now that `step` was written. What may be the best is kept, and said to be.
+
+    Raises:
+      CheckpointError: if a step cannot be deleted.
+    """
+    values, unread = _metrics(who, directory, metric)
+    for old in surplus(committed(directory), keep, _best(values, mode)):
+        if old in unread:
+            text = "%s: step %d in %s is kept, because it may be the best by %r: %s"
+            logging.getLogger(__name__).warning(text, who, old, directory, metric, unread[old])
+            continue
+        try:
+            discard(directory, old)
+        except OSError as error:
+            what = f"step {step} was written, but step {old} in {directory} could not be deleted ({error})."
+            raise CheckpointError(format_error(who, what, fix="delete it, or give the job the right to.")) from error
+
+
+def _metrics(who: str, directory: Path, metric: str | None) -> tuple[dict[int, float], dict[int, str]]:
+    """Return the metric of each step that has it, and what is wrong with the records that cannot be read."""
+    values: dict[int, float] = {}
+    unread: dict[int, str] = {}
+    if metric is None:
+        return values, unread
+    for step in committed(directory):
+        try:
+            values[step] = float(read_meta(who, step_folder(directory, step)).metrics.get(metric, math.nan))
+        except CheckpointError as error:
+            unread[step] = str(error).partition("\n")[0].removeprefix(f"{who}: ")
+    return {step: value for step, value in values.items() if not math.isnan(value)}, unread
+
+
+def _best(values: dict[int, float], mode: str) -> int | None:
+    sign = 1.0 if mode == "min" else -1.0
+    return min(values, key=lambda step: (sign * values[step], step), default=None)
+
 
 _WHO = "Checkpoints"
 
@@ -93,14 +149,14 @@ class Checkpoints:
         if keep is not None:
             check_count(_WHO, "keep", keep)
         if mode not in ("min", "max"):
-            raise ValueError(complaint(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
+            raise ValueError(format_error(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
         self.directory = run_folder(_WHO, directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
         self._claim: Claim | None = None
         self._pid = os.getpid()
         self._release: Callable[[], Any] = lambda: None
         self._pending: Future[None] | None = None
-        from_first(self._open)
+        on_primary_process(self._open)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._writer = store.Writer()
 
@@ -134,7 +190,7 @@ class Checkpoints:
         """
         number = check_step(_WHO, step, state)
         failure = self._settled()
-        if from_first(lambda: until_deleted(lambda: self._made_ready(number))):
+        if on_primary_process(lambda: until_deleted(lambda: self._made_ready(number))):
             failure = None  # what was being written went with the folder
         raise_together(failure, unless=is_of_deletion)
         finish = start(_WHO, self._writer, self.directory, state, self._ours, step=number, metrics=metrics, extra=extra)
@@ -223,7 +279,7 @@ class Checkpoints:
     def _made_ready(self, step: int) -> bool:
         """Make room in the folder; make it anew if it was deleted, and return whether it was."""
         if self._claim is None:
-            raise CheckpointError(complaint(_WHO, "save was called after close.", fix="make a new Checkpoints."))
+            raise CheckpointError(format_error(_WHO, "save was called after close.", fix="make a new Checkpoints."))
         try:
             if self._ours():
                 make_ready(_WHO, self.directory, step)
@@ -246,5 +302,5 @@ class Checkpoints:
             logging.getLogger(__name__).error("%s", error)  # said now, in case nobody ever waits
             with contextlib.suppress(OSError):
                 if jax.process_index() == 0 and self._ours():
-                    tidy(self.directory)  # a full disk is everybody's: what cannot be finished makes room
+                    remove_stale(self.directory)  # a full disk is everybody's: what cannot be finished makes room
             raise

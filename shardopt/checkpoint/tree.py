@@ -2,8 +2,79 @@
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote, unquote
 
-from shardopt.core.errors import CheckpointError, complaint
+import jax
+
+from shardopt.core.errors import CheckpointError, format_error
+
+# Key paths as names: `opt_state[0].mu["blocks"]["qkv"]` is stored as opt_state -> 0 -> mu -> blocks -> qkv.
+
+
+LeafPath = tuple[str, ...]
+"""The escaped names from the root to a leaf."""
+
+
+def leaves_by_path(tree: Any) -> dict[LeafPath, Any]:
+    """Return the leaves of a tree under their paths, in the order of `jax.tree.leaves`.
+
+    Raises:
+      ValueError: if two leaves have the same path, or one leaf's path leads through another leaf.
+    """
+    found: dict[LeafPath, Any] = {}
+    clashes = []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = tuple(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys)
+        if path in found:
+            clashes.append(show(path))
+        found[path] = leaf
+    inner = {path[:length] for path in found for length in range(len(path))}
+    clashes += [show(path) for path in found if path in inner]
+    if clashes:
+        what = "leaves can only be stored under key paths of their own; these belong to several leaves."
+        fix = "give the pytree node distinct keys (jax.tree_util.register_pytree_with_keys)."
+        raise ValueError(format_error("checkpoint", what, clashes, fix=fix))
+    return found
+
+
+def nest(leaves: dict[LeafPath, Any]) -> dict[str, Any]:
+    """Return nested dicts that hold each leaf under its path."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = root
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return root
+
+
+def unnest(nested: dict[str, Any], paths: list[LeafPath]) -> list[Any]:
+    """Return what nested dicts hold under the given paths, in their order."""
+
+    def find(path):
+        node = nested
+        for name in path:
+            node = node[name]
+        return node
+
+    return [find(path) for path in paths]
+
+
+def show(path: LeafPath) -> str:
+    """Return a path as people write it: names joined by slashes."""
+    return "/".join(unescape(name) for name in path)
+
+
+def escape(name: str) -> str:
+    """Return a name without the separators of orbax and the file system; `unescape` undoes it."""
+    # A percent sign alone cannot come out of quote, so it is free to stand for the empty name.
+    return quote(name, safe="").replace(".", "%2E") or "%"
+
+
+def unescape(name: str) -> str:
+    """Return the name that `escape` was given."""
+    return "" if name == "%" else unquote(name)
+
 
 _BUILDERS = {"dict": dict, "list": list, "tuple": tuple, "none": type(None)}
 """The containers that can be rebuilt from their name and children alone."""
@@ -51,7 +122,7 @@ def rebuild(who: str, description: Any, leaves: list[Any]) -> Any:
             "opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these types."
         )
         fix = "pass abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or opt.specs first."
-        raise CheckpointError(complaint(who, what, foreign, fix=fix))
+        raise CheckpointError(format_error(who, what, foreign, fix=fix))
     remaining = iter(leaves)
     return _build(description, remaining)
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import tyro
 
-from shardopt.checkpoint.steps import committed
+from shardopt.checkpoint.run_folder import committed
 from shardopt.cli.options import TrainOptions
 from shardopt.cli.run_folder import CHECKPOINTS
-from shardopt.core.errors import complaint
-from shardopt.launch import launch as run
+from shardopt.core.errors import format_error
+from shardopt.runtime import launch as run
 
 _EXAMPLE = "shardopt launch --processes 4 -- train --steps 100"
 
@@ -59,7 +59,7 @@ def launch(options: LaunchOptions, command: Sequence[str], parse: Callable[[Sequ
       OSError: if the command cannot be started, or the logs cannot be written.
     """
     if not command:
-        raise ValueError(complaint("launch", "there is no command to launch.", fix=f"say it after --: {_EXAMPLE}"))
+        raise ValueError(format_error("launch", "there is no command to launch.", fix=f"say it after --: {_EXAMPLE}"))
     told = parse(command) if command[0] == "train" else None
     folder = told.run.run_dir if told else None
     default = Path("runs/launch") if folder is None else folder / "logs"

@@ -7,14 +7,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardopt.cli.audit import AuditOptions, audit
 from shardopt.cli.communication import with_meaning
 from shardopt.cli.launch import LaunchOptions, launch, split_words
 from shardopt.cli.options import Pipeline, TrainOptions
-from shardopt.cli.plan import PlanOptions, plan
+from shardopt.cli.plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
 from shardopt.cli.run_folder import read_options
-from shardopt.cli.schedule import ScheduleOptions, schedule
-from shardopt.mesh import end_at_once
+from shardopt.runtime.processes import end_at_once
 
 _STYLE = (tyro.conf.HelptextFromCommentsOff,)
 _COMMANDS = {

@@ -1,13 +1,170 @@
 """The folder of a run: what is in it, and when it may be used."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardopt.checkpoint.steps import committed
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardopt as so
+from shardopt.checkpoint.record import Meta, read_meta
+from shardopt.checkpoint.restore import check_match, load
+from shardopt.checkpoint.run_folder import committed, step_folder
+from shardopt.checkpoint.store import Leaf, describe, dtype_of
+from shardopt.checkpoint.tree import LeafPath, leaves_by_path, nest, unescape
 from shardopt.cli.options import TrainOptions, from_json, to_json
-from shardopt.core.errors import complaint
-from shardopt.core.files import write_whole
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import wide_dtype
+from shardopt.engine.compression import CompressedOptState
+from shardopt.local_updates.state import PerReplica, Replicas
+from shardopt.runtime.files import write_whole
+
+# A run that goes on with another arrangement of replicas or reducers: what is kept, and what begins anew.
+
+
+_OWN_PARAMS, _OWN_STATE = ("opt_state", "params", "value"), ("opt_state", "optimizer", "value")
+_WIRE = (("opt_state", "reducer"), ("opt_state", "inner_reducer"))
+
+
+class CarryingCheckpoints(so.Checkpoints):
+    """Checkpoints that can be restored to another arrangement of replicas and reducers.
+
+    Where what is stored fits, it is restored as it is. Else parameters and optimizer state are kept: of replicas that
+    trained apart their mean (of integers the maximum), for replicas that are to train apart a copy each. What outer
+    optimizers and reducers remember begins anew.
+
+    Attributes:
+      base: the strategy without what is combined with it, on the same mesh.
+      abstract_params: the parameters.
+      say: is told what was kept.
+    """
+
+    def __init__(
+        self, *where: Any, base: so.ShardedOptimizer, abstract_params: Any, say: Callable[[str], None], **how: Any
+    ):
+        """Become the writer of a folder, as `so.Checkpoints`."""
+        super().__init__(*where, **how)
+        self.base, self.abstract_params, self.say = base, abstract_params, say
+
+    def restore(self, opt: so.ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return the state of a checkpoint in the form of `opt`, and its `extra`."""
+        self.wait()
+        chosen = self.latest() if step is None else step
+        if chosen not in self.steps():
+            return super().restore(opt, step=step)
+        meta = read_meta("train", step_folder(self.directory, chosen))
+        wanted = {path: describe(leaf) for path, leaf in leaves_by_path(opt.abstract_state()).items()}
+        if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
+            return super().restore(opt, step=step)
+        try:
+            return super().restore(opt, step=step)
+        except so.CheckpointError:  # another form: if that is all, what can be kept is kept
+            base, extra = _read_base(self, opt, meta)
+        state, note = _expand(opt, base)
+        rows = _num_rows(meta.leaves)
+        mean = f", the mean of {plural(rows, 'replica')}" if rows else ""
+        self.say(f"Kept of step {chosen}: parameters and optimizer state{mean}{note}.")
+        return state, extra
+
+
+def _is_combined(leaves: dict[LeafPath, Leaf]) -> bool:
+    return bool(_num_rows(leaves)) or any(path[:2] in _WIRE for path in leaves)
+
+
+def _num_rows(leaves: dict[LeafPath, Leaf]) -> int:
+    """Return the number of replicas that trained apart; 0 for none."""
+    return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _OWN_PARAMS), 0)
+
+
+def _read_base(checkpoints: CarryingCheckpoints, opt: so.ShardedOptimizer, meta: Meta) -> tuple[Any, dict[str, Any]]:
+    """Return the state of the strategy by itself, and what was kept beside it."""
+    rows, like = _num_rows(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
+    wrapped = any(path[:2] in _WIRE for path in meta.leaves)
+    wanted = leaves_by_path(like)
+    where = {path: _place_of(path, rows=rows, wrapped=wrapped) for path in wanted}
+    found = {path: meta.leaves[at] for path, at in where.items() if at in meta.leaves}
+    has_rows = {path for path, at in where.items() if at[:3] in (_OWN_PARAMS, _OWN_STATE) and rows}
+    one = {path: leaf._replace(shape=leaf.shape[1:]) if path in has_rows else leaf for path, leaf in found.items()}
+    check_match("train", f"step {meta.step} in {checkpoints.directory}", one, like)
+
+    at = {where[path]: leaf.sharding for path, leaf in wanted.items()}
+    split = {where[path] for path in has_rows}
+    target = nest(
+        {
+            tuple(map(unescape, path)): _stored(leaf, path in split, at.get(path), opt.mesh)
+            for path, leaf in meta.leaves.items()
+        }
+    )
+    # An optimizer that wants exactly what is there: all of it is read, checked as ever.
+    state, meta = load(
+        "train", checkpoints.directory, opt._replace(abstract_state=lambda _=None: target), step=meta.step
+    )
+    stored = leaves_by_path(state)
+    kept = {path: stored[where[path]] for path in wanted}
+
+    def merge(leaves):
+        return [_mean(leaf) if path in has_rows else leaf for path, leaf in leaves.items()]
+
+    placed = [leaf.sharding for leaf in wanted.values()]
+    leaves = jax.jit(lambda leaves: merge(dict(zip(wanted, leaves, strict=True))), out_shardings=placed)(
+        list(kept.values())
+    )
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), meta.extra
+
+
+def _place_of(path: LeafPath, *, rows: int, wrapped: bool) -> LeafPath:
+    """Return where a leaf of the strategy by itself is stored."""
+    if rows and path[0] == "params":
+        return (*_OWN_PARAMS, *path[1:])
+    if path[0] == "opt_state" and (rows or wrapped):
+        return (*(_OWN_STATE if rows else _OWN_STATE[:2]), *path[1:])
+    return path
+
+
+def _stored(leaf: Leaf, has_row: bool, sharding: Any, mesh: Any) -> jax.ShapeDtypeStruct:
+    """Return how a leaf is read: placed as the strategy places it, rows over replica; what is not kept by rows."""
+    spec = PartitionSpec() if sharding is None else sharding.spec
+    if has_row:
+        even = leaf.shape[0] % mesh.shape.get("replica", leaf.shape[0] + 1) == 0
+        spec = PartitionSpec("replica" if even else None, *spec)
+    elif sharding is None and leaf.shape and leaf.shape[0] % mesh.size == 0:
+        spec = PartitionSpec(mesh.axis_names)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf), sharding=NamedSharding(mesh, spec))
+
+
+def _mean(leaf: Any) -> Any:
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.max(leaf, axis=0)
+    return jnp.mean(leaf, axis=0, dtype=wide_dtype(leaf.dtype)).astype(leaf.dtype)
+
+
+def _expand(opt: so.ShardedOptimizer, base: Any) -> tuple[Any, str]:
+    """Return a state of `opt` that goes on from a state of the strategy by itself, and what begins anew in it."""
+    fresh = opt.init(base.params)
+    state, note, anew = fresh.opt_state, "", []
+    if isinstance(state, Replicas):
+        rows = opt.mesh.shape["replica"]
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer.value)
+        stack = lambda x: jnp.broadcast_to(x, (rows, *x.shape))  # noqa: E731
+        copies = jax.jit(lambda tree: jax.tree.map(stack, tree), out_shardings=placed)(base.opt_state)
+        opt_state = state._replace(optimizer=PerReplica(copies))
+        note, anew = (
+            f", a copy for each of {rows} replicas",
+            ["the outer optimizer"] if jax.tree.leaves(state.outer) else [],
+        )
+    elif isinstance(state, CompressedOptState):
+        opt_state = state._replace(optimizer=base.opt_state)
+    else:
+        opt_state = base.opt_state
+    if jax.tree.leaves(getattr(state, "reducer", None)):
+        anew = [*anew, "what the reducer remembers"]
+    if anew:
+        note += f"; {' and '.join(anew)} begin{'s' if len(anew) == 1 else ''} anew"
+    return fresh._replace(step=base.step, opt_state=opt_state, rng=base.rng), note
+
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE = "loss.png", "schedule.png"
@@ -27,7 +184,7 @@ def check_run_folder(options: TrainOptions) -> None:
         if steps := committed(folder / CHECKPOINTS):
             what = f"there is a run in {str(folder)!r} already, saved at step {steps[-1]}."
             fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
-            raise ValueError(complaint("train", what, fix=fix))
+            raise ValueError(format_error("train", what, fix=fix))
         return
     before, now = read_options(folder).model, options.model
     changed = [
@@ -37,7 +194,7 @@ def check_run_folder(options: TrainOptions) -> None:
     ]
     if changed:
         what = f"the run in {str(folder)!r} trains another model."
-        raise ValueError(complaint("train", what, changed, "leave these out, or choose another --run-dir."))
+        raise ValueError(format_error("train", what, changed, "leave these out, or choose another --run-dir."))
 
 
 def read_options(folder: Path) -> TrainOptions:
@@ -86,11 +243,13 @@ def _read(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
-        raise ValueError(complaint("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix))
+        raise ValueError(format_error("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix))
     try:
         saved = json.loads(path.read_text())
         from_json(saved)
     except (ValueError, AttributeError, TypeError) as error:
         what = f"{str(path)!r} is damaged: {error}."
-        raise ValueError(complaint("train", what, fix="bring it back, or start anew in another --run-dir.")) from error
+        raise ValueError(
+            format_error("train", what, fix="bring it back, or start anew in another --run-dir.")
+        ) from error
     return saved

@@ -3,19 +3,106 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.cli.communication import check_communication, combined, make_reducer
 from shardopt.cli.options import Pipeline, TrainOptions
-from shardopt.core.errors import complaint, plural
+from shardopt.core.errors import format_error, plural
 from shardopt.mesh import data_axes
 from shardopt.models import gpt
 from shardopt.pipeline import Schedule
+from shardopt.runtime.processes import num_processes
+
+# The devices of a command: real ones where there are some, else simulated on the CPU; and the mesh over them.
+
+
+_AXES = ("replica", "data", "tensor", "pipeline")
+
+_DIGITS = 18
+"""Nobody has so many devices that their number has more; and Python refuses to read thousands."""
+
+
+def start_devices(count: int) -> Sequence[Any]:
+    """Start jax and return its devices: accelerators where there are some, else `count` simulated on the CPU.
+
+    Several processes have as many of them each.
+
+    Raises:
+      ValueError: if `count` is below 1, or cannot be shared out evenly among the processes that are to simulate it.
+    """
+    if count < 1:
+        raise ValueError(f"train: --devices must be at least 1, got {count}.")
+    so.initialize()
+    processes = num_processes()
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count // processes, 1))
+    except RuntimeError:  # jax has started already, in a notebook or a test: what is there is there
+        return jax.devices()
+    devices = jax.devices()
+    if count % processes and devices[0].platform == "cpu":
+        near = max(count // processes, 1) * processes
+        what = f"--devices {count} cannot be shared out evenly among {processes} processes."
+        raise ValueError(format_error("train", what, fix=f"use --devices {near} or {near + processes}."))
+    return devices
+
+
+def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
+    """Return the mesh that "data=4,tensor=2" or "auto" describes; `pipelined` gives "auto" two stages.
+
+    Raises:
+      ValueError: if the text cannot be read, says another number of replicas, or the sizes do not fit the devices.
+    """
+    if sizes == "auto":
+        count = replicas or 1
+        if len(devices) % count:
+            what = f"{len(devices)} devices cannot be shared evenly by --replicas {count}."
+            raise ValueError(
+                format_error("train", what, fix="choose another number of either, or name sizes with --mesh.")
+            )
+        pipeline = 2 if pipelined and len(devices) // count % 2 == 0 else 1
+        rest = len(devices) // count // pipeline
+        tensor = 2 if rest >= 4 and rest % 2 == 0 else 1
+        return so.make_mesh(replica=count, tensor=tensor, pipeline=pipeline, devices=devices)
+    named = parse_mesh(sizes)
+    if replicas is not None and named.get("replica", replicas) != replicas:
+        what = f"--mesh {sizes} and --replicas {replicas} disagree."
+        raise ValueError(format_error("train", what, fix="leave one of them out."))
+    return so.make_mesh(**{"data": 1, "replica": replicas or 1} | named, devices=devices)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the sizes in a text such as "data=4,tensor=2".
+
+    Raises:
+      ValueError: if an axis is unknown or named twice, or a size is no integer.
+
+    Example:
+      >>> parse_mesh("data=4,tensor=2")
+      {'data': 4, 'tensor': 2}
+    """
+    sizes: dict[str, int] = {}
+    problems = []
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in _AXES:
+            problems.append(f"{part.strip()!r}: there is no axis {axis!r}")
+        elif axis in sizes:
+            problems.append(f"{part.strip()!r}: {axis} is there twice")
+        elif not size.removeprefix("-").isdecimal() or len(size) > _DIGITS:
+            problems.append(f"{part.strip()!r}: the size must be an integer")
+        else:
+            sizes[axis] = int(size)
+    if problems:
+        fix = f"write --mesh data=4,tensor=2; the axes are {', '.join(_AXES)}, and one size may be -1."
+        raise ValueError(format_error("train", f"--mesh {text} cannot be read.", problems, fix))
+    return sizes
+
 
 _CHUNKS = {"interleaved": 2, "zero_bubble_lockstep": 1}
 """Schedules that can have several chunks a stage, and how many they have by themselves."""
@@ -42,14 +129,14 @@ def check_strategy(options: TrainOptions) -> None:
             raise ValueError(f"train: {flag} must be at least 1, got {number}.")
     if where.strategy != "hybrid" and (given := _given(pipeline)):
         what = f"{plural(len(given), 'option')} for --strategy hybrid; {where.strategy} was asked for."
-        raise ValueError(complaint("train", what, given, "leave out what is listed, or choose --strategy hybrid."))
+        raise ValueError(format_error("train", what, given, "leave out what is listed, or choose --strategy hybrid."))
     check_communication(options)
     _check_gather_dtype(options)
     schedule = _schedule_name(pipeline)
     if (pipeline.chunks or 1) > 1 and schedule not in _CHUNKS:
         what = f"--chunks {pipeline.chunks} is for schedules that have chunks; {schedule} has one a stage."
         fix = f"leave it out, or choose --schedule {' or '.join(_CHUNKS)}."
-        raise ValueError(complaint("train", what, fix=fix))
+        raise ValueError(format_error("train", what, fix=fix))
 
 
 def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
@@ -63,10 +150,10 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     asked = options.communication
     if asked.sync_every is not None and mesh.shape.get("replica", 1) < 2:
         what = f"--sync-every {asked.sync_every} is for replicas that train apart, and there is one."
-        raise ValueError(complaint("train", what, fix="add --replicas 2, or leave --sync-every out."))
+        raise ValueError(format_error("train", what, fix="add --replicas 2, or leave --sync-every out."))
     if stages > 1 and where.strategy != "hybrid":
         what = f"pipeline={stages} is for --strategy hybrid; {where.strategy} was asked for."
-        raise ValueError(complaint("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
+        raise ValueError(format_error("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
     chunks = _num_chunks(options.pipeline)
     parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, parts)
@@ -74,7 +161,7 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
         cut = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {parts}"
         what = f"--layers {layers} cannot be cut evenly into {cut}, remainder {layers % parts}."
         fix = f"use --layers {_nearest(layers, parts)}, or another --mesh, --schedule or --chunks."
-        raise ValueError(complaint("train", what, fix=fix))
+        raise ValueError(format_error("train", what, fix=fix))
     return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
 
 
@@ -144,7 +231,7 @@ def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
         cut += f" x {candidates[-1]} micro-batches"
     what = f"--batch-size {size} is not divisible by {cut} = {pieces}."
     fix = f"use --batch-size {_nearest(size, pieces)}, or another --mesh or --micro-batches."
-    raise ValueError(complaint("train", what, fix=fix))
+    raise ValueError(format_error("train", what, fix=fix))
 
 
 def _nearest(count: int, pieces: int) -> str:
@@ -165,10 +252,10 @@ def _check_gather_dtype(options: TrainOptions) -> None:
         return
     if strategy != "hybrid":
         what = f"--gather-dtype is for fsdp, which gathers weights; {strategy} was asked for."
-        raise ValueError(complaint("train", what, fix="leave it out, or choose --strategy fsdp."))
+        raise ValueError(format_error("train", what, fix="leave it out, or choose --strategy fsdp."))
     if placement not in _GATHER:
         what = f"--gather-dtype is for placements that gather weights; --placement {placement} does not."
-        raise ValueError(complaint("train", what, fix="leave it out, or choose --placement fsdp."))
+        raise ValueError(format_error("train", what, fix="leave it out, or choose --placement fsdp."))
 
 
 def _schedule_name(pipeline: Pipeline) -> str:

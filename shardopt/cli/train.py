@@ -9,25 +9,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardopt as so
 from shardopt import data
 from shardopt.cli import display
-from shardopt.cli.carry import CarryingCheckpoints
-from shardopt.cli.communication import as_sent
-from shardopt.cli.curve import draw_curve
-from shardopt.cli.devices import mesh_of, start_devices
-from shardopt.cli.optimizers import make_optimizer
-from shardopt.cli.options import TrainOptions
+from shardopt.cli.communication import as_sent, measure
+from shardopt.cli.display import draw_curve
+from shardopt.cli.options import TrainOptions, make_optimizer
 from shardopt.cli.run_folder import (
     CHECKPOINTS,
     CURVE,
     METRICS,
     SCHEDULE,
+    CarryingCheckpoints,
     check_run_folder,
     keep_options,
     order_changes,
     read_metrics,
     write_options,
 )
-from shardopt.cli.strategy import check_strategy, fitted, make_ring_1, make_strategy, ring_1
-from shardopt.cli.traffic import measure
+from shardopt.cli.strategy import check_strategy, fitted, make_ring_1, make_strategy, mesh_of, ring_1, start_devices
 from shardopt.models import gpt, sample
 from shardopt.pipeline import Schedule
 

@@ -1,7 +1,15 @@
 """Collectives over trees, and the one convention for gradients inside `shard_map`."""
 
-from shardopt.collectives.gathering import gather, scatter_sum
-from shardopt.collectives.per_device import per_device, shard_by_shard, sum_over
-from shardopt.collectives.together import LITTLE, MUCH
+from shardopt.collectives.all_gather import all_gather, reduce_scatter
+from shardopt.collectives.buckets import BUCKET_BYTES, SMALL_BUCKET_BYTES
+from shardopt.collectives.per_device import all_reduce, per_device, shard_by_shard
 
-__all__ = ["LITTLE", "MUCH", "gather", "per_device", "scatter_sum", "shard_by_shard", "sum_over"]
+__all__ = [
+    "BUCKET_BYTES",
+    "SMALL_BUCKET_BYTES",
+    "all_gather",
+    "all_reduce",
+    "per_device",
+    "reduce_scatter",
+    "shard_by_shard",
+]

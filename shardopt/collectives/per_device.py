@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardopt.collectives.together import sum_together
+from shardopt.collectives.buckets import all_reduce_buckets
 
 TENSOR = "tensor"
 
@@ -34,7 +34,7 @@ def per_device(f: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: A
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
-def sum_over(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[PartitionSpec] | None = None) -> list[Any]:
+def all_reduce(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[PartitionSpec] | None = None) -> list[Any]:
     """Sum local arrays over mesh axes.
 
     Args:
@@ -45,7 +45,7 @@ def sum_over(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[Partiti
     if not axes:
         return list(leaves)
     specs = [PartitionSpec()] * len(leaves) if specs is None else specs
-    return shard_by_shard(lambda xs: sum_together(xs, tuple(axes)), leaves, specs)
+    return shard_by_shard(lambda xs: all_reduce_buckets(xs, tuple(axes)), leaves, specs)
 
 
 def shard_by_shard(

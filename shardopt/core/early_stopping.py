@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def check_metric(rule: EarlyStopping | None, known: Collection[str], who: str = 
     if rule is not None and rule.metric not in known:
         what = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
         fix = "watch one of these, or return it from evaluate and give evaluate_every."
-        raise ValueError(complaint(who, what, sorted(known), fix))
+        raise ValueError(format_error(who, what, sorted(known), fix))
 
 
 def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used (damaged, incomplete, of another model), or could not be written."""
 
 
-def complaint(who: str, what: str, offenders: Sequence[str] = (), fix: str = "") -> str:
+def format_error(who: str, what: str, offenders: Sequence[str] = (), fix: str = "") -> str:
     """Format an error: `who: what`, one indented line an offender (at most eight), `Fix: ...`."""
     lines = [f"{who}: {what}"]
     lines += [f"  {offender}" for offender in offenders[:MAX_LISTED]]

@@ -2,13 +2,53 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardopt.core.errors import complaint
-from shardopt.data.files import python_sources, text_files
+from shardopt.core.errors import format_error
+
+# Which files make up a corpus, in an order that depends on nothing but their paths.
+
+
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+)
+"""Left out of the standard library: what was installed beside it, tests, and generated tables.
+
+The tables are near copies of each other: split between training and validation they would leak.
+"""
+
+
+def python_sources() -> tuple[Path, list[Path]]:
+    """Return the folder of the Python standard library and its own source files."""
+    root = Path(os.__file__).parent
+    return root, [path for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
+
+
+def text_files(root: Path) -> list[Path]:
+    """Return the file itself, or the text files below a folder: neither hidden nor binary."""
+    if not root.is_dir():
+        return [root]
+    return [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)]
+
+
+def _walk(root: Path, skip: frozenset[str] | set[str]) -> Iterator[Path]:
+    """Yield the files below a folder in the order of their paths; symbolic links to folders are not followed."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    # By parts, as strings: how paths compare differs between systems.
+    yield from sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(8192)
+
 
 if TYPE_CHECKING:
     import grain
@@ -95,13 +135,13 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
         if not root.exists():
             what = f"there is no file or folder {str(root)!r}."
             raise FileNotFoundError(
-                complaint("data", what, fix="check the path; without one, Python's own source is read.")
+                format_error("data", what, fix="check the path; without one, Python's own source is read.")
             )
         files = text_files(root)
     sized = [(file, size) for file in files if (size := file.stat().st_size)]
     if not sized:
         what = f"{str(root)!r} is empty." if root.is_file() else f"there is no text in the folder {str(root)!r}."
-        raise ValueError(complaint("data", what, fix="name a text file, or a folder that holds some."))
+        raise ValueError(format_error("data", what, fix="name a text file, or a folder that holds some."))
     starts = np.cumsum([0] + [size for _, size in sized]).tolist()
     return Corpus(tuple(file for file, _ in sized), tuple(starts))
 
@@ -136,7 +176,7 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
             f"{corpus.num_bytes} bytes of text, {sides[0].end} to train on and {corpus.num_bytes - cut} to validate,"
             f" are too few for windows of {length + 1} bytes on both sides."
         )
-        raise ValueError(complaint("data", what, fix="give more text, or choose shorter windows."))
+        raise ValueError(format_error("data", what, fix="give more text, or choose shorter windows."))
     return sides
 
 
@@ -220,5 +260,5 @@ def _read(path: Path, start: int, count: int) -> bytes:
         found = file.read(count)
     if len(found) < count:
         what = f"{str(path)!r} is shorter than when the corpus was opened: {start + len(found)} bytes and no more."
-        raise OSError(complaint("data", what, fix="leave the text alone while a model trains on it."))
+        raise OSError(format_error("data", what, fix="leave the text alone while a model trains on it."))
     return found

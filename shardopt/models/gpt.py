@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.core.block_model import BlockModel
-from shardopt.core.errors import complaint, plural
+from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Weighted
 from shardopt.models import layers
 
@@ -72,7 +72,7 @@ class GPTConfig:
             wrong = [f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width"]
         if wrong:
             fix = "choose positive sizes, and dim a multiple of 2 * num_heads."
-            raise ValueError(complaint("GPTConfig", f"{plural(len(wrong), 'size')} cannot be used.", wrong, fix))
+            raise ValueError(format_error("GPTConfig", f"{plural(len(wrong), 'size')} cannot be used.", wrong, fix))
 
     @property
     def head_dim(self) -> int:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.models.gpt import GPTConfig, Params
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -53,7 +53,7 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)):
         what = "the parameters are on devices of several processes."
         fix = "save a checkpoint, restore it in one process, and export from there."
-        raise ValueError(complaint("export_safetensors", what, fix=fix))
+        raise ValueError(format_error("export_safetensors", what, fix=fix))
     host, L, D = jax.tree.map(np.asarray, params), config.num_layers, config.dim
     blocks = host["blocks"]
     tensors = {"model.embed_tokens.weight": host["embedding"], "model.norm.weight": host["norm"]}
@@ -151,7 +151,7 @@ def _llama(config: GPTConfig, dtype: str) -> dict[str, Any]:
 def _config_of(folder: Path, said: dict[str, Any]) -> GPTConfig:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     if missing := [f"{name} is missing" for name in sizes if not isinstance(said.get(name), int)]:
-        raise ValueError(complaint("import_safetensors", f"{folder / _CONFIG} describes no Llama.", missing))
+        raise ValueError(format_error("import_safetensors", f"{folder / _CONFIG} describes no Llama.", missing))
     dim, hidden, layers, heads, vocab = (said[name] for name in sizes)
     rope = said.get("rope_parameters") or {}
     wanted = {
@@ -169,7 +169,7 @@ def _config_of(folder: Path, said: dict[str, Any]) -> GPTConfig:
     if hidden % dim:
         wrong += [f"intermediate_size is {hidden}, must be a multiple of hidden_size {dim}"]
     if wrong:
-        raise ValueError(complaint("import_safetensors", f"{folder} holds a model that gpt cannot be.", wrong))
+        raise ValueError(format_error("import_safetensors", f"{folder} holds a model that gpt cannot be.", wrong))
     return GPTConfig(
         vocab_size=vocab,
         dim=dim,
@@ -200,4 +200,4 @@ def _check_tensors(folder: Path, tensors: dict[str, np.ndarray], config: GPTConf
         if name in tensors and tensors[name].shape != shape
     ]
     if wrong:
-        raise ValueError(complaint("import_safetensors", f"the tensors in {folder / _WEIGHTS} do not fit.", wrong))
+        raise ValueError(format_error("import_safetensors", f"the tensors in {folder / _WEIGHTS} do not fit.", wrong))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.core.errors import complaint, plural
+from shardopt.core.errors import format_error, plural
 from shardopt.models import gpt, layers
 
 
@@ -63,7 +63,7 @@ def sample(
         ),
     ]
     if problems := [message for is_wrong, message in wrong if is_wrong]:
-        raise ValueError(complaint("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems))
+        raise ValueError(format_error("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems))
     return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
 
 

@@ -3,21 +3,18 @@
 from shardopt.parameter_server import durations, rules
 from shardopt.parameter_server.async_local_sgd import async_local_sgd
 from shardopt.parameter_server.async_sgd import async_sgd
-from shardopt.parameter_server.events import Event
-from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.clock import should_sync
+from shardopt.parameter_server.log import Event, Log
 from shardopt.parameter_server.optimizer import AsyncOptimizer
-from shardopt.parameter_server.plot import plot_timeline
+from shardopt.parameter_server.ray_run import ServerLostError, WorkersLostError
 from shardopt.parameter_server.replay import replay
 from shardopt.parameter_server.run import AsyncResult
 from shardopt.parameter_server.server import Server, make_server
-from shardopt.parameter_server.should_sync import should_sync
-from shardopt.parameter_server.simulate import simulate
-from shardopt.parameter_server.simulated_worker import SimulatedWorker
+from shardopt.parameter_server.simulation import SimulatedWorker, simulate
 from shardopt.parameter_server.sparse import SparseRows
 from shardopt.parameter_server.state import ServerState
-from shardopt.parameter_server.summary import Segment, summarize, timeline
-from shardopt.parameter_server.transports.lost import ServerLostError, WorkersLostError
 from shardopt.parameter_server.updates import NonFiniteUpdateError, Update, make_update
+from shardopt.parameter_server.views import Segment, plot_timeline, summarize, timeline
 
 __all__ = [
     "AsyncOptimizer",

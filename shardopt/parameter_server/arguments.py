@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from shardopt.core.arguments import is_integer
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 
 UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
 
@@ -22,9 +22,11 @@ def check_max_staleness(who: str, max_staleness: Any) -> None:
         return
     if not is_integer(max_staleness):
         what = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
-        raise TypeError(complaint(who, what, fix=UNBOUNDED_FIX))
+        raise TypeError(format_error(who, what, fix=UNBOUNDED_FIX))
     if max_staleness < 0:
-        raise ValueError(complaint(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=UNBOUNDED_FIX))
+        raise ValueError(
+            format_error(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=UNBOUNDED_FIX)
+        )
 
 
 def check_number(

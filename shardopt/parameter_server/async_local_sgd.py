@@ -1,26 +1,129 @@
 """Asynchronous Local SGD: islands train by themselves, and push how far they have come."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from shardopt.core.arguments import check_count, is_integer
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
+from shardopt.core.types import PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
+from shardopt.engine.config import StrategyConfig
 from shardopt.parameter_server.arguments import check_max_staleness
-from shardopt.parameter_server.compute import Compute
 from shardopt.parameter_server.encoder import check_encoding, make_encoder
-from shardopt.parameter_server.islands import make_island_compute
 from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.updates import Update, soundness, trained
+from shardopt.parameter_server.worker import Compute, Streams, moved
 from shardopt.parameter_server.workers import check_shared
 from shardopt.reducers import Encoding, Reducer
-from shardopt.strategies.recipe import Recipe
+
+# An island's side of a run: some steps of a ring-1 strategy by itself, then its change as an outer gradient.
+
+
+Islands = Mapping[int, ShardedOptimizer]
+"""Worker -> its strategy."""
+
+
+def make_island_compute(
+    who: str,
+    islands: Islands,
+    local_steps: Sequence[int],
+    batches_of: Callable[[int], Iterable[Any]],
+    key: Any,
+    code: Encoding | None = None,
+) -> Compute:
+    """Return workers that push theta - theta_i after H local steps.
+
+    Args:
+      who: the function that the user called, for messages.
+      islands: the strategies.
+      local_steps: H of each worker.
+      batches_of: `batches_of(worker)`, its batches.
+      key: random key data; an island draws from a key of its worker and of the clock at which it joined.
+      code: how changes are encoded; None if they travel as they are.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+    """
+    streams, encoder = Streams(who, batches_of, local_steps), make_encoder(code)
+    home = next(iter(islands.values())).mesh.devices.flat[0]
+    states: dict[int, TrainState | None] = {}
+    key = np.asarray(key, np.uint32)
+
+    def begin(worker: int, position: int) -> None:
+        streams.begin(worker, position)
+        encoder.begin(worker)
+        states[worker] = None  # whoever joins or goes on after a restore has no optimizer state
+
+    def update(worker: int, params: PyTree, batches: list[Any], clock: int) -> Update:
+        opt, state = islands[worker], states[worker]
+        if state is None:
+            own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
+            state = opt.init(_copy(params), jax.random.fold_in(own, clock))
+        else:
+            state = state._replace(params=_placed(params, state.params))
+        found = []
+        for batch in batches:
+            state, metrics = opt.step(state, batch)
+            found.append(metrics)
+        states[worker] = state
+        first = opt.mesh.devices.flat[0]
+        end, found = jax.device_put((state.params, found), first)
+        change, held = _change(jax.device_put(params, first), end, found)
+        _check_held(who, opt, params, held)
+        return jax.block_until_ready(moved(encoder.encode(worker, change._replace(rows=1)), home))
+
+    header = {"rng": key.tolist(), "local_steps": [int(steps) for steps in local_steps]}
+    header |= encoder.header
+    return Compute(header, begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
+
+
+@jax.jit
+def _change(start: PyTree, end: PyTree, found: list[dict[str, Any]]) -> tuple[Update, list[Any]]:
+    """Return the update, and for every leaf whether it is as it was."""
+    grads = jax.tree.map(jnp.subtract, trained(start), trained(end))
+    means = {name: jnp.stack([_wide(one[name]) for one in found]).mean(0) for name in found[0]}
+    one = jnp.ones((), means["loss"].dtype)
+    aux = {name: Weighted(mean, jnp.ones((), mean.dtype)) for name, mean in means.items() if name != "loss"}
+    update = Update(grads, Weighted(means["loss"], one), aux, None)
+    held = [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)]
+    return update._replace(sound=soundness(update)), held
+
+
+def _wide(value: Any) -> Any:
+    return jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype))
+
+
+def _placed(params: PyTree, like: PyTree) -> PyTree:
+    """Copy parameters to where an island has its own: its next step takes over their memory."""
+    return jax.device_put(_copy(params), jax.tree.map(lambda leaf: leaf.sharding, like))
+
+
+@jax.jit
+def _copy(params: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, params)
+
+
+def _check_held(who: str, opt: ShardedOptimizer, params: PyTree, held: list[Any]) -> None:
+    """Refuse new values of frozen leaves: islands have no common value for them, and they would be lost."""
+    frozen = opt.config.recipe.frozen
+    paths = [
+        (path, index)
+        for index, (path, leaf) in enumerate(leaves_with_paths(params))
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(re.search(pattern, path) for pattern in frozen)
+    ]
+    if changed := [path for path, index in paths if not held[index]]:
+        what = "loss_fn returns so.Updated, for which islands have no common value."
+        raise ValueError(format_error(who, what, changed, "train such leaves with ddp, zero, fsdp or diloco."))
+
 
 WHO = "async_local_sgd"
 
@@ -138,13 +241,15 @@ def _check_islands(strategies: Any) -> list[ShardedOptimizer]:
     fix = "pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence):
         what = f"strategies must be a sequence of ring-1 strategies, got {type(strategies).__name__}."
-        raise TypeError(complaint(WHO, what, fix=fix))
+        raise TypeError(format_error(WHO, what, fix=fix))
     if not strategies:
-        raise ValueError(complaint(WHO, "strategies must be at least 1, got none.", fix=fix))
+        raise ValueError(format_error(WHO, "strategies must be at least 1, got none.", fix=fix))
     for number, one in enumerate(strategies):
-        if not isinstance(one, ShardedOptimizer) or not isinstance(getattr(one.config, "recipe", None), Recipe):
+        if not isinstance(one, ShardedOptimizer) or not isinstance(getattr(one.config, "recipe", None), StrategyConfig):
             given = getattr(getattr(one, "config", None), "strategy", type(one).__name__)
-            raise TypeError(complaint(WHO, f"strategies[{number}] must be a strategy of ring 1, got {given}.", fix=fix))
+            raise TypeError(
+                format_error(WHO, f"strategies[{number}] must be a strategy of ring 1, got {given}.", fix=fix)
+            )
     return list(strategies)
 
 
@@ -156,7 +261,7 @@ def _check_makers(strategies: Any) -> list[Callable[..., ShardedOptimizer]]:
     else:
         return list(strategies)
     fix = "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four islands."
-    raise TypeError(complaint(WHO, what, fix=fix))
+    raise TypeError(format_error(WHO, what, fix=fix))
 
 
 def _in_process(
@@ -175,7 +280,7 @@ def _check_local_steps(local_steps: Any, num_islands: int) -> list[int]:
         raise TypeError(f"{WHO}: {what} ({type(local_steps).__name__}).")
     if len(local_steps) != num_islands:
         what = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
-        raise ValueError(complaint(WHO, what, fix="pass one number, or one for each island."))
+        raise ValueError(format_error(WHO, what, fix="pass one number, or one for each island."))
     for number, steps in enumerate(local_steps):
         check_count(WHO, f"local_steps[{number}]", steps, least=1)
     return [int(steps) for steps in local_steps]

@@ -10,13 +10,12 @@ import optax
 from shardopt.core.types import LossFn
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.arguments import check_max_staleness
-from shardopt.parameter_server.compute import Compute, make_compute
 from shardopt.parameter_server.encoder import check_encoding, make_encoder
-from shardopt.parameter_server.gradients import make_gradients
 from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.sparse import check_sparse
+from shardopt.parameter_server.worker import Compute, make_compute, make_gradients
 from shardopt.parameter_server.workers import Workers, process_meshes, worker_meshes
 from shardopt.reducers import Encoding, Reducer
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.parameter_server.updates import Update
 from shardopt.reducers import Encoding, Memory, encoding
@@ -41,7 +41,7 @@ def check_encoding(who: str, reducer: Any, sparse: Any = ()) -> Encoding | None:
     found = encoding(reducer)
     if sparse:
         what = f"reducer={found.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
-        raise ValueError(complaint(who, what, fix="leave one of them out."))
+        raise ValueError(format_error(who, what, fix="leave one of them out."))
     return found
 
 

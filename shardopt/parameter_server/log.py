@@ -3,14 +3,94 @@
 import json
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardopt.core.errors import complaint
-from shardopt.parameter_server.events import KINDS, Event
+from shardopt.core.errors import format_error
+
+# What happens on a server, as a value: the entries of its log.
+
+
+KINDS = ("join", "pull", "push", "refuse", "leave", "resume")
+
+
+class Event(NamedTuple):
+    """One entry of the log.
+
+    Attributes:
+      kind: "join", "pull", "push", "leave"; "refuse" for a push that was not used because it was not finite; "resume"
+        for a worker that goes on after the server was restored from a checkpoint, its step under way given up.
+      worker: who.
+      clock: the step in question: the one begun by a pull, finished by a push; else the worker's next one.
+      version: updates that had been applied to the parameters once this had happened.
+      pulled: for a push, the version that it was computed from; otherwise `version`.
+      staleness: by how many *clocks* the worker was ahead of the slowest when it began this step: 0 to max_staleness.
+      time: seconds since the run began, measured or virtual. Of no influence on the mathematics.
+      waited: for a pull (or leave), for how many of the seconds before it the worker was ready and the bound held it back.
+    """
+
+    kind: str
+    worker: int
+    clock: int
+    version: int
+    pulled: int
+    staleness: int = 0
+    time: float = 0.0
+    waited: float = 0.0
+
+    def without_times(self) -> "Event":
+        """Return the event as the server itself makes it: it knows no times."""
+        return self._replace(time=0.0, waited=0.0)
+
+    @property
+    def delay(self) -> int:
+        """Versions that passed between the pull and the push, not counting the one that the push made.
+
+        With a bound of s clocks and n workers that stay, at most (n - 1)(2s + 1): each of the others may be s
+        steps behind at the pull and s + 1 ahead at the push. 0 with max_staleness=0, where the updates of a clock
+        are applied as one.
+        """
+        return max(0, self.version - self.pulled - (self.kind == "push"))
+
+
+# How far each worker is in its data, as the log says.
+
+
+class Positions:
+    """The rounds of data that each worker has taken since it joined; a step that a resumed run gave up is not one.
+
+    Example:
+      >>> where = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "resume")])
+      >>> where.of(0)
+      1
+    """
+
+    def __init__(self, events: Iterable[Event] = ()):
+        self._taken: dict[int, int] = {}
+        self._busy: set[int] = set()
+        for event in events:
+            self.record(event)
+
+    def record(self, event: Event) -> None:
+        """Take note of one more event."""
+        worker = event.worker
+        if event.kind == "join":
+            self._taken[worker] = 0
+        elif event.kind == "pull":
+            self._taken[worker] += 1
+            self._busy.add(worker)
+        elif event.kind == "resume" and worker in self._busy:
+            self._taken[worker] -= 1
+        if event.kind != "pull":
+            self._busy.discard(worker)
+
+    def of(self, worker: int) -> int:
+        """Return the rounds that a worker has taken."""
+        return self._taken[worker]
+
 
 FORMAT = 1
 _COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time", "waited")
@@ -24,7 +104,7 @@ class Log:
         worker) and checksums of the parameters before (`initial`) and after (`final`, None for a run that broke off).
 
     Example:
-      >>> from shardopt.parameter_server.events import Event
+      >>> from shardopt.parameter_server.log import Event
       >>> log = Log({"max_staleness": 0})
       >>> log.append(Event("join", worker=0, clock=0, version=0, pulled=0))
       >>> len(log), log[0].kind
@@ -106,17 +186,19 @@ class Log:
         header = _parse(lines[0]) if lines else None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             what = f"{os.fspath(path)} is no event log of format {FORMAT}."
-            raise ValueError(complaint(who, what, fix="pass a file that Log.save wrote."))
+            raise ValueError(format_error(who, what, fix="pass a file that Log.save wrote."))
         count = header.pop("events")
         del header["format"], header["columns"]
         log = cls(header)
         for number, line in enumerate(lines[1:], start=2):
             event = _parse(line)
             if not _is_event(event):
-                raise ValueError(complaint(who, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}."))
+                raise ValueError(format_error(who, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}."))
             log.append(Event(*event))
         if len(log) != count:
-            raise ValueError(complaint(who, f"{os.fspath(path)} has {len(log)} events, and its header says {count}."))
+            raise ValueError(
+                format_error(who, f"{os.fspath(path)} has {len(log)} events, and its header says {count}.")
+            )
         return log
 
 

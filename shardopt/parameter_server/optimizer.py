@@ -12,9 +12,9 @@ import optax
 
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.early_stopping import EarlyStopping
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.compute import Compute, Streams, key_data
+from shardopt.parameter_server.coordinator import Coordinator
 from shardopt.parameter_server.log import Log
 from shardopt.parameter_server.progress import show_workers
 from shardopt.parameter_server.replay import replay_events
@@ -22,11 +22,11 @@ from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import AsyncResult, Run
 from shardopt.parameter_server.saving import snapshot
 from shardopt.parameter_server.server import Server
-from shardopt.parameter_server.simulated_worker import check_presence
-from shardopt.parameter_server.trainable import check_params
-from shardopt.parameter_server.transports.hall import Hall
-from shardopt.parameter_server.transports.threads import run_threads
-from shardopt.parameter_server.watch import Watch
+from shardopt.parameter_server.simulation import check_availability
+from shardopt.parameter_server.threads import run_threads
+from shardopt.parameter_server.updates import check_params
+from shardopt.parameter_server.watch import Callbacks
+from shardopt.parameter_server.worker import Compute, Streams, key_data
 
 
 class AsyncOptimizer(NamedTuple):
@@ -111,7 +111,7 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
         check_params(who, params)
         check_count(who, "num_updates", num_updates, least=0)
         periods = check_periods(who, presence, job.num_workers)
-        watch = Watch(
+        watch = Callbacks(
             who,
             checkpoints=checkpoints,
             early_stopping=early_stopping,
@@ -130,7 +130,7 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
         if log_path is not None:
             running.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
         try:
-            hall = Hall(running, num_updates, periods, watch.wishes.wanted, watch.wishes.keep)
+            hall = Coordinator(running, num_updates, periods, watch.wishes.wanted, watch.wishes.keep)
             with show_workers(who, shown=watch.progress) as watch.show:
                 run_threads(who, hall, compute, watch)
             result = running.finish(hall.why(), **watch.metrics())
@@ -144,11 +144,10 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
 
 
 def run_on_ray(
-    job: Job, params: PyTree, batches_of: Any, key: Any, num_updates: int, periods: Any, watch: Watch, log_path: Any
+    job: Job, params: PyTree, batches_of: Any, key: Any, num_updates: int, periods: Any, watch: Callbacks, log_path: Any
 ) -> AsyncResult:
     """Run on Ray, and leave nothing running."""
-    from shardopt.parameter_server.transports.ray_cluster import cluster
-    from shardopt.parameter_server.transports.ray_run import Crew, Spec
+    from shardopt.parameter_server.ray_run import RayDriver, Spec, cluster
 
     on = job.ray
     assert on is not None
@@ -158,7 +157,7 @@ def run_on_ray(
         params = jax.device_put(params)
         found = watch.latest(job.make_server(False), params)
         watch.resumed_from = watch.saved = None if found is None else int(found.state.step)
-        crew = Crew(ray, spec, params, batches_of, key, num_updates, watch)
+        crew = RayDriver(ray, spec, params, batches_of, key, num_updates, watch)
         log = None
         try:
             with show_workers(job.who, shown=watch.progress) as watch.show:
@@ -179,9 +178,9 @@ def make_replay(job: Job) -> Callable[..., PyTree]:
         """Do a run of this optimizer again, bit for bit; see `parameter_server.replay`."""
         if not isinstance(log, Log):
             what = f"log must be a parameter_server.Log, got {type(log).__name__}."
-            raise TypeError(complaint("replay", what, fix="pass result.log, or parameter_server.Log.load(path)."))
+            raise TypeError(format_error("replay", what, fix="pass result.log, or parameter_server.Log.load(path)."))
         if log.header.get("initial") is None:
-            raise ValueError(complaint("replay", "this is the log of a simulation of time only."))
+            raise ValueError(format_error("replay", "this is the log of a simulation of time only."))
         key = np.asarray(log.header["rng"], np.uint32)
         return replay_events(log, job.make_server(False), job.make_compute(batches_of, key), params)
 
@@ -200,11 +199,11 @@ def check_periods(who: str, presence: Any, num_workers: int) -> dict[int, Sequen
         return dict.fromkeys(range(num_workers), always)
     if not isinstance(presence, Mapping):
         what = f"presence must be a dict {{worker: [(from, to), ...]}}, got {type(presence).__name__}."
-        raise TypeError(complaint(who, what))
+        raise TypeError(format_error(who, what))
     if unknown := [worker for worker in presence if not is_integer(worker) or not 0 <= worker < num_workers]:
-        raise ValueError(complaint(who, f"presence names workers that are not there: {unknown}."))
+        raise ValueError(format_error(who, f"presence names workers that are not there: {unknown}."))
     for worker, periods in presence.items():
-        check_presence(who, f"worker {worker}", periods)
+        check_availability(who, f"worker {worker}", periods)
     return {worker: presence.get(worker, always) for worker in range(num_workers)}
 
 
@@ -217,10 +216,10 @@ def check_backend(who: str, backend: Any, address: Any, max_restarts: Any) -> No
     """
     if backend not in ("threads", "ray"):
         what = f"backend must be 'threads' or 'ray', got {backend!r}."
-        raise ValueError(complaint(who, what, fix='use backend="threads" for workers in this process.'))
+        raise ValueError(format_error(who, what, fix='use backend="threads" for workers in this process.'))
     if address is not None and not isinstance(address, str):
         raise TypeError(f"{who}: address must be a string or None, got {type(address).__name__}.")
     check_count(who, "max_restarts", max_restarts, least=0)
     if backend != "ray" and (address is not None or max_restarts):
         what = f"address and max_restarts are for backend='ray', got backend={backend!r}."
-        raise ValueError(complaint(who, what, fix='use backend="ray", or leave them out.'))
+        raise ValueError(format_error(who, what, fix='use backend="ray", or leave them out.'))

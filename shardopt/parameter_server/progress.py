@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardopt.parameter_server.status import Status
+from shardopt.parameter_server.views import Status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,16 +8,15 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server.compute import Compute, make_compute
 from shardopt.parameter_server.encoder import check_encoding
-from shardopt.parameter_server.log import Log
-from shardopt.parameter_server.positions import Positions
+from shardopt.parameter_server.log import Log, Positions
 from shardopt.parameter_server.rules import Rule, from_config
 from shardopt.parameter_server.server import Server, make_server
-from shardopt.parameter_server.trainable import digest
+from shardopt.parameter_server.updates import digest
+from shardopt.parameter_server.worker import Compute, make_compute
 from shardopt.reducers import Encoding, Reducer
 
 WHO = "replay"
@@ -71,14 +70,14 @@ def replay(
     """
     if not isinstance(log, Log):
         what = f"log must be a parameter_server.Log, got {type(log).__name__}."
-        raise TypeError(complaint(WHO, what, fix="pass result.log, or parameter_server.Log.load(path)."))
+        raise TypeError(format_error(WHO, what, fix="pass result.log, or parameter_server.Log.load(path)."))
     header = log.header
     if header.get("initial") is None:
         fix = "give simulate an optimizer, a loss, parameters and data."
-        raise ValueError(complaint(WHO, "this is the log of a simulation of time only.", fix=fix))
+        raise ValueError(format_error(WHO, "this is the log of a simulation of time only.", fix=fix))
     if "local_steps" in header:
         fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
-        raise ValueError(complaint(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
+        raise ValueError(format_error(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
     code = _code(header.get("reducer"), reducer)
     meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
     key = np.asarray(header["rng"], np.uint32)
@@ -107,7 +106,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     if digest(state.params) != header["initial"]:
         what = "the parameters are not those that the run began with."
         raise ValueError(
-            complaint(WHO, what, fix="pass the same values in the same dtypes, or make them the same way.")
+            format_error(WHO, what, fix="pass the same values in the same dtypes, or make them the same way.")
         )
 
     positions = Positions()
@@ -130,12 +129,12 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
         if event != recorded.without_times():
             what = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
             raise ValueError(
-                complaint(WHO, what, fix="the log is damaged, or its data or loss is not that of the run.")
+                format_error(WHO, what, fix="the log is damaged, or its data or loss is not that of the run.")
             )
     if header["final"] is not None and digest(state.params) != header["final"]:
         what = "the parameters at the end are not those of the run, although they were the same at the start."
         fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
-        raise ValueError(complaint(WHO, what, fix=fix))
+        raise ValueError(format_error(WHO, what, fix=fix))
     return state.params
 
 
@@ -144,7 +143,7 @@ def _code(recorded: str | None, given: Reducer | None) -> Encoding | None:
     name = None if code is None else code.name
     if name != recorded:
         what = f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
-        raise ValueError(complaint(WHO, what, fix="pass the reducer of the run."))
+        raise ValueError(format_error(WHO, what, fix="pass the reducer of the run."))
     return code
 
 
@@ -156,7 +155,7 @@ def _next(compute: Compute, worker: int, clock: int) -> Any:
     batch = compute.next_batch(worker)
     if batch is None:
         what = f"batches_of({worker}) ended before step {clock} of worker {worker}."
-        raise ValueError(complaint(WHO, what, fix="pass the data of the run."))
+        raise ValueError(format_error(WHO, what, fix="pass the data of the run."))
     return batch
 
 
@@ -167,5 +166,5 @@ def _rule(recorded: dict[str, Any], given: Rule | None) -> Rule:
     if given is None or (given.name, _as_json(given.config)) != (recorded["name"], _as_json(recorded["config"])):
         got = "none" if given is None else f"{given.name} {dict(given.config)}"
         what = f"the run had the rule {recorded['name']} {recorded['config']}, got {got}."
-        raise ValueError(complaint(WHO, what, fix="pass the rule of the run."))
+        raise ValueError(format_error(WHO, what, fix="pass the rule of the run."))
     return given

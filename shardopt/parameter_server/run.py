@@ -7,14 +7,11 @@ import jax
 import numpy as np
 
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.events import Event
-from shardopt.parameter_server.log import Log
-from shardopt.parameter_server.positions import Positions
+from shardopt.parameter_server.log import Event, Log, Positions
 from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.state import ServerState
-from shardopt.parameter_server.status import Status, Tally
-from shardopt.parameter_server.summary import summarize
-from shardopt.parameter_server.trainable import digest
+from shardopt.parameter_server.updates import digest
+from shardopt.parameter_server.views import Status, WorkerStats, summarize
 
 _UNDER_WAY = 128
 """More updates than are ever on their way through the device at once."""
@@ -62,7 +59,7 @@ class Run:
                 "final": None,
             }
         )
-        self.positions, self.tally = Positions(), Tally()
+        self.positions, self.tally = Positions(), WorkerStats()
         self.push_bytes = 0
         self.unsent: dict[int, Any] = {}  # what the error memory of each worker holds
         self.lost_memory: dict[int, list[float]] = {}
@@ -77,7 +74,7 @@ class Run:
         began, clock = log[len(log) - 1].time if len(log) else 0.0, self.now
         start = clock()
         self.now = lambda: began + clock() - start
-        self.state, self.log, self.positions, self.tally = state, log, Positions(log), Tally(log)
+        self.state, self.log, self.positions, self.tally = state, log, Positions(log), WorkerStats(log)
         self._history, self._recent = list(history), []
 
     def join(self, worker: int) -> Event:

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core.errors import CheckpointError, complaint
+from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.types import PyTree, TrainState
-from shardopt.parameter_server.clock import make_clock
+from shardopt.parameter_server.clock import PersistentMap, make_clock
 from shardopt.parameter_server.log import Log
-from shardopt.parameter_server.mappings import PersistentMap
 from shardopt.parameter_server.run import Run
 from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.state import ServerState
@@ -93,7 +92,7 @@ def load_snapshot(who: str, checkpoints: Any, server: Server, params: PyTree, st
     found, extra = checkpoints.restore(SimpleNamespace(abstract_state=lambda *_: target), step=step)
     if "server" not in extra:
         what = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."
-        raise CheckpointError(complaint(who, what, fix="choose another folder."))
+        raise CheckpointError(format_error(who, what, fix="choose another folder."))
     return Snapshot(found, extra["server"])
 
 
@@ -109,7 +108,7 @@ def _check_header(who: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -
     others += [f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b]
     if others:
         what = "the checkpoint is of a run with other settings."
-        raise ValueError(complaint(who, what, others, "use the same settings, or another folder."))
+        raise ValueError(format_error(who, what, others, "use the same settings, or another folder."))
 
 
 def _devices(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core.errors import complaint
-from shardopt.core.types import PyTree
-from shardopt.partition.paths import leaves_with_paths
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree, leaves_with_paths
 
 _LEAST = 8
 """Rows in the smallest program; sizes are powers of two, so that few programs are compiled."""
@@ -65,7 +64,7 @@ def check_matches(who: str, sparse: Sequence[str], part: PyTree) -> None:
     idle = [p for p in sparse if not any(re.search(p, path) and leaf.ndim >= 1 for path, leaf in leaves)]
     if idle:
         fix = f"the trained leaves are {', '.join(path for path, _ in leaves[:8])}."
-        raise ValueError(complaint(who, "sparse has patterns that match no trained leaf with rows.", idle, fix))
+        raise ValueError(format_error(who, "sparse has patterns that match no trained leaf with rows.", idle, fix))
 
 
 def shrink(grads: PyTree, sparse: Sequence[str]) -> PyTree:
@@ -159,7 +158,7 @@ def _check_state(tx: optax.GradientTransformation, params: PyTree, opt_state: An
     """
     fix = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
     if jax.tree.leaves(rule_state):
-        raise ValueError(complaint("parameter_server", "a rule with a state cannot take sparse pushes.", fix=fix))
+        raise ValueError(format_error("parameter_server", "a rule with a state cannot take sparse pushes.", fix=fix))
     bad: list[str] = []
 
     def check(leaf, param, rows):
@@ -170,7 +169,7 @@ def _check_state(tx: optax.GradientTransformation, params: PyTree, opt_state: An
     optax.tree_utils.tree_map_params(tx, check, opt_state, params, where)
     if bad:
         what = "the optimizer keeps state that has no row for each row of a sparse leaf."
-        raise ValueError(complaint("parameter_server", what, bad, fix))
+        raise ValueError(format_error("parameter_server", what, bad, fix))
 
 
 def _get(whole: Any, rows: Any) -> Any:

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.clock import Clock
-from shardopt.parameter_server.mappings import PersistentMap
+from shardopt.parameter_server.clock import Clock, PersistentMap
 
 
 class Pulled(NamedTuple):

@@ -1,5 +1,6 @@
 """What a worker pushes, and what the server checks before it takes it."""
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -7,11 +8,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core.errors import complaint, plural
-from shardopt.core.types import PyTree, Weighted, wide_dtype
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree, TrainState, Weighted, abstract, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.parameter_server.sparse import is_rows, values_of
-from shardopt.parameter_server.trainable import trained
-from shardopt.partition.paths import leaves_with_paths
+
+# Which parameter leaves are trained: the floating ones. The rest stay as they are.
+
+
+def trained(params: PyTree) -> PyTree:
+    """Return the parameters with None in place of the leaves that are not trained."""
+    return jax.tree.map(lambda leaf: leaf if _is_trained(leaf) else None, params)
+
+
+def merge(params: PyTree, new: PyTree) -> PyTree:
+    """Return the parameters with their trained leaves replaced by those of `new`."""
+    values = iter(jax.tree.leaves(new))
+    return jax.tree.map(lambda leaf: next(values) if _is_trained(leaf) else leaf, params)
+
+
+def check_params(who: str, params: Any) -> None:
+    """Refuse what is no pytree of arrays with something to train in it.
+
+    Raises:
+      TypeError: if it is a train state, or a leaf is not an array or a number.
+      ValueError: if no leaf is floating.
+    """
+    if isinstance(params, TrainState):
+        raise TypeError(format_error(who, "parameters were expected, got a TrainState.", fix="pass its .params."))
+    leaves = leaves_with_paths(params)
+    strange = [
+        f"{path}: {type(leaf).__name__}"
+        for path, leaf in leaves
+        if not (is_array_like(leaf) or isinstance(leaf, int | float)) or isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if strange:
+        raise TypeError(
+            format_error(who, "parameters must be a pytree of arrays.", strange, "pass arrays with values.")
+        )
+    if not any(_is_trained(leaf) for leaf in jax.tree.leaves(abstract(params))):
+        what = f"nothing is trainable among {plural(len(leaves), 'parameter leaf')}."
+        raise ValueError(format_error(who, what, fix="pass floating leaves."))
+
+
+def digest(params: PyTree) -> str:
+    """Return a checksum of names, shapes, dtypes and bits, which tells two sets of parameters apart."""
+    total = 0
+    for path, leaf in leaves_with_paths(params):
+        if is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            leaf = jax.random.key_data(leaf)
+        value = np.ascontiguousarray(jax.device_get(leaf))
+        total = zlib.crc32(f"{path}:{value.dtype}{list(np.shape(leaf))}".encode(), total)
+        total = zlib.crc32(value.view(np.uint8).data if value.ndim else value.tobytes(), total)
+    return f"{total:08x}"
+
+
+def _is_trained(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
 
 WHO = "parameter_server"
 NO_WEIGHT = "loss: its weight is 0"
@@ -118,11 +171,11 @@ def check_update(update: Any, params: PyTree, worker: int, message: PyTree = Non
     """
     if not isinstance(update, Update):
         what = f"worker {worker} must push an Update, got {type(update).__name__}."
-        raise TypeError(complaint(WHO, what, fix="make one with parameter_server.make_update(grads)."))
+        raise TypeError(format_error(WHO, what, fix="make one with parameter_server.make_update(grads)."))
     if message is not None:
         if jax.tree.map(_kind, update.grads) != jax.tree.map(_kind, message) or update.sound is None:
             what = f"the push of worker {worker} is not encoded as the server reads it."
-            raise ValueError(complaint(WHO, what, fix="push what the encoder of the same reducer writes."))
+            raise ValueError(format_error(WHO, what, fix="push what the encoder of the same reducer writes."))
         return
     wanted = trained(params)
     if any(is_rows(leaf) for leaf in jax.tree.leaves(update.grads, is_leaf=is_rows)):
@@ -132,7 +185,7 @@ def check_update(update: Any, params: PyTree, worker: int, message: PyTree = Non
         offenders = [f"{path}: pushed, but not a trained parameter" for path in sorted(have - want)]
         offenders += [f"{path}: missing" for path in sorted(want - have)]
         what = f"the push of worker {worker} has another structure than the trained parameters."
-        raise ValueError(complaint(WHO, what, offenders, "push the gradient of the parameters that were pulled."))
+        raise ValueError(format_error(WHO, what, offenders, "push the gradient of the parameters that were pulled."))
     pairs = zip(leaves_with_paths(update.grads), jax.tree.leaves(wanted), strict=True)
     bad = [
         f"{path}: {_kind(grad)}, the parameter is {_kind(leaf)}"
@@ -141,7 +194,7 @@ def check_update(update: Any, params: PyTree, worker: int, message: PyTree = Non
     ]
     if bad:
         what = f"{plural(len(bad), 'leaf')} of the push of worker {worker} do{'es' if len(bad) == 1 else ''} not fit."
-        raise ValueError(complaint(WHO, what, bad, "push gradients of the parameters' own shapes and dtypes."))
+        raise ValueError(format_error(WHO, what, bad, "push gradients of the parameters' own shapes and dtypes."))
 
 
 def _as_whole(grads: PyTree, wanted: PyTree, worker: int) -> PyTree:
@@ -157,7 +210,7 @@ def _as_whole(grads: PyTree, wanted: PyTree, worker: int) -> PyTree:
         if not good or (indices.size and not (indices.min() >= 0 and indices.max() < size)):
             what = f"the sparse push of worker {worker} does not fit."
             has = f"{path}: indices {_kind(indices)}, values {_kind(leaf.values)}, the parameter has {size} rows"
-            raise ValueError(complaint(WHO, what, [has], "push an index from 0 to rows - 1 for each row of values."))
+            raise ValueError(format_error(WHO, what, [has], "push an index from 0 to rows - 1 for each row of values."))
         leaves[number] = jax.ShapeDtypeStruct((size, *leaf.values.shape[1:]), leaf.values.dtype)
     return treedef.unflatten(leaves)
 

@@ -9,11 +9,11 @@ import numpy as np
 from shardopt.core import early_stopping as stopping
 from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
+from shardopt.parameter_server.coordinator import Milestone
 from shardopt.parameter_server.run import Run
 from shardopt.parameter_server.saving import Snapshot, load_snapshot, restore_run, snapshot
-from shardopt.parameter_server.transports.hall import Milestone
 
 _LOOK = 0.25
 """Seconds between two looks of a person."""
@@ -42,7 +42,7 @@ class Wishes:
         return snapshot(run) if self.saves(run.state.version) else None
 
 
-class Watch:
+class Callbacks:
     """What is done with milestones.
 
     Args:
@@ -99,7 +99,7 @@ class Watch:
         if not checkpoints.resume:
             what = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
             fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
-            raise ValueError(complaint(self.who, what, fix=fix))
+            raise ValueError(format_error(self.who, what, fix=fix))
         found = load_snapshot(self.who, checkpoints, server, params, step)
         saved = found.about.get("early_stopping")
         if self.rule is not None and saved is not None:
@@ -157,7 +157,7 @@ class Watch:
             found = self.evaluate(params)
             if not isinstance(found, Mapping):
                 what = f"evaluate must return a dict of metrics, got {type(found).__name__}."
-                raise TypeError(complaint(self.who, what, fix='return {"val_loss": loss}.'))
+                raise TypeError(format_error(self.who, what, fix='return {"val_loss": loss}.'))
             metrics |= {name: float(value) for name, value in found.items()}
         stopping.check_metric(self.rule, metrics, self.who)
         self.state = stopping.update(self.rule, self.state, version, metrics)
@@ -168,10 +168,10 @@ class Watch:
 def _check(who: str, checkpoints: Any, rule: Any, evaluate: Any, evaluate_every: Any) -> None:
     if checkpoints is not None and not all(hasattr(checkpoints, name) for name in ("every", "save", "restore", "wait")):
         what = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
-        raise TypeError(complaint(who, what, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
+        raise TypeError(format_error(who, what, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
     if rule is not None and not isinstance(rule, EarlyStopping):
         what = f"early_stopping must be a shardopt.EarlyStopping, got {type(rule).__name__}."
-        raise TypeError(complaint(who, what, fix='pass so.EarlyStopping("loss", patience=5).'))
+        raise TypeError(format_error(who, what, fix='pass so.EarlyStopping("loss", patience=5).'))
     if evaluate is not None and not callable(evaluate):
         raise TypeError(f"{who}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
     check_count(who, "evaluate_every", evaluate_every, least=1)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count, is_integer
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.mesh import data_axes, make_mesh
 
 Workers = int | Sequence[Any]
@@ -30,9 +30,9 @@ def worker_meshes(who: str, workers: Any) -> list[Mesh]:
     fix = "pass how many, or for each worker a device, a list of devices or a mesh."
     if isinstance(workers, str | bytes | Mesh) or not isinstance(workers, Sequence | np.ndarray):
         what = f"workers must be an integer or a sequence, got {type(workers).__name__}."
-        raise TypeError(complaint(who, what, fix=fix))
+        raise TypeError(format_error(who, what, fix=fix))
     if not len(workers):
-        raise ValueError(complaint(who, "workers must be at least 1, got none.", fix=fix))
+        raise ValueError(format_error(who, "workers must be at least 1, got none.", fix=fix))
     meshes = [_mesh(who, number, worker, fix) for number, worker in enumerate(workers)]
     check_shared(who, meshes)
     return meshes
@@ -55,7 +55,7 @@ def check_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> None
     ]
     if shared:
         what = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for itself."
-        raise ValueError(complaint(who, what, shared, f"give each its own, or one device to several {noun}s."))
+        raise ValueError(format_error(who, what, shared, f"give each its own, or one device to several {noun}s."))
 
 
 def _mesh(who: str, number: int, worker: Any, fix: str) -> Mesh:
@@ -65,14 +65,16 @@ def _mesh(who: str, number: int, worker: Any, fix: str) -> Mesh:
         devices = list(worker) if isinstance(worker, Sequence | np.ndarray) else [worker]
         if not devices or not all(isinstance(device, jax.Device) for device in devices):
             what = f"worker {number} must be a device, a sequence of devices or a mesh, got {worker!r}."
-            raise TypeError(complaint(who, what, fix=fix))
+            raise TypeError(format_error(who, what, fix=fix))
         return make_mesh(data=len(devices), devices=devices)
     idle = [
         f"{axis} (size {size})" for axis, size in worker.shape.items() if size > 1 and axis not in data_axes(worker)
     ]
     if idle:
         what = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(idle)}."
-        raise ValueError(complaint(who, what, fix="an async_sgd worker splits its batch: use so.make_mesh(data=...)."))
+        raise ValueError(
+            format_error(who, what, fix="an async_sgd worker splits its batch: use so.make_mesh(data=...).")
+        )
     return worker
 
 
@@ -88,9 +90,9 @@ def process_meshes(who: str, workers: Any) -> tuple[list[int], list[Mesh]]:
         check_count(who, "workers", workers, least=1)
     if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence) or not all(is_integer(one) for one in sizes):
         what = f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
-        raise TypeError(complaint(who, what, fix="pass workers=4, or workers=[2, 2] for two devices each."))
+        raise TypeError(format_error(who, what, fix="pass workers=4, or workers=[2, 2] for two devices each."))
     if not sizes:
-        raise ValueError(complaint(who, "workers must be at least 1, got none.", fix="pass workers=4."))
+        raise ValueError(format_error(who, "workers must be at least 1, got none.", fix="pass workers=4."))
     for number, size in enumerate(sizes):
         check_count(who, f"workers[{number}]", size, least=1)
     devices = jax.local_devices()

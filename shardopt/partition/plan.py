@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.core.block_model import BLOCKS
-from shardopt.core.errors import complaint, plural
-from shardopt.partition.paths import leaves_with_paths
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import leaves_with_paths
 from shardopt.partition.rules import match_rules
 
 
@@ -101,7 +101,7 @@ def plan_leaves(
     paths = [path for path, _ in leaves]
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
         what = f"{plural(len(twice), 'key path')} written alike belong to several leaves."
-        raise ValueError(complaint(who, what, twice, "rename a key; '/' in a key reads as nesting."))
+        raise ValueError(format_error(who, what, twice, "rename a key; '/' in a key reads as nesting."))
     specs = match_rules(rules, list(zip(paths, shapes, strict=True)), who=who)
     _check_tensor(who, paths, shapes, specs, mesh.shape.get("tensor", 1))
     plans = []
@@ -153,8 +153,47 @@ def _check_tensor(who: str, paths: list[str], shapes: list[Any], specs: list[Par
                     uneven.append(f"{path}: shape {shape}; dim {dim} is {shape[dim]}, remainder {shape[dim] % size}")
     if uneven:
         what = f"{plural(len(uneven), 'parameter leaf')} cannot be split over mesh axis 'tensor' (size {size})."
-        raise ValueError(complaint(who, what, uneven, "pad the dim, change the rule, or choose another tensor size."))
+        raise ValueError(
+            format_error(who, what, uneven, "pad the dim, change the rule, or choose another tensor size.")
+        )
     if size > 1 and not used:
         what = f"mesh axis 'tensor' (size {size}) is above 1, but nothing is split over it."
         fix = "give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with tensor=1."
-        raise ValueError(complaint(who, what, fix=fix))
+        raise ValueError(format_error(who, what, fix=fix))
+
+
+# Where optimizer state lives, for any optax transformation: by likeness to the parameters.
+
+
+def state_specs(
+    abstract_state: Any, plans: Sequence[tuple[Any, LeafPlan]], *, split: bool, data_size: int, min_shard_elements: int
+) -> Any:
+    """Give every leaf of an optimizer state its `PartitionSpec`.
+
+    A leaf whose key path ends in that of a parameter of the same shape (a moment) lives as the parameter would.
+    Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is a leaf of its own: split over
+    data on the largest dim that it divides. The update runs in the global view, so this choice never changes
+    the numbers, only the bytes.
+
+    Args:
+      abstract_state: the state, of which only shapes are read.
+      plans: the trainable parameters' key paths (as jax gives them) and plans.
+      split: whether the placement splits optimizer state over data.
+      data_size: size of the data axis.
+      min_shard_elements: leaves with fewer elements stay whole.
+
+    Returns:
+      A tree like the state, of `PartitionSpec`.
+    """
+    by_path = {tuple(path): plan for path, plan in plans}
+
+    def place(path, leaf):
+        for start in range(len(path) + 1):  # the longest ending first
+            plan = by_path.get(tuple(path[start:]))
+            if plan is not None and plan.shape == leaf.shape:
+                return plan.spec(split=split)
+        free = PartitionSpec(*[None] * len(leaf.shape))
+        dim, _ = data_dim(leaf.shape, free, data_size, min_shard_elements) if split else (None, "")
+        return PartitionSpec(*("data" if one == dim else None for one in range(len(leaf.shape))))
+
+    return jax.tree_util.tree_map_with_path(place, abstract_state)

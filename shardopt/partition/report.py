@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardopt.partition.paths import leaves_with_paths
+from shardopt.core.types import leaves_with_paths
 from shardopt.partition.plan import LeafPlan, data_dim
 
 

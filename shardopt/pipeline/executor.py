@@ -9,17 +9,151 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.core.types import PyTree
-from shardopt.pipeline import chunk as chunks
-from shardopt.pipeline import messages, rings, tick
+from shardopt.pipeline import messages, rings
 from shardopt.pipeline.messages import PIPELINE
 from shardopt.pipeline.rings import Arrays
-from shardopt.pipeline.run import Carry, Parts, Sums, lay_out, prepare, start
+from shardopt.pipeline.run import (
+    Carry,
+    Place,
+    Run,
+    StageFns,
+    Sums,
+    chunk_backward,
+    chunk_backward_deferring,
+    chunk_forward,
+    chunk_forward_keeping,
+    chunk_weight,
+    lay_out,
+    prepare,
+    start,
+)
 from shardopt.pipeline.schedule import Schedule
+
+# One tick of a stage: forward, backward, weight, each run or skipped as its row of the table says.
+
+
+Row = dict[str, Any]
+
+
+def tick_forward(run: Run, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
+    """Run the forward pass of this tick; what it made, for the next stage."""
+    parts = run.stage.parts
+
+    def work(activations, outputs):
+        m, slot = row["forward_micro_batch"], row["forward_slot"]
+        x = messages.choose(
+            row["forward_source"], lambda: parts.embed(m), carry.arrived, carry.inputs, row["forward_waited"]
+        )
+        chunk = run.stage.chunk(row["forward_chunk"], m)
+        if run.remat:
+            # The backward pass of the last chunk runs it anyway.
+            y = jax.lax.cond(row["forward_is_last"], lambda: x, lambda: chunk_forward(chunk, parts.block, x))
+            return y, rings.write_slot(activations, slot, x), outputs
+        y, activations = chunk_forward_keeping(chunk, run.passes, x, _place(activations, slot))
+        if outputs:
+            outputs = jax.lax.cond(row["forward_is_last"], rings.write_slot, lambda ring, *_: ring, outputs, slot, y)
+        return y, activations, outputs
+
+    def idle(activations, outputs):
+        return rings.blank_ring(run.stage.x, run.idle), activations, outputs
+
+    busy = row["forward_micro_batch"] >= 0
+    y, activations, outputs = jax.lax.cond(busy, work, idle, carry.activations, carry.outputs)
+    return y, carry._replace(activations=activations, outputs=outputs)
+
+
+def tick_backward(run: Run, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry]:
+    """Run the backward pass of this tick; the gradient that it made, for the stage before."""
+    parts, splits = run.stage.parts, run.stage.schedule.ticks.weight is not None
+
+    def work(deferred, sums):
+        m, slot = row["backward_micro_batch"], row["backward_slot"]
+        chunk = run.stage.chunk(row["backward_chunk"], m)
+        if run.remat:
+            kept = _place_again(run, deferred, row)
+            last, again = chunk_forward_keeping(chunk, run.passes, rings.read_slot(carry.activations, slot), kept)
+            kept = kept._replace(rings=again)
+        else:
+            kept = _place(carry.activations, slot)
+            last = rings.read_slot(carry.outputs, slot) if carry.outputs else y
+
+        def at_loss(sums):
+            dy, grads, totals = parts.loss_grads(m, last)
+            stacked = rings.write_tree(sums.parts, m, totals)
+            return dy, sums._replace(outer=_add(sums.outer, grads), parts=stacked)
+
+        def from_next(sums):
+            return messages.choose(
+                row["backward_source"], None, carry.returned, carry.cotangents, row["backward_waited"]
+            ), sums
+
+        if carry.returned or carry.cotangents:
+            dy, sums = jax.lax.cond(row["backward_is_last"], at_loss, from_next, sums)
+        else:
+            dy, sums = at_loss(sums)
+        if splits:
+            left = _place(deferred[: len(run.passes.deferred)], row["backward_deferred"])
+            dx, made = chunk_backward_deferring(chunk, run.passes, kept, dy, left)
+            deferred = [*made, *(kept.rings[i] for i in run.keeps_for_weight)]
+        else:
+            dx, blocks = chunk_backward(chunk, run.passes, kept, dy, sums.blocks, parts.reduce)
+            sums = sums._replace(blocks=blocks)
+        outer = jax.lax.cond(
+            row["backward_is_first"],
+            lambda outer: _add(outer, parts.embed_grads(m, dx)),
+            lambda outer: outer,
+            sums.outer,
+        )
+        return dx, deferred, sums._replace(outer=outer)
+
+    def idle(deferred, sums):
+        return rings.blank_ring(run.dx, run.idle), deferred, sums
+
+    busy = row["backward_micro_batch"] >= 0
+    dx, deferred, sums = jax.lax.cond(busy, work, idle, carry.deferred, carry.sums)
+    return dx, carry._replace(deferred=deferred, sums=sums)
+
+
+def tick_weight(run: Run, carry: Carry, row: Row) -> Carry:
+    """Run the weight pass of this tick, where the schedule splits it off."""
+    if run.stage.schedule.ticks.weight is None:
+        return carry
+
+    def work(blocks):
+        chunk = run.stage.chunk(row["weight_chunk"], row["weight_micro_batch"])
+        num, slot = len(run.passes.deferred), row["weight_deferred"]
+        left = _place(carry.deferred[:num], slot)
+        if run.remat:
+            kept = _place(carry.deferred[num:], slot)
+        else:
+            kept = _place([carry.activations[i] for i in run.passes.weight_keeps], row["weight_slot"])
+        return chunk_weight(chunk, run.passes, kept, left, blocks, run.stage.parts.reduce)
+
+    busy = row["weight_micro_batch"] >= 0
+    blocks = jax.lax.cond(busy, work, lambda blocks: blocks, carry.sums.blocks)
+    return carry._replace(sums=carry.sums._replace(blocks=blocks))
+
+
+def _place(ring: Arrays, slot: Any) -> Place:
+    return Place(ring, [slot] * len(ring))
+
+
+def _place_again(run: Run, deferred: Arrays, row: Row) -> Place:
+    """Return where a forward run again keeps things: what the weight pass reads among `deferred`, the rest for this tick."""
+    again: Arrays = rings.make_ring(run.passes.kept, run.stage.num_blocks, 0.0)
+    slots: list[Any] = [0] * len(again)
+    for at, i in enumerate(run.keeps_for_weight, len(run.passes.deferred)):
+        again[i], slots[i] = deferred[at], row["backward_deferred"]
+    return Place(again, slots)
+
+
+def _add(sums: Arrays, grads: Arrays) -> Arrays:
+    return [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]
 
 
 def execute(
     schedule: Schedule,
-    parts: Parts,
+    parts: StageFns,
     weights: Arrays,
     *,
     remat: bool,
@@ -43,14 +177,14 @@ def execute(
     """
     run = prepare(schedule, parts, weights, remat=remat, idle=idle)
 
-    def one(carry: Carry, row: tick.Row) -> tuple[Carry, None]:
+    def one(carry: Carry, row: Row) -> tuple[Carry, None]:
         carry = carry._replace(
-            inputs=messages.put_down(carry.inputs, carry.arrived, row["forward_arrival"]),
-            cotangents=messages.put_down(carry.cotangents, carry.returned, row["backward_arrival"]),
+            inputs=messages.store_message(carry.inputs, carry.arrived, row["forward_arrival"]),
+            cotangents=messages.store_message(carry.cotangents, carry.returned, row["backward_arrival"]),
         )
-        y, carry = tick.forward(run, carry, row)
-        dx, carry = tick.backward(run, carry, row, y)
-        carry = tick.weight(run, carry, row)
+        y, carry = tick_forward(run, carry, row)
+        dx, carry = tick_backward(run, carry, row, y)
+        carry = tick_weight(run, carry, row)
         # Left alone, the partitioner would keep the sums whole over tensor.
         sums = carry.sums._replace(
             blocks=_constrained(carry.sums.blocks, block_specs), outer=_constrained(carry.sums.outer, outer_specs)
@@ -65,7 +199,7 @@ def execute(
     return carry.sums
 
 
-def forward_only(schedule: Schedule, parts: Parts, weights: Arrays) -> PyTree:
+def forward_only(schedule: Schedule, parts: StageFns, weights: Arrays) -> PyTree:
     """Run the forward passes alone, on their ticks; what `loss` returned, [M, ...], zeros but on the last stage.
 
     It can be differentiated, at the price of keeping one input a tick and running each forward again.
@@ -77,21 +211,21 @@ def forward_only(schedule: Schedule, parts: Parts, weights: Arrays) -> PyTree:
     @jax.checkpoint
     def one(carry, row):
         inputs, arrived, totals = carry
-        inputs = messages.put_down(inputs, arrived, row["forward_arrival"])
+        inputs = messages.store_message(inputs, arrived, row["forward_arrival"])
         m = row["forward_micro_batch"]
 
         def work(totals):
             x = messages.choose(row["forward_source"], lambda: parts.embed(m), arrived, inputs, row["forward_waited"])
-            y = chunks.forward(stage.chunk(row["forward_chunk"], m), parts.block, x)
+            y = chunk_forward(stage.chunk(row["forward_chunk"], m), parts.block, x)
             return y, jax.lax.cond(
-                row["forward_is_last"], lambda: rings.put_tree(totals, m, parts.loss(m, y)), lambda: totals
+                row["forward_is_last"], lambda: rings.write_tree(totals, m, parts.loss(m, y)), lambda: totals
             )
 
-        y, totals = jax.lax.cond(m >= 0, work, lambda totals: (rings.blank(stage.x, 0.0), totals), totals)
+        y, totals = jax.lax.cond(m >= 0, work, lambda totals: (rings.blank_ring(stage.x, 0.0), totals), totals)
         return (inputs, messages.send(schedule, "forward", y), totals), None
 
-    inputs = rings.make(stage.x, schedule.num_input_slots, 0.0)
-    arrived = [rings.blank(stage.x, 0.0) for _ in schedule.forward_shifts]
+    inputs = rings.make_ring(stage.x, schedule.num_input_slots, 0.0)
+    arrived = [rings.blank_ring(stage.x, 0.0) for _ in schedule.forward_shifts]
     num_ticks = 1 + int(schedule.ticks.passes["forward"].max())
     rows = {name: column[:num_ticks] for name, column in _rows(schedule).items() if name.startswith("forward")}
     return jax.lax.scan(one, (inputs, arrived, totals), rows)[0][2]

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardopt.pipeline.schedule import pass_costs, tick_costs
 from shardopt.pipeline.ticks import Ticks
-from shardopt.pipeline.timing import pass_costs, tick_costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

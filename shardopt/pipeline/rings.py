@@ -9,36 +9,38 @@ import jax.numpy as jnp
 Arrays = list[Any]
 
 
-def make(shapes: Sequence[Any], num_slots: int, fill: float) -> Arrays:
+def make_ring(shapes: Sequence[Any], num_slots: int, fill: float) -> Arrays:
     """Return a ring for arrays of these shapes; a ring of no slots is no arrays."""
-    return [full((num_slots, *one.shape), one.dtype, fill) for one in shapes] if num_slots else []
+    return [full_ring((num_slots, *one.shape), one.dtype, fill) for one in shapes] if num_slots else []
 
 
-def full(shape: tuple[int, ...], dtype: Any, fill: float) -> Any:
+def full_ring(shape: tuple[int, ...], dtype: Any, fill: float) -> Any:
     """Return an array of `fill`, or of zeros where the dtype is not floating."""
     return jnp.full(shape, fill if jnp.issubdtype(dtype, jnp.inexact) else 0, dtype)
 
 
-def put(ring: Arrays, slot: Any, values: Sequence[Any]) -> Arrays:
+def write_slot(ring: Arrays, slot: Any, values: Sequence[Any]) -> Arrays:
     """Return the ring with `values` in a slot."""
     return [jax.lax.dynamic_update_index_in_dim(r, x, slot, 0) for r, x in zip(ring, values, strict=True)]
 
 
-def put_tree(stacked: Any, slot: Any, values: Any) -> Any:
+def write_tree(stacked: Any, slot: Any, values: Any) -> Any:
     """Return a pytree of stacked arrays with a pytree of values in a slot."""
     return jax.tree.map(lambda r, x: jax.lax.dynamic_update_index_in_dim(r, x, slot, 0), stacked, values)
 
 
-def take(ring: Arrays, slot: Any) -> Arrays:
+def read_slot(ring: Arrays, slot: Any) -> Arrays:
     """Return what lies in a slot."""
     return [jax.lax.dynamic_index_in_dim(r, slot, 0, keepdims=False) for r in ring]
 
 
-def add(ring: Arrays, slot: Any, values: Sequence[Any]) -> Arrays:
+def add_to_slot(ring: Arrays, slot: Any, values: Sequence[Any]) -> Arrays:
     """Return the ring with `values` added to a slot, in the dtype of the ring."""
-    return put(ring, slot, [old + new.astype(old.dtype) for old, new in zip(take(ring, slot), values, strict=True)])
+    return write_slot(
+        ring, slot, [old + new.astype(old.dtype) for old, new in zip(read_slot(ring, slot), values, strict=True)]
+    )
 
 
-def blank(shapes: Sequence[Any], fill: float) -> Arrays:
+def blank_ring(shapes: Sequence[Any], fill: float) -> Arrays:
     """Return arrays of these shapes, filled."""
-    return [full(one.shape, one.dtype, fill) for one in shapes]
+    return [full_ring(one.shape, one.dtype, fill) for one in shapes]

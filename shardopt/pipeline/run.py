@@ -8,14 +8,112 @@ import jax.numpy as jnp
 
 from shardopt.core.types import PyTree, wide_dtype
 from shardopt.pipeline import rings
-from shardopt.pipeline.chunk import Chunk
 from shardopt.pipeline.messages import PIPELINE
-from shardopt.pipeline.passes import Passes, rematerialised, take_apart
 from shardopt.pipeline.rings import Arrays
 from shardopt.pipeline.schedule import Schedule
+from shardopt.remat.split_backward import Passes, rematerialised, split_backward
+
+# A chunk, the blocks that a stage runs one after another, forwards and backwards, with what it keeps in rings.
 
 
-class Parts(NamedTuple):
+Reduce = Callable[[Arrays], Arrays]
+"""What a block's weight gradient goes through before it is added up."""
+
+
+class Chunk(NamedTuple):
+    """The blocks of one chunk of one micro-batch, for the tick at hand.
+
+    Attributes:
+      num_blocks: k, how many there are in a chunk.
+      first: where the first of them lies in this stage's weights and gradients, [chunks * k, ...].
+      given: `given(j)`: the weights and other arguments of block j of the chunk.
+    """
+
+    num_blocks: int
+    first: Any
+    given: Callable[[Any], Arrays]
+
+
+class Place(NamedTuple):
+    """Where a chunk keeps what its blocks leave for later: of each ring, one slot of k places.
+
+    Attributes:
+      rings: arrays [slots * k, ...].
+      slots: which slot, of each.
+    """
+
+    rings: Arrays
+    slots: Sequence[Any]
+
+
+def chunk_forward(chunk: Chunk, block: Callable[[Arrays, Arrays], Arrays], x: Arrays) -> Arrays:
+    """Run the blocks, keeping nothing."""
+    return _over_blocks(chunk, x, lambda j, x: block(chunk.given(j), x))
+
+
+def chunk_forward_keeping(chunk: Chunk, passes: Passes, x: Arrays, kept: Place) -> tuple[Arrays, Arrays]:
+    """Run the blocks, and put down what the backward pass needs of each; return the output and the rings."""
+
+    def one(j, carry):
+        x, ring = carry
+        y, left = passes.forward(chunk.given(j), x)
+        return y, _put_chunk(chunk, kept._replace(rings=ring), j, left)
+
+    return _over_blocks(chunk, (x, kept.rings), one)
+
+
+def chunk_backward(
+    chunk: Chunk, passes: Passes, kept: Place, dy: Arrays, grads: Arrays, reduce: Reduce
+) -> tuple[Arrays, Arrays]:
+    """Compute the gradient of the input, and add those of the weights to `grads`."""
+
+    def one(j, carry):
+        dy, grads = carry
+        dx, dw = passes.both(chunk.given(j), _take_chunk(chunk, kept, j), dy)
+        return dx, rings.add_to_slot(grads, chunk.first + j, reduce(dw))
+
+    return _over_blocks(chunk, (dy, grads), one, reverse=True)
+
+
+def chunk_backward_deferring(
+    chunk: Chunk, passes: Passes, kept: Place, dy: Arrays, deferred: Place
+) -> tuple[Arrays, Arrays]:
+    """Compute the gradient of the input, and put down what the weight pass needs; return it and the rings."""
+
+    def one(j, carry):
+        dy, ring = carry
+        dx, left = passes.backward(chunk.given(j), _take_chunk(chunk, kept, j), dy)
+        return dx, _put_chunk(chunk, deferred._replace(rings=ring), j, left)
+
+    return _over_blocks(chunk, (dy, deferred.rings), one, reverse=True)
+
+
+def chunk_weight(chunk: Chunk, passes: Passes, kept: Place, deferred: Place, grads: Arrays, reduce: Reduce) -> Arrays:
+    """Add the gradients of the weights to `grads`; `kept` is of what the weight pass reads alone."""
+
+    def one(j, grads):
+        dw = passes.weight(chunk.given(j), _take_chunk(chunk, kept, j), _take_chunk(chunk, deferred, j))
+        return rings.add_to_slot(grads, chunk.first + j, reduce(dw))
+
+    return _over_blocks(chunk, grads, one)
+
+
+def _put_chunk(chunk: Chunk, place: Place, j: Any, values: Arrays) -> Arrays:
+    each = zip(place.rings, place.slots, values, strict=True)
+    return [rings.write_slot([ring], slot * chunk.num_blocks + j, [x])[0] for ring, slot, x in each]
+
+
+def _take_chunk(chunk: Chunk, place: Place, j: Any) -> Arrays:
+    each = zip(place.rings, place.slots, strict=True)
+    return [rings.read_slot([ring], slot * chunk.num_blocks + j)[0] for ring, slot in each]
+
+
+def _over_blocks(chunk: Chunk, carry: Any, one: Callable[[Any, Any], Any], *, reverse: bool = False) -> Any:
+    body = lambda carry, j: (one(j, carry), None)  # noqa: E731
+    return jax.lax.scan(body, carry, jnp.arange(chunk.num_blocks), reverse=reverse)[0]
+
+
+class StageFns(NamedTuple):
     """A model as functions of local arrays and of m, the number of a micro-batch; lists of arrays throughout.
 
     Attributes:
@@ -66,7 +164,7 @@ class Stage(NamedTuple):
     """
 
     schedule: Schedule
-    parts: Parts
+    parts: StageFns
     weights: Arrays
     x: Arrays
     num_blocks: int
@@ -77,7 +175,7 @@ class Stage(NamedTuple):
         first, block = number * self.num_blocks, self.virtual[number] * self.num_blocks
 
         def given(j):
-            return [*rings.take(self.weights, first + j), block + j, m]
+            return [*rings.read_slot(self.weights, first + j), block + j, m]
 
         return Chunk(self.num_blocks, first, given)
 
@@ -123,7 +221,7 @@ class Carry(NamedTuple):
     sums: Sums
 
 
-def lay_out(schedule: Schedule, parts: Parts, weights: Arrays) -> Stage:
+def lay_out(schedule: Schedule, parts: StageFns, weights: Arrays) -> Stage:
     """Work out which blocks this stage runs."""
     return Stage(
         schedule=schedule,
@@ -135,11 +233,11 @@ def lay_out(schedule: Schedule, parts: Parts, weights: Arrays) -> Stage:
     )
 
 
-def prepare(schedule: Schedule, parts: Parts, weights: Arrays, *, remat: bool, idle: float) -> Run:
+def prepare(schedule: Schedule, parts: StageFns, weights: Arrays, *, remat: bool, idle: float) -> Run:
     """Trace the block once with its gradients, and work out what is fixed."""
     stage, m = lay_out(schedule, parts, weights), jnp.int32(0)
     given = [*(jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights), m, m]
-    passes = take_apart(parts.block, given, stage.x, trained=parts.trained)
+    passes = split_backward(parts.block, given, stage.x, trained=parts.trained)
     return Run(
         stage=stage,
         remat=remat,
@@ -155,13 +253,15 @@ def start(run: Run) -> Carry:
     schedule, x, k, idle = run.stage.schedule, run.stage.x, run.stage.num_blocks, run.idle
     deferred = [*run.passes.deferred, *(run.passes.kept[i] for i in run.keeps_for_weight)]
     return Carry(
-        inputs=rings.make(x, schedule.num_input_slots, idle),
-        activations=rings.make(x if run.remat else run.passes.kept, schedule.num_slots * (1 if run.remat else k), idle),
-        outputs=rings.make(x, 0 if run.remat or run.at_once else schedule.num_slots, idle),
-        cotangents=rings.make(run.dx, schedule.num_cotangent_slots, idle),
-        deferred=rings.make(deferred, schedule.num_deferred_slots * k, idle),
-        arrived=[rings.blank(x, idle) for _ in schedule.forward_shifts],
-        returned=[rings.blank(run.dx, idle) for _ in schedule.backward_shifts],
+        inputs=rings.make_ring(x, schedule.num_input_slots, idle),
+        activations=rings.make_ring(
+            x if run.remat else run.passes.kept, schedule.num_slots * (1 if run.remat else k), idle
+        ),
+        outputs=rings.make_ring(x, 0 if run.remat or run.at_once else schedule.num_slots, idle),
+        cotangents=rings.make_ring(run.dx, schedule.num_cotangent_slots, idle),
+        deferred=rings.make_ring(deferred, schedule.num_deferred_slots * k, idle),
+        arrived=[rings.blank_ring(x, idle) for _ in schedule.forward_shifts],
+        returned=[rings.blank_ring(run.dx, idle) for _ in schedule.backward_shifts],
         sums=_zero_sums(run.stage),
     )
 

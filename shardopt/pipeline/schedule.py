@@ -8,10 +8,83 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardopt.core.errors import plural
-from shardopt.pipeline import rows, slots, text, timing
 from shardopt.pipeline.check import check
-from shardopt.pipeline.slots import Slots
-from shardopt.pipeline.ticks import Table, Ticks, as_table
+from shardopt.pipeline.ticks import Slots, Table, Ticks, as_table, live, shifts, source, tick_rows
+
+# A schedule as text: one line a stage, one column a tick.
+
+
+LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
+
+
+def text_lines(ticks: Ticks) -> list[str]:
+    """Return a line of tick numbers and a line a stage; F3 is forward of micro-batch 3, F3.1 that of chunk 1."""
+    cells = [["" for _ in range(ticks.num_ticks)] for _ in range(ticks.num_stages)]
+    chunk_of = ticks.chunk_of
+    for kind, when in ticks.passes.items():
+        for v, row in enumerate(when.tolist()):
+            chunk = f".{chunk_of[v]}" if ticks.num_chunks > 1 else ""
+            for m, tick in enumerate(row):
+                cells[ticks.stage_of[v]][tick] += f"{LETTERS[kind]}{m}{chunk}"
+    columns = [["tick", *(f"stage {stage}" for stage in range(ticks.num_stages))]]
+    columns += [[str(tick), *(row[tick] or "." for row in cells)] for tick in range(ticks.num_ticks)]
+    widths = [max(map(len, column)) for column in columns]
+    grid = zip(
+        *([text.ljust(width) for text in column] for column, width in zip(columns, widths, strict=True)), strict=True
+    )
+    return ["  ".join(line).rstrip() for line in grid]
+
+
+# What a table of ticks costs: run by stages at their own pace, and run as one lockstep program.
+
+
+def work(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
+    """Return the work of one stage; every stage has the same."""
+    return ticks.num_chunks * ticks.num_micro_batches * (forward + backward + weight)
+
+
+def table_time(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
+    """Return the time from the first action to the last, when stages wait for nothing but their inputs.
+
+    Every stage runs its own actions in the order of the table, each as soon as the stage is free and the message
+    has come. This is what the literature calls a schedule's time.
+    """
+    cost = pass_costs(ticks, forward=forward, backward=backward, weight=weight)
+    free: list[float] = [0] * ticks.num_stages
+    done: dict[tuple[str, int, int] | None, float] = {None: 0}
+    # by tick, then in the order within a tick: whatever an action needs has been timed before it
+    for _, _, kind, v, m in sorted(
+        (tick, place, kind, v, m)
+        for place, (kind, when) in enumerate(ticks.passes.items())
+        for v, row in enumerate(when.tolist())
+        for m, tick in enumerate(row)
+    ):
+        stage = ticks.stage_of[v]
+        start = max(free[stage], done[source(kind, v, m, ticks.num_virtual_stages)])
+        free[stage] = done[kind, v, m] = start + cost[kind]
+    return max(free)
+
+
+def program_time(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
+    """Return the time of the lockstep program: each tick takes as long as its busiest stage."""
+    return sum(tick_costs(ticks, forward=forward, backward=backward, weight=weight))
+
+
+def tick_costs(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> list[float]:
+    """Return how long each tick of the lockstep program takes, [num_ticks]."""
+    cost = pass_costs(ticks, forward=forward, backward=backward, weight=weight)
+    load = np.zeros((ticks.num_ticks, ticks.num_stages), np.result_type(*cost.values()))
+    for kind, when in ticks.passes.items():
+        np.add.at(load, (when, np.asarray(ticks.stage_of)[:, None]), cost[kind])
+    return load.max(axis=1).tolist()
+
+
+def pass_costs(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> dict[str, float]:
+    """Return how long each kind of pass takes; a backward that is not split does the work of two."""
+    if ticks.weight is None:
+        return {"forward": forward, "backward": backward + weight}
+    return {"forward": forward, "backward": backward, "weight": weight}
+
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +143,7 @@ class Schedule:
         stage runs its actions in the order of the table, each as soon as its input is there, and messages take
         no time. It is the exact fraction, rounded once.
         """
-        return float(1 - Fraction(timing.work(self.ticks)) / Fraction(timing.table_time(self.ticks)))
+        return float(1 - Fraction(work(self.ticks)) / Fraction(table_time(self.ticks)))
 
     @property
     def program_bubble_fraction(self) -> float:
@@ -78,7 +151,7 @@ class Schedule:
 
         Units as for `bubble_fraction`, which it can never be below.
         """
-        return float(1 - Fraction(timing.work(self.ticks)) / Fraction(timing.program_time(self.ticks)))
+        return float(1 - Fraction(work(self.ticks)) / Fraction(program_time(self.ticks)))
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -87,7 +160,7 @@ class Schedule:
         An activation is kept from its forward to its last use, both included: the backward, or the weight pass
         where there is one.
         """
-        return tuple(slots.live(self.ticks, "activation").max(axis=0).tolist())
+        return tuple(live(self.ticks, "activation").max(axis=0).tolist())
 
     @property
     def num_slots(self) -> int:
@@ -112,12 +185,12 @@ class Schedule:
     @property
     def forward_shifts(self) -> tuple[int, ...]:
         """By how many stages, modulo S, activations move: (1,) on a ring. One permute each, none for 0."""
-        return rows.shifts(self.ticks)["forward"]
+        return shifts(self.ticks)["forward"]
 
     @property
     def backward_shifts(self) -> tuple[int, ...]:
         """By how many stages, modulo S, cotangents move: (S - 1,) on a ring. One permute each, none for 0."""
-        return rows.shifts(self.ticks)["backward"]
+        return shifts(self.ticks)["backward"]
 
     def table_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
         """Return the time that `bubble_fraction` speaks of, for passes of other lengths.
@@ -127,11 +200,11 @@ class Schedule:
           backward: time of the gradient of its input.
           weight: time of the gradient of its weights; a backward that computes both takes backward + weight.
         """
-        return timing.table_time(self.ticks, forward=forward, backward=backward, weight=weight)
+        return table_time(self.ticks, forward=forward, backward=backward, weight=weight)
 
     def program_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
         """Return the time that `program_bubble_fraction` speaks of; arguments as for `table_time`."""
-        return timing.program_time(self.ticks, forward=forward, backward=backward, weight=weight)
+        return program_time(self.ticks, forward=forward, backward=backward, weight=weight)
 
     def rows(self) -> dict[str, np.ndarray]:
         """Return the schedule as int32 arrays with one row a tick; -1 wherever there is nothing.
@@ -161,7 +234,7 @@ class Schedule:
           >>> schedule.rows()["backward_micro_batch"].T.tolist()
           [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
         """
-        return rows.rows(self.ticks, self.slots)
+        return tick_rows(self.ticks, self.slots)
 
     def validate(self) -> None:
         """Refuse a schedule that cannot be run; what `from_ticks` returns has passed.
@@ -194,7 +267,7 @@ class Schedule:
         """Return two lines of numbers, a line of ticks, and one line a stage: F3.1 is forward of micro-batch 3, chunk 1."""
         sizes, numbers = self._heading()
         peaks = ", ".join(map(str, self.peak_activations))
-        return "\n".join([sizes, f"{numbers} ({peaks})", "", *text.lines(self.ticks)])
+        return "\n".join([sizes, f"{numbers} ({peaks})", "", *text_lines(self.ticks)])
 
     def _heading(self) -> tuple[str, str]:
         numbers = [

@@ -1,13 +1,9 @@
 """Pipeline schedules: pure functions from sizes to tables, which need no devices."""
 
-from shardopt.pipeline.from_order import from_order
-from shardopt.pipeline.from_ticks import from_ticks
-from shardopt.pipeline.gpipe import gpipe
-from shardopt.pipeline.interleaved import interleaved
-from shardopt.pipeline.one_f_one_b import one_f_one_b
+from shardopt.pipeline.construct import from_order, from_ticks
+from shardopt.pipeline.one_f_one_b import gpipe, interleaved, one_f_one_b
 from shardopt.pipeline.schedule import Schedule
-from shardopt.pipeline.zero_bubble import zero_bubble
-from shardopt.pipeline.zero_bubble_lockstep import zero_bubble_lockstep
+from shardopt.pipeline.zero_bubble import zero_bubble, zero_bubble_lockstep
 
 __all__ = [
     "Schedule",

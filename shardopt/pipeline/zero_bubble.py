@@ -1,8 +1,96 @@
 """ZB-H1: weight gradients fill most of the bubble of 1F1B."""
 
-from shardopt.pipeline.arguments import check_sizes
-from shardopt.pipeline.from_order import from_order
+from collections import deque
+
+import numpy as np
+
+from shardopt.pipeline.check import check_groups, check_sizes
+from shardopt.pipeline.construct import from_order, from_ticks
+from shardopt.pipeline.one_f_one_b import round_the_ring
 from shardopt.pipeline.schedule import Schedule
+
+# A zero-bubble schedule for one lockstep program: no tick makes one stage wait for another kind of work.
+
+
+def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """Time forward and backward as `interleaved` does, and put weight gradients where they make no tick longer.
+
+    ZB-H1, ZB-V and DualPipe-V keep each stage busy at its own pace: at one moment stages do different kinds of
+    work. In a lockstep program, a tick that holds F on one stage and B on another takes max(F, B), and the gain is
+    lost as soon as the two differ. Here a tick is made of the same passes on every stage: F in the warm-up, F + B
+    or F + B + W in the middle, B + W or B in the drain, W at the end. A stage runs W
+
+    - where the others have a pass that it has not: after its last F, after its last B; or else
+    - where all do the same, so that the tick becomes longer for all of them at once.
+
+    **Bubble**: (S - 1) / (3 v M + S - 1) from M = 2(S - 1) on, of the table and of the lockstep program alike, with v
+    chunks. No schedule with as many chunks has less: the first virtual stages of S stages are S different ones, so
+    one of them comes S - 1 passes late. (With fewer micro-batches 2(S - 1) - M more passes, at most S - 1.) With
+    passes that take F, B >= W, a stage is idle for (S - 1)(F + B - W): the formula of ZB-H1, divided by v, but of the
+    program. With S=4, M=8 and B=2F=2W the program takes 38 F with one chunk, ZB-H1's 49 and 1F1B's 44.
+
+    **Memory**: no stage keeps more than the first stage of `interleaved`, (v + 1) S - 1 activations of a chunk: W
+    lags behind B by some 2 s on stage s, which is what that stage has less between F and B. B leaves something to
+    W, which gains nothing if it has to run the forward again; no message waits.
+
+    **Communication**: as `interleaved`, one permute each way; a V-shaped placement needs two and a local hand-over.
+
+    Args:
+      num_stages: S.
+      num_micro_batches: M; a multiple of S, unless there is one chunk.
+      num_chunks: v, chunks a stage.
+
+    Returns:
+      A `Schedule`.
+
+    Raises:
+      TypeError: if a size is not an integer.
+      ValueError: if a size is below 1, or there are several chunks and M is not a multiple of S.
+
+    Example:
+      >>> import shardopt as so
+      >>> print(so.schedules.zero_bubble_lockstep(2, 4))
+      zero_bubble_lockstep: 2 stages, 4 micro-batches, 1 chunk
+      7 ticks, bubble 7.7%, as a lockstep program 7.7%, at most 3 activations a stage (3, 2)
+      <BLANKLINE>
+      tick     0   1     2       3       4     5   6
+      stage 0  F0  F1    F2B0W0  F3B1W1  B2W2  B3  W3
+      stage 1  .   F0B0  F1B1W0  F2B2W1  F3B3  W2  W3
+
+    References:
+      Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (the split; ZB-H1, ZB-V); Narayanan et al., "Efficient
+      Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021 (the chunks); Qi et al.,
+      "Pipeline Parallelism with Controllable Memory", 2024 (V-shaped placements). The timing is shardopt's own.
+    """
+    sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
+    check_sizes("zero_bubble_lockstep", **sizes)
+    check_groups("zero_bubble_lockstep", **sizes)
+    forward, backward = round_the_ring(num_stages, num_micro_batches, num_chunks)
+    weight = _fill(num_stages, forward, backward)
+    return from_ticks(num_stages, forward, backward, weight, name="zero_bubble_lockstep")
+
+
+def _fill(num_stages: int, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Return the ticks of the weight passes, [V, M]."""
+    stage = np.broadcast_to(np.arange(len(backward))[:, None] % num_stages, backward.shape)
+    load = np.zeros((backward.max() + 1, num_stages), int)
+    for when in (forward, backward):
+        np.add.at(load, (when, stage), 1)
+    begins = {(int(backward.flat[at]), int(stage.flat[at])): at for at in range(backward.size)}
+    waiting: list[deque[int]] = [deque() for _ in range(num_stages)]
+    weight = np.full(backward.size, -1)
+    tick = 0
+    while tick < len(load) or any(waiting):
+        here = load[tick] if tick < len(load) else np.zeros(num_stages, int)
+        for s, line in enumerate(waiting):
+            line.extend([begins[tick, s]] if (tick, s) in begins else [])
+        idle = here < here.max()
+        together = not idle.any()  # each has then run a B on this tick, or none ever did, or all is done but W
+        for s, line in enumerate(waiting):
+            if line and (idle[s] or together):
+                weight[line.popleft()] = tick
+        tick += 1
+    return weight.reshape(backward.shape)
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:

@@ -1,26 +1,19 @@
 """Before renting the machine: what a program sends and holds, which layout fits, and what the compiler says."""
 
-from shardopt.hlo.check import Expected
-from shardopt.hlo.collective import Collective
-from shardopt.hlo.flops import inner_product_flops
-from shardopt.hlo.memory import Memory, donated, memory
-from shardopt.hlo.report import Audit, Traffic
-from shardopt.planning.aot_report import AotReport
-from shardopt.planning.audit import audit
-from shardopt.planning.candidate import Candidate
+from shardopt.audit.collective import Collective
+from shardopt.audit.flops import inner_product_flops
+from shardopt.audit.memory import Memory, donated, memory
+from shardopt.audit.program import audit
+from shardopt.audit.report import Audit, Expected, Traffic
+from shardopt.planning.aot import AotReport, aot, parse_topology, topology_devices
+from shardopt.planning.costs import Footprint, StepTime, Transfer
 from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
-from shardopt.planning.footprint import Footprint
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning.models import MODELS, find_model
+from shardopt.planning.layout import Layout
+from shardopt.planning.models import MODELS, Transformer, find_model
 from shardopt.planning.plots import plot_memory, plot_placement, plot_plans, plot_traffic
-from shardopt.planning.prediction import Prediction, predict
-from shardopt.planning.search import Dropped, Plans, plan
-from shardopt.planning.step_time import StepTime
-from shardopt.planning.topology import aot, parse_topology, topology_devices
-from shardopt.planning.tracing import count_flops, trace
-from shardopt.planning.traffic import Transfer
-from shardopt.planning.transformer import Transformer
-from shardopt.planning.workload import Bytes, Workload
+from shardopt.planning.search import Dropped, Plans, Prediction, plan, predict
+from shardopt.planning.workload import Bytes, Workload, count_flops, trace
 
 __all__ = [
     "HARDWARE",
@@ -28,12 +21,12 @@ __all__ = [
     "AotReport",
     "Audit",
     "Bytes",
-    "Candidate",
     "Collective",
     "Dropped",
     "Expected",
     "Footprint",
     "Hardware",
+    "Layout",
     "Memory",
     "Plans",
     "Prediction",

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 
 
 class Utilisation(NamedTuple):
@@ -143,5 +143,5 @@ def _check(
         wrong = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
     if wrong:
         raise ValueError(
-            complaint(who, "these numbers cannot be used.", wrong, "choose numbers as so.diloco takes them.")
+            format_error(who, "these numbers cannot be used.", wrong, "choose numbers as so.diloco takes them.")
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 
 GIB = 2**30
 
@@ -101,10 +101,10 @@ def find_hardware(who: str, name: str | Hardware) -> Hardware:
         return name
     if not isinstance(name, str):
         fix = "pass a name such as 'v5p', or a so.planning.Hardware."
-        raise TypeError(complaint(who, f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
+        raise TypeError(format_error(who, f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
     short = name.lower().strip()
     short = _ALIASES.get(short, short)
     if short not in HARDWARE:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
-        raise ValueError(complaint(who, f"unknown hardware {name!r}.", fix=fix))
+        raise ValueError(format_error(who, f"unknown hardware {name!r}.", fix=fix))
     return HARDWARE[short]

@@ -1,9 +1,170 @@
 """Published models by name, as `Transformer` shapes."""
 
+import dataclasses
 import functools
+from typing import Any
 
-from shardopt.core.errors import complaint
-from shardopt.planning.transformer import Transformer
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from shardopt.core.errors import format_error, plural
+from shardopt.planning.workload import Bytes, Workload, tensor_sums
+
+# A decoder-only transformer described by its sizes: parameters, flops and activations in closed form.
+
+
+RULES = (
+    ("^blocks/(q|kv)$", P(None, "tensor", None)),
+    ("^blocks/out$", P("tensor", None, None)),
+    ("^blocks/up$", P(None, None, "tensor")),
+    ("^blocks/down$", P("tensor", None)),
+    ("^(embedding|head)$", P("tensor", None)),
+)
+"""Columns then rows, so that each half of a block needs one sum over tensor (Shoeybi et al., 2019, section 3)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """The sizes of a decoder-only transformer: rotary or no position parameters, one norm before each half of a block.
+
+    Attributes:
+      name: for tables.
+      dim: D, width of the residual stream.
+      num_layers: L, blocks.
+      num_heads: H, query heads.
+      num_kv_heads: G, key and value heads; None is as many as queries.
+      hidden: F, hidden units of the mlp.
+      vocab_size: V.
+      length: T, tokens of a row.
+      head_dim: K, width of a head; None is D / H.
+      gated: whether the mlp has a gate (SwiGLU): three matrices instead of two.
+      tied: whether the output projection is the embedding.
+      positions: learned positions, as rows of a table of width D; 0 without.
+      fused_attention: whether scores are never written to memory, and masked blocks are skipped (FlashAttention). If
+        not, all T x T scores are computed, in fp32.
+      param_dtype: dtype of the parameters (the masters).
+      dtype: dtype of activations and products.
+
+    Raises:
+      ValueError: if a size is not positive, or `num_kv_heads` does not divide `num_heads`.
+
+    Example:
+      >>> shape = Transformer("tiny", dim=64, num_layers=2, num_heads=4, hidden=192, vocab_size=256, length=32)
+      >>> shape.num_parameters
+      139584
+    """
+
+    name: str
+    dim: int
+    num_layers: int
+    num_heads: int
+    hidden: int
+    vocab_size: int
+    length: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    gated: bool = True
+    tied: bool = False
+    positions: int = 0
+    fused_attention: bool = True
+    param_dtype: Any = jnp.float32
+    dtype: Any = jnp.bfloat16
+
+    def __post_init__(self):
+        sizes = ("dim", "num_layers", "num_heads", "kv_heads", "hidden", "vocab_size", "length", "width")
+        wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        if not wrong and self.num_heads % self.kv_heads:
+            wrong = [f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"]
+        if wrong:
+            fix = "choose positive sizes, and heads in equal groups."
+            raise ValueError(format_error("Transformer", f"{plural(len(wrong), 'size')} cannot be used.", wrong, fix))
+
+    @property
+    def kv_heads(self) -> int:
+        """G, key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def width(self) -> int:
+        """K, width of a head."""
+        return self.dim // max(self.num_heads, 1) if self.head_dim is None else self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """L (2 D H K + 2 D G K + (3 or 2) D F + 2 D) + V D (twice if untied) + D, and positions."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params()))
+
+    def abstract_params(self) -> dict[str, Any]:
+        """Return shapes and dtypes of the parameters, blocks stacked."""
+        L, D, H, G, K, F = self.num_layers, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
+
+        def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, self.param_dtype)
+
+        params: dict[str, Any] = {
+            "embedding": leaf(self.vocab_size, D),
+            "blocks": {
+                "norms": leaf(L, 2, D),
+                "q": leaf(L, D, H, K),
+                "kv": leaf(L, D, G, 2 * K),
+                "out": leaf(L, H, K, D),
+                "up": leaf(L, D, 2 if self.gated else 1, F),
+                "down": leaf(L, F, D),
+            },
+            "norm": leaf(D),
+        }
+        if not self.tied:
+            params["head"] = leaf(self.vocab_size, D)
+        if self.positions:
+            params["positions"] = leaf(self.positions, D)
+        return params
+
+    def workload(self) -> Workload:
+        """Return what a row costs.
+
+        Flops of the forward of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) of weights and 4 T^2 H K of attention, half
+        of it if masked blocks are skipped; of the head 2 T D V. A block keeps, of every token, in the dtype it
+        computes in: its input, the middle of its residual stream and both norms (4 D, whole over tensor); queries, keys,
+        values and what attention mixes (2 H K + 2 G K), and what the products of the mlp take and give (3 F, without
+        a gate 2 F), split over tensor. In a pipeline it keeps the results of inner products alone.
+        """
+        T, D, H, G, K, F = self.length, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
+        size, wide = jnp.dtype(self.dtype).itemsize, 4
+        weights = 2 * T * D * (2 * H * K + 2 * G * K + (3 if self.gated else 2) * F)
+        attention = 4 * T * T * H * K
+        block = weights + attention / (2 if self.fused_attention else 1)
+        head = 2 * T * D * self.vocab_size
+        scores = 0 if self.fused_attention else wide * H * T * T
+        kept = Bytes(
+            whole=size * T * 4 * D,
+            split=size * T * (2 * H * K + 2 * G * K + (3 if self.gated else 2) * F) + scores,
+        )
+        return Workload(
+            name=self.name,
+            params=self.abstract_params(),
+            rules=RULES,
+            tokens=T,
+            block_flops=block,
+            again_flops=block - 2 * T * F * D,
+            ends_flops=head,
+            message=size * T * D,
+            kept=kept,
+            stage_kept=Bytes(
+                whole=size * T * 2 * D,
+                split=size * T * (2 * H * K + 2 * G * K + (2 if self.gated else 1) * F) + scores,
+            ),
+            deferred=Bytes(whole=size * T * 2 * D, split=size * T * (H * K + 2 * G * K + (2 if self.gated else 1) * F)),
+            # cotangents of the widest point of a block, and of the scores
+            working=Bytes(whole=size * T * 2 * D, split=size * T * 2 * F + scores),
+            # logits in fp32, which their gradient overwrites
+            ends_working=Bytes(split=wide * T * self.vocab_size),
+            tensor_sums=tensor_sums(self.abstract_params(), RULES),
+            model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
+            itemsize=size,
+            loss_reads=("norm", "embedding" if self.tied else "head"),
+        )
+
 
 _llama = functools.partial(Transformer, num_kv_heads=8)
 _gpt = functools.partial(Transformer, gated=False, tied=True, vocab_size=50257, positions=1024, length=1024)
@@ -40,9 +201,9 @@ def find_model(who: str, name: str | Transformer) -> Transformer:
         return name
     if not isinstance(name, str):
         fix = "pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
-        raise TypeError(complaint(who, f"model must be a name, a Transformer or a Workload, got {name!r}.", fix=fix))
+        raise TypeError(format_error(who, f"model must be a name, a Transformer or a Workload, got {name!r}.", fix=fix))
     short = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
     if short not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
-        raise ValueError(complaint(who, f"unknown model {name!r}.", fix=fix))
+        raise ValueError(format_error(who, f"unknown model {name!r}.", fix=fix))
     return MODELS[short]

@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardopt.core.errors import complaint, plural
-from shardopt.planning.prediction import Prediction
+from shardopt.core.errors import format_error, plural
+from shardopt.planning.search import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,7 +121,7 @@ def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure
 
     if not 1 <= len(predictions) <= _MOST:
         what = f"there are {len(predictions)} predictions to draw."
-        raise ValueError(complaint("plot", what, fix=f"pass between 1 and {_MOST}, such as plans.ranked[:10]."))
+        raise ValueError(format_error("plot", what, fix=f"pass between 1 and {_MOST}, such as plans.ranked[:10]."))
     height = 1.7 + _BAR * len(predictions)
     figure = Figure(figsize=(4.4 + 4.2 * columns, height), dpi=160, layout="constrained")
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]

@@ -1,22 +1,122 @@
 """`plan`: every layout of a model on a machine, those that do not fit dropped, the rest ranked."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
 
-from shardopt.core.errors import complaint, plural
-from shardopt.planning.candidate import Candidate
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree
+from shardopt.engine.config import PLACEMENTS
+from shardopt.planning.costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning.layouts import layouts
-from shardopt.planning.models import find_model
-from shardopt.planning.placed import abstract_opt_state
-from shardopt.planning.prediction import Prediction, predict
-from shardopt.planning.table import plans_table
-from shardopt.planning.transformer import Transformer
+from shardopt.planning.layout import Layout, layouts
+from shardopt.planning.models import Transformer, find_model
+from shardopt.planning.placed_model import abstract_opt_state, place
 from shardopt.planning.workload import Workload
-from shardopt.strategies.placement import PLACEMENTS
+
+# One layout and what it is predicted to need: bytes a device, bytes on the wire, seconds a step.
+
+
+class Prediction(NamedTuple):
+    """A layout with its predictions.
+
+    Attributes:
+      layout: mesh sizes, placement, schedule, micro-batches.
+      memory: bytes on a device at the worst moment of a step, by purpose.
+      transfers: what a device sends in a step.
+      time: seconds of a step, by purpose.
+      mfu: model flops utilisation, from 0 to 1.
+      tokens_per_second: of all chips together.
+      rules: the workload's tensor rules.
+    """
+
+    layout: Layout
+    memory: Footprint
+    transfers: tuple[Transfer, ...]
+    time: StepTime
+    mfu: float
+    tokens_per_second: float
+    rules: Any
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keyword arguments of `so.make_mesh`."""
+        return self.layout.sizes
+
+    @property
+    def strategy(self) -> dict[str, Any]:
+        """Keyword arguments of `so.hybrid`."""
+        return self.layout.strategy(self.rules)
+
+    @property
+    def wire_bytes(self) -> dict[str, float]:
+        """Bytes that a device sends in a step, by mesh axis."""
+        return by_axis(self.transfers, self.layout)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain numbers and words."""
+        layout = self.layout._asdict()
+        layout["gather_dtype"] = None if layout["gather_dtype"] is None else str(layout["gather_dtype"])
+        return {
+            "layout": layout,
+            "memory": self.memory._asdict() | {"total": self.memory.total},
+            "wire_bytes": self.wire_bytes,
+            "seconds": self.time._asdict() | {"total": self.time.total},
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def predict(
+    workload: Workload,
+    layout: Layout,
+    *,
+    hardware: Hardware,
+    batch_size: int,
+    tx: optax.GradientTransformation | None = None,
+    opt_state: PyTree = None,
+    slices: int = 1,
+) -> Prediction:
+    """Return what one layout is predicted to need.
+
+    Args:
+      workload: the model.
+      layout: mesh sizes, placement, schedule, micro-batches.
+      hardware: the chip.
+      batch_size: rows of the global batch.
+      tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
+      opt_state: its abstract state, if it is known already.
+      slices: pods that the chips are spread over evenly.
+
+    Raises:
+      ValueError: if a tensor rule does not divide the parameters, or the schedule refuses the sizes.
+
+    Example:
+      >>> from shardopt.planning import HARDWARE, Candidate, find_model
+      >>> work = find_model("plan", "llama3-8b").workload()
+      >>> found = predict(work, Candidate(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
+      >>> round(found.memory.params / 1e9, 3), 0.5 < found.mfu < 1
+      (0.502, True)
+    """
+    if opt_state is None:
+        opt_state = abstract_opt_state(workload, optax.adamw(1e-3) if tx is None else tx)
+    placed = place(workload, layout, opt_state, tiled=hardware.torus_dims > 0)
+    held = footprint(workload, layout, placed, batch_size=batch_size)
+    sent = traffic(workload, layout, placed, batch_size=batch_size)
+    time = step_time(workload, layout, placed, held, sent, hardware, batch_size=batch_size, slices=slices)
+    useful = workload.model_flops * batch_size
+    return Prediction(
+        layout=layout,
+        memory=held,
+        transfers=sent,
+        time=time,
+        mfu=useful / (time.total * layout.num_chips * hardware.flops),
+        tokens_per_second=workload.tokens * batch_size / time.total,
+        rules=workload.rules,
+    )
+
 
 SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble_lockstep")
 
@@ -30,7 +130,7 @@ class Dropped(NamedTuple):
       missing_bytes: by how many bytes it does not fit; 0 where it is refused for another reason.
     """
 
-    layout: Candidate
+    layout: Layout
     why: str
     missing_bytes: float
 
@@ -163,10 +263,10 @@ def _check(chips: int, batch_size: int, slices: int, placements: Sequence[str], 
             raise ValueError(f"plan: {name} must be at least 1, got {value}.")
     if chips % slices:
         what = f"{chips} chips cannot be spread evenly over {plural(slices, 'slice')}."
-        raise ValueError(complaint("plan", what, fix=f"choose chips divisible by {slices}."))
+        raise ValueError(format_error("plan", what, fix=f"choose chips divisible by {slices}."))
     if unknown := [name for name in placements if name not in PLACEMENTS]:
         fix = f"use some of {', '.join(PLACEMENTS)}."
-        raise ValueError(complaint("plan", f"unknown placement {', '.join(map(repr, unknown))}.", fix=fix))
+        raise ValueError(format_error("plan", f"unknown placement {', '.join(map(repr, unknown))}.", fix=fix))
     if not 0 <= headroom < 1:
         raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}.")
 
@@ -178,7 +278,7 @@ def _nothing_fits(
     short = [one for one in dropped if one.missing_bytes]
     if not short:
         fix = f"choose a batch_size that {chips} chips divide evenly, or other chips."
-        return complaint("plan", f"{who}: no layout divides evenly.", [one.why for one in dropped], fix)
+        return format_error("plan", f"{who}: no layout divides evenly.", [one.why for one in dropped], fix)
     lines = [f"{one.layout}: {one.missing_bytes:,.0f} bytes too many" for one in short[:3]]
     need = limit + short[0].missing_bytes
     larger = sorted(
@@ -192,4 +292,64 @@ def _nothing_fits(
         + (f", chips with more memory ({larger[0][1]})" if larger else "")
         + ", or fewer rows a batch."
     )
-    return complaint("plan", f"{who}: nothing fits into {limit:,.0f} bytes a chip; the nearest are:", lines, fix)
+    return format_error("plan", f"{who}: nothing fits into {limit:,.0f} bytes a chip; the nearest are:", lines, fix)
+
+
+# Predictions as tables for people.
+
+
+if TYPE_CHECKING:
+    pass
+
+
+def plans_table(plans: "Plans", count: int) -> str:
+    """Return the fastest layouts, one a line, and how many were dropped."""
+    head = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
+    rows = [head, *(_row(one) for one in plans.ranked[:count])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    title = (
+        f"{plans.workload.name} ({_count(plans.workload.num_parameters)} parameters) on "
+        f"{plural(plans.chips, 'chip')} of {plans.hardware.name}, {plural(plans.batch_size, 'row')} a batch"
+    )
+    rest = len(plans.ranked) - count
+    more = [f"... and {rest} more that fit"] if rest > 0 else []
+    tight = sum(one.missing_bytes > 0 for one in plans.dropped)
+    other = len(plans.dropped) - tight
+    more += [f"{plural(tight, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB a chip may be used)"]
+    more += [f"{plural(other, 'layout')} dropped for sizes that do not divide"] if other else []
+    return "\n".join([title, *lines, *more])
+
+
+def _row(one: "Prediction") -> list[str]:
+    time = one.time
+    parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble)
+    return [
+        str(one.layout),
+        _bytes(one.memory.total),
+        _duration(time.total),
+        f"{one.mfu:.1%}",
+        *(f"{part / time.total:.0%}" for part in parts),
+    ]
+
+
+def _count(number: int) -> str:
+    """Return `8.03 billion`, `124 million` or the number itself."""
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

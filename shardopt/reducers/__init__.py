@@ -1,5 +1,7 @@
 """How a mean of gradients crosses the wire: less than fp32, and what is not sent is remembered."""
 
+from shardopt.reducers.blockwise import int8, sign
+from shardopt.reducers.compressor import Encoding, Memory, encoding
 from shardopt.reducers.device_state import (
     ErrorMemory,
     PerDevice,
@@ -10,15 +12,11 @@ from shardopt.reducers.device_state import (
     state_specs,
     stored_state,
 )
-from shardopt.reducers.encoding import Encoding, Memory, encoding
-from shardopt.reducers.error_feedback import error_feedback
+from shardopt.reducers.error_feedback import error_feedback, warm_up
 from shardopt.reducers.exact import exact
-from shardopt.reducers.int8 import int8
 from shardopt.reducers.power_sgd import power_sgd
 from shardopt.reducers.reducer import Reducer
-from shardopt.reducers.sign import sign
 from shardopt.reducers.top_k import top_k
-from shardopt.reducers.warm_up import warm_up
 
 __all__ = [
     "Encoding",

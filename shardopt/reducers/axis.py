@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from shardopt.core.errors import complaint, plural
+from shardopt.core.errors import format_error, plural
 
 AxisName = Any
 """The name of a mesh axis, or a tuple of names that stand for one axis, the last one fastest."""
@@ -22,9 +22,9 @@ def axis_names(who: str, axis_name: AxisName) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         what = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
-        raise TypeError(complaint(who, what, fix='pass the name of a mesh axis, such as "data".'))
+        raise TypeError(format_error(who, what, fix='pass the name of a mesh axis, such as "data".'))
     if len(set(names)) < len(names):
-        raise ValueError(complaint(who, f"axis names must differ, got {tuple(names)!r}."))
+        raise ValueError(format_error(who, f"axis names must differ, got {tuple(names)!r}."))
     return tuple(names)
 
 
@@ -45,7 +45,7 @@ def axis_size(who: str, axis_name: AxisName) -> int:
             f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the partitioner), "
             f"or inside jax.pmap or jax.vmap with axis_name={quoted if len(unbound) == 1 else names}."
         )
-        raise ValueError(complaint(who, what, fix=fix))
+        raise ValueError(format_error(who, what, fix=fix))
     return math.prod(jax.lax.axis_size(name) for name in names)
 
 
@@ -87,7 +87,7 @@ def check_not_summed(who: str, axis_name: AxisName, paths: Sequence[str], leaves
         fix = (
             f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'), or use check_vma=False."
         )
-        raise ValueError(complaint(who, what, summed, fix))
+        raise ValueError(format_error(who, what, summed, fix))
 
 
 def agreeing_cond(predicate: Any, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any) -> Any:

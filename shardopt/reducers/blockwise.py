@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from shardopt.core.errors import format_error
 from shardopt.core.types import wide_dtype
 from shardopt.reducers.buckets import in_buckets, plan_buckets
-from shardopt.reducers.code import block_code
-from shardopt.reducers.leaves import real_dtype, real_shape
-from shardopt.reducers.reducer import Reducer, make_reducer
-from shardopt.reducers.two_phase import Codec, two_phase_bytes, two_phase_mean
+from shardopt.reducers.codec import Codec, block_code, blocks_of, two_phase_bytes, two_phase_mean
+from shardopt.reducers.reducer import Reducer, check_size, make_reducer, real_dtype, real_shape
 
 
 def blockwise(name: str, codec: Codec) -> Reducer:
@@ -31,3 +31,141 @@ def blockwise(name: str, codec: Codec) -> Reducer:
         return sum(two_phase_bytes(bucket.size, codec, axis_size, bucket.key) for bucket in buckets)
 
     return make_reducer(name, send=send, count=count, code=block_code(codec))
+
+
+# `sign`: one bit a number and a scale a block.
+
+
+def sign(block_size: int = 1024) -> Reducer:
+    """Average the signs of gradients, times their mean magnitude; use it with `error_feedback`.
+
+    C(x) = mean|x| sign(x) over a block, sign(0) = 1, packed eight to a byte. The owner of each of N chunks adds up
+    C(g_d) of the other devices and its own g, and shows C(mean). Blocks run over flat buckets, leaf after leaf.
+
+    **Equivalence**: far from the mean by itself; with `error_feedback` nothing is lost over time, neither of the
+    gradients nor of the means. A NaN or inf makes its block non-finite.
+
+    **Placement**: no state.
+
+    **Communication** a call, per device, for Psi elements: an all-to-all and an all-gather of packed bits and
+    scales, 2(N-1)/N Psi (1/8 + 4/block_size) bytes; about 1/31 of fp32.
+
+    Args:
+      block_size: elements that share a magnitude, a multiple of 8.
+
+    Returns:
+      A `Reducer`.
+
+    Raises:
+      TypeError: if `block_size` is not an integer.
+      ValueError: if it is not a positive multiple of 8.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> reducer = so.reducers.sign()
+      >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, axis_size=4)
+      792
+      >>> grads = jnp.array([[1.0, -3.0], [1.0, -3.0]])
+      >>> mean = jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data")(grads)
+      >>> print(mean[0])
+      [ 2. -2.]
+
+    References:
+      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 1;
+      Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019, which
+      compresses blocks, and the mean as well.
+    """
+    check_size("sign", "block_size", block_size)
+    if block_size % 8:
+        near = max(8, int(block_size) // 8 * 8)
+        what = f"block_size must be a multiple of 8, because bits are packed into bytes; got {block_size}."
+        raise ValueError(format_error("sign", what, fix=f"use {near} or {near + 8}."))
+    size = int(block_size)
+
+    def blocked(x):
+        width = min(size, x.shape[1])
+        return x.reshape(x.shape[0], x.shape[1] // width, width)
+
+    def encode(rows, valid):
+        present = jnp.maximum(jnp.sum(blocked(valid), axis=2, dtype=jnp.int32), 1)
+        scales = jnp.sum(jnp.abs(blocked(rows)), axis=2) / present.astype(rows.dtype)
+        return jnp.packbits(rows >= 0, axis=1), scales
+
+    def decode(parts, length, dtype):
+        bits, scales = parts
+        signs = jnp.unpackbits(bits, axis=1).astype(dtype) * 2 - 1
+        return (blocked(signs) * scales[:, :, None]).reshape(signs.shape)
+
+    def nbytes(length, dtype):
+        return length // 8 + length // min(size, length) * dtype.itemsize
+
+    codec = Codec(lambda n: blocks_of(n, size, multiple=8), encode, decode, nbytes)
+    return blockwise(f"sign(block_size={size})", codec)
+
+
+# `int8`: eight bits a number and a scale a block.
+
+
+def int8(block_size: int = 256) -> Reducer:
+    """Average gradients as 8-bit integers with one scale a block.
+
+    C(x) = s round(x / s) with s = max|x| / 127 over a block. The owner of each of N chunks adds up C(g_d) of the
+    other devices and its own g, and shows C(mean). Blocks run over flat buckets, leaf after leaf.
+
+    **Equivalence**: biased by rounding, at most s/2 each time; with `error_feedback` nothing is lost over time. Exact
+    where gradients and mean are multiples of their blocks' scales. A NaN or inf makes its block non-finite.
+
+    **Placement**: no state.
+
+    **Communication** a call, per device, for Psi elements: an all-to-all and an all-gather of int8 and scales,
+    2(N-1)/N Psi (1 + 4/block_size) bytes; about a quarter of fp32.
+
+    Args:
+      block_size: elements that share a scale.
+
+    Returns:
+      A `Reducer`.
+
+    Raises:
+      TypeError: if `block_size` is not an integer.
+      ValueError: if it is below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> reducer = so.reducers.int8(block_size=256)
+      >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, axis_size=4)
+      3120
+      >>> grads = jnp.array([[127.0, 3.2], [127.0, -1.0]])
+      >>> mean = jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data")(grads)
+      >>> print(mean[0])
+      [127.    1.1]
+
+    References:
+      Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016 (the linear code with a scale);
+      Wang et al., "ZeRO++", 2023 (blocks, and quantised all-to-all reductions).
+    """
+    check_size("int8", "block_size", block_size)
+    size = int(block_size)
+
+    def blocked(x):
+        width = min(size, x.shape[1])
+        return x.reshape(x.shape[0], x.shape[1] // width, width)
+
+    def encode(rows, valid):
+        blocks = blocked(rows)
+        scales = jnp.max(jnp.abs(blocks), axis=2, keepdims=True) / 127
+        scales = jnp.where(scales == 0, 1, scales)  # a block of zeros, or of numbers too small to have a scale
+        codes = jnp.clip(jnp.round(blocks / scales), -127, 127).astype(jnp.int8)
+        return codes.reshape(rows.shape), scales[:, :, 0]
+
+    def decode(parts, length, dtype):
+        codes, scales = parts
+        # where a scale is NaN or inf, so is what becomes of the block: no code can hide it
+        broken = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+        return (blocked(codes).astype(dtype) * broken[:, :, None]).reshape(codes.shape)
+
+    def nbytes(length, dtype):
+        return length + length // min(size, length) * dtype.itemsize
+
+    codec = Codec(lambda n: blocks_of(n, size), encode, decode, nbytes)
+    return blockwise(f"int8(block_size={size})", codec)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from shardopt.core.errors import complaint
-from shardopt.core.types import PyTree
-from shardopt.partition.paths import path_text
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree, path_text
 from shardopt.reducers.axis import AxisName, axis_names
 from shardopt.reducers.reducer import check_size
 
@@ -65,7 +64,7 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
     names = axis_names("init_state", axis_name)
     if len(names) > 1:
         fix = "make the state for one axis; stacked leaves can be split over several by state_specs."
-        raise ValueError(complaint("init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix))
+        raise ValueError(format_error("init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix))
     run: Any = jax.vmap(lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size))
     everywhere: Any = run(jnp.zeros(int(axis_size)))
     return _map(everywhere, lambda leaf: leaf, lambda leaf: leaf[0])
@@ -126,7 +125,7 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
     if tied := [path_text(path) for path, node in nodes if isinstance(node, PerDevice) and jax.tree.leaves(node)]:
         what = "state that belongs to its device cannot be carried to another axis size."
         fix = "make it anew with init_state, or use so.zero or so.ddp, whose state can be resharded."
-        raise ValueError(complaint("resize_state", what, tied, fix))
+        raise ValueError(format_error("resize_state", what, tied, fix))
 
     def mean(leaf):
         return jnp.broadcast_to(jnp.mean(leaf, axis=0, keepdims=True), (int(axis_size), *leaf.shape[1:]))

@@ -1,12 +1,95 @@
 """`error_feedback`: what was not sent is sent later."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shardopt.core.errors import complaint
+import jax.numpy as jnp
+
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract
+from shardopt.reducers.axis import agreeing_cond
 from shardopt.reducers.device_state import ErrorMemory
-from shardopt.reducers.leaves import check_leaves, zeros_like
-from shardopt.reducers.reducer import Reducer, check_reducer, keep_if_finite
+from shardopt.reducers.exact import exact
+from shardopt.reducers.reducer import Reducer, check_count, check_leaves, check_reducer, keep_if_finite, zeros_like
+
+# `warm_up`: exact means first, compressed ones later.
+
+
+class WarmUpState(NamedTuple):
+    """The state of `warm_up`.
+
+    Attributes:
+      step: how many calls there were, int32.
+      inner: the state of the wrapped reducer.
+    """
+
+    step: Any
+    inner: PyTree
+
+
+def warm_up(reducer: Reducer, steps: int) -> Reducer:
+    """Send exact means for some steps, and let another reducer take over from there.
+
+    Gradients are largest, and the moments of an optimizer such as Adam furthest from what they settle at, when
+    training begins: what compression loses or delays then costs most. Put `error_feedback` outside of it.
+
+    **Equivalence**: that of `exact` before call number `steps` (from 0), that of `reducer` from it on.
+
+    **Placement**: that of `reducer`, whose state stands still at first (the velocity of `top_k` too), and a count.
+
+    **Communication**: that of `exact` at first, which is not in `wire_bytes`; later that of `reducer`. One program
+    holds both, and runs one of them.
+
+    Args:
+      reducer: any reducer of this package but `error_feedback`.
+      steps: how many calls send exact means, at least 0.
+
+    Returns:
+      A `Reducer`.
+
+    Raises:
+      TypeError: if `reducer` is not a `Reducer` or `steps` not an integer.
+      ValueError: if `steps` is negative, or the reducer has error feedback.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> reducer = so.reducers.error_feedback(so.reducers.warm_up(so.reducers.top_k(density=0.5), steps=1))
+      >>> def two_calls(g):
+      ...     first, state = reducer.reduce(g, reducer.init(g), "data")
+      ...     return first, reducer.reduce(g, state, "data")[0]
+      >>> first, second = jax.vmap(two_calls, axis_name="data")(jnp.array([[3.0, 2.0]]))
+      >>> print(first, second)
+      [[3. 2.]] [[3. 0.]]
+
+    References:
+      Lin et al., "Deep Gradient Compression", 2018, section 3.3, which raises the density step by step; Tang et al.,
+      "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
+    """
+    check_reducer("warm_up", reducer)
+    check_count("warm_up", "steps", steps)
+    if reducer.name.startswith("error_feedback("):
+        what = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
+        raise ValueError(format_error("warm_up", what, fix="use error_feedback(warm_up(...)), the other way round."))
+    plain = exact()
+
+    def init(params):
+        return WarmUpState(jnp.zeros((), jnp.int32), reducer.init(params))
+
+    def transmit(grads, memory, state, axis_name):
+        def at_first(grads, memory, inner):
+            mean, left, _ = plain.transmit(grads, memory, (), axis_name)
+            return mean, left, inner
+
+        def later(grads, memory, inner):
+            return reducer.transmit(grads, memory, inner, axis_name)
+
+        mean, left, inner = agreeing_cond(state.step < steps, at_first, later, grads, memory, state.inner)
+        return mean, left, WarmUpState(state.step + 1, inner)
+
+    def reduce(grads, state, axis_name):
+        mean, _, state = transmit(grads, None, state, axis_name)
+        return mean, state
+
+    return Reducer(f"warm_up({reducer.name}, steps={steps})", init, reduce, reducer.wire_bytes, transmit)
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -67,7 +150,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
     name = f"error_feedback({reducer.name})"
     if reducer.name.startswith("error_feedback("):
         what = f"{reducer.name} has error feedback already."
-        raise ValueError(complaint("error_feedback", what, fix="wrap a reducer once."))
+        raise ValueError(format_error("error_feedback", what, fix="wrap a reducer once."))
 
     def init(params):
         check_leaves(name, params)
@@ -78,7 +161,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
         return mean, keep_if_finite(mean, ErrorFeedbackState(ErrorMemory(left), inner), state)
 
     def transmit(grads, memory, state, axis_name):
-        raise ValueError(complaint(name, "what it does not send is in its state, there is nothing to hand on."))
+        raise ValueError(format_error(name, "what it does not send is in its state, there is nothing to hand on."))
 
     code = None if reducer.code is None else reducer.code._replace(feedback=True)
     return Reducer(name, init, reduce, reducer.wire_bytes, transmit, code)

@@ -7,15 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.errors import complaint
-from shardopt.core.types import PyTree, wide_dtype
-from shardopt.partition.paths import leaves_with_paths
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import AxisName
-from shardopt.reducers.code import Code
-from shardopt.reducers.leaves import real_dtype, real_shape
-from shardopt.reducers.mean import mean_bytes, mean_of
-from shardopt.reducers.reducer import Reducer, check_count, check_number, check_size, make_reducer
-from shardopt.reducers.warm_up import warm_up
+from shardopt.reducers.codec import Code
+from shardopt.reducers.error_feedback import warm_up
+from shardopt.reducers.exact import mean_bytes, mean_of
+from shardopt.reducers.reducer import (
+    Reducer,
+    check_count,
+    check_number,
+    check_size,
+    make_reducer,
+    real_dtype,
+    real_shape,
+)
 
 STACKED = r"^blocks/(?!\d+(/|$))"
 """Leaves of a `BlockModel`: dim 0 counts blocks. Not those of a list of blocks."""
@@ -90,7 +96,7 @@ def power_sgd(
     check_number("power_sgd", "min_ratio", min_ratio)
     check_count("power_sgd", "start_step", start_step)
     if min_ratio < 0:
-        raise ValueError(complaint("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
+        raise ValueError(format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
     layered = _compiled(stacked)
 
     def views(tree):
@@ -200,9 +206,9 @@ def _product(equation: str, one: Any, other: Any) -> Any:
 
 def _compiled(stacked: Any) -> re.Pattern[str]:
     if not isinstance(stacked, str):
-        raise TypeError(complaint("power_sgd", f"stacked must be a regular expression, got {stacked!r}."))
+        raise TypeError(format_error("power_sgd", f"stacked must be a regular expression, got {stacked!r}."))
     try:
         return re.compile(stacked)
     except re.error as error:
         what = f"stacked={stacked!r} is no regular expression: {error}."
-        raise ValueError(complaint("power_sgd", what)) from error
+        raise ValueError(format_error("power_sgd", what)) from error

@@ -1,18 +1,90 @@
 """What a reducer is, and how one is made of a function over lists of real arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core.errors import complaint
-from shardopt.core.types import PyTree, abstract, wide_dtype
-from shardopt.partition.paths import leaves_with_paths
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import axis_size, check_not_summed
-from shardopt.reducers.code import Code
-from shardopt.reducers.leaves import check_alike, check_leaves, narrow, real_dtype, widen
+from shardopt.reducers.codec import Code
+
+# Gradient trees as lists of real arrays that are wide enough to be summed, and back.
+
+
+def check_leaves(who: str, tree: PyTree) -> None:
+    """Refuse leaves that have no mean.
+
+    Raises:
+      TypeError: if a leaf is not a floating or complex array.
+    """
+    wrong = [
+        f"{path or 'the tree itself'}: {leaf.dtype if is_array_like(leaf) else type(leaf).__name__}"
+        for path, leaf in leaves_with_paths(tree)
+        if not is_array_like(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        what = f"{plural(len(wrong), 'leaf')} cannot be reduced: a mean needs floating or complex arrays."
+        raise TypeError(format_error(who, what, wrong, "leave such leaves out, for instance with optax.masked."))
+
+
+def check_alike(who: str, what: str, tree: PyTree, reference: PyTree) -> None:
+    """Refuse a tree that does not have the structure and shapes of another.
+
+    Raises:
+      ValueError: if structure or shapes differ.
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(reference):
+        raise ValueError(format_error(who, f"the gradients have another tree structure than {what}."))
+    pairs = zip(leaves_with_paths(tree), jax.tree.leaves(reference), strict=True)
+    wrong = [
+        f"{path}: {leaf.shape}, was {known.shape}" for (path, leaf), known in pairs if jnp.shape(leaf) != known.shape
+    ]
+    if wrong:
+        what = (
+            f"{plural(len(wrong), 'gradient leaf')} {'has' if len(wrong) == 1 else 'have'} another shape than {what}."
+        )
+        raise ValueError(format_error(who, what, wrong))
+
+
+def zeros_like(tree: PyTree) -> PyTree:
+    """Return zeros of the shapes of a tree, abstract or not, in the dtypes that sums are kept in."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)), tree)
+
+
+def widen(leaves: Sequence[Any]) -> list[Any]:
+    """Return leaves as real arrays of the dtypes that sums are kept in; a complex [...] becomes [..., 2]."""
+    return [_as_real(leaf.astype(wide_dtype(leaf.dtype))) for leaf in leaves]
+
+
+def narrow(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Undo `widen`: return arrays of these dtypes."""
+    return [_as_complex(value, dtype).astype(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+
+
+def real_dtype(dtype: Any) -> Any:
+    """Return the dtype of the real and imaginary parts, or the dtype itself where it is real."""
+    return jnp.finfo(dtype).dtype
+
+
+def real_shape(leaf: Any) -> tuple[int, ...]:
+    """Return the shape that a leaf has as a real array."""
+    return (*leaf.shape, 2) if _is_complex(leaf.dtype) else tuple(leaf.shape)
+
+
+def _is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _as_real(x: Any) -> Any:
+    return jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1) if _is_complex(x.dtype) else x
+
+
+def _as_complex(x: Any, dtype: Any) -> Any:
+    return jax.lax.complex(x[..., 0], x[..., 1]) if _is_complex(dtype) else x
 
 
 class Reducer(NamedTuple):
@@ -32,7 +104,7 @@ class Reducer(NamedTuple):
       transmit: `transmit(grads, memory, state, axis_name) -> (mean, left, state)`: as `reduce`, with this device's
         `memory` (a tree like the gradients, or None) added before anything is sent. `left` is what this device must
         add next time for nothing to be lost: N mean + sum of left over devices = sum of (grads + memory).
-      code: how a single sender writes its gradients, for `shardopt.reducers.encoding`; None for a reducer that has no
+      code: how a single sender writes its gradients, for `shardopt.reducers.compressor`; None for a reducer that has no
         such form.
     """
 
@@ -127,7 +199,7 @@ def check_reducer(who: str, reducer: Any) -> None:
     if not isinstance(reducer, Reducer):
         shown = getattr(reducer, "__name__", type(reducer).__name__)
         fix = "pass one such as so.reducers.int8(), called."
-        raise TypeError(complaint(who, f"reducer must be a Reducer, got {shown}.", fix=fix))
+        raise TypeError(format_error(who, f"reducer must be a Reducer, got {shown}.", fix=fix))
 
 
 def check_number(who: str, what: str, value: Any) -> None:
@@ -137,7 +209,7 @@ def check_number(who: str, what: str, value: Any) -> None:
       TypeError: if it is neither an integer nor a float.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(complaint(who, f"{what} must be a number, got {value!r} ({type(value).__name__})."))
+        raise TypeError(format_error(who, f"{what} must be a number, got {value!r} ({type(value).__name__})."))
 
 
 def check_size(who: str, what: str, size: Any) -> None:
@@ -148,9 +220,9 @@ def check_size(who: str, what: str, size: Any) -> None:
       ValueError: if it is below 1.
     """
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise TypeError(complaint(who, f"{what} must be an integer, got {size!r} ({type(size).__name__})."))
+        raise TypeError(format_error(who, f"{what} must be an integer, got {size!r} ({type(size).__name__})."))
     if size < 1:
-        raise ValueError(complaint(who, f"{what} must be at least 1, got {size}."))
+        raise ValueError(format_error(who, f"{what} must be at least 1, got {size}."))
 
 
 def check_count(who: str, what: str, count: Any) -> None:
@@ -161,6 +233,64 @@ def check_count(who: str, what: str, count: Any) -> None:
       ValueError: if it is negative.
     """
     if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(complaint(who, f"{what} must be an integer, got {count!r}."))
+        raise TypeError(format_error(who, f"{what} must be an integer, got {count!r}."))
     if count < 0:
-        raise ValueError(complaint(who, f"{what} must not be negative, got {count}."))
+        raise ValueError(format_error(who, f"{what} must not be negative, got {count}."))
+
+
+# `grouped`: a reducer of lists of leaves, run on each of several groups, which then share nothing on the wire.
+
+
+def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) -> Reducer:
+    """Return a reducer of lists of leaves, of which those with different keys travel apart.
+
+    Where leaves travel together they can share the scale of a block. That must not happen between a leaf that is split
+    over some other mesh axis and one that is whole over it: each shard would scale the whole one differently.
+
+    Args:
+      reducer: any reducer.
+      keys: of each leaf.
+      paths: of each leaf, its key path in the parameters, which tells some reducers how to see it. All different.
+
+    Returns:
+      A `Reducer` whose state is a tuple, one of the wrapped reducer's states a group, of dicts by key path.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> from shardopt.reducers.reducer import grouped
+      >>> reducer = grouped(so.reducers.int8(block_size=4), ["split", "whole"], ["kernel", "bias"])
+      >>> leaves = [jnp.array([[127.0]]), jnp.array([[1.0, 2.0]])]
+      >>> mean, _ = jax.vmap(lambda g: reducer.reduce(g, reducer.init(g), "data"), axis_name="data")(leaves)
+      >>> print(mean[1][0])
+      [1.007874 2.      ]
+    """
+    groups = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
+
+    def pick(leaves: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{paths[i]: leaves[i] for i in members} for members in groups.values()]
+
+    def put_back(parts: Sequence[dict[str, Any]]) -> list[Any]:
+        found = {path: leaf for part in parts for path, leaf in part.items()}
+        return [found[path] for path in paths]
+
+    def init(params):
+        return tuple(reducer.init(part) for part in pick(params))
+
+    def reduce(grads, state, axis_name):
+        done = [reducer.reduce(part, own, axis_name) for part, own in zip(pick(grads), state, strict=True)]
+        return put_back([mean for mean, _ in done]), tuple(own for _, own in done)
+
+    def transmit(grads, memory, state, axis_name):
+        memories = [None] * len(groups) if memory is None else pick(memory)
+        each = zip(pick(grads), memories, state, strict=True)
+        means, lefts, states = [], [], []
+        for mean, left, own in (reducer.transmit(part, kept, own, axis_name) for part, kept, own in each):
+            means.append(mean)
+            lefts.append(left)
+            states.append(own)
+        return put_back(means), put_back(lefts), tuple(states)
+
+    def wire_bytes(abstract_params, axis_size):
+        return sum(reducer.wire_bytes(part, axis_size) for part in pick(abstract_params))
+
+    return Reducer(reducer.name, init, reduce, wire_bytes, transmit)

@@ -6,14 +6,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.errors import complaint
-from shardopt.reducers import wire
+from shardopt.core.errors import format_error
 from shardopt.reducers.axis import AxisName
 from shardopt.reducers.axis import axis_size as size_of
-from shardopt.reducers.code import Code
+from shardopt.reducers.buckets import all_gather_packed
+from shardopt.reducers.codec import Code
 from shardopt.reducers.device_state import ErrorMemory
-from shardopt.reducers.leaves import narrow, real_dtype, real_shape, widen, zeros_like
-from shardopt.reducers.reducer import Reducer, check_number, make_reducer
+from shardopt.reducers.reducer import (
+    Reducer,
+    check_number,
+    make_reducer,
+    narrow,
+    real_dtype,
+    real_shape,
+    widen,
+    zeros_like,
+)
 
 
 class TopKState(NamedTuple):
@@ -69,9 +77,9 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     check_number("top_k", "momentum", momentum)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
-        raise ValueError(complaint("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))
+        raise ValueError(format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))
     if not 0 <= momentum < 1:
-        raise ValueError(complaint("top_k", f"momentum must be at least 0 and below 1, got {momentum}."))
+        raise ValueError(format_error("top_k", f"momentum must be at least 0 and below 1, got {momentum}."))
     corrects = momentum > 0
 
     def init(params):
@@ -144,7 +152,7 @@ def _mean_of_chosen(
     count = size_of("top_k", axis_name)
     narrowed = [values[i].reshape(-1)[chosen[i]].astype(dtypes[i]) for i in busy]
     indices = [chosen[i].astype(jnp.uint32) for i in busy]
-    came = wire.gather([part[None] for part in [*indices, *narrowed]], axis_name)
+    came = all_gather_packed([part[None] for part in [*indices, *narrowed]], axis_name)
     means, sent = [jnp.zeros_like(value) for value in values], [jnp.zeros(0, value.dtype) for value in values]
     for position, i in enumerate(busy):
         pairs = came[position], came[len(busy) + position].astype(values[i].dtype)

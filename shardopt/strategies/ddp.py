@@ -7,10 +7,9 @@ from jax.sharding import Mesh
 
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import LossFn, Rules
+from shardopt.engine.build import build
+from shardopt.engine.config import DDP, StrategyConfig
 from shardopt.reducers import Reducer
-from shardopt.strategies.build import build
-from shardopt.strategies.placement import DDP
-from shardopt.strategies.recipe import Recipe
 
 
 def ddp(
@@ -77,5 +76,7 @@ def ddp(
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
     return build(
-        Recipe("ddp", tx, mesh, loss_fn, DDP, micro_batches=micro_batches, rules=rules, frozen=frozen, reducer=reducer)
+        StrategyConfig(
+            "ddp", tx, mesh, loss_fn, DDP, micro_batches=micro_batches, rules=rules, frozen=frozen, reducer=reducer
+        )
     )

@@ -8,9 +8,8 @@ from jax.sharding import Mesh
 
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import LossFn, Rules
-from shardopt.strategies.build import build
-from shardopt.strategies.placement import ZERO_3
-from shardopt.strategies.recipe import Recipe
+from shardopt.engine.build import build
+from shardopt.engine.config import ZERO_3, StrategyConfig
 
 
 def fsdp(
@@ -74,7 +73,7 @@ def fsdp(
       Parallel", 2023.
     """
     return build(
-        Recipe(
+        StrategyConfig(
             "fsdp",
             tx,
             mesh,

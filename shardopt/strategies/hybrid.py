@@ -8,14 +8,13 @@ from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count
 from shardopt.core.block_model import BlockModel, as_block_model
-from shardopt.core.errors import complaint, plural
+from shardopt.core.errors import format_error, plural
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import Rules
+from shardopt.engine.build import build
+from shardopt.engine.config import PLACEMENTS, StrategyConfig, check_mesh
 from shardopt.pipeline import Schedule, schedules
 from shardopt.reducers import Reducer
-from shardopt.strategies.build import build
-from shardopt.strategies.placement import PLACEMENTS
-from shardopt.strategies.recipe import Recipe, check_mesh
 
 
 def hybrid(
@@ -109,15 +108,15 @@ def hybrid(
     blocks = as_block_model(model)
     if blocks is None:
         what = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
-        raise TypeError(complaint(who, what, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."))
+        raise TypeError(format_error(who, what, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."))
     fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
     if not isinstance(placement, str):
-        raise TypeError(complaint(who, f"placement must be a string, got {placement!r}.", fix=fix))
+        raise TypeError(format_error(who, f"placement must be a string, got {placement!r}.", fix=fix))
     if placement not in PLACEMENTS:
-        raise ValueError(complaint(who, f"unknown placement {placement!r}.", fix=fix))
+        raise ValueError(format_error(who, f"unknown placement {placement!r}.", fix=fix))
     if gather_dtype is not None and not PLACEMENTS[placement].params:
         what = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(complaint(who, what, fix="use placement='fsdp', or leave gather_dtype out."))
+        raise ValueError(format_error(who, what, fix="use placement='fsdp', or leave gather_dtype out."))
     if not isinstance(remat, bool):
         raise TypeError(f"{who}: remat must be True or False, got {remat!r}.")
     check_count(who, "micro_batches", micro_batches, least=1)
@@ -127,7 +126,7 @@ def hybrid(
     if num_stages == 1 and remat and blocks.remat is None:
         blocks = blocks._replace(remat="full")
     return build(
-        Recipe(
+        StrategyConfig(
             who,
             tx,
             mesh,
@@ -148,17 +147,19 @@ def hybrid(
 def _schedule(who: str, schedule: Any, num_stages: int, micro_batches: int) -> Schedule:
     if not isinstance(schedule, Schedule) and not callable(schedule):
         what = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
-        raise TypeError(complaint(who, what, fix="use one of so.schedules, such as so.schedules.one_f_one_b."))
+        raise TypeError(format_error(who, what, fix="use one of so.schedules, such as so.schedules.one_f_one_b."))
     table = schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
     if not isinstance(table, Schedule):
         what = f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned {table!r}."
-        raise TypeError(complaint(who, what, fix="return a Schedule; so.schedules.from_ticks and from_order make one."))
+        raise TypeError(
+            format_error(who, what, fix="return a Schedule; so.schedules.from_ticks and from_order make one.")
+        )
     if (table.num_stages, table.num_micro_batches) != (num_stages, micro_batches):
         what = (
             f"the schedule is for {plural(table.num_stages, 'stage')} and "
             f"{plural(table.num_micro_batches, 'micro-batch')}, but there are pipeline={num_stages} and "
             f"micro_batches={micro_batches}."
         )
-        raise ValueError(complaint(who, what, fix="make it of these sizes, or pass the function that makes it."))
+        raise ValueError(format_error(who, what, fix="make it of these sizes, or pass the function that makes it."))
     table.validate()
     return table

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import LossFn, Rules
-from shardopt.strategies.build import build
-from shardopt.strategies.placement import STAGES
-from shardopt.strategies.recipe import Recipe
+from shardopt.engine.build import build
+from shardopt.engine.config import STAGES, StrategyConfig
 
 
 def zero(
@@ -73,9 +72,9 @@ def zero(
         raise TypeError(f"zero: stage must be 1, 2 or 3, got {stage!r} ({type(stage).__name__}).")
     if stage not in STAGES:
         fix = "use so.ddp for no splitting, stage=1, 2 or 3 for more."
-        raise ValueError(complaint("zero", f"stage must be 1, 2 or 3, got {stage!r}.", fix=fix))
+        raise ValueError(format_error("zero", f"stage must be 1, 2 or 3, got {stage!r}.", fix=fix))
     return build(
-        Recipe(
+        StrategyConfig(
             "zero",
             tx,
             mesh,

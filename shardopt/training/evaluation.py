@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.optimizer import ShardedOptimizer
-from shardopt.training.meter import count_examples
+from shardopt.training.metrics import count_examples
 
 
 def evaluation(
@@ -45,7 +45,7 @@ def evaluation(
     """
     if iter(batches) is batches:
         what = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
-        raise TypeError(complaint("evaluation", what, fix="pass list(itertools.islice(batches, n))."))
+        raise TypeError(format_error("evaluation", what, fix="pass list(itertools.islice(batches, n))."))
 
     return Evaluation(opt, batches, prefix)
 
@@ -76,7 +76,7 @@ class Evaluation:
         examples += _add(totals, waiting)
         if not examples:
             raise ValueError(
-                complaint("evaluation", "there are no examples in batches.", fix="pass at least one batch.")
+                format_error("evaluation", "there are no examples in batches.", fix="pass at least one batch.")
             )
         return {self.prefix + name: total / examples for name, total in totals.items()}
 
@@ -91,15 +91,15 @@ def measure(evaluate: Callable[[Any], Mapping[str, Any]], state: Any, taken: Col
     returned = evaluate(state)
     if not isinstance(returned, Mapping):
         what = f"evaluate must return a dict of numbers, got {type(returned).__name__}."
-        raise TypeError(complaint("fit", what, fix='return {"val_loss": ...}.'))
+        raise TypeError(format_error("fit", what, fix='return {"val_loss": ...}.'))
     values = jax.device_get(dict(returned))
     if strange := [f"{name!r}: {value!r:.80}" for name, value in values.items() if not _is_number(value)]:
         raise TypeError(
-            complaint("fit", "evaluate must return a dict of numbers.", strange, "reduce each to one number.")
+            format_error("fit", "evaluate must return a dict of numbers.", strange, "reduce each to one number.")
         )
     if clash := sorted(set(values) & set(taken)):
         what = f"evaluate returned {', '.join(map(repr, clash))}, which training reports too."
-        raise ValueError(complaint("fit", what, fix=f"give it another name, such as {f'val_{clash[0]}'!r}."))
+        raise ValueError(format_error("fit", what, fix=f"give it another name, such as {f'val_{clash[0]}'!r}."))
     return {name: float(values[name]) for name in returned}
 
 

@@ -1,21 +1,170 @@
 """The training loop."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
-from shardopt.training.agree import agree
-from shardopt.training.arguments import check_arguments
-from shardopt.training.evaluation import measure
-from shardopt.training.finite import check_state
-from shardopt.training.loggers import Log, open_log
-from shardopt.training.meter import Meter, count_examples
-from shardopt.training.position import END, Stream
+from shardopt.core.errors import format_error, plural
+from shardopt.training.evaluation import Evaluation, measure
+from shardopt.training.loggers import Log, as_loggers, open_log
+from shardopt.training.metrics import Meter, check_state, count_examples
 from shardopt.training.progress import show_progress
-from shardopt.training.replicas import rounds_of
-from shardopt.training.resume import begin, pack, written_out
-from shardopt.training.signals import SIGNALS, catch_signals
+from shardopt.training.resume import END, Stream, begin, pack, written_out
+from shardopt.training.signals import SIGNALS, agree, catch_signals
+
+# What `fit` knows of replicas that train apart: when the parameters they share change, and what has no sense beside it.
+
+
+class Rounds(NamedTuple):
+    """When replicas that train apart agree.
+
+    Attributes:
+      first: the first step after which the parameters that they share may have changed.
+      stride: steps from one agreement, on whatever part of the model, to the next.
+    """
+
+    first: int
+    stride: int
+
+
+def rounds_of(opt: Any) -> Rounds | None:
+    """Return when the replicas of `local_sgd` and `diloco` agree; None where they do so in every step."""
+    config: Any = getattr(opt, "config", None)
+    if not hasattr(config, "sync_every"):
+        return None
+    stride = config.sync_every // config.fragments
+    return Rounds(1 if config.warmup_steps else stride + config.delay, stride)
+
+
+def check_rounds(
+    opt: Any,
+    *,
+    num_steps: int,
+    evaluate: Any,
+    evaluate_every: int | None,
+    early_stopping: EarlyStopping | None,
+    checkpoints: Any,
+) -> None:
+    """Refuse a run in which replicas never agree, and one that early stopping ends whatever they learn.
+
+    Raises:
+      ValueError: if `num_steps` ends before the first agreement, or between two agreements there are more evaluations
+        than early stopping has patience for.
+    """
+    rounds = rounds_of(opt)
+    if rounds is None:
+        return
+    config = opt.config
+    who, how = config.strategy, f"sync_every={config.sync_every}"
+    how += f", fragments={config.fragments}" if config.fragments > 1 else ""
+    how += f", delay={config.delay}" if config.delay else ""
+    if 0 < num_steps < rounds.first:
+        what = f"num_steps={num_steps} ends before the replicas of {who} agree for the first time, at step {rounds.first} ({how})."
+        raise ValueError(format_error("fit", what, fix="train for as many steps at least, or make sync_every smaller."))
+    every = getattr(checkpoints, "every", None) if evaluate_every is None else evaluate_every
+    # Of another function, and of a training metric, it is not known that they stand still.
+    if early_stopping is None or every is None or not isinstance(evaluate, Evaluation):
+        return
+    most = max(rounds.first - 1, rounds.stride)
+    if early_stopping.metric.startswith(evaluate.prefix) and most // every > early_stopping.patience:
+        what = (
+            f"early_stopping would end any run: evaluated every {plural(every, 'step')}, {early_stopping.metric!r} stays "
+            f"as it is {most // every} times in a row, and patience={early_stopping.patience}. It is of the parameters "
+            f"that the replicas of {who} share, which change every {plural(rounds.stride, 'step')} ({how})."
+        )
+        fix = f"evaluate every {rounds.stride} steps, or have more patience, or make sync_every smaller."
+        raise ValueError(format_error("fit", what, fix=fix))
+
+
+# What `fit` refuses before anything runs.
+
+
+_CHECKPOINTS = ("directory", "resume", "due", "save", "wait", "latest", "restore")
+
+
+def check_arguments(
+    opt: Any,
+    state: Any,
+    batches: Any,
+    *,
+    num_steps: Any,
+    evaluate: Any,
+    evaluate_every: Any,
+    early_stopping: Any,
+    checkpoints: Any,
+    log: Any,
+    log_every: Any,
+    agree_every: Any,
+    progress: Any,
+) -> None:
+    """Refuse what cannot be trained with.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if `num_steps` is negative or another count below 1, `evaluate_every` is given without `evaluate`,
+        the state was already donated to a step, or replicas that train apart agree too rarely for this run.
+    """
+    _check_optimizer_and_state(opt, state)
+    _check_batches(batches)
+    check_count("fit", "num_steps", num_steps, least=0)
+    check_count("fit", "log_every", log_every)
+    check_count("fit", "agree_every", agree_every)
+    if evaluate is not None and not callable(evaluate):
+        what = f"evaluate must be a callable (state) -> dict of numbers, got {type(evaluate).__name__}."
+        raise TypeError(
+            format_error("fit", what, fix="pass so.training.evaluation(opt, batches) or your own function.")
+        )
+    if evaluate_every is not None:
+        check_count("fit", "evaluate_every", evaluate_every)
+        if evaluate is None:
+            raise ValueError(format_error("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
+    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
+        what = f"early_stopping must be a so.EarlyStopping, got {type(early_stopping).__name__}."
+        raise TypeError(format_error("fit", what, fix='pass so.EarlyStopping("val_loss", patience=5).'))
+    if checkpoints is not None and (missing := [name for name in _CHECKPOINTS if not hasattr(checkpoints, name)]):
+        what = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing)}."
+        path = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
+        raise TypeError(format_error("fit", what, fix=f"pass so.Checkpoints({path}, every=100, keep=3)."))
+    as_loggers(log)
+    if not isinstance(progress, bool):
+        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
+    check_rounds(
+        opt,
+        num_steps=num_steps,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        early_stopping=early_stopping,
+        checkpoints=checkpoints,
+    )
+
+
+def _check_optimizer_and_state(opt: Any, state: Any) -> None:
+    if not (callable(getattr(opt, "step", None)) and callable(getattr(opt, "init", None))):
+        fix = "pass what so.ddp, so.zero or so.fsdp returns."
+        raise TypeError(format_error("fit", f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
+    if not all(hasattr(state, field) for field in ("step", "params", "opt_state")):
+        what = f"state must be a so.TrainState, got {type(state).__name__}."
+        raise TypeError(format_error("fit", what, fix="pass opt.init(params)."))
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        what = "the state was already used: a step takes over the memory of the state it is given."
+        raise ValueError(
+            format_error("fit", what, fix="pass the state that the last step or fit returned, or a new one.")
+        )
+
+
+def _check_batches(batches: Any) -> None:
+    one_batch = isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array)
+    # Iterable alone knows only __iter__; a sequence (a torch-style dataset, a grain MapDataset) has __getitem__.
+    if one_batch or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
+        what = f"batches must be an iterable of batches, got {type(batches).__name__}."
+        fix = "pass a grain dataset, an iterator or a list; for one batch over and over itertools.repeat(batch)."
+        raise TypeError(format_error("fit", what, fix=fix))
 
 
 class FitResult(NamedTuple):

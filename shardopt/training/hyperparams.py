@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.core.errors import complaint
-from shardopt.replicas.state import PerReplica
+from shardopt.core.errors import format_error
+from shardopt.local_updates.state import PerReplica
 
 _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
 
@@ -73,10 +73,10 @@ def with_hyperparams(state: Any, **values: Any) -> Any:
     found = _find(who, state)
     if unknown := sorted(set(values) - set(found)):
         fix = f"choose from {', '.join(sorted(found))}."
-        raise ValueError(complaint(who, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
+        raise ValueError(format_error(who, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
     if scheduled := sorted(name for name in values if found[name].scheduled):
         what = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
-        raise ValueError(complaint(who, what, fix="inject a number instead of the schedule, and set it as you go."))
+        raise ValueError(format_error(who, what, fix="inject a number instead of the schedule, and set it as you go."))
     new = {found[name].path: _like(name, found[name], value) for name, value in values.items()}
     opt_state = jax.tree_util.tree_map_with_path(lambda path, leaf: new.get(path, leaf), state.opt_state)
     return state._replace(opt_state=opt_state)
@@ -94,7 +94,7 @@ def _find(who: str, state: Any) -> dict[str, _Injected]:
         raise TypeError(f"{who}: state must be a TrainState, got {type(state).__name__}.")
     found = list(_walk((), state.opt_state))
     if not found:
-        raise ValueError(complaint(who, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
+        raise ValueError(format_error(who, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
     count = Counter(name for _, name, _ in found)
     return {name if count[name] == 1 else f"{prefix}/{name}".lstrip("/"): one for prefix, name, one in found}
 

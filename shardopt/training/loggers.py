@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from shardopt.core.files import write_whole
+from shardopt.runtime.files import write_whole
 
 Log = Callable[[int, Mapping[str, float]], None]
 

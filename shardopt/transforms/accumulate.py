@@ -9,7 +9,7 @@ import optax
 from shardopt.core.types import PyTree
 from shardopt.reducers import PerDevice
 from shardopt.reducers.axis import agreeing_cond
-from shardopt.reducers.leaves import check_alike, check_leaves, zeros_like
+from shardopt.reducers.reducer import check_alike, check_leaves, zeros_like
 from shardopt.transforms.checks import check_count, check_inner
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from shardopt.core import arguments
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 
 
 def check_count(who: str, what: str, value: Any, *, least: int = 1) -> None:
@@ -31,7 +31,7 @@ def check_inner(who: str, inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, type) or not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         fix = "pass a transformation such as optax.adamw(1e-3), called, not the function itself."
         shown = getattr(inner, "__name__", type(inner).__name__)
-        raise TypeError(complaint(who, f"inner must be an optax.GradientTransformation, got {shown}.", fix=fix))
+        raise TypeError(format_error(who, f"inner must be an optax.GradientTransformation, got {shown}.", fix=fix))
     return optax.with_extra_args_support(inner)
 
 
@@ -43,5 +43,5 @@ def check_params(who: str, params: Any) -> Any:
     """
     if params is None:
         fix = "call update(grads, state, params)."
-        raise ValueError(complaint(who, "update needs the parameters.", fix=fix))
+        raise ValueError(format_error(who, "update needs the parameters.", fix=fix))
     return params

@@ -9,11 +9,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from shardopt.core.errors import complaint, plural
-from shardopt.core.types import PyTree, wide_dtype
-from shardopt.partition.paths import leaves_with_paths
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import AxisName, axis_names, axis_size, is_bound, tracks_varying, varying
-from shardopt.reducers.leaves import check_leaves, real_dtype
+from shardopt.reducers.reducer import check_leaves, real_dtype
 
 WHO = "clip_by_global_norm"
 
@@ -107,7 +106,7 @@ def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: Any) -> list
         if not tracked:
             what = "nothing says which leaves are split over the axis and which are whole: types do not tell it here."
             fix = "pass split=True, False, or the PartitionSpecs of the leaves; or use shard_map with check_vma=True."
-            raise ValueError(complaint(WHO, what, fix=fix))
+            raise ValueError(format_error(WHO, what, fix=fix))
         return [tuple(name for name in names if name in varying(leaf)) for _, leaf in leaves]
     over = [_axes_of(entry, names) for entry in _per_leaf(split, updates)]
     if tracked:
@@ -115,7 +114,7 @@ def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: Any) -> list
         wrong = [f"{path}: split over {axes}" for (path, leaf), axes in pairs if not set(axes) <= varying(leaf)]
         if wrong:
             what = f"{plural(len(wrong), 'leaf')} said to be split by split= cannot be: its type does not vary."
-            raise ValueError(complaint(WHO, what, wrong, "say what is whole, or leave split= out."))
+            raise ValueError(format_error(WHO, what, wrong, "say what is whole, or leave split= out."))
     return over
 
 
@@ -129,7 +128,7 @@ def _per_leaf(split: Any, updates: PyTree) -> list[Any]:
         )
     except ValueError as error:
         what = "split is neither like the gradients nor a prefix of their tree."
-        raise ValueError(complaint(WHO, what, fix="give it the specs that shard_map has for them.")) from error
+        raise ValueError(format_error(WHO, what, fix="give it the specs that shard_map has for them.")) from error
     return [entry.value for entry in jax.tree.leaves(spread)]
 
 
@@ -147,7 +146,7 @@ def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     missing = [name for name in listed if name not in names and is_bound(name)]
     if missing:
         what = f"{entry} splits over {missing[0]!r}, which is not among axis_names={names}."
-        raise ValueError(complaint(WHO, what, fix="name every axis that leaves are split over."))
+        raise ValueError(format_error(WHO, what, fix="name every axis that leaves are split over."))
     return tuple(name for name in names if name in listed)
 
 
@@ -159,9 +158,9 @@ def _check_max_norm(max_norm: Any) -> None:
     if isinstance(max_norm, jax.Array):
         return
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | np.number):
-        raise TypeError(complaint(WHO, f"max_norm must be a number, got {max_norm!r} ({type(max_norm).__name__})."))
+        raise TypeError(format_error(WHO, f"max_norm must be a number, got {max_norm!r} ({type(max_norm).__name__})."))
     if not max_norm > 0:
-        raise ValueError(complaint(WHO, f"max_norm must be above 0, got {max_norm}."))
+        raise ValueError(format_error(WHO, f"max_norm must be above 0, got {max_norm}."))
 
 
 def _check_split(split: Any) -> None:
@@ -171,4 +170,4 @@ def _check_split(split: Any) -> None:
     wrong = [repr(entry) for entry in entries if not isinstance(entry, bool | PartitionSpec)]
     if wrong:
         what = "split must be True, False or a tree of PartitionSpecs."
-        raise TypeError(complaint(WHO, what, wrong))
+        raise TypeError(format_error(WHO, what, wrong))

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core.errors import complaint
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.reducers import PerDevice
 from shardopt.reducers.axis import varying
-from shardopt.reducers.leaves import check_alike, check_leaves
-from shardopt.reducers.reducer import check_number
+from shardopt.reducers.reducer import check_alike, check_leaves, check_number
 from shardopt.transforms.checks import check_count, check_params
 
 
@@ -120,11 +119,11 @@ def delay_gradients(staleness: int, rule: DelayRule | None = None) -> optax.Grad
     who = "delay_gradients"
     if isinstance(staleness, jax.Array):
         fix = 'under optax.inject_hyperparams, add static_args=("staleness",).'
-        raise TypeError(complaint(who, "staleness must be a Python integer: it shapes the state.", fix=fix))
+        raise TypeError(format_error(who, "staleness must be a Python integer: it shapes the state.", fix=fix))
     check_count(who, "staleness", staleness, least=0)
     if rule is not None and not isinstance(rule, DelayRule):
         fix = "pass so.transforms.staleness_learning_rate(), so.transforms.delay_compensation(), or a DelayRule."
-        raise TypeError(complaint(who, f"rule must be a DelayRule, got {rule!r}.", fix=fix))
+        raise TypeError(format_error(who, f"rule must be a DelayRule, got {rule!r}.", fix=fix))
     keeps_params = rule is not None and rule.needs_params
 
     def init(params):

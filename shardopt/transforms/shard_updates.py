@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core.types import wide_dtype
-from shardopt.partition.paths import leaves_with_paths
-from shardopt.reducers import PerDevice, wire
+from shardopt.core.types import leaves_with_paths, wide_dtype
+from shardopt.reducers import PerDevice
 from shardopt.reducers.axis import AxisName, axis_names, axis_size, check_not_summed
-from shardopt.reducers.buckets import plan_buckets
-from shardopt.reducers.leaves import check_alike, check_leaves
+from shardopt.reducers.buckets import all_gather_packed, all_to_all_packed, plan_buckets
+from shardopt.reducers.reducer import check_alike, check_leaves
 from shardopt.transforms.checks import check_inner
-from shardopt.transforms.mixing import check_elementwise
+from shardopt.transforms.elementwise import check_elementwise
 
 
 class ShardUpdatesState(NamedTuple):
@@ -118,14 +117,14 @@ def _mean_shards(leaves: list[Any], count: int, axis_name: AxisName) -> list[Any
 def _scatter_mean(rows: Any, count: int, axis_name: AxisName) -> Any:
     if rows.dtype == wide_dtype(rows.dtype):
         return jax.lax.psum_scatter(rows, axis_name, scatter_dimension=0) / count
-    received = wire.exchange([rows], axis_name)[0].astype(wide_dtype(rows.dtype))
+    received = all_to_all_packed([rows], axis_name)[0].astype(wide_dtype(rows.dtype))
     return (received.sum(axis=0) / count).astype(rows.dtype)
 
 
 def _gather_whole(shards: list[Any], shapes: list[tuple[int, ...]], axis_name: AxisName) -> list[Any]:
     whole = [None if shard.size else shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True)]
     for bucket in plan_buckets([shard.size for shard in shards], [shard.dtype for shard in shards]):
-        gathered = wire.gather([shards[i].reshape(1, -1) for i in bucket.members], axis_name)
+        gathered = all_gather_packed([shards[i].reshape(1, -1) for i in bucket.members], axis_name)
         for i, rows in zip(bucket.members, gathered, strict=True):
             whole[i] = rows.reshape(-1)[: math.prod(shapes[i])].reshape(shapes[i])
     return whole

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from shardopt.checkpoint import Checkpoints, steps, write
+from shardopt.checkpoint import Checkpoints
+from shardopt.checkpoint import run_folder as steps
+from shardopt.checkpoint import save as write
 from shardopt.core.errors import CheckpointError
 
 

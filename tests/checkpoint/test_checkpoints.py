@@ -12,8 +12,8 @@ import pytest
 
 import shardopt as so
 from shardopt.checkpoint import Checkpoints, restore, save
-from shardopt.checkpoint.steps import surplus
-from shardopt.checkpoint.write import failed
+from shardopt.checkpoint.run_folder import surplus
+from shardopt.checkpoint.save import failed
 
 UNTOUCHED = "Fix: make room, then save again; checkpoints that were committed before are untouched."
 
@@ -226,7 +226,7 @@ def full_disk():
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardopt.checkpoint.write.digest", no_room)
+        patch.setattr("shardopt.checkpoint.save.digest", no_room)
         yield
 
 
@@ -306,7 +306,7 @@ def test_a_step_that_cannot_be_deleted_is_reported(tmp_path, complaint_of, monke
     with Checkpoints(tmp_path, 1, 1) as checkpoints:
         checkpoints.save(small(1), step=1)
         checkpoints.wait()
-        monkeypatch.setattr("shardopt.checkpoint.rotation.discard", refuse)
+        monkeypatch.setattr("shardopt.checkpoint.checkpoints.discard", refuse)
         checkpoints.save(small(2), step=2)
         assert complaint_of(checkpoints.wait) == (
             f"Checkpoints: step 2 was written, but step 1 in {tmp_path} could not be deleted "

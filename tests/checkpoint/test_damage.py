@@ -123,8 +123,8 @@ def test_an_explicit_step_is_checked_as_well(run, trained, complaint_of):
 
 def test_nothing_is_read_from_a_damaged_checkpoint(run, trained, complaint_of, monkeypatch):
     flip(find(run / "3", "data"))
-    monkeypatch.setattr("shardopt.checkpoint.store.read", None)
-    monkeypatch.setattr("shardopt.checkpoint.restoring.read_meta", None)
+    monkeypatch.setattr("shardopt.checkpoint.store.read_arrays", None)
+    monkeypatch.setattr("shardopt.checkpoint.restore.read_meta", None)
     assert complaint_of(lambda: restore(run, trained[0])).startswith(f"restore: step 3 in {run} is damaged.\n")
 
 
@@ -146,7 +146,7 @@ def test_files_that_others_put_there_do_no_harm(run, trained, same):
 
 
 def test_a_checkpoint_of_a_newer_format_says_so(run, trained, complaint_of):
-    from shardopt.checkpoint.manifest import digest, file_sizes, write_manifest
+    from shardopt.checkpoint.record import digest, file_sizes, write_manifest
 
     record = find(run / "3", "record")
     record.write_text(record.read_text().replace('"format": 1', '"format": 2'))

@@ -8,9 +8,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from shardopt.checkpoint import Checkpoints, save, write
-from shardopt.checkpoint.claim import is_of_deletion
-from shardopt.checkpoint.write import failed
+from shardopt.checkpoint import Checkpoints, save
+from shardopt.checkpoint import save as write
+from shardopt.checkpoint.run_lock import is_of_deletion
+from shardopt.checkpoint.save import failed
 from shardopt.core import CheckpointError
 
 STALE = OSError(errno.ESTALE, "Stale file handle")
@@ -189,7 +190,7 @@ def test_files_that_vanish_before_the_lock_does_are_a_deletion_too(tmp_path, mon
 
 
 def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(monkeypatch):
-    from shardopt.checkpoint.claim import until_deleted
+    from shardopt.checkpoint.run_lock import until_deleted
 
     def failing(*messages):
         left = list(messages)
@@ -201,7 +202,7 @@ def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(monkeypat
 
         return action, left
 
-    monkeypatch.setattr("shardopt.checkpoint.claim._PAUSE", 0)
+    monkeypatch.setattr("shardopt.checkpoint.run_lock._PAUSE", 0)
     gone = (
         "Checkpoints: step 1 could not be written to /a (FileNotFoundError: [Errno 2] No such file or directory: 'b')."
     )

@@ -137,7 +137,7 @@ OFFERS = """
 import contextlib, os, pathlib, pickle, sys
 import jax.numpy as jnp, optax
 import shardopt as so
-from shardopt.checkpoint.manifest import digest, file_sizes, write_manifest
+from shardopt.checkpoint.record import digest, file_sizes, write_manifest
 
 here = pathlib.Path(sys.argv[1])
 

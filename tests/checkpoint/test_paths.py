@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.checkpoint.paths import escape, leaves_by_path, nest, show, unescape, unnest
+from shardopt.checkpoint.tree import escape, leaves_by_path, nest, show, unescape, unnest
 
 
 @given(st.text())

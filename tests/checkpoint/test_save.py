@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from shardopt.checkpoint import meta, restore, save
+from shardopt.checkpoint import record as meta
+from shardopt.checkpoint import restore, save
 
 
 def test_the_step_is_that_of_the_state_or_the_one_given(tmp_path, trained):

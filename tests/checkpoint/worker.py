@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes, write
+from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
+from shardopt.checkpoint import save as write
 
 
 def loss_fn(params, batch):

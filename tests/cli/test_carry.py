@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.cli.carry import CarryingCheckpoints
+from shardopt.cli.run_folder import CarryingCheckpoints
 
 PARAMS = {"a/b%": jnp.arange(8.0), "w": jnp.ones((4, 2))}
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.1)))

@@ -15,19 +15,19 @@ import pytest
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli.communication import (
+    Traffic,
     as_sent,
     combined,
     describe,
     make_reducer,
+    measure,
     outer_optimizer,
+    traffic_text,
     with_meaning,
 )
-from shardopt.cli.devices import mesh_of
-from shardopt.cli.optimizers import make_optimizer
-from shardopt.cli.options import Communication, Devices, Pipeline, TrainOptions
+from shardopt.cli.options import Communication, Devices, Pipeline, TrainOptions, make_optimizer
 from shardopt.cli.run_folder import read_options
-from shardopt.cli.strategy import check_strategy, make_strategy
-from shardopt.cli.traffic import Traffic, measure, traffic_text
+from shardopt.cli.strategy import check_strategy, make_strategy, mesh_of
 from shardopt.models import gpt
 
 

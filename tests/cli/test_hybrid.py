@@ -14,13 +14,12 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.devices import mesh_of
 from shardopt.cli.main import _carried_over
 from shardopt.cli.options import Devices, Model, Pipeline, Training, TrainOptions
-from shardopt.cli.strategy import check_strategy, fitted, make_strategy
+from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
 from shardopt.cli.train import write_schedule
+from shardopt.engine.config import PLACEMENTS
 from shardopt.models import gpt
-from shardopt.strategies.placement import PLACEMENTS
 
 HYBRID = Devices(strategy="hybrid")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.checkpoint.steps import committed
+from shardopt.checkpoint.run_folder import committed
 from shardopt.cli import main
 from shardopt.cli.launch import _command, split_words
 

@@ -13,10 +13,17 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.devices import mesh_of, parse_mesh, start_devices
 from shardopt.cli.main import _parse
-from shardopt.cli.optimizers import make_optimizer, make_schedule, optimizers, parse_optimizer
-from shardopt.cli.options import TrainOptions, from_json, to_json
+from shardopt.cli.options import (
+    TrainOptions,
+    from_json,
+    make_optimizer,
+    make_schedule,
+    optimizers,
+    parse_optimizer,
+    to_json,
+)
+from shardopt.cli.strategy import mesh_of, parse_mesh, start_devices
 
 
 def exit_of(capsys, *words):

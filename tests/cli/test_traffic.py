@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.cli.traffic import measure
+from shardopt.cli.communication import measure
 
 STAGES, MICRO, LAYERS, WIDTH, ROWS = 2, 4, 4, 64, 32
 

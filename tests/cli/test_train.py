@@ -11,13 +11,12 @@ import jax
 import optax
 import pytest
 
-from shardopt.checkpoint.steps import committed
+from shardopt.checkpoint.run_folder import committed
 from shardopt.cli import main
-from shardopt.cli.devices import mesh_of
 from shardopt.cli.options import Devices, TrainOptions
-from shardopt.cli.strategy import make_strategy
+from shardopt.cli.strategy import make_strategy, mesh_of
+from shardopt.engine.config import DDP, ZERO_1, ZERO_2, ZERO_3
 from shardopt.models import gpt
-from shardopt.strategies.placement import DDP, ZERO_1, ZERO_2, ZERO_3
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.collectives import LITTLE, gather, per_device, scatter_sum, sum_over, together
+from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather, all_reduce, per_device, reduce_scatter
+from shardopt.collectives import buckets as together
 
 SHAPES = [((8, 3), 0), ((5, 12), 1), ((4,), 0), ((2, 8, 4), 2), ((3, 5), None), ((16, 2), 0)]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16]
@@ -39,22 +40,22 @@ SPECS = [P()] * len(SHAPES)
 
 
 def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
-    f = lambda xs: gather(xs, DIMS, SPECS, axis="data")  # noqa: E731
+    f = lambda xs: all_gather(xs, DIMS, SPECS, axis="data")  # noqa: E731
     run, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     for whole, x in zip(run(leaves()), leaves(), strict=True):
         np.testing.assert_array_equal(whole, x)
     assert sent == ["all-gather"] * 2, "one a dtype"
-    f = lambda xs: gather(xs, DIMS, SPECS, axis="data", joined=0)  # noqa: E731
+    f = lambda xs: all_gather(xs, DIMS, SPECS, axis="data", joined=0)  # noqa: E731
     _, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     assert sent == ["all-gather"] * 5
 
 
-@pytest.mark.parametrize(("joined", "sums"), [(LITTLE, 2), (0, 5)])
+@pytest.mark.parametrize(("joined", "sums"), [(SMALL_BUCKET_BYTES, 2), (0, 5)])
 def test_scattered_sums_are_those_of_leaves_that_travelled_alone(joined, sums, mesh_of):
     def f(xs):
         rank = jax.lax.axis_index("data")
-        whole = [(rank + 1).astype(x.dtype) * x for x in gather(xs, DIMS, SPECS, axis="data")]
-        return scatter_sum(whole, DIMS, SPECS, axis="data", joined=joined)
+        whole = [(rank + 1).astype(x.dtype) * x for x in all_gather(xs, DIMS, SPECS, axis="data")]
+        return reduce_scatter(whole, DIMS, SPECS, axis="data", joined=joined)
 
     run, sent = compiled(f, mesh_of(data=4), out_specs=[spec(dim) for dim in DIMS])
     for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):
@@ -63,7 +64,7 @@ def test_scattered_sums_are_those_of_leaves_that_travelled_alone(joined, sums, m
 
 
 def test_sums_are_those_of_leaves_that_travelled_alone(mesh_of):
-    f = lambda xs: sum_over([x * 2 for x in xs], ["data"])  # noqa: E731
+    f = lambda xs: all_reduce([x * 2 for x in xs], ["data"])  # noqa: E731
     split = per_device(f, mesh_of(data=4), in_specs=(SPECS,), out_specs=SPECS)
     for total, x in zip(jax.jit(so.mesh.on_mesh(mesh_of(data=4), split))(leaves()), leaves(), strict=True):
         np.testing.assert_array_equal(total, 8 * x)
@@ -75,7 +76,7 @@ def test_groups_are_bounded_and_on_accelerators_of_one(kind, sums, monkeypatch):
     mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(device_kind=kind))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
     monkeypatch.setattr(together, "MUCH", 2**21)
-    jaxpr = jax.make_jaxpr(lambda xs: together.sum_together(xs, ("data",)), axis_env=[("data", 4)])(
+    jaxpr = jax.make_jaxpr(lambda xs: together.all_reduce_buckets(xs, ("data",)), axis_env=[("data", 4)])(
         [jnp.zeros(size) for size in sizes]
     )
     assert len(re.findall(r"= psum", str(jaxpr))) == sums

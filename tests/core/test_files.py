@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.core.files import write_whole
+from shardopt.runtime.files import write_whole
 
 
 def test_a_file_is_replaced(tmp_path):

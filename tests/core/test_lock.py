@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.core import CheckpointError, lock
+from shardopt.core import CheckpointError
+from shardopt.runtime import files as lock
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -60,7 +61,7 @@ def holder(tmp_path):
 
 def refusal_of(folder):
     with pytest.raises(CheckpointError) as caught:
-        lock.acquire("test", folder)
+        lock.acquire_lock("test", folder)
     return str(caught.value)
 
 
@@ -75,7 +76,7 @@ def test_a_fork_has_no_part_in_the_lock_and_does_not_outlive_its_holder(holder, 
     process.kill()
     process.wait()
     os.kill(int(fork), 0)  # it lives
-    lock.release(lock.acquire("test", tmp_path))
+    lock.release_lock(lock.acquire_lock("test", tmp_path))
 
 
 def test_a_fork_may_take_a_lock_of_its_own(holder, tmp_path):
@@ -88,7 +89,7 @@ def test_a_fork_may_take_a_lock_of_its_own(holder, tmp_path):
 
 
 def test_who_is_handed_the_descriptor_keeps_the_lock_until_it_is_let_go_of(tmp_path):
-    mine = lock.acquire("test", tmp_path)
+    mine = lock.acquire_lock("test", tmp_path)
     child = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(child, pass_fds=(mine.descriptor,)) as process:
         try:
@@ -101,20 +102,20 @@ def test_who_is_handed_the_descriptor_keeps_the_lock_until_it_is_let_go_of(tmp_p
             )
         finally:
             process.kill()
-    later = lock.acquire("test", tmp_path)
+    later = lock.acquire_lock("test", tmp_path)
     with subprocess.Popen(child, pass_fds=(later.descriptor,)) as process:
         try:
-            lock.release(later)
-            lock.release(lock.acquire("test", tmp_path))
+            lock.release_lock(later)
+            lock.release_lock(lock.acquire_lock("test", tmp_path))
         finally:
             process.kill()
 
 
 def test_this_very_process_is_told_by_what_it_holds_not_by_its_number(tmp_path):
     """In containers host name and number are often the same: pid 1."""
-    mine = lock.acquire("test", tmp_path)
+    mine = lock.acquire_lock("test", tmp_path)
     assert refusal_of(tmp_path).startswith(f"test: {tmp_path} is already being written to by this very process, since ")
-    lock.release(mine)
+    lock.release_lock(mine)
     host = socket.gethostname()
     held = "import fcntl, sys; fcntl.flock(file := open(sys.argv[1], 'r+'), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", held, str(tmp_path / ".lock")]
@@ -130,29 +131,29 @@ def test_this_very_process_is_told_by_what_it_holds_not_by_its_number(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE])
 def test_a_lock_whose_file_is_gone_is_not_held(number, tmp_path, monkeypatch):
-    mine = lock.acquire("test", tmp_path)
+    mine = lock.acquire_lock("test", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", lambda descriptor: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
-        assert not lock.holds(mine)
-    assert lock.holds(mine)
+        assert not lock.holds_lock(mine)
+    assert lock.holds_lock(mine)
     (tmp_path / ".lock").unlink()
-    assert not lock.holds(mine)
-    lock.release(mine)
-    lock.release(mine)
-    assert not lock.holds(mine)
+    assert not lock.holds_lock(mine)
+    lock.release_lock(mine)
+    lock.release_lock(mine)
+    assert not lock.holds_lock(mine)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_an_error_that_says_nothing_of_the_file_is_not_taken_for_a_deletion(number, tmp_path, monkeypatch):
-    mine = lock.acquire("test", tmp_path)
+    mine = lock.acquire_lock("test", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", lambda descriptor: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
         with pytest.raises(OSError, match=os.strerror(number)):
-            lock.holds(mine)
+            lock.holds_lock(mine)
         with pytest.raises(OSError, match=os.strerror(number)):
-            lock.acquire("test", tmp_path / "..")  # which lets go of what it took
-    lock.release(mine)
-    lock.release(lock.acquire("test", tmp_path / ".."))
+            lock.acquire_lock("test", tmp_path / "..")  # which lets go of what it took
+    lock.release_lock(mine)
+    lock.release_lock(lock.acquire_lock("test", tmp_path / ".."))
     (tmp_path / ".." / ".lock").unlink()
 
 
@@ -161,10 +162,10 @@ def test_on_a_full_disk_a_folder_can_be_taken(tmp_path, monkeypatch):
     write = os.pwrite
     with Path("/dev/full").open("wb") as full:
         monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: write(full.fileno(), data, 0))
-        mine = lock.acquire("test", tmp_path)
+        mine = lock.acquire_lock("test", tmp_path)
     assert (tmp_path / ".lock").read_bytes() == b""
-    assert lock.holds(mine)
-    lock.release(mine)
+    assert lock.holds_lock(mine)
+    lock.release_lock(mine)
 
 
 def test_a_name_that_cannot_be_written_for_another_reason_is_an_error(tmp_path, monkeypatch):
@@ -174,5 +175,5 @@ def test_a_name_that_cannot_be_written_for_another_reason_is_an_error(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
         with pytest.raises(OSError, match="Input/output error"):
-            lock.acquire("test", tmp_path)
-    lock.release(lock.acquire("test", tmp_path))
+            lock.acquire_lock("test", tmp_path)
+    lock.release_lock(lock.acquire_lock("test", tmp_path))

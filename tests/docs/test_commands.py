@@ -11,11 +11,10 @@ import optax
 import pytest
 import yaml
 
-from shardopt.cli.devices import mesh_of
 from shardopt.cli.launch import LaunchOptions, split_words
 from shardopt.cli.main import _parse
 from shardopt.cli.options import TrainOptions
-from shardopt.cli.strategy import check_strategy, fitted, make_strategy
+from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
 from shardopt.models import gpt
 
 ROOT = Path(__file__).parents[2]

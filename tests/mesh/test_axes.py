@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardopt as so
-from shardopt.mesh import axes
+from shardopt import mesh as axes
 
 
 def test_all_devices_go_to_data_by_default():
@@ -114,7 +114,7 @@ def test_initialize_wants_all_or_nothing():
 
 
 def test_initialize_does_nothing_outside_a_launcher(monkeypatch):
-    from shardopt.mesh import processes
+    from shardopt.runtime import processes
 
     for name in processes._LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -137,7 +137,7 @@ def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monke
 
 
 def test_initialize_ends_a_process_whose_launcher_died_before(monkeypatch):
-    from shardopt.mesh import processes
+    from shardopt.runtime import processes
 
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.parameter_server import compute, replay, rules
+from shardopt.parameter_server import replay, rules
+from shardopt.parameter_server import worker as compute
 
 
 def same_bits(a, b):

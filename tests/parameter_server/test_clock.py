@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import shardopt as so
 from shardopt.parameter_server import clock as clocks
 from shardopt.parameter_server import make_server
-from shardopt.parameter_server.mappings import PersistentMap
+from shardopt.parameter_server.clock import PersistentMap
 
 BOUNDS = [0, 1, 2, 8]
 

@@ -8,9 +8,11 @@ import pytest
 
 import shardopt as so
 from shardopt.core.types import Weighted
-from shardopt.parameter_server import SimulatedWorker, apply, durations, gradients, server, simulate
+from shardopt.parameter_server import SimulatedWorker, durations, server, simulate
 from shardopt.parameter_server import clock as clocks
-from shardopt.parameter_server.events import Event
+from shardopt.parameter_server import server as apply
+from shardopt.parameter_server import worker as gradients
+from shardopt.parameter_server.log import Event
 
 
 def let_workers_one_step_too_far(patch):

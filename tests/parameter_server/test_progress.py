@@ -10,8 +10,8 @@ from rich.console import Console
 
 import shardopt as so
 from shardopt.parameter_server import SimulatedWorker, progress, simulate
-from shardopt.parameter_server.events import Event
-from shardopt.parameter_server.status import Status, Tally, WorkerStatus
+from shardopt.parameter_server.log import Event
+from shardopt.parameter_server.views import Status, WorkerStats, WorkerStatus
 
 
 def shown(statuses, *, terminal, width=100):
@@ -69,7 +69,7 @@ def test_status_is_asked_for_only_when_it_is_shown():
 def test_the_tally_of_a_log():
     """Against the summary of a whole run, and against what each event says."""
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(3.0)], max_staleness=1, num_updates=20)
-    tally = Tally(result.log)
+    tally = WorkerStats(result.log)
     workers = tally.workers(result.metrics["seconds"], waits=lambda worker: True)
     assert {one.worker: one.waited for one in workers} == pytest.approx(result.metrics["wait_seconds"], abs=3.0)
     assert sum(one.pushes for one in workers) == 20
@@ -93,13 +93,13 @@ def test_the_tally_of_a_log():
 def test_a_run_is_shown_while_it_goes_on(capsys, regression, monkeypatch):
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     seen = threading.Event()
-    tally = Tally.workers
+    tally = WorkerStats.workers
 
     def watched(*arguments, **options):
         seen.set()
         return tally(*arguments, **options)
 
-    monkeypatch.setattr(Tally, "workers", watched)
+    monkeypatch.setattr(WorkerStats, "workers", watched)
 
     def batches_of(worker):
         for step, batch in enumerate(regression.batches_of(2)(worker)):

@@ -100,7 +100,7 @@ def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch):
         return make(code)._replace(begin=lambda worker: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardopt.parameter_server.compute.make_encoder", remembers)
+        patch.setattr("shardopt.parameter_server.worker.make_encoder", remembers)
         _, result = train(INT8, num_updates=26, presence={1: [(0, 6), (10, 1e9)]})
     opt, _ = train(INT8, num_updates=0)
     with pytest.raises(ValueError, match="the parameters at the end are not those of the run"):

@@ -12,12 +12,12 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.parameter_server import Log, NonFiniteUpdateError, compute, make_server, rules
-from shardopt.parameter_server.compute import no_compute
+from shardopt.parameter_server import Log, NonFiniteUpdateError, make_server, rules
+from shardopt.parameter_server import worker as compute
+from shardopt.parameter_server.coordinator import Coordinator
 from shardopt.parameter_server.run import Run
-from shardopt.parameter_server.transports.hall import Hall
-from shardopt.parameter_server.transports.settings import settings_here
-from shardopt.parameter_server.transports.threads import run_threads
+from shardopt.parameter_server.threads import run_threads, settings_here
+from shardopt.parameter_server.worker import no_compute
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
     draws, pause = [np.random.default_rng(worker) for worker in range(4)], threading.Event()
     running = Run(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
     updates = 10_000 if max_staleness else 10_000 // 4
-    hall = Hall(running, updates, {worker: [(0, math.inf)] for worker in range(4)})
+    hall = Coordinator(running, updates, {worker: [(0, math.inf)] for worker in range(4)})
     run_threads("test", hall, no_compute()._replace(update=update), lambda hall: None)
     metrics = running.finish(hall.why()).metrics
     assert (metrics["stopped"], metrics["pushes"]) == ("completed", 10_000)

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from support.pipelines import IN_GROUPS, SCHEDULES, block_problem
 
 import shardopt as so
+from shardopt.engine import pipelined
 from shardopt.pipeline.executor import execute
-from shardopt.strategies import pipelined
 
 
 def train(schedule, mesh, case, micro_batches, **options):

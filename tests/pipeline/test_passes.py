@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardopt.pipeline.passes import rematerialised, take_apart
+from shardopt.remat.split_backward import rematerialised, split_backward
 
 ROWS, WIDTH = 3, 4
 
@@ -106,7 +106,7 @@ def check(f, given, x, dy, trained):
 
     _, vjp, y = jax.vjp(plain, [given[i] for i in trained], [x[i] for i in floating], has_aux=True)
     dw, dx = vjp(dy)
-    passes = take_apart(f, given, x, trained=trained)
+    passes = split_backward(f, given, x, trained=trained)
     for one in (passes, rematerialised(passes, x)):
 
         @jax.jit
@@ -175,7 +175,7 @@ def test_each_inner_product_runs_once(x64):
         return [x[0] + jnp.tanh(x[0] @ g[0]) @ g[1]]
 
     given = [given[0], given[0].T]
-    passes = take_apart(mlp, given, x, trained=[0, 1])
+    passes = split_backward(mlp, given, x, trained=[0, 1])
     _, kept = passes.forward(given, x)
     _, deferred = passes.backward(given, kept, dy)
     assert count(passes.forward, given, x) == 2
@@ -192,7 +192,7 @@ def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
     _, x, dy = example()
     big = jnp.ones((WIDTH, 50 * WIDTH))
     f = lambda g, x: [x[0] @ jnp.tanh(g[0]) @ jnp.exp(g[0].T) * jax.random.uniform(jax.random.key(g[1]))]  # noqa: E731
-    passes = take_apart(f, [big, jnp.int32(3)], x, trained=[0])
+    passes = split_backward(f, [big, jnp.int32(3)], x, trained=[0])
     sizes = [one.size for one in (*passes.kept, *passes.deferred)]
     assert max(sizes) < big.size
     assert sum(one.size for one in passes.kept) <= ROWS * (WIDTH + 50 * WIDTH)
@@ -201,7 +201,7 @@ def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
 
 def test_elementwise_results_are_not_kept(x64):
     given, x, _ = example()
-    passes = take_apart(lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], given, x, trained=[0])
+    passes = split_backward(lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], given, x, trained=[0])
     assert [one.shape for one in passes.kept] == [(ROWS, WIDTH)] * 2  # x, and x @ w
 
 
@@ -209,7 +209,7 @@ def test_a_product_inside_a_jit_is_taken_apart_too(x64):
     """`jax.nn` is full of jits; left whole, both gradients of what stands in one would be computed at once."""
     given, x, dy = example()
     f = lambda g, x: [jax.jit(lambda x, w: jax.nn.gelu(x @ w))(x[0], g[0])]  # noqa: E731
-    passes = take_apart(f, given, x, trained=[0])
+    passes = split_backward(f, given, x, trained=[0])
     _, kept = passes.forward(given, x)
     _, deferred = passes.backward(given, kept, dy)
     assert count(passes.backward, given, kept, dy) == 1
@@ -223,7 +223,7 @@ def test_effects_run_once_a_forward(x64, capfd):
         jax.debug.print("seen")
         return [jnp.tanh(x[0] @ g[0])]
 
-    passes = take_apart(f, given, x, trained=[0])
+    passes = split_backward(f, given, x, trained=[0])
     _, kept = jax.jit(passes.forward)(given, x)
     jax.effects_barrier()
     assert capfd.readouterr().out == "seen\n"

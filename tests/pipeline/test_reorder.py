@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.collectives import per_device
-from shardopt.pipeline import reorder
+from shardopt.pipeline import messages as reorder
 
 PLACES = {
     "ring": lambda stages, chunks: [*range(stages)] * chunks,

@@ -3,8 +3,11 @@
 import pytest
 from support.layouts import LAYOUTS, disagreements
 
-from shardopt.hlo import collective, flops, walk
-from shardopt.planning import footprint, placed, tracing, traffic
+from shardopt.audit import collective, flops, walk
+from shardopt.planning import costs as footprint
+from shardopt.planning import costs as traffic
+from shardopt.planning import placed_model as placed
+from shardopt.planning import workload as tracing
 
 DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, tensor"
 

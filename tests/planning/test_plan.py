@@ -10,9 +10,9 @@ import pytest
 from support.layouts import SHAPE
 
 import shardopt as so
-from shardopt.models import transformer
-from shardopt.planning import HARDWARE, Candidate, Hardware, Transfer, find_hardware, predict
-from shardopt.planning.links import seconds
+from shardopt.models import layers as transformer
+from shardopt.planning import HARDWARE, Hardware, Layout, Transfer, find_hardware, predict
+from shardopt.planning.costs import seconds
 
 CHIP = Hardware("toy", 1e12, 10**9, 1e11, 1e10, 0, 8, 1e9, "made up")
 WORK = SHAPE.workload()
@@ -59,7 +59,7 @@ def test_slices_hold_a_copy_each_or_share_one():
 
 
 def test_the_optimizer_counts():
-    layout = Candidate(data=8, placement="ddp")
+    layout = Layout(data=8, placement="ddp")
     size = WORK.num_parameters * 4
     for tx, copies in ((optax.sgd(0.1), 0), (optax.sgd(0.1, momentum=0.9), 1), (optax.adamw(0.1), 2)):
         found = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=tx)
@@ -74,27 +74,27 @@ def test_the_optimizer_counts():
 )
 def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, state):
     work = so.planning.find_model("test", "llama3-8b").workload()
-    found = predict(work, Candidate(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8)
+    found = predict(work, Layout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8)
     assert found.memory.params == pytest.approx(4 * work.num_parameters / params, rel=1e-3)
     assert found.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
 
 
 def test_rings_on_a_switch_and_beyond():
-    layout = Candidate(data=4, tensor=4)
+    layout = Layout(data=4, tensor=4)
     reduce = lambda axis: seconds(Transfer("all-reduce", axis, "x", 1e9, 1), layout, CHIP)  # noqa: E731
     # tensor within a node of 8 over links; data: pairs within one, then two nodes, both members sharing the network
     assert reduce("tensor") == pytest.approx(2 * 3 / 4 * 1e9 / 1e10)
     assert reduce("data") == pytest.approx(2 * 1 / 2 * 1e9 / 1e10 + 2 * 1 / 2 * 1e9 / 2 / 1e9)
     gather = seconds(Transfer("all-gather", "tensor", "x", 1e9, 3), layout, CHIP)
     assert gather == pytest.approx(3 * 3 / 4 * 1e9 / 1e10)
-    send = Candidate(data=1, pipeline=16)
+    send = Layout(data=1, pipeline=16)
     assert seconds(Transfer("collective-permute", "pipeline", "x", 1e9, 1), send, CHIP) == pytest.approx(1.0)
 
 
 def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
     gather = Transfer("all-gather", "data", "weights", 1e9, 1)
     for name, chips, axes in (("v5p", 64, 3), ("v6e", 256, 2)):
-        chip, whole = HARDWARE[name], Candidate(data=chips)
+        chip, whole = HARDWARE[name], Layout(data=chips)
         expected = (chips - 1) / chips * 1e9 / (axes * chip.link_bandwidth)
         assert seconds(gather, whole, chip) == pytest.approx(expected)
         assert seconds(gather._replace(kind="all-reduce"), whole, chip) == pytest.approx(2 * expected)
@@ -103,17 +103,17 @@ def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
 def test_time_without_communication_is_flops_over_peak():
     fast = dataclasses.replace(CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30)
     for tensor in (1, 2):
-        found = predict(WORK, Candidate(data=2, tensor=tensor), hardware=fast, batch_size=8)
+        found = predict(WORK, Layout(data=2, tensor=tensor), hardware=fast, batch_size=8)
         flops = 3 * (WORK.num_blocks * WORK.block_flops + WORK.ends_flops) * 8
         assert found.time.total == pytest.approx(flops / (2 * tensor) / 1e12)
-    again = predict(WORK, Candidate(data=2, remat=True), hardware=fast, batch_size=8)
-    assert again.time.total > predict(WORK, Candidate(data=2), hardware=fast, batch_size=8).time.total
+    again = predict(WORK, Layout(data=2, remat=True), hardware=fast, batch_size=8)
+    assert again.time.total > predict(WORK, Layout(data=2), hardware=fast, batch_size=8).time.total
 
 
 def test_a_pipeline_idles_as_its_schedule_says():
     fast = dataclasses.replace(CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30)
     bare = WORK._replace(ends_flops=0.0)
-    layout = Candidate(pipeline=4, schedule="one_f_one_b", micro_batches=8)
+    layout = Layout(pipeline=4, schedule="one_f_one_b", micro_batches=8)
     time = predict(bare, layout, hardware=fast, batch_size=8).time
     assert time.bubble / time.total == pytest.approx(layout.table().program_bubble_fraction)
 
@@ -174,6 +174,6 @@ def test_gather_dtype_is_for_fsdp_alone():
     work = SHAPE.workload()
     for placement in ("zero1", "fsdp"):
         found = predict(
-            work, Candidate(data=8, placement=placement, gather_dtype=jnp.bfloat16), hardware=CHIP, batch_size=8
+            work, Layout(data=8, placement=placement, gather_dtype=jnp.bfloat16), hardware=CHIP, batch_size=8
         )
         assert ("gather_dtype" in found.strategy) == (placement == "fsdp")

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.collectives import gather, per_device, scatter_sum, steps
-from shardopt.models import transformer
+from shardopt.collectives import all_gather, per_device, reduce_scatter
+from shardopt.collectives import all_gather as steps
+from shardopt.models import layers as transformer
 from shardopt.planning import Transformer
 
 
@@ -38,9 +39,9 @@ def test_two_steps_are_one_gather_and_one_scatter(dim, dtype, mesh_of, monkeypat
     x = jnp.arange(16.0 * 32).reshape(16, 32).astype(dtype)
 
     def both(x):
-        whole = gather([x], [dim], [P()], axis="data")[0]
+        whole = all_gather([x], [dim], [P()], axis="data")[0]
         rank = jax.lax.axis_index("data").astype(dtype)
-        return whole, scatter_sum([whole * rank], [dim], [P()], axis="data")[0]
+        return whole, reduce_scatter([whole * rank], [dim], [P()], axis="data")[0]
 
     def run():
         split = per_device(both, mesh, in_specs=(spec,), out_specs=(P(), spec))

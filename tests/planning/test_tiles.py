@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.hlo.memory import argument_padding
-from shardopt.hlo.shapes import tiled_nbytes
-from shardopt.planning import HARDWARE, Candidate, find_model, predict
-from shardopt.planning.tiles import stored_bytes
+from shardopt.audit.hlo_text import tiled_nbytes
+from shardopt.audit.memory import argument_padding
+from shardopt.planning import HARDWARE, Layout, find_model, predict
+from shardopt.planning.placed_model import stored_bytes
 
 PROGRAM = (Path(__file__).parent / "programs" / "v5e_fsdp.hlo").read_text()
 
@@ -47,7 +47,7 @@ def test_arrays_are_stored_as_the_compiler_lays_them_out(shape, layout):
 )
 def test_arguments_are_those_of_the_placement_formula(name, chip, chips, rows, planned):
     shape = dataclasses.replace(find_model("test", name), length=1024)
-    layout = Candidate(data=chips)
+    layout = Layout(data=chips)
     told = predict(shape.workload(), layout, hardware=HARDWARE[chip], batch_size=rows * chips).memory
     scalars = stored_bytes((), 4)  # of the random key; adamw's count and the step are 512 bytes each as well
     assert told.params + told.opt_state + stored_bytes((rows, 1025), 4) + 2 * scalars == planned

@@ -9,11 +9,12 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.models import transformer
-from shardopt.planning import HARDWARE, Candidate, Transformer, parse_topology, predict, topology, topology_devices
-from shardopt.planning.aot_report import AotReport
-from shardopt.planning.tiles import stored_bytes
-from shardopt.planning.transformer import RULES
+from shardopt.models import layers as transformer
+from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
+from shardopt.planning import aot as topology
+from shardopt.planning.aot import AotReport
+from shardopt.planning.models import RULES
+from shardopt.planning.placed_model import stored_bytes
 
 SHAPE = Transformer("t", 256, 2, 8, 512, 1024, 64, num_kv_heads=4)
 FORMS = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4"
@@ -126,7 +127,7 @@ def test_arguments_are_those_of_the_placement_formula(sizes):
     shards = 8 // sizes.get("replica", 1)
     formula = 12 * SHAPE.num_parameters / shards + 32 / 8 * sizes.get("tensor", 1) * 65 * 4
     assert report.argument_bytes - report.argument_padding == pytest.approx(formula, rel=0.01)
-    layout = Candidate(data=shards // sizes.get("tensor", 1), **sizes)
+    layout = Layout(data=shards // sizes.get("tensor", 1), **sizes)
     told = predict(SHAPE.workload(), layout, hardware=HARDWARE["v5e"], batch_size=32).memory
     rows = stored_bytes((32 // 8 * sizes.get("tensor", 1), 65), 4)
     # and a few scalars

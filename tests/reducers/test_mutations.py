@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import shardopt as so
-from shardopt.reducers import mean, two_phase, wire
+from shardopt.reducers import buckets as wire
+from shardopt.reducers import codec as two_phase
+from shardopt.reducers import exact as mean
 
 R = so.reducers
 TOP_K, POWER_SGD = (importlib.import_module(f"shardopt.reducers.{name}") for name in ("top_k", "power_sgd"))
@@ -22,7 +24,7 @@ def chunks_go_nowhere(patch):
 
 
 def sums_for_means(patch):
-    once = wire.total
+    once = wire.all_reduce_packed
     patch.setattr(wire, "total", lambda flat, axis_name, count: once(flat, axis_name, count) * 2)
 
 

@@ -12,8 +12,8 @@ from support.reference import OPTIMIZERS
 from support.table import MESHES, STRATEGIES
 
 import shardopt as so
+from shardopt.engine import state as strategies_init
 from shardopt.models import gpt
-from shardopt.strategies import init as strategies_init
 
 CASES = [
     (strategy, i % len(MESHES), list(MODELS)[i % 4], list(OPTIMIZERS)[i % 6])

@@ -9,8 +9,9 @@ from support.reference import relative_difference, train
 
 import shardopt as so
 from shardopt.core.types import Weighted
-from shardopt.pipeline import executor, messages, run, tick
-from shardopt.strategies import gradients, pipelined
+from shardopt.engine import gradients, pipelined
+from shardopt.pipeline import executor, messages, run
+from shardopt.pipeline import executor as tick
 
 
 def drop_the_reduction_over_pipeline(patch):

@@ -8,9 +8,14 @@ from support.problems import problem
 from support.reference import relative_difference, train
 from support.table import STRATEGIES
 
-from shardopt.collectives import gathering, together
+from shardopt.collectives import all_gather as gathering
+from shardopt.collectives import buckets as together
 from shardopt.core.types import Weighted
-from shardopt.strategies import batch, build, gradients, local_loss, micro_batches, programs, recipe
+from shardopt.engine import batch, build, gradients
+from shardopt.engine import config as recipe
+from shardopt.engine import gradients as micro_batches
+from shardopt.engine import loss as local_loss
+from shardopt.engine import step as programs
 
 
 def drop_the_reduction(patch):
@@ -48,7 +53,7 @@ def mean_of_means(patch):
 
 
 def swap_two_axes(patch):
-    patch.setattr(recipe.Recipe, "axes", property(lambda self: ("replica",)))
+    patch.setattr(recipe.StrategyConfig, "axes", property(lambda self: ("replica",)))
 
 
 def forget_a_micro_batch(patch):

@@ -8,50 +8,49 @@ import jax.numpy as jnp
 import optax
 
 import shardopt as so
-from shardopt.models import transformer
-from shardopt.planning import Candidate, Transformer, inner_product_flops, memory, trace
-from shardopt.planning.footprint import footprint
-from shardopt.planning.placed import abstract_opt_state, place
-from shardopt.planning.traffic import by_axis, traffic
-from shardopt.planning.transformer import RULES
+from shardopt.models import layers as transformer
+from shardopt.planning import Layout, Transformer, inner_product_flops, memory, trace
+from shardopt.planning.costs import by_axis, footprint, traffic
+from shardopt.planning.models import RULES
+from shardopt.planning.placed_model import abstract_opt_state, place
 
 SIZES = {"dim": 128, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "hidden": 384, "vocab_size": 512}
 SHAPE = Transformer("small", **SIZES, length=64, dtype=jnp.float32, fused_attention=False)
 TX = optax.adamw(1e-3)
 
 LAYOUTS = {
-    "ddp": (Candidate(data=8, placement="ddp"), 16),
-    "ddp, micro-batches": (Candidate(data=8, placement="ddp", micro_batches=2), 32),
-    "ddp, remat": (Candidate(data=8, placement="ddp", remat=True), 64),
-    "zero1": (Candidate(data=8, placement="zero1"), 16),
-    "zero1, tensor": (Candidate(data=4, tensor=2, placement="zero1"), 16),
-    "zero2": (Candidate(data=8, placement="zero2", micro_batches=2), 32),
-    "zero2, tensor": (Candidate(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
-    "fsdp": (Candidate(data=8), 16),
-    "fsdp, micro-batches": (Candidate(data=8, micro_batches=4), 64),
-    "fsdp, remat": (Candidate(data=8, remat=True), 64),
-    "fsdp, tensor": (Candidate(data=4, tensor=2), 32),
-    "fsdp, tensor, remat": (Candidate(data=4, tensor=2, remat=True), 64),
-    "fsdp, tensor=4": (Candidate(data=2, tensor=4), 32),
-    "hsdp": (Candidate(replica=2, data=4), 16),
-    "hsdp, remat": (Candidate(replica=2, data=4, remat=True, micro_batches=2), 64),
-    "1f1b": (Candidate(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8), 64),
-    "1f1b, remat": (Candidate(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8, remat=True), 64),
+    "ddp": (Layout(data=8, placement="ddp"), 16),
+    "ddp, micro-batches": (Layout(data=8, placement="ddp", micro_batches=2), 32),
+    "ddp, remat": (Layout(data=8, placement="ddp", remat=True), 64),
+    "zero1": (Layout(data=8, placement="zero1"), 16),
+    "zero1, tensor": (Layout(data=4, tensor=2, placement="zero1"), 16),
+    "zero2": (Layout(data=8, placement="zero2", micro_batches=2), 32),
+    "zero2, tensor": (Layout(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
+    "fsdp": (Layout(data=8), 16),
+    "fsdp, micro-batches": (Layout(data=8, micro_batches=4), 64),
+    "fsdp, remat": (Layout(data=8, remat=True), 64),
+    "fsdp, tensor": (Layout(data=4, tensor=2), 32),
+    "fsdp, tensor, remat": (Layout(data=4, tensor=2, remat=True), 64),
+    "fsdp, tensor=4": (Layout(data=2, tensor=4), 32),
+    "hsdp": (Layout(replica=2, data=4), 16),
+    "hsdp, remat": (Layout(replica=2, data=4, remat=True, micro_batches=2), 64),
+    "1f1b": (Layout(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8), 64),
+    "1f1b, remat": (Layout(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8, remat=True), 64),
     "1f1b, ddp, remat": (
-        Candidate(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4, remat=True),
+        Layout(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4, remat=True),
         64,
     ),
-    "1f1b, ddp": (Candidate(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4), 64),
+    "1f1b, ddp": (Layout(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4), 64),
     "zero bubble, zero1, tensor": (
-        Candidate(data=2, pipeline=2, tensor=2, placement="zero1", schedule="zero_bubble_lockstep", micro_batches=4),
+        Layout(data=2, pipeline=2, tensor=2, placement="zero1", schedule="zero_bubble_lockstep", micro_batches=4),
         32,
     ),
     "interleaved, tensor": (
-        Candidate(data=2, pipeline=2, tensor=2, schedule="interleaved", chunks=2, micro_batches=4),
+        Layout(data=2, pipeline=2, tensor=2, schedule="interleaved", chunks=2, micro_batches=4),
         32,
     ),
     "interleaved, remat": (
-        Candidate(data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True),
+        Layout(data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True),
         64,
     ),
 }

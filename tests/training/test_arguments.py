@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from shardopt.training import EarlyStopping, fit
-from shardopt.training.arguments import check_arguments
+from shardopt.training.fit import check_arguments
 
 GOOD = {
     "num_steps": 3,

@@ -4,7 +4,7 @@ import re
 import grain
 import pytest
 
-from shardopt.training.position import END, Stream
+from shardopt.training.resume import END, Stream
 
 
 def draw(stream, count):

@@ -12,7 +12,7 @@ from support.processes import run_processes
 
 import shardopt as so
 from shardopt.training import fit
-from shardopt.training.agree import VERDICTS, agree
+from shardopt.training.signals import VERDICTS, agree
 
 WORKER = Path(__file__).with_name("worker_processes.py")
 

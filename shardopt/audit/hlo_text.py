@@ -1,0 +1,204 @@
+"""HLO text to computations and instructions: only as much structure as an audit needs."""
+
+import math
+import re
+from typing import NamedTuple
+
+from shardopt.core.errors import format_error
+
+
+class Instruction(NamedTuple):
+    """One line of HLO: `name = shape opcode(operands), attributes`.
+
+    Attributes:
+      name: without the percent sign.
+      shape: the result as text, `f32[8,4]{1,0}` or a parenthesised tuple of such.
+      opcode: `all-reduce`, `while`, ...
+      rest: everything after the opcode's opening parenthesis; `operands` and `attributes` read it.
+      is_root: whether it is the result of its computation.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    is_root: bool
+
+
+class Module(NamedTuple):
+    """A parsed program: its header line, the name of its entry computation, and all computations by name."""
+
+    header: str
+    entry: str
+    computations: dict[str, tuple[Instruction, ...]]
+
+
+def parse(text: str) -> Module:
+    """Parse the text of an optimised or unoptimised HLO module.
+
+    Raises:
+      ValueError: if it is not HLO text, or has no entry computation.
+    """
+    header, entry, name = "", "", None
+    computations: dict[str, list[Instruction]] = {}
+    for line in text.splitlines():
+        if line.startswith("HloModule"):
+            header = line
+        elif name is None:
+            if opening := _OPENING.match(line):
+                name = opening["name"]
+                computations[name] = []
+                entry = name if opening["entry"] else entry
+        elif line.lstrip().startswith("}"):
+            name = None
+        elif instruction := _instruction(line):
+            computations[name].append(instruction)
+    if not header or not entry:
+        what = (
+            f"this is not the text of an HLO module: it has no {'entry computation' if header else 'HloModule line'}."
+        )
+        raise ValueError(format_error("audit", what, fix="pass compiled.as_text(), or the compiled program itself."))
+    return Module(header, entry, {key: tuple(lines) for key, lines in computations.items()})
+
+
+def operands(instruction: Instruction) -> list[str]:
+    """Return the operand names; a constant's or parameter's literal is returned as it stands."""
+    inside = instruction.rest[: _end_of(instruction.rest)]
+    # an operand may carry its shape: `f32[8]{0} %x`
+    return [part.split()[-1].lstrip("%") for part in split(inside) if part.strip()]
+
+
+def attributes(instruction: Instruction) -> dict[str, str]:
+    """Return the attributes behind the operands as text, `{"channel_id": "1", ...}`."""
+    found: dict[str, str] = {}
+    last = ""
+    for part in split(instruction.rest[_end_of(instruction.rest) + 1 :]):
+        key, equals, value = part.strip().partition("=")
+        if not equals:
+            continue
+        if key == "device_ids" and found.get(last, "").startswith("mesh["):
+            found[last] += f", {part.strip()}"  # `replica_groups=mesh['a'=2], device_ids=(1,0) {'a'}` is one attribute
+            continue
+        found[key], last = value, key
+    return found
+
+
+def split(text: str) -> list[str]:
+    """Split at the commas that are outside of brackets and quotes."""
+    parts, start, depth = [], 0, 0
+    for token in _PUNCTUATION.finditer(text):
+        mark = token[0]
+        if mark in "([{":
+            depth += 1
+        elif mark in ")]}":
+            depth -= 1
+        elif mark == "," and depth == 0:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [*parts, text[start:]]
+
+
+_OPENING = re.compile(r"^\s*(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
+_ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
+_OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
+_PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+_TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
+
+
+def _instruction(line: str) -> Instruction | None:
+    if not (found := _ASSIGNMENT.match(line)):
+        return None
+    rest = found["rest"]
+    end = _end_of(rest[1:]) + 2 if rest.startswith("(") else rest.find(" ")
+    if not (opcode := _OPCODE.match(rest, end)):
+        return None
+    shape = _TUPLE_INDEX.sub("", rest[:end])
+    return Instruction(found["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(found["root"]))
+
+
+def _end_of(text: str) -> int:
+    """Return where the bracket that was opened just before `text` is closed."""
+    depth = 1
+    for token in _PUNCTUATION.finditer(text):
+        if token[0] in "([{":
+            depth += 1
+        elif token[0] in ")]}":
+            depth -= 1
+            if depth == 0:
+                return token.start()
+    return len(text)
+
+
+# Shapes as HLO writes them, and their bytes.
+
+
+def elements(shape: str) -> list[str]:
+    """Return the members of a tuple shape, one level deep; an array is its own only member."""
+    shape = shape.strip()
+    return [part.strip() for part in split(shape[1:-1]) if part.strip()] if shape.startswith("(") else [shape]
+
+
+def arrays(shape: str) -> list[str]:
+    """Return all arrays of a shape, tuples within tuples too, without their layouts: `["f32[8,4]", ...]`."""
+    if shape.strip().startswith("("):
+        return [array for part in elements(shape) for array in arrays(part)]
+    return [shape.split("{")[0].strip()]
+
+
+def nbytes(shape: str) -> int:
+    """Return the bytes of an array or tuple shape, each array rounded up to whole bytes, its layout's padding left out.
+
+    Tokens have none. A bounded dynamic dim (`<=8`) counts as its bound.
+
+    Example:
+      >>> nbytes("(bf16[8,4]{1,0:T(8,128)(2,1)}, s4[3]{0:E(4)}, pred[])")
+      67
+    """
+    return sum(_array_bytes(array) for array in arrays(shape))
+
+
+def tiled_nbytes(shape: str) -> int:
+    """Return the bytes of an array or tuple shape as its layout stores it: XLA:TPU fills dims up to whole tiles.
+
+    Example:
+      >>> tiled_nbytes("f32[100,12]{0,1:T(8,128)}") == 16 * 128 * 4
+      True
+    """
+    if shape.strip().startswith("("):
+        return sum(tiled_nbytes(part) for part in elements(shape))
+    found = _TILED.match(shape.strip())
+    if not found:
+        return nbytes(shape)
+    dims = _dims(found["dims"])
+    order, tile = _dims(found["order"]), _dims(found["tile"])
+    major_to_minor = [dims[at] for at in reversed(order)]
+    padded = [1] * (len(tile) - len(dims)) + major_to_minor
+    padded = [*padded[: -len(tile)], *(-(-dim // t) * t for dim, t in zip(padded[-len(tile) :], tile, strict=True))]
+    return -(-math.prod(padded) * _bits(found["dtype"]) // 8)
+
+
+def _dims(text: str) -> list[int]:
+    return [int(dim.replace("<=", "")) for dim in text.split(",") if dim.strip()]
+
+
+_TILED = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]\{(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
+_ARRAY = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]$")
+_BITS = re.compile(r"^(?:bf|f|s|u|c)(\d+)")
+
+
+def _array_bytes(array: str) -> int:
+    found = _ARRAY.match(array)
+    if not found:
+        raise ValueError(f"audit: cannot read the HLO shape {array!r}.")
+    return -(-math.prod(_dims(found["dims"])) * _bits(found["dtype"]) // 8)
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    if dtype in ("token", "opaque"):
+        return 0
+    found = _BITS.match(dtype)  # f8e4m3fn, bf16, s4, c64: the number that follows the letters
+    if not found:
+        raise ValueError(f"audit: unknown HLO element type {dtype!r}.")
+    return int(found[1])

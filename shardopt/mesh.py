@@ -1,0 +1,167 @@
+"""`make_mesh`: sizes that multiply up, and devices laid so that the busiest axis has the shortest wires."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from shardopt.core.errors import format_error
+
+AXES = ("replica", "data", "pipeline", "tensor")
+"""All mesh axes, outermost first: tensor neighbours are adjacent devices."""
+
+
+def make_mesh(
+    data: int = -1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    *,
+    replica: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """Lay the devices out as a mesh with axes data, pipeline and tensor (and replica, if above 1).
+
+    Tensor neighbours are adjacent devices, pipeline comes next, data is outermost, replica outside it. On
+    TPU the physical torus is respected; several slices are put on replica and data.
+
+    Args:
+      data: size of the data axis; at most one size may be -1, which takes what the others leave.
+      tensor: size of the tensor axis.
+      pipeline: size of the pipeline axis.
+      replica: size of the replica axis, which exists only when it is above 1.
+      devices: the devices to use, in whatever shape; by default `jax.devices()`.
+
+    Returns:
+      A `jax.sharding.Mesh` with `AxisType.Auto` axes.
+
+    Raises:
+      TypeError: if a size is not an integer.
+      ValueError: if a size is zero or below -1, two are -1, the product is not the device count, or there are no
+        devices.
+
+    Example:
+      >>> import jax, shardopt as so
+      >>> so.make_mesh(devices=jax.devices()[:1]).axis_names
+      ('data', 'pipeline', 'tensor')
+    """
+    devices = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
+    if not devices:
+        raise ValueError(format_error("make_mesh", "there are no devices.", fix="pass some, or leave devices out."))
+    asked = {"replica": replica, "data": data, "pipeline": pipeline, "tensor": tensor}
+    sizes = _infer_sizes(asked, len(devices))
+    if sizes["replica"] == 1:
+        del sizes["replica"]
+    grid = _arrange(tuple(sizes.values()), devices)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def data_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes that the batch is split over: data, and replica where there is one."""
+    return tuple(axis for axis in ("replica", "data") if axis in mesh.axis_names)
+
+
+def on_mesh(mesh: Mesh, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` traced on this mesh, whatever mesh the user's program has set with `jax.set_mesh`."""
+
+    @functools.wraps(f)
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return f(*args)
+
+    return run
+
+
+def device_kind() -> str | None:
+    """Return the kind of the devices of the mesh under trace ("cpu", "TPU v4"); None where jax does not tell."""
+    return getattr(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), "device_kind", None)
+
+
+def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
+    listed = ", ".join(f"{axis}={size}" for axis, size in asked.items())
+    for axis, size in asked.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"make_mesh: {axis} must be an integer, got {size!r} ({type(size).__name__}).")
+    if bad := [f"{axis}={size}" for axis, size in asked.items() if size < 1 and size != -1]:
+        raise ValueError(
+            format_error("make_mesh", f"sizes must be positive, or -1 for one of them; got {', '.join(bad)}.")
+        )
+    unknown = [axis for axis, size in asked.items() if size == -1]
+    if len(unknown) > 1:
+        fix = "give every size but one."
+        raise ValueError(format_error("make_mesh", f"only one size can be -1, got {' and '.join(unknown)}.", fix=fix))
+    known = math.prod(size for size in asked.values() if size != -1)
+    if unknown and count % known:
+        what = f"cannot infer {unknown[0]}: {count} devices are not divisible by {known} ({listed})."
+        raise ValueError(format_error("make_mesh", what, fix=f"choose sizes whose product divides {count}."))
+    if not unknown and known != count:
+        what = f"{listed} needs {known} devices, but there are {count}."
+        fix = f"set one size to -1, choose sizes whose product is {count}, or pass devices=jax.devices()[:{known}]."
+        if known > count:
+            fix = f"set one size to -1, or choose sizes whose product is {count}."
+        raise ValueError(format_error("make_mesh", what, fix=fix))
+    return {axis: count // known if size == -1 else int(size) for axis, size in asked.items()}
+
+
+def _arrange(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    if len(slices) == 1:
+        return _within_slice(shape, devices)
+    if len({len(members) for members in slices.values()}) > 1:
+        sizes = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
+        fix = "pass as many devices of every slice."
+        raise ValueError(format_error("make_mesh", f"the slices have different sizes ({sizes}).", fix=fix))
+    within, across = _over_slices(shape, len(slices))
+    grids = np.stack([_within_slice(within, slices[index]) for index in sorted(slices)])
+    # each mesh axis counts slices first, then devices within one
+    order = [axis for dim in range(len(shape)) for axis in (dim, dim + len(shape))]
+    return grids.reshape(across + within).transpose(order).reshape(shape)
+
+
+def _within_slice(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    if devices[0].platform != "tpu":
+        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+        return np.asarray(ordered).reshape(shape)
+    if any(getattr(device, "core_on_chip", 0) for device in devices):
+        return _over_cores(shape, devices)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    """Arrange chips that show up as several devices: their cores become neighbours on the innermost axis they divide.
+
+    `mesh_utils` arranges chips only, one device each.
+    """
+    cores = 1 + max(device.core_on_chip for device in devices)
+    dims = [dim for dim, size in enumerate(shape) if size % cores == 0]
+    if not dims:
+        what = f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
+        raise ValueError(
+            format_error("make_mesh", what, fix="make one axis even, so that it can hold both cores of a chip.")
+        )
+    dim = dims[-1]
+    chips = tuple(size // cores if at == dim else size for at, size in enumerate(shape))
+    by_place = {(device.process_index, tuple(device.coords), device.core_on_chip): device for device in devices}
+    first = [device for device in devices if device.core_on_chip == 0]
+    grid = mesh_utils.create_device_mesh(chips, first, allow_split_physical_axes=True)
+    pick = np.vectorize(lambda device, core: by_place[device.process_index, tuple(device.coords), core], otypes="O")
+    return np.stack([pick(grid, core) for core in range(cores)], axis=dim + 1).reshape(shape)
+
+
+def _over_slices(shape: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Split a mesh shape into the part within a slice and the part across slices, outermost axes across."""
+    within, across, left = list(shape), [1] * len(shape), slices
+    for dim in range(len(shape) - 2):  # replica and data; pipeline and tensor stay inside a slice
+        across[dim] = math.gcd(within[dim], left)
+        within[dim] //= across[dim]
+        left //= across[dim]
+    if left != 1:
+        what = f"{slices} slices cannot be laid along replica and data, whose sizes are {shape[:-2]}."
+        raise ValueError(format_error("make_mesh", what, fix=f"choose data (times replica) divisible by {slices}."))
+    return tuple(within), tuple(across)

@@ -1,0 +1,224 @@
+"""The server behind one lock: where workers come, in threads or from other processes, and wait."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardopt.core.types import PyTree
+from shardopt.parameter_server.run import Run
+from shardopt.parameter_server.views import Status
+
+Presence = Mapping[int, Sequence[tuple[int, float]]]
+
+
+class Task(NamedTuple):
+    """A step to do: the version of the parameters, the worker's clock, the parameters."""
+
+    version: int
+    clock: int
+    params: PyTree
+
+
+class Milestone(NamedTuple):
+    """The server as it was right after an update that somebody wanted to see.
+
+    Attributes:
+      version: updates made.
+      params: the parameters then.
+      history: the metrics of the updates since the milestone before.
+      snapshot: what `keep` made of the run, None where it was not asked to.
+    """
+
+    version: int
+    params: PyTree
+    history: list[Mapping[str, Any]]
+    snapshot: Any
+
+
+class Coordinator:
+    """Workers enter, pull, push and are let go; each call waits until it may be done, or says that all is over.
+
+    They wait in one place only, a condition variable, for one of few things to come true: the bound lets them start,
+    they are due to join, a milestone was taken away, or all is over. Every call names the worker's life: what a worker
+    asked for before it was killed comes to nothing, however late it arrives.
+
+    Args:
+      run: the server, new or restored.
+      num_updates: the version to stop at; pushes under way then are dropped.
+      presence: worker -> periods `(from, to)` in versions when it is there. At `to` it dies with what it computes.
+      wanted: `wanted(version)`: shall this version be a milestone?
+      keep: `keep(run)`, the snapshot of a milestone.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        num_updates: int,
+        presence: Presence,
+        wanted: Callable[[int], bool] = lambda version: False,
+        keep: Callable[[Run], Any] = lambda run: None,
+    ):
+        self.run, self.num_updates, self.wanted, self.keep = run, num_updates, wanted, keep
+        self.until: dict[int, float] = {}  # periods under way: when they end
+        self.lives = dict.fromkeys(presence, 0)
+        self.expected: set[int] = set()  # killed, and to be there again soon
+        self.stopped: str | None = None
+        self.verdict = "completed"  # what a run is that came to `num_updates`
+        self.working = set(presence)  # whose thread or process has not ended
+        self.milestones: list[Milestone] = []
+        self.seen = run.state.version
+        self.changed = threading.Condition()
+        version = run.state.version
+        self.periods = {  # those not begun yet
+            worker: [(start, end) for start, end in periods if end > version] for worker, periods in presence.items()
+        }
+        if not self.over():
+            self._open()
+
+    def enter(self, worker: int, life: int = 0) -> int | None:
+        """Wait until the worker is there; return how far it is in its data, or None if it never will be again."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.gone(worker, life) or worker in self.until or self._due(worker) or self._stuck()
+            )
+            if self.gone(worker, life) or not (worker in self.until or self._join_if_due(worker)):
+                self.changed.notify_all()
+                return None
+            self.changed.notify_all()
+            return self.run.positions.of(worker)
+
+    def pull(self, worker: int, life: int, ready: bool) -> Task | None:
+        """Wait until the worker may start its next step; None if it is not to. One not ready, without data, leaves."""
+        asked = self.run.now()
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.gone(worker, life) or self._dead(worker) or self.run.may_pull(worker) or not ready
+            )
+            if self.gone(worker, life):
+                return None
+            if not ready or self._dead(worker):
+                self._leave(worker, asked)
+                return None
+            event = self.run.pull(worker, asked)
+            return Task(event.version, event.clock, self.run.state.params)
+
+    def push(self, worker: int, life: int, update: Any, version: int) -> bool:
+        """Take the result of a step; False if the worker is to stop."""
+        with self.changed:
+            if self.gone(worker, life):
+                return False
+            if self._dead(worker):
+                self._leave(worker)
+                return False
+            before = self.run.state.version
+            self.run.push(worker, update, version)
+            self._after(before)
+            # Milestones are copies: whoever makes them faster than they are taken away waits.
+            self.changed.wait_for(lambda: len(self.milestones) < 2 or self.gone(worker, life))
+            return not self.gone(worker, life)
+
+    def lost(self, worker: int, *, expected: bool = False) -> None:
+        """Forget a worker that was killed; `expected` if it will be there again, in its next life."""
+        with self.changed:
+            self.lives[worker] += 1
+            if worker in self.until:
+                if expected:
+                    self.periods[worker].insert(0, (self.run.state.version, self.until[worker]))
+                self._leave(worker)
+            if expected:
+                self.expected.add(worker)
+            else:
+                self.periods[worker] = []
+                self.working.discard(worker)
+            self.changed.notify_all()
+
+    def done(self, worker: int) -> None:
+        """Take note that a worker's thread or process has ended."""
+        with self.changed:
+            self.working.discard(worker)
+            self.changed.notify_all()
+
+    def stop(self, why: str) -> None:
+        """Let every worker end at the next chance."""
+        with self.changed:
+            self.stopped = self.stopped or why
+            self.changed.notify_all()
+
+    def finish_early(self) -> None:
+        """Let the run end now, or with max_staleness=0 with the clock that is open: no push that was taken is lost."""
+        with self.changed:
+            if not self.over():
+                self.num_updates = self.run.state.version + bool(self.run.state.waiting)
+                self.verdict = "early"
+            self.changed.notify_all()
+
+    def milestone(self, timeout: float | None = None) -> Milestone | None:
+        """Wait for the next milestone and take it away; None when the time is up, or nobody works any more."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.milestones or not self.working, timeout)
+            found = self.milestones.pop(0) if self.milestones else None
+            self.changed.notify_all()
+            return found
+
+    def status(self) -> Status:
+        """Return who is doing what."""
+        with self.changed:
+            return self.run.status(self.num_updates)
+
+    def over(self) -> bool:
+        """Whether every worker is to end."""
+        return self.stopped is not None or self.run.state.version >= self.num_updates
+
+    def gone(self, worker: int, life: int) -> bool:
+        """Whether nothing more is to be done for a worker in this life."""
+        return self.over() or life != self.lives[worker]
+
+    def why(self) -> str:
+        """Say how the run ended."""
+        return self.stopped or (self.verdict if self.run.state.version >= self.num_updates else "exhausted")
+
+    def _open(self) -> None:
+        """Let in who is due, in order, before anyone is fast enough to matter."""
+        for worker in sorted(set(self.run.state.clock.steps) - set(self.periods)):
+            self.run.leave(worker)  # there at the checkpoint, and not any more
+        for worker in sorted(self.periods):
+            if worker in self.run.state.clock.steps:
+                self.run.resume(worker)
+                self.until[worker] = self.periods[worker].pop(0)[1] if self._due(worker) else self.run.state.version
+            else:
+                self._join_if_due(worker)
+
+    def _join_if_due(self, worker: int) -> bool:
+        if not self._due(worker):
+            return False
+        self.run.join(worker)
+        self.until[worker] = self.periods[worker].pop(0)[1]
+        self.expected.discard(worker)
+        return True
+
+    def _leave(self, worker: int, asked: float | None = None) -> None:
+        before = self.run.state.version
+        self.run.leave(worker, asked)
+        del self.until[worker]
+        self._after(before)
+
+    def _after(self, before: int) -> None:
+        """Whoever waits looks again; a new version may be a milestone."""
+        version = self.run.state.version
+        if version > before and self.wanted(version):
+            history, self.seen = self.run.history(self.seen), version
+            self.milestones.append(Milestone(version, self.run.state.params, history, self.keep(self.run)))
+        self.changed.notify_all()
+
+    def _due(self, worker: int) -> bool:
+        """Whether the worker's next period has come."""
+        periods = self.periods[worker]
+        return bool(periods) and worker not in self.until and periods[0][0] <= self.run.state.version
+
+    def _dead(self, worker: int) -> bool:
+        """Whether the worker's present period is at its end."""
+        return self.run.state.version >= self.until[worker]
+
+    def _stuck(self) -> bool:
+        """Whether nobody is there and nobody is due: no version will ever come for which others wait."""
+        return not self.until and not self.expected and not any(self._due(worker) for worker in self.periods)

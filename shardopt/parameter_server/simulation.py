@@ -1,0 +1,312 @@
+"""An asynchronous run in virtual time: the same server, and workers that are only numbers."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from shardopt.core.arguments import check_count, is_integer
+from shardopt.core.errors import format_error
+from shardopt.core.types import LossFn, PyTree
+from shardopt.parameter_server.arguments import check_number
+from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
+from shardopt.parameter_server.encoder import check_encoding
+from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.run import AsyncResult, Run
+from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.updates import check_params, trained
+from shardopt.parameter_server.worker import Compute, key_data, make_compute, no_compute
+from shardopt.parameter_server.workers import worker_meshes
+from shardopt.reducers import Reducer
+
+# A worker as the simulator sees it: how fast, how far away, when there.
+
+
+class SimulatedWorker(NamedTuple):
+    """A worker of `simulate`.
+
+    Attributes:
+      step_seconds: how long a gradient takes: seconds, or a function `(numpy generator) -> seconds`; see
+        `parameter_server.durations`.
+      latency: seconds that a message is under way, each way, besides its size.
+      bandwidth: bytes per second, each way.
+      presence: periods `(from, to)` in seconds when it is there. It joins at the start of each; at the end of one it
+        dies in the middle of what it does, and the half step is lost.
+
+    Example:
+      >>> SimulatedWorker(step_seconds=0.5, presence=((0.0, 60.0), (90.0, float("inf")))).latency
+      0.0
+    """
+
+    step_seconds: Duration = 1.0
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    presence: Sequence[tuple[float, float]] = ((0.0, math.inf),)
+
+    def transfer_seconds(self, size: float) -> float:
+        """Return how long a message of `size` bytes is under way."""
+        return self.latency + size / self.bandwidth
+
+
+def simulated_workers(who: str, workers: Any) -> list[SimulatedWorker]:
+    """Return a list of workers, from one or from a number of equal ones.
+
+    Raises:
+      TypeError: if it is neither, or a field is of the wrong kind.
+      ValueError: if there is none, or a number is out of range.
+    """
+    if is_integer(workers):
+        check_count(who, "workers", workers, least=1)
+        return [SimulatedWorker()] * int(workers)
+    if isinstance(workers, SimulatedWorker) or not isinstance(workers, Sequence):
+        what = f"workers must be an integer or a sequence of SimulatedWorker, got {type(workers).__name__}."
+        raise TypeError(format_error(who, what))
+    if not workers:
+        raise ValueError(f"{who}: workers must be at least 1, got none.")
+    for number, worker in enumerate(workers):
+        if not isinstance(worker, SimulatedWorker):
+            raise TypeError(f"{who}: workers[{number}] must be a SimulatedWorker, got {type(worker).__name__}.")
+        name = f"workers[{number}]"
+        check_duration(who, f"{name}.step_seconds", worker.step_seconds)
+        check_number(who, f"{name}.latency", worker.latency)
+        if worker.bandwidth != math.inf:
+            check_number(who, f"{name}.bandwidth", worker.bandwidth, positive=True)
+        check_availability(who, name, worker.presence)
+    return list(workers)
+
+
+def check_availability(who: str, name: str, presence: Any) -> None:
+    """Refuse periods that are not pairs of rising numbers, one period after the other.
+
+    Raises:
+      TypeError: if it is no sequence of pairs of numbers.
+      ValueError: if the numbers do not rise from at least 0.
+    """
+    numbers = []
+    if isinstance(presence, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in presence):
+        numbers = [number for period in presence for number in period]
+    real = [isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in numbers]
+    if not numbers or not all(real):
+        raise TypeError(f"{who}: {name}.presence must be a sequence of periods (from, to), got {presence!r}.")
+    if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
+        raise ValueError(f"{who}: {name}.presence must rise from at least 0, got {presence!r}.")
+
+
+# The event queue of a simulation.
+
+
+_JOIN, _ARRIVE, _PUSH, _DIE = range(4)
+
+
+class Step(NamedTuple):
+    """A step under way: its batch, and the parameters it started from."""
+
+    version: int
+    clock: int
+    params: PyTree
+    batch: Any
+
+
+class EventLoop:
+    """A simulation under way: a queue of events in virtual time, and the server they go to."""
+
+    def __init__(
+        self,
+        specs: Sequence[SimulatedWorker],
+        transfers: Sequence[tuple[float, float]],
+        make_run: Callable[[Callable[[], float]], Run],
+        compute: Compute,
+        server_seconds: float,
+        seed: int,
+    ):
+        self.now, self.specs, self.transfers = 0.0, specs, transfers
+        self.compute, self.server_seconds = compute, server_seconds
+        self.run = make_run(lambda: self.now)
+        self.draws = [np.random.default_rng([seed, worker]) for worker in range(len(specs))]
+        self.lives = [0] * len(specs)  # counts deaths: messages of an earlier life are lost
+        self.steps: dict[int, Step] = {}
+        self.asking: dict[int, float] = {}  # who waits for the bound, in the order of asking, and since when
+        self.free_at = 0.0
+        self.count = 0
+        self.queue: list[tuple[float, int, int, int, int]] = []
+        for worker, spec in enumerate(specs):
+            for start, end in spec.presence:
+                self.schedule(start, _JOIN, worker, 0)
+                if end < math.inf:
+                    self.schedule(end, _DIE, worker, 0)
+
+    def schedule(self, time: float, what: int, worker: int, life: int) -> None:
+        """Put an event into the queue; of equal times, the first one put comes first."""
+        heapq.heappush(self.queue, (time, self.count, what, worker, life))
+        self.count += 1
+
+    def until(self, num_updates: int | None, end: float) -> str:
+        """Play until enough updates have been made, or the time has come, or nothing is left; say which."""
+        while num_updates is None or self.run.state.version < num_updates:
+            if not self.queue:
+                return "exhausted"
+            time, _, what, worker, life = heapq.heappop(self.queue)
+            if time > end:
+                return "until"
+            self.now = time
+            slowest = self.run.state.clock.slowest
+            if what == _JOIN:
+                self.run.join(worker)
+                self.compute.begin(worker, 0)
+                self.asking[worker] = self.now
+                self.ask(worker)
+            elif what == _DIE:
+                if worker in self.run.state.clock.steps:
+                    self.drop(worker)
+            elif life == self.lives[worker] and what == _ARRIVE:
+                self.free_at = max(time, self.free_at) + self.server_seconds
+                self.schedule(self.free_at, _PUSH, worker, life)
+            elif life == self.lives[worker]:
+                self.push(worker)
+            while self.run.state.clock.slowest > slowest:
+                slowest = self.run.state.clock.slowest
+                for waiting in list(self.asking):
+                    self.ask(waiting)
+        return "completed"
+
+    def ask(self, worker: int) -> None:
+        """Start a worker's next step if it may."""
+        if not self.run.may_pull(worker):
+            return
+        batch = self.compute.next_batch(worker)
+        if batch is None:
+            self.drop(worker)
+            return
+        event = self.run.pull(worker, self.asking.pop(worker))
+        self.steps[worker] = Step(event.version, event.clock, self.run.state.params, batch)
+        compute = seconds_of(self.specs[worker].step_seconds, self.draws[worker])
+        pull, push = self.transfers[worker]
+        done = self.now + pull + compute + push
+        self.schedule(done, _ARRIVE, worker, self.lives[worker])
+
+    def push(self, worker: int) -> None:
+        """Finish a step at the server."""
+        step = self.steps.pop(worker)
+        update = self.compute.update(worker, step.params, step.batch, step.clock)
+        self.run.push(worker, update, step.version)
+        self.asking[worker] = self.now
+        self.ask(worker)
+
+    def drop(self, worker: int) -> None:
+        """Let a worker go, whatever it was doing."""
+        self.run.leave(worker, self.asking.pop(worker, None))
+        self.lives[worker] += 1
+        self.steps.pop(worker, None)
+
+
+WHO = "simulate"
+
+
+def simulate(
+    workers: int | Sequence[SimulatedWorker],
+    *,
+    max_staleness: int | None = 0,
+    num_updates: int | None = None,
+    until: float = math.inf,
+    rule: Rule | None = None,
+    reducer: Reducer | None = None,
+    nonfinite: str = "raise",
+    message_bytes: float | None = None,
+    server_seconds: float = 0.0,
+    seed: int = 0,
+    tx: optax.GradientTransformation | None = None,
+    loss_fn: LossFn | None = None,
+    params: PyTree = None,
+    batches_of: Callable[[int], Iterable[Any]] | None = None,
+    rng: jax.Array | None = None,
+) -> AsyncResult:
+    """Play an asynchronous run in virtual time, event by event, on the very server that real workers use.
+
+    A worker pulls (latency + message_bytes / bandwidth), computes (step_seconds), sends its push (latency and bytes
+    again), which the server takes in the order of arrival, server_seconds each; then it asks for its next step, and
+    waits while the staleness bound says so. Ties in time go in the order in which they were scheduled.
+
+    With `tx`, `loss_fn`, `params` and `batches_of` the mathematics is done too, for real, on one thread; without them
+    it is about time only, and thousands of workers take seconds.
+
+    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events come in this
+    order gives these parameters, bit for bit.
+
+    Args:
+      workers: the workers, or how many equal ones with steps of one second.
+      max_staleness: as for `async_sgd`, in clocks; None for no bound.
+      num_updates: stop when this many updates have been applied; with max_staleness=0 an update is a whole clock.
+      until: stop at this virtual time, in seconds.
+      rule: a staleness rule.
+      reducer: as for `async_sgd`.
+      nonfinite: as for `make_server`.
+      message_bytes: size of a pull and of a push; by default that of the parameters, of a push as the reducer encodes
+        them, or 0 without parameters.
+      server_seconds: how long the server is busy with a push.
+      seed: of the durations; each worker draws from a generator of its own.
+      tx: the optimizer, for real mathematics.
+      loss_fn: the loss, as for `async_sgd`.
+      params: the parameters to start from.
+      batches_of: `batches_of(worker)` gives its batches, anew at each join. A worker without batches leaves.
+      rng: a random key for losses that take one.
+
+    Returns:
+      An `AsyncResult`, its times in virtual seconds.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if a number is out of range, neither `num_updates` nor a finite `until` says when to stop, or only
+        some of `tx`, `loss_fn`, `params` and `batches_of` are given.
+      NonFiniteUpdateError: as the server raises it.
+
+    Example:
+      >>> workers = [SimulatedWorker()] * 3 + [SimulatedWorker(step_seconds=4.0)]
+      >>> waiting, free = (simulate(workers, max_staleness=s, until=400.0).metrics for s in (0, None))
+      >>> waiting["pushes_per_second"], free["pushes_per_second"]
+      (1.0, 3.25)
+    """
+    specs = simulated_workers(WHO, workers)
+    _check(num_updates, until, message_bytes, server_seconds, seed)
+    given = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
+    code = check_encoding(WHO, reducer)
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
+        raise ValueError(format_error(WHO, what, fix="pass tx, loss_fn, params and batches_of, or none of them."))
+    if tx is None or batches_of is None:
+        compute = no_compute()
+    else:
+        here = worker_meshes(WHO, [jax.local_devices()[0]] * len(specs))
+        compute = make_compute(WHO, tx, loss_fn, here, batches_of, key_data(WHO, rng), code=code)
+        check_params(WHO, params)
+        params = compute.on_server(params)
+    if message_bytes is None:
+        pull_bytes = push_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        push_bytes = push_bytes if code is None or params is None else code.nbytes(trained(params))
+    else:
+        pull_bytes = push_bytes = message_bytes
+    server = make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer)
+    transfers = [(spec.transfer_seconds(pull_bytes), spec.transfer_seconds(push_bytes)) for spec in specs]
+    play = EventLoop(
+        specs, transfers, lambda now: Run(server, params, compute.header, now), compute, server_seconds, seed
+    )
+    return play.run.finish(play.until(num_updates, until))
+
+
+def _check(num_updates: Any, until: Any, message_bytes: Any, server_seconds: Any, seed: Any) -> None:
+    if num_updates is not None:
+        check_count(WHO, "num_updates", num_updates, least=0)
+    if until != math.inf:
+        check_number(WHO, "until", until)
+    elif num_updates is None:
+        fix = "pass num_updates, or until in seconds."
+        raise ValueError(format_error(WHO, "nothing says when to stop.", fix=fix))
+    if message_bytes is not None:
+        check_number(WHO, "message_bytes", message_bytes)
+    check_number(WHO, "server_seconds", server_seconds)
+    check_count(WHO, "seed", seed, least=0)

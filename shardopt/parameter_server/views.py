@@ -1,0 +1,272 @@
+"""What a log says of a run: rates, how stale, who waited."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardopt.core.errors import format_error
+from shardopt.parameter_server.log import Event
+
+_SHORTEST = 1e-9
+"""Seconds; what is shorter is the rounding of a difference of times."""
+
+
+class Segment(NamedTuple):
+    """A stretch of a worker's time.
+
+    Attributes:
+      worker: whose.
+      doing: "step", from a pull to the push (transfers included); "lost", a step that was never pushed; "wait", held
+        back by the bound; "data", between its steps with something of its own, such as its next batch.
+      start: seconds since the run began.
+      end: the same.
+    """
+
+    worker: int
+    doing: str
+    start: float
+    end: float
+
+
+def timeline(log: Iterable[Event]) -> list[Segment]:
+    """Return who computed and who waited when, from a log, in the order in which the stretches end.
+
+    Example:
+      >>> import shardopt as so
+      >>> result = so.parameter_server.simulate(2, num_updates=1)
+      >>> timeline(result.log)[0]
+      Segment(worker=0, doing='step', start=0.0, end=1.0)
+    """
+    segments: list[Segment] = []
+    since: dict[int, tuple[str, float]] = {}  # worker -> in a "step" or between steps, and from when on
+    last = 0.0
+
+    def add(worker: int, doing: str, start: float, end: float) -> None:
+        if end - start > _SHORTEST:
+            segments.append(Segment(worker, doing, start, end))
+
+    for event in log:
+        worker, last = event.worker, event.time
+        if worker in since:
+            was, start = since.pop(worker)
+            if was == "step":
+                add(worker, "lost" if event.kind in ("leave", "resume") else "step", start, last)
+            else:
+                asked = last - event.waited
+                asked = start if asked - start <= _SHORTEST else asked
+                add(worker, "data", start, asked)
+                add(worker, "wait", asked, last)
+        if event.kind != "leave":
+            since[worker] = ("step" if event.kind == "pull" else "between", last)
+    for worker, (was, start) in sorted(since.items()):
+        add(worker, "lost" if was == "step" else "wait", start, last)
+    return segments
+
+
+def summarize(log: Iterable[Event]) -> dict[str, Any]:
+    """Return the figures of a run: counts, rates, histograms and waiting times.
+
+    Args:
+      log: the event log.
+
+    Returns:
+      A dict of "seconds"; "updates" (versions of the parameters) and "pushes" (of workers, refused ones not counted),
+      "refused"; "updates_per_second", "pushes_per_second"; "staleness" {clocks: pushes}; "delay" {versions: pushes};
+      "wait_seconds" (held back by the bound), "step_seconds" (from pull to push) and "data_seconds" (of its own, between
+      steps) {worker: seconds}.
+
+    Example:
+      >>> import shardopt as so
+      >>> workers = [so.parameter_server.SimulatedWorker(step_seconds=s) for s in (1.0, 3.0)]
+      >>> result = so.parameter_server.simulate(workers, num_updates=4)
+      >>> {name: result.metrics[name] for name in ("seconds", "pushes", "staleness", "wait_seconds")}
+      {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
+    """
+    staleness, delay, kinds = Counter(), Counter(), Counter()
+    seconds, updates, members = 0.0, 0, set()
+    events = list(log)
+    for event in events:
+        kinds[event.kind] += 1
+        seconds, updates = event.time, event.version
+        members.add(event.worker)
+        if event.kind in ("push", "refuse"):
+            staleness[event.staleness] += 1
+            delay[event.delay] += 1
+    spent = {doing: dict.fromkeys(sorted(members), 0.0) for doing in ("wait", "step", "data", "lost")}
+    for segment in timeline(events):
+        spent[segment.doing][segment.worker] += segment.end - segment.start
+    rate = 1 / seconds if seconds > 0 else 0.0
+    return {
+        "seconds": seconds,
+        "updates": updates,
+        "pushes": kinds["push"],
+        "refused": kinds["refuse"],
+        "updates_per_second": updates * rate,
+        "pushes_per_second": kinds["push"] * rate,
+        "staleness": dict(sorted(staleness.items())),
+        "delay": dict(sorted(delay.items())),
+        "wait_seconds": spent["wait"],
+        "step_seconds": spent["step"],
+        "data_seconds": spent["data"],
+    }
+
+
+# A run as a picture: one row a worker, who computed, who waited, who was lost.
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
+_NAMES = {
+    "step": "step, from pull to push",
+    "wait": "waits for others",
+    "data": "gets its data",
+    "lost": "step never pushed",
+}
+_INK, _IDLE = "#22272e", "#eceef2"
+_MOST = 64  # rows that can be told apart
+
+
+def plot_timeline(
+    log: Iterable[Event], path: str | os.PathLike[str] | None = None, *, until: float | None = None
+) -> "Figure":
+    """Draw who computed and who waited when.
+
+    Args:
+      log: the event log of a run, or of a simulation.
+      path: where to write the picture; the ending says in which format.
+      until: draw this many seconds from the start; by default all.
+
+    Returns:
+      The matplotlib figure.
+
+    Raises:
+      ValueError: if the log has no events, or more than 64 workers.
+
+    Example:
+      >>> import shardopt as so
+      >>> result = so.parameter_server.simulate(2, num_updates=3)
+      >>> plot_timeline(result.log).axes[0].get_title(loc="left")
+      '3 updates in 3 s, 2 workers'
+    """
+    from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
+    from matplotlib.patches import Patch
+
+    events, who = list(log), "plot_timeline"
+    workers = sorted({event.worker for event in events})
+    if not events:
+        raise ValueError(f"{who}: the log has no events.")
+    if len(workers) > _MOST:
+        what = f"{len(workers)} workers are more rows than can be told apart, at most {_MOST}."
+        raise ValueError(format_error(who, what, fix="pick some: [event for event in log if event.worker < 32]."))
+    figures, segments = summarize(events), timeline(events)
+    end = figures["seconds"] if until is None else until
+    figure = Figure(figsize=(11, 0.34 * len(workers) + 1.5), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for row, worker in enumerate(workers):
+        axes.broken_barh([(0, end)], (row - 0.4, 0.8), facecolor=_IDLE, zorder=0)
+        for doing, color in _COLORS.items():
+            mine = [one for one in segments if (one.worker, one.doing) == (worker, doing) and one.start < end]
+            bars = [(one.start, min(one.end, end) - one.start) for one in mine]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.3)
+    _dress(axes, workers, figures, end)
+    handles = [Patch(facecolor=color, label=_NAMES[doing]) for doing, color in _COLORS.items()]
+    handles.append(Patch(facecolor=_IDLE, label="not there"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, labelcolor=_INK)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _dress(axes: Any, workers: list[int], figures: dict[str, Any], end: float) -> None:
+    title = f"{figures['updates']} updates in {figures['seconds']:.3g} s, {len(workers)} workers"
+    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
+    axes.set_xlim(0, end or 1.0)
+    axes.set_ylim(len(workers) - 0.5, -0.5)
+    axes.set_yticks(range(len(workers)), [f"worker {worker}" for worker in workers])
+    axes.set_xlabel("seconds", color=_INK, fontsize=8, loc="left")
+    axes.tick_params(length=0, labelsize=8, labelcolor=_INK)
+    axes.spines[:].set_visible(False)
+
+
+# Who is doing what right now: the run in a few numbers a worker, counted event by event.
+
+
+class WorkerStatus(NamedTuple):
+    """One worker.
+
+    Attributes:
+      worker: its number.
+      doing: "computes", "waits" (held back by the bound), "loads" (between its steps, by itself) or "gone".
+      seconds: since when it is doing that.
+      clock: the step that it is at.
+      staleness: by how many clocks it was ahead of the slowest when it began its last step.
+      pushes: taken from it so far; refused ones not counted.
+      waited: for how many seconds the bound has held it back.
+    """
+
+    worker: int
+    doing: str
+    seconds: float
+    clock: int
+    staleness: int
+    pushes: int
+    waited: float
+
+
+class Status(NamedTuple):
+    """A run under way.
+
+    Attributes:
+      seconds: since it began.
+      updates: made by the server.
+      num_updates: to be made.
+      workers: all that ever joined, in order.
+    """
+
+    seconds: float
+    updates: int
+    num_updates: int
+    workers: tuple[WorkerStatus, ...]
+
+
+class WorkerStats:
+    """What the events so far say of each worker.
+
+    Example:
+      >>> tally = Tally([Event("join", 3, 0, 0, 0, time=1.0), Event("pull", 3, 0, 0, 0, time=2.5, waited=0.5)])
+      >>> tally.workers(now=4.0, waits=lambda worker: False)
+      (WorkerStatus(worker=3, doing='computes', seconds=1.5, clock=0, staleness=0, pushes=0, waited=0.5),)
+    """
+
+    def __init__(self, events: Iterable[Event] = ()):
+        self._last: dict[int, Event] = {}
+        self._pushes: dict[int, int] = {}
+        self._waited: dict[int, float] = {}
+        self._ahead: dict[int, int] = {}
+        for event in events:
+            self.record(event)
+
+    def record(self, event: Event) -> None:
+        """Take note of one more event."""
+        worker = event.worker
+        self._last[worker] = event
+        self._pushes[worker] = self._pushes.get(worker, 0) + (event.kind == "push")
+        self._waited[worker] = self._waited.get(worker, 0.0) + event.waited
+        if event.kind == "pull":
+            self._ahead[worker] = event.staleness
+
+    def workers(self, now: float, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
+        """Return the workers as they are; `waits(worker)`: would the bound hold back one that is between its steps?"""
+
+        def one(worker: int) -> WorkerStatus:
+            last = self._last[worker]
+            between = "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
+            doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between)
+            at = last.clock + (last.kind in ("push", "refuse"))
+            ahead = self._ahead.get(worker, 0)
+            return WorkerStatus(worker, doing, now - last.time, at, ahead, self._pushes[worker], self._waited[worker])
+
+        return tuple(one(worker) for worker in sorted(self._last))
