@@ -51,8 +51,8 @@ def median_ratio(times: list[float], baseline: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, baseline, strict=True))
 
 
-def write_json(script: str, results: Any) -> Path:
-    """Write results, with when, where and with what they were measured, beside the script."""
+def write_json(script: str, results: Any, path: Path | None = None) -> Path:
+    """Write results, with when, where and with what they were measured, beside the script or to a path."""
     import jax
 
     packages = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy")
@@ -70,9 +70,8 @@ def write_json(script: str, results: Any) -> Path:
         | {name: version for name in packages if (version := _version(name)) is not None},
         "results": results,
     }
-    folder = Path(script).parent / "results"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{Path(script).stem}.json"
+    path = path or Path(script).parent / "results" / f"{Path(script).stem}.json"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 
