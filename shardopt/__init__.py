@@ -6,15 +6,8 @@ Over slow links `local_sgd` and `diloco` combine replicas of any of these; `asyn
 
 from shardopt import checkpoint, parameter_server, planning, reducers, training, transforms
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
-from shardopt.core import (
-    BlockModel,
-    CheckpointError,
-    NonFiniteLossError,
-    ShardedOptimizer,
-    TrainState,
-    Updated,
-    Weighted,
-)
+from shardopt.core import BlockModel, CheckpointError, NonFiniteLossError, TrainState, Updated, Weighted
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync

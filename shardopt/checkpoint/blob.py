@@ -24,8 +24,8 @@ from shardopt.checkpoint.save import check_step
 from shardopt.checkpoint.store import Leaf, check_leaves, describe, dtype_of, place, plain, unplain
 from shardopt.checkpoint.tree import leaves_by_path
 from shardopt.core.errors import CheckpointError, format_error
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import TrainState
+from shardopt.engine.optimizer import ShardedOptimizer
 
 _MAGIC, _VERSION = b"shardopt", 1
 _PRELUDE = struct.Struct("<8sIIQQ")

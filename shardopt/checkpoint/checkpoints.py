@@ -22,7 +22,7 @@ from shardopt.checkpoint.run_lock import Claim, is_of_deletion, let_go, lost, ma
 from shardopt.checkpoint.save import check_step, failed, start
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import CheckpointError, format_error
-from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer
 
 # Which checkpoints stay: the newest and the best; the others are deleted.
 

@@ -14,8 +14,8 @@ from shardopt.checkpoint.run_folder import committed, interrupted, run_folder, s
 from shardopt.checkpoint.store import Leaf, describe, dtype_of
 from shardopt.checkpoint.tree import LeafPath, leaves_by_path, rebuild, show
 from shardopt.core.errors import MAX_LISTED, CheckpointError, format_error, plural
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import TrainState
+from shardopt.engine.optimizer import ShardedOptimizer
 
 # What to restore into: the optimizer's own abstract state, or one made from the stored structure.
 

@@ -2,14 +2,12 @@
 
 from shardopt.core.block_model import BlockModel
 from shardopt.core.errors import CheckpointError, NonFiniteLossError
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import TrainState, Updated, Weighted
 
 __all__ = [
     "BlockModel",
     "CheckpointError",
     "NonFiniteLossError",
-    "ShardedOptimizer",
     "TrainState",
     "Updated",
     "Weighted",

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batch import batch_sharding, check_batch, place_batch
 from shardopt.engine.config import Placement, StrategyConfig, check_config
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.state import check_placement, check_state, init_state
 from shardopt.engine.step import CompiledStep, StepCache, abstract_params, limit_in_flight
 from shardopt.partition import Report, report

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, Mesh
 from shardopt.core.arguments import check_count
 from shardopt.core.block_model import as_block_model
 from shardopt.core.errors import format_error
-from shardopt.core.optimizer import check_optimizer
 from shardopt.core.types import LossFn, Rules
+from shardopt.engine.optimizer import check_optimizer
 from shardopt.mesh import AXES, data_axes
 from shardopt.partition.rules import check_rules
 from shardopt.pipeline import Schedule

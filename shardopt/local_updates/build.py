@@ -9,13 +9,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import format_error
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batch import batch_sharding, check_batch, place_batch
 from shardopt.engine.build import BatchFn
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients
 from shardopt.engine.layout import Layout, make_layout, shardings
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.state import check_placement, check_state, copied
 from shardopt.engine.step import StepCache, abstract_params, check_no_deadlock, limit_in_flight
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm

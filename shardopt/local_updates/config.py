@@ -6,8 +6,8 @@ import numpy as np
 
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
-from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.reducers.reducer import check_reducer
 
 

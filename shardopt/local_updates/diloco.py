@@ -2,7 +2,7 @@
 
 import optax
 
-from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.local_updates.build import build
 from shardopt.local_updates.config import check_mix, check_outer, check_strategy, check_sync
 from shardopt.reducers import Reducer

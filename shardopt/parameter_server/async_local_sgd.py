@@ -12,9 +12,9 @@ import optax
 
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error
-from shardopt.core.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.core.types import PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.parameter_server.arguments import check_max_staleness
 from shardopt.parameter_server.encoder import check_encoding, make_encoder
 from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from shardopt.core.errors import format_error
-from shardopt.core.optimizer import check_optimizer
 from shardopt.core.types import PyTree, Weighted, wide_dtype
+from shardopt.engine.optimizer import check_optimizer
 from shardopt.parameter_server import clock as clocks
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.rules import Rule, plain

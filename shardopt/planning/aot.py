@@ -17,8 +17,8 @@ from shardopt.audit.memory import Memory, argument_padding, memory
 from shardopt.audit.program import audit
 from shardopt.audit.report import Audit
 from shardopt.core.errors import format_error, plural
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import PyTree
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import make_mesh
 from shardopt.planning.hardware import HARDWARE, Hardware
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import LossFn, Rules
 from shardopt.engine.build import build
 from shardopt.engine.config import DDP, StrategyConfig
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.reducers import Reducer
 
 

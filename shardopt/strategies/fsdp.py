@@ -6,10 +6,10 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import LossFn, Rules
 from shardopt.engine.build import build
 from shardopt.engine.config import ZERO_3, StrategyConfig
+from shardopt.engine.optimizer import ShardedOptimizer
 
 
 def fsdp(

@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 from shardopt.core.arguments import check_count
 from shardopt.core.block_model import BlockModel, as_block_model
 from shardopt.core.errors import format_error, plural
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.config import PLACEMENTS, StrategyConfig, check_mesh
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.pipeline import Schedule, schedules
 from shardopt.reducers import Reducer
 

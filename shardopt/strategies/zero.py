@@ -6,10 +6,10 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.core.errors import format_error
-from shardopt.core.optimizer import ShardedOptimizer
 from shardopt.core.types import LossFn, Rules
 from shardopt.engine.build import build
 from shardopt.engine.config import STAGES, StrategyConfig
+from shardopt.engine.optimizer import ShardedOptimizer
 
 
 def zero(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core.errors import format_error
-from shardopt.core.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.training.metrics import count_examples
 
 
