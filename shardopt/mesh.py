@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from shardopt.core.arguments import is_integer
 from shardopt.core.errors import format_error
 
 AXES = ("replica", "data", "pipeline", "tensor")
@@ -84,7 +85,7 @@ def device_kind() -> str | None:
 def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     listed = ", ".join(f"{axis}={size}" for axis, size in asked.items())
     for axis, size in asked.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        if not is_integer(size):
             raise TypeError(f"make_mesh: {axis} must be an integer, got {size!r} ({type(size).__name__}).")
     if bad := [f"{axis}={size}" for axis, size in asked.items() if size < 1 and size != -1]:
         raise ValueError(

@@ -23,6 +23,7 @@ from shardopt.checkpoint.run_folder import (
     step_folder,
 )
 from shardopt.checkpoint.store import check_leaves
+from shardopt.core.arguments import is_integer
 from shardopt.core.errors import CheckpointError, format_error
 from shardopt.runtime.files import Lock, acquire_lock, holds_lock, is_gone, release_lock
 
@@ -207,7 +208,7 @@ def check_step(who: str, step: Any, state: Any) -> int:
             what = f"step must be given, because the state ({type(state).__name__}) has none."
             raise TypeError(format_error(who, what, fix="pass step=."))
         step = int(np.asarray(jax.device_get(step)))
-    if isinstance(step, bool) or not isinstance(step, int | np.integer):
+    if not is_integer(step):
         raise TypeError(format_error(who, f"step must be an integer, got {step!r} ({type(step).__name__})."))
     if step < 0:
         raise ValueError(format_error(who, f"step must not be negative, got {step}.", fix="count steps from 0."))

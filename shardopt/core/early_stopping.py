@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from shardopt.core.arguments import check_count, check_number
 from shardopt.core.errors import format_error
 
 
@@ -44,18 +45,12 @@ class EarlyStopping:
         who = "EarlyStopping"
         if not isinstance(self.metric, str):
             raise TypeError(f"{who}: metric must be the name of a metric, got {type(self.metric).__name__}.")
-        if not isinstance(self.patience, int) or isinstance(self.patience, bool):
-            raise TypeError(f"{who}: patience must be an integer, got {self.patience!r}.")
-        if not isinstance(self.min_delta, int | float) or isinstance(self.min_delta, bool):
-            raise TypeError(f"{who}: min_delta must be a number, got {self.min_delta!r}.")
         if not isinstance(self.mode, str):
             raise TypeError(f"{who}: mode must be 'min' or 'max', got {self.mode!r}.")
         if not self.metric:
             raise ValueError(f"{who}: metric must not be empty.")
-        if self.patience < 1:
-            raise ValueError(f"{who}: patience must be at least 1, got {self.patience}.")
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ValueError(f"{who}: min_delta must be finite and at least 0, got {self.min_delta}.")
+        check_count(who, "patience", self.patience)
+        check_number(who, "min_delta", self.min_delta)
         if self.mode not in ("min", "max"):
             raise ValueError(f"{who}: mode must be 'min' or 'max', got {self.mode!r}.")
 

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import numpy as np
-
-from shardopt.core.arguments import check_count
+from shardopt.core.arguments import check_count, check_is_number
 from shardopt.core.errors import format_error
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer, check_optimizer
@@ -60,8 +58,7 @@ def check_mix(who: str, mix: Any) -> None:
       TypeError: if it is not a number.
       ValueError: if it is out of range.
     """
-    if isinstance(mix, bool) or not isinstance(mix, int | float | np.integer | np.floating):
-        raise TypeError(f"{who}: mix must be a number, got {mix!r} ({type(mix).__name__}).")
+    check_is_number(who, "mix", mix)
     if not 0 <= mix <= 1:
         raise ValueError(f"{who}: mix must be between 0 and 1, got {mix}.")
 

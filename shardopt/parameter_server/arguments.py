@@ -1,9 +1,6 @@
 """Numbers that every part of the parameter server refuses in the same words."""
 
-import math
 from typing import Any
-
-import numpy as np
 
 from shardopt.core.arguments import is_integer
 from shardopt.core.errors import format_error
@@ -27,22 +24,3 @@ def check_max_staleness(who: str, max_staleness: Any) -> None:
         raise ValueError(
             format_error(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=UNBOUNDED_FIX)
         )
-
-
-def check_number(
-    who: str, name: str, value: Any, *, least: float = 0.0, below: float = math.inf, positive: bool = False
-) -> None:
-    """Refuse what is not a finite number in [least, below), or not above 0 if `positive`.
-
-    Raises:
-      TypeError: if it is of another kind.
-      ValueError: if it is out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{who}: {name} must be a number, got {value!r} ({type(value).__name__}).")
-    if math.isfinite(value) and least <= value < below and (value > 0 or not positive):
-        return
-    bounds = "above 0" if positive else f"at least {least:g}"
-    if below != math.inf:
-        bounds += f" and below {below:g}"
-    raise ValueError(f"{who}: {name} must be finite, {bounds}; got {value}.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.parameter_server.arguments import check_number
+from shardopt.core.arguments import check_number
 
 Duration = float | Callable[[np.random.Generator], float]
 """Seconds, or a function that draws them."""

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.arguments import check_count
+from shardopt.core.arguments import check_count, check_number
 from shardopt.core.types import PyTree, wide_dtype
-from shardopt.parameter_server.arguments import check_number
 
 # How many local steps a worker of a given speed does between pushes.
 

@@ -10,10 +10,9 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core.arguments import check_count, is_integer
+from shardopt.core.arguments import check_count, check_number, is_integer, is_number
 from shardopt.core.errors import format_error
 from shardopt.core.types import LossFn, PyTree
-from shardopt.parameter_server.arguments import check_number
 from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
 from shardopt.parameter_server.encoder import check_encoding
 from shardopt.parameter_server.rules import Rule
@@ -90,8 +89,7 @@ def check_availability(who: str, name: str, presence: Any) -> None:
     numbers = []
     if isinstance(presence, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in presence):
         numbers = [number for period in presence for number in period]
-    real = [isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in numbers]
-    if not numbers or not all(real):
+    if not numbers or not all(map(is_number, numbers)):
         raise TypeError(f"{who}: {name}.presence must be a sequence of periods (from, to), got {presence!r}.")
     if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
         raise ValueError(f"{who}: {name}.presence must rise from at least 0, got {presence!r}.")

@@ -16,6 +16,7 @@ from shardopt.audit.flops import inner_product_flops
 from shardopt.audit.memory import Memory, argument_padding, memory
 from shardopt.audit.program import audit
 from shardopt.audit.report import Audit
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
@@ -224,8 +225,7 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Sequence[Any]:
       ValueError: if the compiler does not know the topology.
     """
     parse_topology(topology)
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise ValueError(f"aot: num_slices must be an integer of at least 1, got {num_slices!r}.")
+    check_count("aot", "num_slices", num_slices)
     if importlib.util.find_spec("libtpu") is None:
         what = "compiling for a TPU needs its compiler, libtpu, which is not installed."
         raise ModuleNotFoundError(format_error("aot", what, fix="pip install 'shardopt[tpu]'"))

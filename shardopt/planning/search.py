@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
 from shardopt.engine.config import PLACEMENTS
@@ -257,10 +258,7 @@ def plan(
 
 def _check(chips: int, batch_size: int, slices: int, placements: Sequence[str], headroom: float) -> None:
     for name, value in {"chips": chips, "batch_size": batch_size, "slices": slices}.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"plan: {name} must be an integer, got {value!r}.")
-        if value < 1:
-            raise ValueError(f"plan: {name} must be at least 1, got {value}.")
+        check_count("plan", name, value)
     if chips % slices:
         what = f"{chips} chips cannot be spread evenly over {plural(slices, 'slice')}."
         raise ValueError(format_error("plan", what, fix=f"choose chips divisible by {slices}."))

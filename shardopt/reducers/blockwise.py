@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.core.types import wide_dtype
 from shardopt.reducers.buckets import in_buckets, plan_buckets
 from shardopt.reducers.codec import Codec, block_code, blocks_of, two_phase_bytes, two_phase_mean
-from shardopt.reducers.reducer import Reducer, check_size, make_reducer, real_dtype, real_shape
+from shardopt.reducers.reducer import Reducer, make_reducer, real_dtype, real_shape
 
 
 def blockwise(name: str, codec: Codec) -> Reducer:
@@ -75,7 +76,7 @@ def sign(block_size: int = 1024) -> Reducer:
       Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019, which
       compresses blocks, and the mean as well.
     """
-    check_size("sign", "block_size", block_size)
+    check_count("sign", "block_size", block_size)
     if block_size % 8:
         near = max(8, int(block_size) // 8 * 8)
         what = f"block_size must be a multiple of 8, because bits are packed into bytes; got {block_size}."
@@ -144,7 +145,7 @@ def int8(block_size: int = 256) -> Reducer:
       Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016 (the linear code with a scale);
       Wang et al., "ZeRO++", 2023 (blocks, and quantised all-to-all reductions).
     """
-    check_size("int8", "block_size", block_size)
+    check_count("int8", "block_size", block_size)
     size = int(block_size)
 
     def blocked(x):

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, path_text
 from shardopt.reducers.axis import AxisName, axis_names
-from shardopt.reducers.reducer import check_size
 
 
 class PerDevice(NamedTuple):
@@ -60,7 +60,7 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
       >>> so.reducers.state_specs(state, "data").reducer.memory.value["w"] == jax.P("data")
       True
     """
-    check_size("init_state", "axis_size", axis_size)
+    check_count("init_state", "axis_size", axis_size)
     names = axis_names("init_state", axis_name)
     if len(names) > 1:
         fix = "make the state for one axis; stacked leaves can be split over several by state_specs."
@@ -72,7 +72,7 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
 
 def stack_state(state: PyTree, axis_size: int) -> PyTree:
     """Return the stored form of a state that is still the same on all devices: marked leaves repeated [N, ...]."""
-    check_size("stack_state", "axis_size", axis_size)
+    check_count("stack_state", "axis_size", axis_size)
 
     def repeat(leaf):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -120,7 +120,7 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
       >>> so.reducers.resize_state(memory, axis_size=3).value["w"].tolist()
       [[2.0], [2.0], [2.0]]
     """
-    check_size("resize_state", "axis_size", axis_size)
+    check_count("resize_state", "axis_size", axis_size)
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_marked)
     if tied := [path_text(path) for path, node in nodes if isinstance(node, PerDevice) and jax.tree.leaves(node)]:
         what = "state that belongs to its device cannot be carried to another axis size."

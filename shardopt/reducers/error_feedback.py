@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract
 from shardopt.reducers.axis import agreeing_cond
 from shardopt.reducers.device_state import ErrorMemory
 from shardopt.reducers.exact import exact
-from shardopt.reducers.reducer import Reducer, check_count, check_leaves, check_reducer, keep_if_finite, zeros_like
+from shardopt.reducers.reducer import Reducer, check_leaves, check_reducer, keep_if_finite, zeros_like
 
 # `warm_up`: exact means first, compressed ones later.
 
@@ -65,7 +66,7 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
       "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
     """
     check_reducer("warm_up", reducer)
-    check_count("warm_up", "steps", steps)
+    check_count("warm_up", "steps", steps, least=0)
     if reducer.name.startswith("error_feedback("):
         what = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
         raise ValueError(format_error("warm_up", what, fix="use error_feedback(warm_up(...)), the other way round."))

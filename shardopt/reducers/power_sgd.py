@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardopt.core.arguments import check_count, check_is_number
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import AxisName
@@ -15,9 +16,6 @@ from shardopt.reducers.error_feedback import warm_up
 from shardopt.reducers.exact import mean_bytes, mean_of
 from shardopt.reducers.reducer import (
     Reducer,
-    check_count,
-    check_number,
-    check_size,
     make_reducer,
     real_dtype,
     real_shape,
@@ -92,9 +90,9 @@ def power_sgd(
     References:
       Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019, algorithm 1.
     """
-    check_size("power_sgd", "rank", rank)
-    check_number("power_sgd", "min_ratio", min_ratio)
-    check_count("power_sgd", "start_step", start_step)
+    check_count("power_sgd", "rank", rank)
+    check_is_number("power_sgd", "min_ratio", min_ratio)
+    check_count("power_sgd", "start_step", start_step, least=0)
     if min_ratio < 0:
         raise ValueError(format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
     layered = _compiled(stacked)

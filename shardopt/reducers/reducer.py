@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import axis_size, check_not_summed
@@ -171,7 +171,7 @@ def counter(name: str, count: Callable[[PyTree, int], int]) -> Callable[[PyTree,
     """Return `wire_bytes` with its arguments checked."""
 
     def wire_bytes(abstract_params, axis_size):
-        check_size(name, "axis_size", axis_size)
+        check_count(name, "axis_size", axis_size)
         check_leaves(name, abstract_params)
         return count(abstract(abstract_params), int(axis_size))
 
@@ -200,42 +200,6 @@ def check_reducer(who: str, reducer: Any) -> None:
         shown = getattr(reducer, "__name__", type(reducer).__name__)
         fix = "pass one such as so.reducers.int8(), called."
         raise TypeError(format_error(who, f"reducer must be a Reducer, got {shown}.", fix=fix))
-
-
-def check_number(who: str, what: str, value: Any) -> None:
-    """Refuse what is not a real number.
-
-    Raises:
-      TypeError: if it is neither an integer nor a float.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(format_error(who, f"{what} must be a number, got {value!r} ({type(value).__name__})."))
-
-
-def check_size(who: str, what: str, size: Any) -> None:
-    """Refuse what is not a positive integer.
-
-    Raises:
-      TypeError: if it is not an integer.
-      ValueError: if it is below 1.
-    """
-    if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise TypeError(format_error(who, f"{what} must be an integer, got {size!r} ({type(size).__name__})."))
-    if size < 1:
-        raise ValueError(format_error(who, f"{what} must be at least 1, got {size}."))
-
-
-def check_count(who: str, what: str, count: Any) -> None:
-    """Refuse what is not an integer from 0.
-
-    Raises:
-      TypeError: if it is not an integer.
-      ValueError: if it is negative.
-    """
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(format_error(who, f"{what} must be an integer, got {count!r}."))
-    if count < 0:
-        raise ValueError(format_error(who, f"{what} must not be negative, got {count}."))
 
 
 # `grouped`: a reducer of lists of leaves, run on each of several groups, which then share nothing on the wire.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardopt.core.arguments import check_is_number
 from shardopt.core.errors import format_error
 from shardopt.reducers.axis import AxisName
 from shardopt.reducers.axis import axis_size as size_of
@@ -14,7 +15,6 @@ from shardopt.reducers.codec import Code
 from shardopt.reducers.device_state import ErrorMemory
 from shardopt.reducers.reducer import (
     Reducer,
-    check_number,
     make_reducer,
     narrow,
     real_dtype,
@@ -73,8 +73,8 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     References:
       Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2 (factor masking).
     """
-    check_number("top_k", "density", density)
-    check_number("top_k", "momentum", momentum)
+    check_is_number("top_k", "density", density)
+    check_is_number("top_k", "momentum", momentum)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
         raise ValueError(format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))

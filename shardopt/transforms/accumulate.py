@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core.arguments import check_count
 from shardopt.core.types import PyTree
 from shardopt.reducers import PerDevice
 from shardopt.reducers.axis import agreeing_cond
 from shardopt.reducers.reducer import check_alike, check_leaves, zeros_like
-from shardopt.transforms.checks import check_count, check_inner
+from shardopt.transforms.checks import check_inner
 
 
 class AccumulateState(NamedTuple):
@@ -63,7 +64,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     """
     who = "accumulate"
     tx = check_inner(who, inner)
-    check_count(who, "every", every)
+    check_count(who, "every", every, allow_array=True)
 
     def init(params):
         check_leaves(who, params)

@@ -2,24 +2,9 @@
 
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 
-from shardopt.core import arguments
 from shardopt.core.errors import format_error
-
-
-def check_count(who: str, what: str, value: Any, *, least: int = 1) -> None:
-    """Refuse what is no integer, or is too small; an integer array, as `inject_hyperparams` makes, is taken as it is.
-
-    Raises:
-      TypeError: if it is not an integer.
-      ValueError: if it is below `least`.
-    """
-    if isinstance(value, jax.Array) and np.issubdtype(value.dtype, np.integer) and not value.ndim:
-        return
-    arguments.check_count(who, what, value, least=least)
 
 
 def check_inner(who: str, inner: Any) -> optax.GradientTransformationExtraArgs:

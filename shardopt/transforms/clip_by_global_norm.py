@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from shardopt.core.arguments import check_is_number
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import AxisName, axis_names, axis_size, is_bound, tracks_varying, varying
@@ -157,8 +157,7 @@ def _checked_names(names: AxisName) -> tuple[str, ...]:
 def _check_max_norm(max_norm: Any) -> None:
     if isinstance(max_norm, jax.Array):
         return
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | np.number):
-        raise TypeError(format_error(WHO, f"max_norm must be a number, got {max_norm!r} ({type(max_norm).__name__})."))
+    check_is_number(WHO, "max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(format_error(WHO, f"max_norm must be above 0, got {max_norm}."))
 

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core.arguments import check_count, check_is_number
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.reducers import PerDevice
 from shardopt.reducers.axis import varying
-from shardopt.reducers.reducer import check_alike, check_leaves, check_number
-from shardopt.transforms.checks import check_count, check_params
+from shardopt.reducers.reducer import check_alike, check_leaves
+from shardopt.transforms.checks import check_params
 
 
 class DelayRule(NamedTuple):
@@ -67,7 +68,7 @@ def delay_compensation(strength: float = 0.04) -> DelayRule:
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
     """
-    check_number("delay_compensation", "strength", strength)
+    check_is_number("delay_compensation", "strength", strength)
 
     def correct(grads, params, pulled, staleness):
         def one(g, now, then):

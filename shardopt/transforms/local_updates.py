@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core.arguments import check_count
 from shardopt.core.types import wide_dtype
 from shardopt.reducers import PerDevice, exact
 from shardopt.reducers.axis import AxisName, agreeing_cond, axis_names, axis_size
-from shardopt.transforms.checks import check_count, check_inner, check_params
+from shardopt.transforms.checks import check_inner, check_params
 
 
 class LocalUpdatesState(NamedTuple):
@@ -69,7 +70,7 @@ def local_updates(
     who = "local_updates"
     tx = check_inner(who, inner)
     axis_names(who, axis_name)
-    check_count(who, "sync_every", sync_every)
+    check_count(who, "sync_every", sync_every, allow_array=True)
 
     def init(params):
         return LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))

@@ -132,7 +132,7 @@ def test_unknown_names_list_the_known_ones():
 
 
 def test_numbers_out_of_range_are_refused():
-    with refused(TypeError, "plan: chips must be an integer, got 8.0."):
+    with refused(TypeError, "plan: chips must be an integer, got 8.0 (float)."):
         so.plan("gpt2", hardware="v5p", chips=8.0, batch_size=8)
     with refused(ValueError, "plan: batch_size must be at least 1, got 0."):
         so.plan("gpt2", hardware="v5p", chips=8, batch_size=0)

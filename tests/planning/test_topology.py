@@ -53,7 +53,7 @@ def test_unknown_topologies_list_the_known_ones(name, message):
 def test_a_topology_of_another_kind_is_refused():
     with refused(TypeError, f"aot: topology must be a string, got 512.\nFix: write {FORMS}."):
         compiled(topology=512)
-    with refused(ValueError, "aot: num_slices must be an integer of at least 1, got 0."):
+    with refused(ValueError, "aot: num_slices must be at least 1, got 0."):
         compiled(topology="v5p:4x4x4", num_slices=0)
 
 

@@ -42,14 +42,14 @@ CONSTRUCTION = [
     (
         lambda: R.power_sgd(start_step=-1),
         ValueError,
-        "power_sgd: start_step must not be negative, got -1.",
+        "power_sgd: start_step must be at least 0, got -1.",
     ),
     (
         lambda: R.power_sgd(min_ratio=-1.0),
         ValueError,
         "power_sgd: min_ratio must not be negative, got -1.0.",
     ),
-    (lambda: R.power_sgd(start_step=1.5), TypeError, "power_sgd: start_step must be an integer, got 1.5."),
+    (lambda: R.power_sgd(start_step=1.5), TypeError, "power_sgd: start_step must be an integer, got 1.5 (float)."),
     (
         lambda: R.power_sgd(stacked="("),
         ValueError,
@@ -77,8 +77,8 @@ CONSTRUCTION = [
         ValueError,
         "error_feedback: error_feedback(int8(block_size=256)) has error feedback already.\nFix: wrap a reducer once.",
     ),
-    (lambda: R.warm_up(R.sign(), -1), ValueError, "warm_up: steps must not be negative, got -1."),
-    (lambda: R.warm_up(R.sign(), 1.5), TypeError, "warm_up: steps must be an integer, got 1.5."),
+    (lambda: R.warm_up(R.sign(), -1), ValueError, "warm_up: steps must be at least 0, got -1."),
+    (lambda: R.warm_up(R.sign(), 1.5), TypeError, "warm_up: steps must be an integer, got 1.5 (float)."),
     (
         lambda: R.warm_up(R.error_feedback(R.sign(8)), 3),
         ValueError,

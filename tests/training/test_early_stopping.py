@@ -65,9 +65,9 @@ def test_without_the_metric_or_the_rule_nothing_is_observed():
         ({"metric": ""}, "EarlyStopping: metric must not be empty."),
         ({"patience": 0}, "EarlyStopping: patience must be at least 1, got 0."),
         ({"patience": -3}, "EarlyStopping: patience must be at least 1, got -3."),
-        ({"min_delta": -0.1}, "EarlyStopping: min_delta must be finite and at least 0, got -0.1."),
-        ({"min_delta": math.nan}, "EarlyStopping: min_delta must be finite and at least 0, got nan."),
-        ({"min_delta": math.inf}, "EarlyStopping: min_delta must be finite and at least 0, got inf."),
+        ({"min_delta": -0.1}, "EarlyStopping: min_delta must be finite, at least 0; got -0.1."),
+        ({"min_delta": math.nan}, "EarlyStopping: min_delta must be finite, at least 0; got nan."),
+        ({"min_delta": math.inf}, "EarlyStopping: min_delta must be finite, at least 0; got inf."),
         ({"mode": "least"}, "EarlyStopping: mode must be 'min' or 'max', got 'least'."),
     ],
 )
