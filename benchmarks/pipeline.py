@@ -38,8 +38,8 @@ from shardopt.remat.split_backward import split_backward
 STAGES, ROWS = 4, 2
 SCHEDULES = {
     "gpipe": so.schedules.gpipe,
+    "eager_one_f_one_b": so.schedules.eager_one_f_one_b,
     "one_f_one_b": so.schedules.one_f_one_b,
-    "one_f_one_b, lean": functools.partial(so.schedules.one_f_one_b, lean=True),
     "interleaved, 2 chunks": functools.partial(so.schedules.interleaved, num_chunks=2),
     "zero_bubble": so.schedules.zero_bubble,
     "zero_bubble_lockstep": so.schedules.zero_bubble_lockstep,

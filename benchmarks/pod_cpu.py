@@ -16,7 +16,7 @@ from shardopt.planning.models import RULES
 TX = optax.adamw(1e-3)
 SIZES = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 512, "dtype": jnp.float32}
 SHAPE = Transformer("small", dim=128, hidden=384, length=64, fused_attention=False, **SIZES)
-PIPE = {"schedule": "one_f_one_b", "pipeline": 2, "micro_batches": 4}
+PIPE = {"schedule": "eager_one_f_one_b", "pipeline": 2, "micro_batches": 4}
 LAYOUTS = [
     (Layout(data=8, placement="ddp"), 16),
     (Layout(data=8, placement="ddp", micro_batches=2), 32),
@@ -59,7 +59,7 @@ HELD_OUT = [
     (Layout(replica=2, data=2, tensor=2), 32),
     (Layout(data=4, tensor=2, placement="ddp", remat=True), 32),
     (Layout(data=4, tensor=2, micro_batches=2), 64),
-    (Layout(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8, placement="zero1"), 64),
+    (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, placement="zero1"), 64),
     (Layout(data=2, pipeline=4, schedule="gpipe", micro_batches=4), 32),
     (Layout(data=4, pipeline=2, schedule="zero_bubble_lockstep", micro_batches=4, chunks=2), 64),
 ]

@@ -137,7 +137,7 @@ PIPELINE = {"data": 2, "pipeline": 2, "tensor": 2}
 APART = {"replica": 2, "data": 4}
 SCHEDULES = {
     "gpipe": so.schedules.gpipe,
-    "one_f_one_b": so.schedules.one_f_one_b,
+    "one_f_one_b": getattr(so.schedules, "eager_one_f_one_b", so.schedules.one_f_one_b),  # what it was called before
     "interleaved": lambda stages, count: so.schedules.interleaved(stages, count, num_chunks=2),
     "zero_bubble": so.schedules.zero_bubble,
     "zero_bubble_lockstep": so.schedules.zero_bubble_lockstep,

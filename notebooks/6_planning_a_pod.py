@@ -100,7 +100,7 @@ else:
 
 # %%
 counts = [32, 64, 128, 256, 512]
-few = {"placements": ("fsdp",), "schedules": ("one_f_one_b",)}
+few = {"placements": ("fsdp",), "schedules": ("eager_one_f_one_b",)}
 best = [so.plan("llama3-8b", hardware="v5p", chips=count, batch_size=128, **few).best for count in counts]
 assert plans.workload.tokens == 8192
 

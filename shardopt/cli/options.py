@@ -168,7 +168,7 @@ def _check(option: str, good: bool, wanted: str, value: float) -> None:
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"]
 Placement = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-Schedule = Literal["one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"]
+Schedule = Literal["eager_one_f_one_b", "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"]
 Outer = Literal["nesterov", "sgd", "average"]
 
 
@@ -208,9 +208,10 @@ class Pipeline:
     """What is split over data, in the words of --strategy. By itself, fsdp."""
 
     schedule: Annotated[
-        Schedule | None, tyro.conf.arg(metavar="{one_f_one_b,gpipe,interleaved,zero_bubble,zero_bubble_lockstep}")
+        Schedule | None,
+        tyro.conf.arg(metavar="{eager_one_f_one_b,one_f_one_b,gpipe,interleaved,zero_bubble,zero_bubble_lockstep}"),
     ] = None
-    """When each stage works on which micro-batch. By itself, one_f_one_b."""
+    """When each stage works on which micro-batch. By itself, eager_one_f_one_b."""
 
     chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Parts of the model on each stage, for interleaved (by itself 2) and zero_bubble_lockstep (1)."""

@@ -25,7 +25,9 @@ _CHUNKED = ("interleaved", "zero_bubble_lockstep")
 class ScheduleOptions:
     """Show who does what when in a pipeline: ticks, idle time, activations kept."""
 
-    kind: Literal["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_lockstep"] = "one_f_one_b"
+    kind: Literal["gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_lockstep"] = (
+        "eager_one_f_one_b"
+    )
     """Which schedule, by its name in so.schedules."""
 
     stages: int = 4

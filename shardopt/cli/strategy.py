@@ -259,7 +259,7 @@ def _check_gather_dtype(options: TrainOptions) -> None:
 
 
 def _schedule_name(pipeline: Pipeline) -> str:
-    return pipeline.schedule or "one_f_one_b"
+    return pipeline.schedule or "eager_one_f_one_b"
 
 
 def _num_chunks(pipeline: Pipeline) -> int:

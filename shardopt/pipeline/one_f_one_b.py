@@ -1,76 +1,10 @@
-"""1F1B: a backward as soon as there is one, so that memory does not grow with the micro-batches."""
+"""GPipe and 1F1B, with and without chunks: schedules whose backward passes compute both gradients."""
 
 import numpy as np
 
 from shardopt.pipeline.check import check_groups, check_sizes
 from shardopt.pipeline.construct import from_order, from_ticks
 from shardopt.pipeline.schedule import Schedule
-
-# Interleaved 1F1B: several chunks of the model on each stage, for a bubble that many times smaller.
-
-
-def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
-    """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward a tick.
-
-    Micro-batches go round the ring of stages in groups of S: a group through chunk 0, then through chunk 1, and so
-    on, and the next group follows without a gap. The passes of a stage are thus in a row k(m, c) = (v (m div S) +
-    c) S + m mod S, with v chunks; stage s runs forward of micro-batch m and chunk c at tick k(m, c) + s and
-    backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s). Every message is used on the tick after it is sent.
-
-    **Bubble**: (S - 1) / (v M + S - 1), of the table and of the lockstep program alike: filling and draining
-    take S - 1 passes of a part that is v times smaller.
-
-    **Memory**: stage s keeps at most (v + 1) S - 1 - 2 s activations of a chunk; the busiest, in units of a whole
-    stage, 1 + (S - 1) / (v S) times the S of textbook 1F1B. Nothing else waits.
-
-    **Communication**: v times the messages of 1F1B.
-
-    Args:
-      num_stages: S.
-      num_micro_batches: M; a multiple of S, unless there is one chunk.
-      num_chunks: v, chunks a stage; 1 is `one_f_one_b`.
-
-    Returns:
-      A `Schedule`.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1, or there are several chunks and M is not a multiple of S.
-
-    Example:
-      >>> import shardopt as so
-      >>> print(so.schedules.interleaved(2, 2, 2))
-      interleaved: 2 stages, 2 micro-batches, 2 chunks
-      8 ticks, bubble 20.0%, as a lockstep program 20.0%, at most 4 activations a stage (4, 3)
-      <BLANKLINE>
-      tick     0     1     2     3         4         5     6     7
-      stage 0  F0.0  F1.0  F0.1  F1.1      B0.1      B1.1  B0.0  B1.0
-      stage 1  .     F0.0  F1.0  F0.1B0.1  F1.1B1.1  B0.0  B1.0  .
-
-    References:
-      Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
-      section 2.2.
-    """
-    check_sizes("interleaved", num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
-    check_groups("interleaved", num_stages, num_micro_batches, num_chunks)
-    forward, backward = round_the_ring(num_stages, num_micro_batches, num_chunks)
-    return from_ticks(num_stages, forward, backward, name="interleaved")
-
-
-def round_the_ring(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ticks of forward and backward, [V, M] each."""
-    v, m = np.indices((num_stages * num_chunks, num_micro_batches))
-    chunk, stage = divmod(v, num_stages)
-
-    def place(chunk: np.ndarray) -> np.ndarray:
-        return (m // num_stages * num_chunks + chunk) * num_stages + m % num_stages
-
-    forward = place(chunk) + stage
-    backward = num_stages * num_chunks - 1 + place(num_chunks - 1 - chunk) + (num_stages - 1 - stage)
-    return forward, backward
-
-
-# GPipe: all forwards, then all backwards.
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -114,38 +48,83 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     return from_ticks(num_stages, forward, backward, name="gpipe")
 
 
-def one_f_one_b(num_stages: int, num_micro_batches: int, *, lean: bool = False) -> Schedule:
-    """Run a forward and a backward every tick; or, lean, the textbook's one of them at a time.
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Run forwards until the pipeline is full, then a backward and a forward in turn: 1F1B as Megatron and PyTorch do.
 
-    In lockstep, with S stages, stage s runs forward m at tick m + s and backward m at tick m + 2(S - 1) - s. A
-    tick in the middle holds one of each on every stage, so no stage waits for another, however long the two take.
+    With S stages, stage s runs min(M, S - s) forwards, then backward and forward in turn, one pass a tick.
+    Neighbours are then at different kinds of work on the same tick. At their own pace they lose nothing by that; in
+    lockstep each tick takes as long as the longer of the two, and `eager_one_f_one_b` is faster.
 
-    The textbook's order does min(M, S - s) forwards, then backward and forward in turn. Neighbours are then at
-    different kinds of work on the same tick. At their own pace they lose nothing by that; in lockstep each tick
-    takes as long as the longer of the two.
+    **Bubble**: (S - 1) / (M + S - 1) of the table; more of the lockstep program: with S=4 and M=8 27% and 40%.
 
-    **Bubble**: (S - 1) / (M + S - 1) of both tables, and of the lockstep program of the first; with S=4 and M=8
-    27%, but 40% in the lockstep program of the lean one.
-
-    **Memory**: stage s keeps min(M, 2(S - s) - 1) activations; lean, min(M, S - s). Nothing else waits in lockstep;
-    lean, messages do.
+    **Memory**: stage s keeps min(M, S - s) activations, half of what `eager_one_f_one_b` keeps; messages wait.
 
     Args:
       num_stages: S.
       num_micro_batches: M.
-      lean: the textbook's order, for half the activations.
 
     Returns:
       A `Schedule`.
 
     Raises:
-      TypeError: if a size is not an integer, or `lean` not a bool.
+      TypeError: if a size is not an integer.
       ValueError: if a size is below 1.
 
     Example:
       >>> import shardopt as so
-      >>> print(so.schedules.one_f_one_b(3, 4))
-      one_f_one_b: 3 stages, 4 micro-batches, 1 chunk
+      >>> print(so.schedules.one_f_one_b(2, 3))
+      one_f_one_b: 2 stages, 3 micro-batches, 1 chunk
+      8 ticks, bubble 25.0%, as a lockstep program 35.7%, at most 2 activations a stage (2, 1)
+      <BLANKLINE>
+      tick     0   1   2   3   4   5   6   7
+      stage 0  F0  F1  .   B0  F2  B1  .   B2
+      stage 1  .   F0  B0  F1  B1  F2  B2  .
+
+    References:
+      Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, and
+      "Memory-Efficient Pipeline-Parallel DNN Training", 2021, for the order with one flush a step.
+    """
+    check_sizes("one_f_one_b", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    orders = [_order(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
+    return from_order(orders, name="one_f_one_b")
+
+
+def _order(ahead: int, num_micro_batches: int) -> str:
+    """Return what a stage does that keeps at most `ahead` micro-batches between forward and backward."""
+    order = [f"F{m}" for m in range(min(ahead, num_micro_batches))]
+    for m in range(num_micro_batches):
+        order.append(f"B{m}")
+        if m + ahead < num_micro_batches:
+            order.append(f"F{m + ahead}")
+    return " ".join(order)
+
+
+def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Run a forward and a backward on every tick, so that no stage waits for another kind of work: 1F1B in lockstep.
+
+    With S stages, stage s runs forward m at tick m + s and backward m at tick m + 2(S - 1) - s. A tick in the middle
+    holds one of each on every stage, so no stage waits for another, however long the two take. Forwards run as early
+    as they can, which takes about twice the activations of `one_f_one_b`.
+
+    **Bubble**: (S - 1) / (M + S - 1), of the table and of the lockstep program alike.
+
+    **Memory**: stage s keeps min(M, 2(S - s) - 1) activations. Nothing else waits.
+
+    Args:
+      num_stages: S.
+      num_micro_batches: M.
+
+    Returns:
+      A `Schedule`.
+
+    Raises:
+      TypeError: if a size is not an integer.
+      ValueError: if a size is below 1.
+
+    Example:
+      >>> import shardopt as so
+      >>> print(so.schedules.eager_one_f_one_b(3, 4))
+      eager_one_f_one_b: 3 stages, 4 micro-batches, 1 chunk
       8 ticks, bubble 33.3%, as a lockstep program 33.3%, at most 4 activations a stage (4, 3, 1)
       <BLANKLINE>
       tick     0   1   2     3     4     5     6   7
@@ -154,26 +133,69 @@ def one_f_one_b(num_stages: int, num_micro_batches: int, *, lean: bool = False) 
       stage 2  .   .   F0B0  F1B1  F2B2  F3B3  .   .
 
     References:
-      Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, and
-      "Memory-Efficient Pipeline-Parallel DNN Training", 2021, for the order with one flush a step.
+      Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; the timing is shardopt's own.
     """
-    check_sizes("one_f_one_b", num_stages=num_stages, num_micro_batches=num_micro_batches)
-    if not isinstance(lean, bool):
-        raise TypeError(f"one_f_one_b: lean must be True or False, got {lean!r}.")
-    if lean:
-        orders = [_lean_order(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
-        return from_order(orders, name="one_f_one_b, lean")
-    stage, micro_batch = np.indices((num_stages, num_micro_batches))
-    forward = micro_batch + stage
-    backward = micro_batch + 2 * (num_stages - 1) - stage
-    return from_ticks(num_stages, forward, backward, name="one_f_one_b")
+    check_sizes("eager_one_f_one_b", num_stages=num_stages, num_micro_batches=num_micro_batches)
+    forward, backward = round_the_ring(num_stages, num_micro_batches, 1)
+    return from_ticks(num_stages, forward, backward, name="eager_one_f_one_b")
 
 
-def _lean_order(ahead: int, num_micro_batches: int) -> str:
-    """Keep at most `ahead` micro-batches between forward and backward."""
-    order = [f"F{m}" for m in range(min(ahead, num_micro_batches))]
-    for m in range(num_micro_batches):
-        order.append(f"B{m}")
-        if m + ahead < num_micro_batches:
-            order.append(f"F{m + ahead}")
-    return " ".join(order)
+def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
+    """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward a tick.
+
+    Micro-batches go round the ring of stages in groups of S: a group through chunk 0, then through chunk 1, and so
+    on, and the next group follows without a gap. The passes of a stage are thus in a row k(m, c) = (v (m div S) +
+    c) S + m mod S, with v chunks; stage s runs forward of micro-batch m and chunk c at tick k(m, c) + s and
+    backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s). Every message is used on the tick after it is sent.
+
+    **Bubble**: (S - 1) / (v M + S - 1), of the table and of the lockstep program alike: filling and draining
+    take S - 1 passes of a part that is v times smaller.
+
+    **Memory**: stage s keeps at most (v + 1) S - 1 - 2 s activations of a chunk; the busiest, in units of a whole
+    stage, 1 + (S - 1) / (v S) times the S of `one_f_one_b`. Nothing else waits.
+
+    **Communication**: v times the messages of 1F1B.
+
+    Args:
+      num_stages: S.
+      num_micro_batches: M; a multiple of S, unless there is one chunk.
+      num_chunks: v, chunks a stage; 1 is `eager_one_f_one_b`.
+
+    Returns:
+      A `Schedule`.
+
+    Raises:
+      TypeError: if a size is not an integer.
+      ValueError: if a size is below 1, or there are several chunks and M is not a multiple of S.
+
+    Example:
+      >>> import shardopt as so
+      >>> print(so.schedules.interleaved(2, 2, 2))
+      interleaved: 2 stages, 2 micro-batches, 2 chunks
+      8 ticks, bubble 20.0%, as a lockstep program 20.0%, at most 4 activations a stage (4, 3)
+      <BLANKLINE>
+      tick     0     1     2     3         4         5     6     7
+      stage 0  F0.0  F1.0  F0.1  F1.1      B0.1      B1.1  B0.0  B1.0
+      stage 1  .     F0.0  F1.0  F0.1B0.1  F1.1B1.1  B0.0  B1.0  .
+
+    References:
+      Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
+      section 2.2.
+    """
+    check_sizes("interleaved", num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
+    check_groups("interleaved", num_stages, num_micro_batches, num_chunks)
+    forward, backward = round_the_ring(num_stages, num_micro_batches, num_chunks)
+    return from_ticks(num_stages, forward, backward, name="interleaved")
+
+
+def round_the_ring(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ticks of forward and backward, [V, M] each."""
+    v, m = np.indices((num_stages * num_chunks, num_micro_batches))
+    chunk, stage = divmod(v, num_stages)
+
+    def place(chunk: np.ndarray) -> np.ndarray:
+        return (m // num_stages * num_chunks + chunk) * num_stages + m % num_stages
+
+    forward = place(chunk) + stage
+    backward = num_stages * num_chunks - 1 + place(num_chunks - 1 - chunk) + (num_stages - 1 - stage)
+    return forward, backward

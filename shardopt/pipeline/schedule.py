@@ -230,7 +230,7 @@ class Schedule:
 
         Example:
           >>> import shardopt as so
-          >>> schedule = so.schedules.one_f_one_b(2, 3)
+          >>> schedule = so.schedules.eager_one_f_one_b(2, 3)
           >>> schedule.rows()["backward_micro_batch"].T.tolist()
           [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
         """

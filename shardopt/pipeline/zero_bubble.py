@@ -27,7 +27,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
     chunks. No schedule with as many chunks has less: the first virtual stages of S stages are S different ones, so
     one of them comes S - 1 passes late. (With fewer micro-batches 2(S - 1) - M more passes, at most S - 1.) With
     passes that take F, B >= W, a stage is idle for (S - 1)(F + B - W): the formula of ZB-H1, divided by v, but of the
-    program. With S=4, M=8 and B=2F=2W the program takes 38 F with one chunk, ZB-H1's 49 and 1F1B's 44.
+    program. With S=4, M=8 and B=2F=2W the program takes 38 F with one chunk, ZB-H1's 49 and `eager_one_f_one_b` 44.
 
     **Memory**: no stage keeps more than the first stage of `interleaved`, (v + 1) S - 1 activations of a chunk: W
     lags behind B by some 2 s on stage s, which is what that stage has less between F and B. B leaves something to
@@ -105,7 +105,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     has the same bubble only if all three passes take equally long, since stages are at different ones on most
     ticks; where they do not, `zero_bubble_lockstep` is faster.
 
-    **Memory**: each stage keeps min(M, S) activations until their W, as many as the first stage of lean 1F1B;
+    **Memory**: each stage keeps min(M, S) activations until their W, as many as the first stage of `one_f_one_b`;
     until their B, min(M, S - s). Messages wait, and B leaves something to W. All this gains only if W does not
     run the forward again.
 

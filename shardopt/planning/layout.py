@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
     def builder(self) -> Callable[[int, int], Schedule]:
         """Return what `so.hybrid` takes as schedule."""
-        make = getattr(schedules, self.schedule or "one_f_one_b")
+        make = getattr(schedules, self.schedule or "eager_one_f_one_b")
         return functools.partial(make, num_chunks=self.chunks) if self.schedule in CHUNKED else make
 
     def strategy(self, rules: Any) -> dict[str, Any]:

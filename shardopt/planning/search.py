@@ -119,7 +119,7 @@ def predict(
     )
 
 
-SCHEDULES = ("one_f_one_b", "interleaved", "zero_bubble_lockstep")
+SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep")
 
 
 class Dropped(NamedTuple):

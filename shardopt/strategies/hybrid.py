@@ -22,7 +22,7 @@ def hybrid(
     mesh: Mesh,
     model: BlockModel,
     *,
-    schedule: Schedule | Callable[[int, int], Schedule] = schedules.one_f_one_b,
+    schedule: Schedule | Callable[[int, int], Schedule] = schedules.eager_one_f_one_b,
     micro_batches: int,
     placement: str = "fsdp",
     rules: Rules = (),
@@ -98,7 +98,7 @@ def hybrid(
       >>> opt = so.hybrid(optax.sgd(0.1), so.make_mesh(pipeline=4), model, micro_batches=4)
       >>> state, metrics = opt.step(opt.init(params), {"x": jnp.ones((16, 4))})
       >>> state.params["blocks"]["kernel"].sharding.spec[0], opt.config.schedule
-      ('pipeline', Schedule(one_f_one_b: 4 stages, 4 micro-batches, 1 chunk))
+      ('pipeline', Schedule(eager_one_f_one_b: 4 stages, 4 micro-batches, 1 chunk))
 
     References:
       Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
@@ -147,7 +147,7 @@ def hybrid(
 def _schedule(who: str, schedule: Any, num_stages: int, micro_batches: int) -> Schedule:
     if not isinstance(schedule, Schedule) and not callable(schedule):
         what = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
-        raise TypeError(format_error(who, what, fix="use one of so.schedules, such as so.schedules.one_f_one_b."))
+        raise TypeError(format_error(who, what, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b."))
     table = schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
     if not isinstance(table, Schedule):
         what = f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned {table!r}."

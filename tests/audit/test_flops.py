@@ -47,12 +47,12 @@ def test_passes_of_a_pipeline_count_as_often_as_its_schedule_runs_them():
             busy, lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=2)[0], jnp.sin, x
         ), 0
 
-    schedule = schedules.one_f_one_b(4, 8)
+    schedule = schedules.eager_one_f_one_b(4, 8)
     busy = jnp.arange(schedule.num_ticks) < 8
     compiled = jax.jit(lambda x, busy: jax.lax.scan(tick, x, busy)[0]).lower(jnp.ones((16, 16)), busy).compile()
     assert inner_product_flops(compiled) == 3 * schedule.num_ticks * 2 * 16**3
     assert inner_product_flops(compiled, schedule=schedule) == (schedule.num_ticks + 2 * 8) * 2 * 16**3
-    other = schedules.one_f_one_b(4, 16)
+    other = schedules.eager_one_f_one_b(4, 16)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         inner_product_flops(compiled, schedule=other)
     assert str(caught.value) == (
@@ -63,7 +63,7 @@ def test_passes_of_a_pipeline_count_as_often_as_its_schedule_runs_them():
 
 
 def test_a_loop_in_a_pass_that_is_as_long_as_the_schedule_is_another():
-    schedule = schedules.one_f_one_b(2, 4)
+    schedule = schedules.eager_one_f_one_b(2, 4)
     ticks, product = schedule.num_ticks, 2 * 16**3
 
     def branching(x, busy):

@@ -111,7 +111,7 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         ),
         (
             "--strategy hybrid --chunks 2",
-            "train: --chunks 2 is for schedules that have chunks; one_f_one_b has one a stage.\n"
+            "train: --chunks 2 is for schedules that have chunks; eager_one_f_one_b has one a stage.\n"
             "Fix: leave it out, or choose --schedule interleaved or zero_bubble_lockstep.",
         ),
         (
@@ -173,12 +173,13 @@ def make(where=HYBRID, batch_size=16, layers=None, **pipeline):
 
 
 @pytest.mark.parametrize(
-    "schedule", [None, "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"]
+    "schedule",
+    [None, "eager_one_f_one_b", "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"],
 )
 def test_every_schedule_is_the_one_asked_for(schedule):
     layers, config = make(schedule=schedule)
     chunks = {"num_chunks": 2} if schedule == "interleaved" else {}
-    assert config.schedule == getattr(so.schedules, schedule or "one_f_one_b")(2, 4, **chunks)
+    assert config.schedule == getattr(so.schedules, schedule or "eager_one_f_one_b")(2, 4, **chunks)
     assert layers == 2 * config.schedule.num_chunks
 
 

@@ -33,4 +33,4 @@ def test_refusals(capsys):
     what = "schedule: --chunks 2 is for schedules that have chunks; gpipe has one a stage."
     assert f"error: {what}" in capsys.readouterr().err
     assert main(["schedule", "--stages", "0"]) == 2
-    assert "error: one_f_one_b: " in capsys.readouterr().err
+    assert "error: eager_one_f_one_b: " in capsys.readouterr().err

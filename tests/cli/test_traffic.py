@@ -23,7 +23,7 @@ def test_a_pipeline_sends_what_its_schedule_runs(placement, apart, times):
         loss=lambda outer, x, batch: ((x - batch) ** 2).mean(),
     )
     mesh = so.make_mesh(replica=2 if apart else 1, data=2 if apart else 4, pipeline=STAGES)
-    how = {"schedule": so.schedules.one_f_one_b, "micro_batches": MICRO, "placement": placement}
+    how = {"schedule": so.schedules.eager_one_f_one_b, "micro_batches": MICRO, "placement": placement}
     opt = so.hybrid(optax.sgd(0.1), mesh, model, **how)
     if apart:
         opt = so.local_sgd(opt, sync_every=4)

@@ -10,7 +10,7 @@ from support.fuzz import COUNTS, fuzz, outcome
 from shardopt.pipeline import schedules
 
 CHUNKED = {"interleaved", "zero_bubble_lockstep"}
-BUILDERS = ["gpipe", "interleaved", "one_f_one_b", "zero_bubble", "zero_bubble_lockstep"]
+BUILDERS = ["gpipe", "interleaved", "one_f_one_b", "eager_one_f_one_b", "zero_bubble", "zero_bubble_lockstep"]
 
 sizes = (
     st.integers(-2, 6)

@@ -47,7 +47,7 @@ def spoil(schedule, **cells):
             TICKS,
         ),
         (
-            schedules.one_f_one_b(2, 2),
+            schedules.eager_one_f_one_b(2, 2),
             {"backward": {(1, 1): 0}},
             ["backward of micro-batch 1 at virtual stage 1 is at tick 0, but its forward runs at tick 2"],
             TICKS,
@@ -87,7 +87,7 @@ def spoil(schedule, **cells):
             SLOTS,
         ),
         (
-            schedules.one_f_one_b(2, 4),
+            schedules.eager_one_f_one_b(2, 4),
             {"activation": {(0, 2): 0}},  # written on the very tick on which micro-batch 0 is still read
             [
                 "stage 0 keeps two things in activation slot 0: micro-batch 0 at virtual stage 0 (ticks 0 to 2) and "
@@ -108,7 +108,7 @@ def spoil(schedule, **cells):
             SLOTS,
         ),
         (
-            schedules.one_f_one_b(2, 3, lean=True),
+            schedules.one_f_one_b(2, 3),
             {"input": {(1, 1): -1}},
             ["input of micro-batch 1 at virtual stage 1 needs a slot at ticks 2 to 3"],
             SLOTS,
@@ -126,7 +126,7 @@ def test_spoilt_cells(schedule, cells, faults, fix):
 
 
 def test_a_slot_may_be_used_again_on_the_next_tick():
-    schedule = schedules.one_f_one_b(2, 4)
+    schedule = schedules.eager_one_f_one_b(2, 4)
     assert (schedule.ticks.backward[0][0], schedule.ticks.forward[0][3], schedule.slots.activation[0][3]) == (2, 3, 0)
     spoil(schedule, activation={(0, 3): 7}).validate()
 

@@ -32,24 +32,24 @@ def test_gpipe(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_one_f_one_b_in_lockstep(p, m):
-    schedule = schedules.one_f_one_b(p, m)
+def test_eager_one_f_one_b(p, m):
+    schedule = schedules.eager_one_f_one_b(p, m)
     check_bubbles(schedule, Fraction(p - 1, m + p - 1), Fraction(p - 1, m + p - 1))
     assert schedule.peak_activations == tuple(min(m, 2 * (p - i) - 1) for i in range(p))
     assert schedule.num_ticks == m + 2 * (p - 1)
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_one_f_one_b_in_the_textbooks_order(p, m):
-    schedule = schedules.one_f_one_b(p, m, lean=True)
+def test_one_f_one_b(p, m):
+    schedule = schedules.one_f_one_b(p, m)
     assert bubble(schedule, schedule.table_time()) == Fraction(p - 1, m + p - 1)
     assert schedule.peak_activations == tuple(min(m, p - i) for i in range(p))
     assert schedule.num_ticks == 2 * (m + p - 1)
 
 
 def test_the_textbooks_order_costs_more_in_lockstep():
-    assert schedules.one_f_one_b(4, 8, lean=True).program_bubble_fraction == 0.4
-    assert schedules.one_f_one_b(4, 8).program_bubble_fraction == 3 / 11
+    assert schedules.one_f_one_b(4, 8).program_bubble_fraction == 0.4
+    assert schedules.eager_one_f_one_b(4, 8).program_bubble_fraction == 3 / 11
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, *((p, m, 1) for p, m in SIZES)])
@@ -66,8 +66,8 @@ def test_interleaved_needs_a_known_factor_more_memory_than_textbook_1f1b(p, v):
     assert stages / p == 1 + Fraction(p - 1, p * v)
 
 
-def test_interleaved_with_one_chunk_is_one_f_one_b():
-    assert schedules.interleaved(4, 6, 1).ticks == schedules.one_f_one_b(4, 6).ticks
+def test_interleaved_with_one_chunk_is_eager_one_f_one_b():
+    assert schedules.interleaved(4, 6, 1).ticks == schedules.eager_one_f_one_b(4, 6).ticks
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -85,7 +85,7 @@ def test_zero_bubble_tends_to_a_third_of_1f1b():
     def idle(schedule):
         return bubble(schedule, schedule.table_time())
 
-    ratios = [idle(schedules.zero_bubble(4, m)) / idle(schedules.one_f_one_b(4, m)) for m in (16, 256, 1024)]
+    ratios = [idle(schedules.zero_bubble(4, m)) / idle(schedules.eager_one_f_one_b(4, m)) for m in (16, 256, 1024)]
     assert ratios == [Fraction(m + 3, 3 * m + 3) for m in (16, 256, 1024)]
     assert all(0 < ratio - Fraction(1, 3) < Fraction(1, m) for ratio, m in zip(ratios, (16, 256, 1024), strict=True))
 
@@ -108,7 +108,7 @@ def test_zero_bubble_lockstep_keeps_the_formula_when_passes_differ(p, m, v, cost
 
 
 def test_what_the_docstring_of_zero_bubble_lockstep_compares():
-    made = schedules.zero_bubble_lockstep(4, 8), schedules.zero_bubble(4, 8), schedules.one_f_one_b(4, 8)
+    made = schedules.zero_bubble_lockstep(4, 8), schedules.zero_bubble(4, 8), schedules.eager_one_f_one_b(4, 8)
     assert [schedule.program_time(forward=1, backward=2, weight=1) for schedule in made] == [38, 49, 44]
 
 
@@ -116,7 +116,7 @@ def test_what_the_docstring_of_zero_bubble_lockstep_compares():
     "schedule",
     [
         schedules.gpipe(4, 8),
-        schedules.one_f_one_b(4, 8),
+        schedules.eager_one_f_one_b(4, 8),
         schedules.interleaved(4, 8, 3),
         schedules.zero_bubble_lockstep(4, 8, 3),
     ],
@@ -127,10 +127,10 @@ def test_lockstep_timings_let_no_message_wait(schedule):
 
 
 def test_timings_of_one_pass_a_tick_do():
-    for schedule in (schedules.one_f_one_b(4, 8, lean=True), schedules.zero_bubble(4, 8)):
+    for schedule in (schedules.one_f_one_b(4, 8), schedules.zero_bubble(4, 8)):
         assert schedule.num_input_slots > 0, schedule.name
     assert schedules.zero_bubble(4, 8).num_deferred_slots > 0
-    assert schedules.one_f_one_b(4, 8, lean=True).num_deferred_slots == 0
+    assert schedules.one_f_one_b(4, 8).num_deferred_slots == 0
 
 
 def test_slots_are_as_many_as_the_busiest_stage_needs():

@@ -24,7 +24,7 @@ def labels(figure):
 
 
 def test_every_pass_has_a_box_and_a_number():
-    figure = schedules.one_f_one_b(2, 2).plot()  # ticks F, F B, F B, B: 1 + 3 + 3 + 2
+    figure = schedules.eager_one_f_one_b(2, 2).plot()  # ticks F, F B, F B, B: 1 + 3 + 3 + 2
     first = [(0, 1, 0), (1, 2, 0), (4, 6, 0), (7, 9, 0)]
     second = [(1, 2, 1), (2, 4, 1), (4, 5, 1), (5, 7, 1)]
     assert sorted(boxes(figure)) == sorted(first + second)

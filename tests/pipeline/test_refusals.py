@@ -6,7 +6,12 @@ import pytest
 from shardopt.pipeline import schedules
 
 CHUNKED = {"interleaved": schedules.interleaved, "zero_bubble_lockstep": schedules.zero_bubble_lockstep}
-PLAIN = {"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b, "zero_bubble": schedules.zero_bubble}
+PLAIN = {
+    "gpipe": schedules.gpipe,
+    "one_f_one_b": schedules.one_f_one_b,
+    "eager_one_f_one_b": schedules.eager_one_f_one_b,
+    "zero_bubble": schedules.zero_bubble,
+}
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *CHUNKED])
@@ -59,12 +64,6 @@ def test_one_chunk_takes_any_number_of_micro_batches():
 def test_numpy_sizes_are_sizes():
     assert schedules.interleaved(np.int64(2), np.int32(4), np.int8(2)) == schedules.interleaved(2, 4, 2)
     assert schedules.zero_bubble(np.int64(3), np.uint8(4)) == schedules.zero_bubble(3, 4)
-
-
-def test_lean_is_a_bool():
-    with pytest.raises(TypeError) as caught:
-        schedules.one_f_one_b(2, 2, lean=1)
-    assert str(caught.value) == "one_f_one_b: lean must be True or False, got 1."
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,6 @@ def test_rounds_are_permutations_and_hold_every_move_once(stages, chunks, draw):
 
 def test_optimised_python_finds_the_rounds_too():
     """Under `python -O` assertions are not run, so nothing may depend on what they do."""
-    code = "from shardopt.pipeline import reorder as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
+    code = "from shardopt.pipeline import messages as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
     ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "2\n"

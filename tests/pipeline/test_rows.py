@@ -102,8 +102,8 @@ def v_shaped(num_stages, num_micro_batches):
 
 SCHEDULES = {
     "gpipe": lambda p, m, v: schedules.gpipe(p, m),
+    "eager_one_f_one_b": lambda p, m, v: schedules.eager_one_f_one_b(p, m),
     "one_f_one_b": lambda p, m, v: schedules.one_f_one_b(p, m),
-    "lean": lambda p, m, v: schedules.one_f_one_b(p, m, lean=True),
     "interleaved": lambda p, m, v: schedules.interleaved(p, m if v == 1 else p * -(-m // p), v),
     "zero_bubble": lambda p, m, v: schedules.zero_bubble(p, m),
     "zero_bubble_lockstep": lambda p, m, v: schedules.zero_bubble_lockstep(p, m if v == 1 else p * -(-m // p), v),
@@ -169,7 +169,7 @@ def test_the_walk_sees_a_slot_that_is_reused_too_early():
 
 
 def test_rows_are_int32_and_say_minus_one_where_nothing_runs():
-    rows = schedules.one_f_one_b(2, 2, lean=True).rows()
+    rows = schedules.one_f_one_b(2, 2).rows()
     assert {array.dtype for array in rows.values()} == {np.dtype(np.int32)}
     assert {name: array.shape for name, array in rows.items() if "arrival" in name} == {
         "forward_arrival": (6, 2, 1),

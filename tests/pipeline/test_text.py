@@ -3,9 +3,9 @@
 from shardopt.pipeline import schedules
 
 
-def test_one_f_one_b():
-    assert str(schedules.one_f_one_b(4, 6)) == (
-        "one_f_one_b: 4 stages, 6 micro-batches, 1 chunk\n"
+def test_eager_one_f_one_b():
+    assert str(schedules.eager_one_f_one_b(4, 6)) == (
+        "eager_one_f_one_b: 4 stages, 6 micro-batches, 1 chunk\n"
         "12 ticks, bubble 33.3%, as a lockstep program 33.3%, at most 6 activations a stage (6, 5, 3, 1)\n"
         "\n"
         "tick     0   1   2   3     4     5     6     7     8     9   10  11\n"
@@ -37,7 +37,7 @@ def test_repr_is_one_line():
 
 
 def test_a_printed_order_can_be_read_back():
-    for schedule in (schedules.zero_bubble(4, 7), schedules.one_f_one_b(3, 5, lean=True)):
+    for schedule in (schedules.zero_bubble(4, 7), schedules.one_f_one_b(3, 5)):
         orders = [line.split(maxsplit=2)[2] for line in str(schedule).splitlines()[4:]]
         again = schedules.from_order(orders, name=schedule.name)
         assert again == schedule

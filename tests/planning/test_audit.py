@@ -207,7 +207,7 @@ def test_branches_in_the_loop_over_ticks_count_as_often_as_the_schedule_takes_th
 
 
 def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
-    mesh, schedule = make_mesh({"data": 8}), so.schedules.one_f_one_b(2, 4)
+    mesh, schedule = make_mesh({"data": 8}), so.schedules.eager_one_f_one_b(2, 4)
     ticks, taken = schedule.num_ticks, schedule.num_micro_batches
     assert ticks != taken
 
@@ -241,7 +241,7 @@ def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
 
 
 def test_a_schedule_that_is_not_the_programs_is_refused():
-    mesh, other = make_mesh({"data": 8}), so.schedules.one_f_one_b(2, 16)
+    mesh, other = make_mesh({"data": 8}), so.schedules.eager_one_f_one_b(2, 16)
     fix = "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or none."
     what = f"audit: the schedule has {other.num_ticks} ticks, and no loop of the program turns so often: "
 
@@ -260,7 +260,7 @@ def test_a_schedule_that_is_not_the_programs_is_refused():
             audit(mapped(function, mesh), X, mesh=mesh, schedule=other)
         assert str(caught.value) == f"{what}{there}\n{fix}"
     # one that turns once is no loop, and each pass is run once
-    once = so.schedules.one_f_one_b(1, 1)
+    once = so.schedules.eager_one_f_one_b(1, 1)
     assert once.num_ticks == 1
     assert [
         one.loops for one in audit(mapped(lambda x: turn(x, 3), mesh), X, mesh=mesh, schedule=once).collectives

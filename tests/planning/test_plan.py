@@ -42,7 +42,7 @@ def test_plans_are_ranked_by_time_and_fit():
     assert {one.layout for one in plans.ranked}.isdisjoint(one.layout for one in plans.dropped)
     kinds = {(one.layout.placement, one.layout.schedule, one.layout.remat) for one in plans.ranked}
     assert {placement for placement, _, _ in kinds} == {"zero1", "zero2", "fsdp", "ddp"}
-    assert {schedule for _, schedule, _ in kinds} == {None, "one_f_one_b", "interleaved", "zero_bubble_lockstep"}
+    assert {schedule for _, schedule, _ in kinds} == {None, "eager_one_f_one_b", "interleaved", "zero_bubble_lockstep"}
 
 
 def test_a_table_and_json():
@@ -113,7 +113,7 @@ def test_time_without_communication_is_flops_over_peak():
 def test_a_pipeline_idles_as_its_schedule_says():
     fast = dataclasses.replace(CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30)
     bare = WORK._replace(ends_flops=0.0)
-    layout = Layout(pipeline=4, schedule="one_f_one_b", micro_batches=8)
+    layout = Layout(pipeline=4, schedule="eager_one_f_one_b", micro_batches=8)
     time = predict(bare, layout, hardware=fast, batch_size=8).time
     assert time.bubble / time.total == pytest.approx(layout.table().program_bubble_fraction)
 

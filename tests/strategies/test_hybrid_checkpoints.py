@@ -20,7 +20,7 @@ def case(x64):
     return CASE["nnx"]
 
 
-def hybrid(mesh, case, schedule="one_f_one_b", **options):
+def hybrid(mesh, case, schedule="eager_one_f_one_b", **options):
     rules = case.rules if mesh.shape["tensor"] > 1 else ()
     options = {"micro_batches": 4, "min_shard_elements": 8, "rules": rules} | options
     return knowing(so.hybrid(TX, mesh, case.loss_fn, schedule=SCHEDULES[schedule], **options), case)

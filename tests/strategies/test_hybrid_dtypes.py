@@ -64,7 +64,12 @@ def hybrid(mesh, schedule, seen=None, **options):
 
 @pytest.mark.parametrize(
     ("schedule", "placement"),
-    [("one_f_one_b", "ddp"), ("interleaved", "zero1"), ("zero_bubble", "zero2"), ("zero_bubble_lockstep", "fsdp")],
+    [
+        ("eager_one_f_one_b", "ddp"),
+        ("interleaved", "zero1"),
+        ("zero_bubble", "zero2"),
+        ("zero_bubble_lockstep", "fsdp"),
+    ],
 )
 def test_half_precision_parameters_and_activations(schedule, placement, mesh_of):
     seen = set()
@@ -73,7 +78,9 @@ def test_half_precision_parameters_and_activations(schedule, placement, mesh_of)
     assert seen == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize(("schedule", "remat"), [("one_f_one_b", False), ("interleaved", True), ("zero_bubble", False)])
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("eager_one_f_one_b", False), ("interleaved", True), ("zero_bubble", False)]
+)
 def test_gather_dtype_computes_in_half_precision_with_fp32_masters(schedule, remat, mesh_of):
     seen = set()
     opt = hybrid(mesh_of(data=2, pipeline=4), schedule, seen, gather_dtype=jnp.bfloat16, remat=remat)
@@ -84,7 +91,7 @@ def test_gather_dtype_computes_in_half_precision_with_fp32_masters(schedule, rem
 def test_gathers_in_half_precision_send_half(mesh_of):
     sent = {}
     for dtype in (None, jnp.bfloat16):
-        opt = hybrid(mesh_of(data=2, pipeline=2), "one_f_one_b", gather_dtype=dtype)
+        opt = hybrid(mesh_of(data=2, pipeline=2), "eager_one_f_one_b", gather_dtype=dtype)
         abstract = jax.eval_shape(lambda: cast(PARAMS, jnp.float32))
         found = audit(opt.step, opt.abstract_state(abstract), {"x": jax.ShapeDtypeStruct(X.shape, jnp.float32)})
         sent[dtype] = {kind: found.of(kind=kind).total.bytes for kind in ("all-gather", "reduce-scatter")}
@@ -92,7 +99,7 @@ def test_gathers_in_half_precision_send_half(mesh_of):
     assert sent[jnp.bfloat16]["reduce-scatter"] == sent[None]["reduce-scatter"] > 0
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["eager_one_f_one_b", "zero_bubble"])
 def test_sums_over_micro_batches_are_taken_in_fp32(schedule, mesh_of):
     """A thousandth beside a one is lost in a bfloat16 sum; 32 of them are not, in an fp32 one."""
     values = np.full((32, 1), 1 / 128, np.float32)

@@ -29,7 +29,7 @@ def run(opt, params, batch, steps=2):
     return state, metrics
 
 
-def hybrid(mesh, model, schedule="one_f_one_b", tx=None, **options):
+def hybrid(mesh, model, schedule="eager_one_f_one_b", tx=None, **options):
     tx = tx or optax.sgd(0.1, momentum=0.9)
     options = {"micro_batches": 4, "min_shard_elements": 8} | options
     return so.hybrid(tx, mesh, model, schedule=SCHEDULES[schedule], **options)
@@ -45,7 +45,9 @@ def plain(mesh, model, tx=None, **options):
     return so.ddp(tx or optax.sgd(0.1, momentum=0.9), mesh, model, **({"micro_batches": 4} | options))
 
 
-@pytest.mark.parametrize(("schedule", "remat"), [("one_f_one_b", True), ("zero_bubble", False), ("interleaved", False)])
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("eager_one_f_one_b", True), ("zero_bubble", False), ("interleaved", False)]
+)
 def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
     """With as many data devices and micro-batches: each block, step, device and micro-batch has the same key."""
 
@@ -64,7 +66,7 @@ def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
     assert relative_difference(other.params, jax.device_get(expected.params)) > 1e-4
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_lockstep_2"])
+@pytest.mark.parametrize("schedule", ["eager_one_f_one_b", "zero_bubble_lockstep_2"])
 def test_frozen_updated_and_aux(schedule, mesh_of, x64):
     """Frozen leaves in blocks and outside, integer, boolean and key leaves; new values for some; metrics of every kind."""
 
@@ -105,7 +107,7 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
     same(one.evaluate(state, {"x": X}), other.evaluate(other.init(state.params), {"x": X}))
 
 
-@pytest.mark.parametrize(("schedule", "frozen"), [("one_f_one_b", "^in"), ("zero_bubble", "^blocks")])
+@pytest.mark.parametrize(("schedule", "frozen"), [("eager_one_f_one_b", "^in"), ("zero_bubble", "^blocks")])
 def test_one_part_alone_is_trained(schedule, frozen, mesh_of, x64):
     state, metrics = run(hybrid(mesh_of(data=2, pipeline=4), MODEL, schedule, frozen=[frozen]), PARAMS, {"x": X})
     expected, wanted = run(plain(mesh_of(data=2), MODEL, frozen=[frozen]), PARAMS, {"x": X})
@@ -134,7 +136,7 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
         ("zero_bubble", None, False),
         ("zero_bubble", "full", False),
         ("interleaved", jax.checkpoint_policies.dots_saveable, False),
-        ("one_f_one_b", "full", True),
+        ("eager_one_f_one_b", "full", True),
         ("zero_bubble", jax.checkpoint_policies.nothing_saveable, True),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
@@ -146,7 +148,7 @@ def test_any_block_and_what_is_kept_of_it(schedule, kept, remat, mesh_of, x64):
     same((state.params, metrics), (expected.params, wanted))
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("interleaved", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["eager_one_f_one_b", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_line_searches_evaluate_the_loss_of_the_union_batch(schedule, mesh_of, x64):
     case = block_problem("pytree", weighted=True, num_blocks=4, rows=16)
     opt = hybrid(mesh_of(data=2, tensor=2, pipeline=2), case.loss_fn, schedule, tx=optax.lbfgs(), rules=case.rules)

@@ -11,17 +11,20 @@ import shardopt as so
 from shardopt.core.types import Weighted
 from shardopt.engine import gradients, pipelined
 from shardopt.pipeline import executor, messages, run
-from shardopt.pipeline import executor as tick
 
 
 def drop_the_reduction_over_pipeline(patch):
-    reduce = gradients.reduce
-    patch.setattr(gradients, "reduce", lambda *args, split, pipelined: reduce(*args, split=split, pipelined=False))
+    reduce = gradients.all_reduce_grads
+    patch.setattr(
+        gradients, "all_reduce_grads", lambda *args, split, pipelined: reduce(*args, split=split, pipelined=False)
+    )
 
 
 def drop_the_reduction_over_data(patch):
-    reduce = gradients.reduce
-    patch.setattr(gradients, "reduce", lambda grads, plans, axes, **options: reduce(grads, plans, (), **options))
+    reduce = gradients.all_reduce_grads
+    patch.setattr(
+        gradients, "all_reduce_grads", lambda grads, plans, axes, **options: reduce(grads, plans, (), **options)
+    )
 
 
 def swap_the_directions(patch):
@@ -73,11 +76,11 @@ def run_the_chunks_in_another_order(patch):
 
 
 def lose_arrivals_that_wait(patch):
-    patch.setattr(messages, "put_down", lambda ring, arrived, slots: ring)
+    patch.setattr(messages, "store_message", lambda ring, arrived, slots: ring)
 
 
 def skip_the_weight_pass(patch):
-    patch.setattr(tick, "weight", lambda run, carry, row: carry)
+    patch.setattr(executor, "tick_weight", lambda run, carry, row: carry)
 
 
 def skip_a_weight_pass(patch):
@@ -130,32 +133,32 @@ def keep_half_a_message(patch):
 
 
 MUTATIONS = {
-    drop_the_reduction_over_pipeline: ["one_f_one_b"],
-    drop_the_reduction_over_data: ["one_f_one_b"],
-    swap_the_directions: ["one_f_one_b"],
+    drop_the_reduction_over_pipeline: ["eager_one_f_one_b"],
+    drop_the_reduction_over_data: ["eager_one_f_one_b"],
+    swap_the_directions: ["eager_one_f_one_b"],
     forget_to_reorder_the_blocks: ["interleaved", "v_shaped"],
     forget_to_put_gradients_back: ["interleaved"],
-    read_the_wrong_activation: ["one_f_one_b", "gpipe"],
+    read_the_wrong_activation: ["eager_one_f_one_b", "gpipe"],
     read_the_wrong_message: ["v_shaped"],
     defer_into_one_slot: ["zero_bubble"],
-    take_another_micro_batch_for_the_loss: ["one_f_one_b"],
+    take_another_micro_batch_for_the_loss: ["eager_one_f_one_b"],
     run_the_chunks_in_another_order: ["interleaved"],
-    lose_arrivals_that_wait: ["lean"],
+    lose_arrivals_that_wait: ["one_f_one_b"],
     skip_the_weight_pass: ["zero_bubble"],
     skip_a_weight_pass: ["zero_bubble_lockstep"],
     forget_the_embedding: ["gpipe"],
-    sum_for_mean: ["one_f_one_b"],
-    start_from_sums_that_are_not_zero: ["one_f_one_b"],
+    sum_for_mean: ["eager_one_f_one_b"],
+    start_from_sums_that_are_not_zero: ["eager_one_f_one_b"],
     keep_half_a_message: ["zero_bubble"],
 }
 CASES = [(mutate, schedule) for mutate, schedules in MUTATIONS.items() for schedule in schedules]
 IN_EVERY_RUN = (
-    (drop_the_reduction_over_pipeline, "one_f_one_b"),
-    (drop_the_reduction_over_data, "one_f_one_b"),
-    (swap_the_directions, "one_f_one_b"),
+    (drop_the_reduction_over_pipeline, "eager_one_f_one_b"),
+    (drop_the_reduction_over_data, "eager_one_f_one_b"),
+    (swap_the_directions, "eager_one_f_one_b"),
     (forget_to_reorder_the_blocks, "interleaved"),
     (skip_the_weight_pass, "zero_bubble"),
-    (sum_for_mean, "one_f_one_b"),
+    (sum_for_mean, "eager_one_f_one_b"),
 )
 
 

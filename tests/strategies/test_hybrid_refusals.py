@@ -38,7 +38,7 @@ def no_compile(monkeypatch):
     monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled"))
 
 
-TWO_BY_FOUR = so.schedules.one_f_one_b(2, 4)
+TWO_BY_FOUR = so.schedules.eager_one_f_one_b(2, 4)
 CONSTRUCTION = [
     (
         lambda: so.hybrid("adam", mesh(pipeline=4), MODEL, micro_batches=4),
@@ -110,7 +110,7 @@ CONSTRUCTION = [
         lambda: hybrid(schedule="gpipe"),
         TypeError,
         "hybrid: schedule must be a Schedule, or a function that makes one, got 'gpipe'.\n"
-        "Fix: use one of so.schedules, such as so.schedules.one_f_one_b.",
+        "Fix: use one of so.schedules, such as so.schedules.eager_one_f_one_b.",
     ),
     (
         lambda: hybrid(schedule=lambda num_stages, num_micro_batches: None),
@@ -153,12 +153,12 @@ def test_refused_at_construction(make, error, message, no_compile):
 
 
 def test_an_invalid_table_is_refused(no_compile):
-    good = so.schedules.one_f_one_b(4, 4)
+    good = so.schedules.eager_one_f_one_b(4, 4)
     late = good.ticks._replace(backward=good.ticks.backward[::-1])
-    with pytest.raises(ValueError, match="one_f_one_b") as caught:
-        hybrid(schedule=so.schedules.Schedule("one_f_one_b", late, good.slots))
-    with pytest.raises(ValueError, match="one_f_one_b") as expected:
-        so.schedules.Schedule("one_f_one_b", late, good.slots).validate()
+    with pytest.raises(ValueError, match="eager_one_f_one_b") as caught:
+        hybrid(schedule=so.schedules.Schedule("eager_one_f_one_b", late, good.slots))
+    with pytest.raises(ValueError, match="eager_one_f_one_b") as expected:
+        so.schedules.Schedule("eager_one_f_one_b", late, good.slots).validate()
     assert str(caught.value) == str(expected.value)
 
 

@@ -41,7 +41,13 @@ def hybrid(block, mesh):
         embed=lambda outer, batch: batch @ outer["in"], block=block, loss=lambda outer, x, batch: jnp.mean(x**2)
     )
     return so.hybrid(
-        optax.sgd(0.1), mesh, model, schedule=SCHEDULES["one_f_one_b"], micro_batches=4, placement="ddp", rules=RULES
+        optax.sgd(0.1),
+        mesh,
+        model,
+        schedule=SCHEDULES["eager_one_f_one_b"],
+        micro_batches=4,
+        placement="ddp",
+        rules=RULES,
     )
 
 

@@ -23,11 +23,11 @@ MODEL = so.BlockModel(
     ),
 )
 SCHEDULES = {
-    "one_f_one_b": so.schedules.one_f_one_b,
+    "eager_one_f_one_b": so.schedules.eager_one_f_one_b,
     "interleaved": functools.partial(so.schedules.interleaved, num_chunks=2),
     "zero_bubble": so.schedules.zero_bubble,
 }
-PLACEMENTS = {"one_f_one_b": "ddp", "interleaved": "fsdp", "zero_bubble": "zero1"}
+PLACEMENTS = {"eager_one_f_one_b": "ddp", "interleaved": "fsdp", "zero_bubble": "zero1"}
 
 
 def make_params():

@@ -34,13 +34,13 @@ LAYOUTS = {
     "fsdp, tensor=4": (Layout(data=2, tensor=4), 32),
     "hsdp": (Layout(replica=2, data=4), 16),
     "hsdp, remat": (Layout(replica=2, data=4, remat=True, micro_batches=2), 64),
-    "1f1b": (Layout(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8), 64),
-    "1f1b, remat": (Layout(data=2, pipeline=4, schedule="one_f_one_b", micro_batches=8, remat=True), 64),
+    "1f1b": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8), 64),
+    "1f1b, remat": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, remat=True), 64),
     "1f1b, ddp, remat": (
-        Layout(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4, remat=True),
+        Layout(data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4, remat=True),
         64,
     ),
-    "1f1b, ddp": (Layout(data=4, pipeline=2, placement="ddp", schedule="one_f_one_b", micro_batches=4), 64),
+    "1f1b, ddp": (Layout(data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4), 64),
     "zero bubble, zero1, tensor": (
         Layout(data=2, pipeline=2, tensor=2, placement="zero1", schedule="zero_bubble_lockstep", micro_batches=4),
         32,

@@ -24,8 +24,8 @@ def v_shaped(num_stages: int, num_micro_batches: int) -> so.schedules.Schedule:
 
 SCHEDULES = {
     "gpipe": so.schedules.gpipe,
+    "eager_one_f_one_b": so.schedules.eager_one_f_one_b,
     "one_f_one_b": so.schedules.one_f_one_b,
-    "lean": functools.partial(so.schedules.one_f_one_b, lean=True),
     "interleaved": functools.partial(so.schedules.interleaved, num_chunks=2),
     "zero_bubble": so.schedules.zero_bubble,
     "zero_bubble_lockstep": so.schedules.zero_bubble_lockstep,
