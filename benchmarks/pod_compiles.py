@@ -10,8 +10,8 @@ import optax
 import shardopt as so
 from shardopt.models import layers as transformer
 from shardopt.planning import Layout, find_model, parse_topology, predict
+from shardopt.planning.layout import stored_bytes
 from shardopt.planning.models import RULES
-from shardopt.planning.placed_model import stored_bytes
 
 # model, topology, slices, replica, tensor, rows a chip of the data axes
 CASES = [

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 
 import shardopt as so
+from shardopt.audit import inner_product_flops, memory
 from shardopt.models import layers as transformer
-from shardopt.planning import Hardware, Layout, Transformer, inner_product_flops, memory, predict, trace
+from shardopt.planning import Hardware, Layout, Transformer, predict, trace
 from shardopt.planning.models import RULES
 
 TX = optax.adamw(1e-3)

@@ -4,13 +4,14 @@ By its public path a function would be taken for the module of the same name tha
 """
 
 import importlib
+import inspect
 import re
 from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace each `::: so.name` by the path of its definition."""
-    return re.sub(r"^::: (so\.\S+)$", lambda match: _entry(match[1]), markdown, flags=re.MULTILINE)
+    return re.sub(r"^::: ((?:so|shardopt)\.\S+)$", lambda match: _entry(match[1]), markdown, flags=re.MULTILINE)
 
 
 def _entry(name: str) -> str:
@@ -29,6 +30,7 @@ def definition(name: str) -> str:
 def _room(path: str) -> Any:
     room, *parts = path.split(".")
     thing = importlib.import_module(room)
-    for part in parts:
-        thing = getattr(thing, part) if hasattr(thing, part) else importlib.import_module(f"{thing.__name__}.{part}")
+    for part in parts:  # `so.audit` is a function, `shardopt.audit` the room it is in
+        found = getattr(thing, part, None)
+        thing = found if inspect.ismodule(found) else importlib.import_module(f"{thing.__name__}.{part}")
     return thing

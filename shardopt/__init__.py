@@ -5,6 +5,7 @@ Over slow links `local_sgd` and `diloco` combine replicas of any of these; `asyn
 """
 
 from shardopt import checkpoint, parameter_server, planning, reducers, training, transforms
+from shardopt.audit import audit
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import BlockModel, CheckpointError, NonFiniteLossError, TrainState, Updated, Weighted
 from shardopt.engine.optimizer import ShardedOptimizer
@@ -13,7 +14,7 @@ from shardopt.mesh import make_mesh
 from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
 from shardopt.partition import rules_from_logical_axes
 from shardopt.pipeline import schedules
-from shardopt.planning import aot, audit, plan
+from shardopt.planning import aot, plan
 from shardopt.runtime.processes import initialize
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams

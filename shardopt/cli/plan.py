@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import shardopt as so
+from shardopt.audit import Audit, inner_product_flops
 from shardopt.cli.options import named, optimizer_named, parse_optimizer
 from shardopt.cli.strategy import parse_mesh
 from shardopt.core.errors import format_error
 from shardopt.pipeline import Schedule
-from shardopt.planning import Audit, Plans, find_model, inner_product_flops, parse_topology
+from shardopt.planning import Plans, find_model, parse_topology
 
 # `shardopt schedule`: a pipeline schedule as text, numbers and a picture, without a device.
 

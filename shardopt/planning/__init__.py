@@ -1,10 +1,5 @@
 """Before renting the machine: what a program sends and holds, which layout fits, and what the compiler says."""
 
-from shardopt.audit.collective import Collective
-from shardopt.audit.flops import inner_product_flops
-from shardopt.audit.memory import Memory, donated, memory
-from shardopt.audit.program import audit
-from shardopt.audit.report import Audit, Expected, Traffic
 from shardopt.planning.aot import AotReport, aot, parse_topology, topology_devices
 from shardopt.planning.costs import Footprint, StepTime, Transfer
 from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
@@ -19,33 +14,24 @@ __all__ = [
     "HARDWARE",
     "MODELS",
     "AotReport",
-    "Audit",
     "Bytes",
-    "Collective",
     "Dropped",
-    "Expected",
     "Footprint",
     "Hardware",
     "Layout",
-    "Memory",
     "Plans",
     "Prediction",
     "StepTime",
-    "Traffic",
     "Transfer",
     "Transformer",
     "Utilisation",
     "Workload",
     "aot",
-    "audit",
     "bandwidth_for",
     "count_flops",
     "diloco_utilisation",
-    "donated",
     "find_hardware",
     "find_model",
-    "inner_product_flops",
-    "memory",
     "parse_topology",
     "plan",
     "plot_memory",

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from shardopt.audit.collective import Collective
-from shardopt.audit.flops import inner_product_flops
-from shardopt.audit.memory import Memory, argument_padding, memory
-from shardopt.audit.program import audit
+from shardopt.audit.program import Memory, argument_padding, audit, inner_product_flops, memory
 from shardopt.audit.report import Audit
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from shardopt.planning.hardware import Hardware
-from shardopt.planning.layout import Layout
-from shardopt.planning.placed_model import PlacedModel
+from shardopt.planning.layout import Layout, PlacedModel
 from shardopt.planning.workload import Workload
 
 # What a device sends in a step, by axis and purpose: the closed forms of the strategies, without compiling.
@@ -23,7 +22,7 @@ class Transfer(NamedTuple):
       kind: as `so.audit` names it.
       axis: mesh axis.
       what: what travels: "weights", "gradients", "activations", "outer gradients".
-      bytes: whole buffers of one call, per device (see `so.planning.Collective`).
+      bytes: whole buffers of one call, per device (see `shardopt.audit.Collective`).
       calls: a step.
       hidden: whether it can run while blocks compute, as gathers and scatters of one block can while another works.
     """

@@ -12,9 +12,8 @@ from shardopt.core.types import PyTree
 from shardopt.engine.config import PLACEMENTS
 from shardopt.planning.costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning.layout import Layout, layouts
+from shardopt.planning.layout import Layout, abstract_opt_state, layouts, place
 from shardopt.planning.models import Transformer, find_model
-from shardopt.planning.placed_model import abstract_opt_state, place
 from shardopt.planning.workload import Workload
 
 # One layout and what it is predicted to need: bytes a device, bytes on the wire, seconds a step.
@@ -95,9 +94,9 @@ def predict(
       ValueError: if a tensor rule does not divide the parameters, or the schedule refuses the sizes.
 
     Example:
-      >>> from shardopt.planning import HARDWARE, Candidate, find_model
+      >>> from shardopt.planning import HARDWARE, Layout, find_model
       >>> work = find_model("plan", "llama3-8b").workload()
-      >>> found = predict(work, Candidate(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
+      >>> found = predict(work, Layout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
       >>> round(found.memory.params / 1e9, 3), 0.5 < found.mfu < 1
       (0.502, True)
     """

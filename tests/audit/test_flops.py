@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardopt.audit.flops import inner_product_flops
+from shardopt.audit.program import inner_product_flops
 from shardopt.pipeline import schedules
 
-PROGRAMS = Path(__file__).parents[1] / "planning" / "programs"
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def program(line, operands="f32[2,3], f32[3,4]", more=""):

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import shardopt as so
+from shardopt.audit import inner_product_flops
 from shardopt.cli import main
-from shardopt.planning import find_model, inner_product_flops
+from shardopt.planning import find_model
 
-PROGRAM = Path(__file__).parents[1] / "planning" / "programs" / "v5e_fsdp.hlo"
+PROGRAM = Path(__file__).parents[1] / "audit" / "programs" / "v5e_fsdp.hlo"
 
 
 def test_the_text_is_the_audits(capsys):

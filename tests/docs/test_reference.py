@@ -1,5 +1,6 @@
 """The reference has every public name once, each with a docstring that tells its arguments; and the pages build."""
 
+import importlib
 import inspect
 import os
 import re
@@ -13,9 +14,12 @@ import shardopt
 from shardopt import checkpoint, data, models, parameter_server, planning, reducers, training, transforms
 from shardopt.models import gpt
 
+audit = importlib.import_module("shardopt.audit")  # `shardopt.audit` as an attribute is the function
+
 ROOT = Path(__file__).parents[2]
 ROOMS = {
     "": (shardopt, shardopt.__all__),
+    "audit.": (audit, audit.__all__),
     "checkpoint.": (checkpoint, checkpoint.__all__),
     "data.": (data, data.__all__),
     "models.": (models, models.__all__),
@@ -47,7 +51,7 @@ PUBLIC = public()
 
 def test_the_reference_has_every_public_name_once_and_no_other():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    listed = re.findall(r"^::: so\.(\S+)$", pages, re.MULTILINE)
+    listed = re.findall(r"^::: (?:so|shardopt)\.(\S+)$", pages, re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert set(PUBLIC) - set(listed) == set(), "add `::: so.<name>` to a page in docs/reference"
     assert set(listed) - set(PUBLIC) == set(), "these are not public"

@@ -3,10 +3,11 @@
 import pytest
 from support.layouts import LAYOUTS, disagreements
 
-from shardopt.audit import collective, flops, walk
+from shardopt.audit import collective, walk
+from shardopt.audit import program as flops
 from shardopt.planning import costs as footprint
 from shardopt.planning import costs as traffic
-from shardopt.planning import placed_model as placed
+from shardopt.planning import layout as placed
 from shardopt.planning import workload as tracing
 
 DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, tensor"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from shardopt.audit.hlo_text import tiled_nbytes
-from shardopt.audit.memory import argument_padding
+from shardopt.audit.program import argument_padding
 from shardopt.planning import HARDWARE, Layout, find_model, predict
-from shardopt.planning.placed_model import stored_bytes
+from shardopt.planning.layout import stored_bytes
 
-PROGRAM = (Path(__file__).parent / "programs" / "v5e_fsdp.hlo").read_text()
+PROGRAM = (Path(__file__).parents[1] / "audit" / "programs" / "v5e_fsdp.hlo").read_text()
 
 
 @pytest.mark.parametrize(

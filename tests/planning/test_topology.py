@@ -9,12 +9,12 @@ import optax
 import pytest
 
 import shardopt as so
+from shardopt.audit import Audit, Memory
 from shardopt.models import layers as transformer
 from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
-from shardopt.planning import aot as topology
-from shardopt.planning.aot import AotReport
+from shardopt.planning.aot import AotReport, _compile, _without_a_tpu
+from shardopt.planning.layout import stored_bytes
 from shardopt.planning.models import RULES
-from shardopt.planning.placed_model import stored_bytes
 
 SHAPE = Transformer("t", 256, 2, 8, 512, 1024, 64, num_kv_heads=4)
 FORMS = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4"
@@ -75,7 +75,7 @@ def test_the_environment_is_left_as_it_was(monkeypatch):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "mine")
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     before = dict(os.environ)
-    with topology._without_a_tpu():
+    with _without_a_tpu():
         assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
         assert os.environ["TPU_ACCELERATOR_TYPE"] == "mine"
     assert dict(os.environ) == before
@@ -93,7 +93,7 @@ def test_a_step_that_does_not_fit_says_so():
         "so.plan ranks them."
     )
     with refused(ValueError, message):
-        topology._compile(Lowered(), "v6e:4x4", chip)
+        _compile(Lowered(), "v6e:4x4", chip)
 
 
 def test_other_errors_of_the_compiler_are_its_own():
@@ -102,12 +102,12 @@ def test_other_errors_of_the_compiler_are_its_own():
             raise RuntimeError("INTERNAL: something else")
 
     with pytest.raises(RuntimeError, match=r"^INTERNAL: something else$"):
-        topology._compile(Lowered(), "v6e:4x4", parse_topology("v6e:4x4")[0])
+        _compile(Lowered(), "v6e:4x4", parse_topology("v6e:4x4")[0])
 
 
 def test_a_report_reads_as_a_few_lines():
-    audit = so.planning.Audit((), {"data": 16, "tensor": 1}, "m")
-    memory = so.planning.Memory(arguments=2 * 10**9, outputs=10**9, temporary=3 * 10**9, aliased=10**9)
+    audit = Audit((), {"data": 16, "tensor": 1}, "m")
+    memory = Memory(arguments=2 * 10**9, outputs=10**9, temporary=3 * 10**9, aliased=10**9)
     report = AotReport("v6e:4x4", 1, {"data": 16, "tensor": 1}, memory, audit, 5e12, 7.0, 34 * 10**9, "")
     assert str(report).splitlines() == [
         "v6e:4x4, data=16: compiled in 7.0 s",

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from support.table import STRATEGIES
 
 import shardopt as so
+from shardopt.audit import Expected, audit
 from shardopt.models import gpt
-from shardopt.planning import Expected, audit
 
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 64, 256, 32
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]

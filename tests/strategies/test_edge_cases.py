@@ -11,7 +11,7 @@ import pytest
 from support.table import STRATEGIES
 
 import shardopt as so
-from shardopt.planning import memory
+from shardopt.audit import memory
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 PARAMS = {"w": jnp.full((8, 8), 0.5), "b": jnp.zeros((8,))}

@@ -10,8 +10,8 @@ from support.pipelines import SCHEDULES
 from support.table import STRATEGIES
 
 import shardopt as so
+from shardopt.audit import Expected, audit
 from shardopt.models import gpt
-from shardopt.planning import Expected, audit
 
 LAYERS, WIDTH, HIDDEN, ROWS, INPUTS, OUTPUTS = 8, 32, 128, 32, 32, 40
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from support.pipelines import SCHEDULES
 
 import shardopt as so
-from shardopt.planning import audit
+from shardopt.audit import audit
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(16, 4)).astype(np.float32) * np.linspace(0.2, 2.0, 16, dtype=np.float32)[:, None]

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from support.pipelines import SCHEDULES
 
 import shardopt as so
-from shardopt.planning import audit
+from shardopt.audit import audit
 
 SHAPES = {"blocks": {"up": (4, 8, 16), "down": (4, 8, 8), "wide": (4, 16, 8)}, "in": (8, 8)}
 PARAMS = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))

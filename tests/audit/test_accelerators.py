@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.planning import audit
+from shardopt.audit import audit
 
 PROGRAMS = Path(__file__).parent / "programs"
 CUBE = {"data": 2, "pipeline": 2, "tensor": 2}

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.planning import Expected, audit
+from shardopt.audit import Expected, audit
 
 SHAPES = [{"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "pipeline": 2, "tensor": 2}]
 ORDERS = [None, (3, 1, 7, 0, 2, 6, 5, 4)]

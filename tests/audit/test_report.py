@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.planning import Expected, audit
+from shardopt.audit import Expected, audit
 
 SIZE = 64 * 16 * 4
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.planning import audit, donated, memory
+from shardopt.audit import audit, donated, memory
 
 X = jnp.ones((8, 16))
 
