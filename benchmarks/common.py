@@ -56,10 +56,11 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
     import jax
 
     packages = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy")
+    ran = Path(sys.argv[0])
     record = {
         "benchmark": Path(script).stem,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([ran.parent.name if ran.stem == "__main__" else ran.name, *sys.argv[1:]]),
         "hardware": {
             "machine": platform.machine(),
             "cpu": _cpu_name(),

@@ -1,6 +1,6 @@
-"""One process of a contestant: takes the first step, then as many as `peers.py` asks for, and says what it saw.
+"""One process of a contestant: takes the first step, then as many as it is asked for, and reports what it saw.
 
-Started by the launcher that the contestant's users would use: python peers_worker.py MODULE STRATEGY FOLDER.
+Started by the launcher that the contestant's users would use: python worker.py LIBRARY STRATEGY FOLDER.
 """
 
 import importlib
@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from peers_task import read_task
+sys.path[0] = str(Path(__file__).parents[1])  # the folder that holds `peers`, not this script's own
+from peers.task import read_task
 
 
 def pin(rank: int, processes: int) -> None:
@@ -28,7 +29,7 @@ def memory(name: str) -> int:
 
 
 def forget_peak() -> None:
-    """Let VmHWM begin anew from what is held now."""
+    """Restart VmHWM from what is held now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -56,7 +57,7 @@ def device_peak() -> int | None:
 
 
 def main() -> None:
-    module, strategy, folder = sys.argv[1:4]
+    library, strategy, folder = sys.argv[1:4]
     task = read_task(Path(folder))
     pin(task.rank, task.processes)
     if task.processes == 1 and task.config.simulated > 1:
@@ -68,7 +69,7 @@ def main() -> None:
             wire.write(json.dumps(what) + "\n")
             wire.flush()
 
-        contestant = importlib.import_module(module)
+        contestant = importlib.import_module(f"peers.contestants.{library}")
         imported = memory("VmRSS")
         steps = getattr(contestant, strategy)(task)
         first = next(steps)

@@ -1,7 +1,7 @@
-"""Levanter as a contestant of `peers.py`: its Llama, trainer and loop, given the task's parameters and batches.
+"""Levanter as a contestant: its Llama, trainer and loop, given the task's parameters and batches.
 
-Run by the Python of another environment, in which Levanter is installed: peers.py --levanter /path/to/python. It has no
-strategy between data parallel and FSDP.
+Run by the Python of another environment, in which Levanter is installed: python -m benchmarks.peers --levanter
+/path/to/python. It has no strategy between data parallel and FSDP.
 """
 
 import importlib.util
@@ -9,9 +9,10 @@ import os
 from typing import Any
 
 import numpy as np
-from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
 
-if importlib.util.find_spec("levanter"):  # it is not where peers.py counts the lines of this file
+from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
+
+if importlib.util.find_spec("levanter"):  # it is not installed where benchmarks.peers counts the lines of this file
     import equinox as eqx
     import haliax as hax
     import jax
@@ -131,7 +132,7 @@ def model_of(task: Task) -> Any:
         {n: leaf.array.shape for n, leaf in named.items()},
     )
     if wanted != found:
-        raise ValueError(f"peers_levanter: not the same model: {sorted(wanted.items() ^ found.items())}")
+        raise ValueError(f"peers: levanter: not the same model: {sorted(wanted.items() ^ found.items())}")
     return jax.tree.unflatten(tree, [hax.named(jnp.asarray(leaves[n]), leaf.axes) for n, leaf in named.items()])
 
 

@@ -1,4 +1,4 @@
-"""What every contestant of `peers.py` is given: sizes, first parameters and batches, read from one folder."""
+"""What every contestant is given: sizes, first parameters and batches, read from one folder."""
 
 import json
 import os

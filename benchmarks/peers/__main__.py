@@ -1,8 +1,8 @@
 """The same GPT trained by what people would use instead: torch, jax by hand, and shardopt, interleaved in one run.
 
-Run: python benchmarks/peers.py [--sizes 128x4 256x6] [--groups processes devices] [--rounds 8], after
+Run: python -m benchmarks.peers [--sizes 128x4 256x6] [--groups processes devices] [--rounds 8], after
 `pip install -e '.[bench]'`; with --maxtext PYTHON and --levanter PYTHON also against those, which that Python
-has. With --gpu: one GPU, against torch.compile with fused AdamW (benchmarks/peers_gpu.py).
+has. With --gpu: one GPU, against torch.compile with fused AdamW (gpu.py).
 
 Contestants are jobs of their own, started by the launcher that their users would use (torchrun, `shardopt launch`, none
 for jax by hand), all with the same first parameters, batches, AdamW and fp32. Each takes its first step alone on the
@@ -21,12 +21,12 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import peers_gpu
-from common import write_json
-from peers_group import Contestant
-from peers_measure import CHECKED_STEPS, measure
-from peers_plot import draw
-from peers_task import Config
+from ..common import write_json
+from . import gpu
+from .jobs import Contestant
+from .measure import CHECKED_STEPS, measure
+from .plot import draw
+from .task import Config
 
 
 class Other(NamedTuple):
@@ -95,13 +95,13 @@ def main() -> None:
     for name, other in OTHERS.items():
         told = f"measure {name} too, run by this Python, which has it: {other.installed}"
         parser.add_argument(f"--{name}", metavar="PYTHON", help=told)
-    parser.add_argument("--gpu", action="store_true", help="run peers_gpu.py instead; refused where there is no GPU")
+    parser.add_argument("--gpu", action="store_true", help="measure one GPU instead; refused where there is none")
     parser.add_argument("--dry", action="store_true", help="write nothing; on a GPU: with a tiny model")
     options = parser.parse_args()
     if options.gpu:
-        peers_gpu.record(list(peers_gpu.SIZES), rounds=options.rounds, steps=options.steps, tiny=options.dry)
+        gpu.record(list(gpu.SIZES), rounds=options.rounds, steps=options.steps, tiny=options.dry)
         return
-    path = Path(__file__).parent / "results" / "peers.json"
+    path = Path(__file__).parents[1] / "results" / "peers.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {"cpu": {}}
     results.pop("gpu", None)  # once told here
     results |= {
@@ -116,7 +116,7 @@ def main() -> None:
 
     def keep() -> None:
         if not options.dry:
-            print("\nwrote", write_json(__file__, results), "and a picture beside it", flush=True)
+            print("\nwrote", write_json("peers", results, path), "and a picture beside it", flush=True)
             draw(results, path.with_suffix(".png"))
 
     for size in options.sizes:

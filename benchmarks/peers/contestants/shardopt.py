@@ -1,10 +1,11 @@
-"""shardopt as a contestant of `peers.py`: what a user writes, a function a strategy, with the GPT that comes with it."""
+"""shardopt as a contestant: what a user writes, a function a strategy, with the GPT that comes with it."""
 
 import optax
-from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Task, gpt_config
 
 import shardopt as so
 from shardopt.models import gpt
+
+from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Task, gpt_config
 
 
 def ddp(task: Task):

@@ -1,4 +1,4 @@
-"""jax by hand as a contestant of `peers.py`: the same GPT, and what a user writes around it with jax and optax alone."""
+"""jax by hand as a contestant: the same GPT, and what a user writes around it with jax and optax alone."""
 
 import functools
 import os
@@ -9,7 +9,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
+
+from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
 
 
 def rms_norm(x, scale):

@@ -1,8 +1,8 @@
-"""MaxText as a contestant of `peers.py`: its own model, optimizer and train step, given the task's parameters and batches.
+"""MaxText as a contestant: its own model, optimizer and train step, given the task's parameters and batches.
 
-Run by the Python of another environment, in which MaxText is installed: peers.py --maxtext /path/to/python. Its decoder
-block "qwen2" without biases is the GPT of the others: rotary positions by halves, RMS norms, SwiGLU, and queries scaled
-by a factor, which "llama2" would fold into its parameters and so have Adam learn at another rate.
+Run by the Python of another environment, in which MaxText is installed: python -m benchmarks.peers --maxtext
+/path/to/python. Its decoder block "qwen2" without biases is the GPT of the others: rotary positions by halves, RMS norms,
+SwiGLU, and queries scaled by a factor, which "llama2" would fold into its parameters, so that Adam learns at another rate.
 """
 
 import importlib.util
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
 
-if importlib.util.find_spec("maxtext"):  # it is not where peers.py counts the lines of this file
+from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
+
+if importlib.util.find_spec("maxtext"):  # it is not installed where benchmarks.peers counts the lines of this file
     os.environ["JAX_PLATFORMS"] = "cpu"  # or libtpu, which comes with MaxText, looks for TPUs
 
     import jax
@@ -99,7 +100,7 @@ def fill(model: Any, leaves: dict[str, np.ndarray]) -> None:
     places = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     wanted, found = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (leaves, places))
     if wanted != found:
-        raise ValueError(f"peers_maxtext: not the same model: {sorted(wanted.items() ^ found.items())}")
+        raise ValueError(f"peers: maxtext: not the same model: {sorted(wanted.items() ^ found.items())}")
     for name, place in places.items():
         put = lambda index, leaf=leaves[name]: leaf[index]
         place[...] = jax.make_array_from_callback(place.shape, place[...].sharding, put)

@@ -1,16 +1,16 @@
-"""Copy the tables of `peers.py` and `peers_gpu.py` into the README, between its markers, from benchmarks/results.
+"""Copy the results into the README, as one short table, and into docs/benchmarks.md, in full, between their markers.
 
-Run: python benchmarks/peers_readme.py; tests/benchmarks checks that it has been run.
+Run: python -m benchmarks.peers.tables; tests/benchmarks checks that it has been run.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from peers_gpu import NOT_MEASURED
+from .gpu import NOT_MEASURED
 
-BEGIN, END = "<!-- peers: written by benchmarks/peers_readme.py -->", "<!-- /peers -->"
-ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- peers: written by benchmarks/peers/tables.py -->", "<!-- /peers -->"
+ROOT = Path(__file__).parents[2]
 _NAMES = {
     "shardopt": "**shardopt**",
     "jax": "jax by hand",
@@ -18,6 +18,7 @@ _NAMES = {
     "maxtext": "MaxText",
     "levanter": "Levanter",
 }
+_SHORT = ("shardopt", "torch", "jax", "maxtext", "levanter")
 _CALLS = {
     "torch ddp": "DistributedDataParallel",
     "torch zero1": "ZeroRedundancyOptimizer",
@@ -65,7 +66,7 @@ def table_of(record: dict[str, Any]) -> str:
 
 
 def gpu_of(record: dict[str, Any] | None) -> str:
-    """Return what is said about the GPU: a table of peers_gpu.py's results, or that there are none."""
+    """Return what is said about the GPU: a table of the results of gpu.py, or that there are none."""
     if record is None:
         return f"GPU: {NOT_MEASURED}"
     lines = [
@@ -88,8 +89,24 @@ def gpu_of(record: dict[str, Any] | None) -> str:
     return "\n".join([*lines, "", f"{versions}. AdamW's update, of the bandwidth of a copy: {'; '.join(updates)}."])
 
 
-def section_of(record: dict[str, Any], gpu: dict[str, Any] | None) -> str:
-    """Return all that stands between the markers."""
+def short_section(record: dict[str, Any]) -> str:
+    """Return the section of the README: tokens per second of two processes, a row a strategy, at the first size."""
+    size = next(size for size in record["results"]["cpu"].values() if "processes" in size)
+    rows, config = size["processes"]["contestants"], size["config"]
+    libraries = [library for library in _SHORT if any(name.startswith(f"{library} ") for name in rows)]
+    lines = ["| tokens/s | " + " | ".join(_NAMES[library] for library in libraries) + " |"]
+    lines.append("|---|" + "---:|" * len(libraries))
+    for strategy in ("ddp", "zero1", "fsdp"):
+        found = [rows.get(f"{library} {strategy}") for library in libraries]
+        cells = [f"{row['tokens_per_second']:,.0f}" if row else "-" for row in found]
+        lines.append(f"| {strategy} | {' | '.join(cells)} |")
+    shape = f"width {config['dim']}, {config['num_layers']} layers, batch {config['batch']} x {config['length']}"
+    machine = f"Two processes over gloo, a core of an {record['hardware']['cpu']} each; {shape}."
+    return f"{BEGIN}\n" + "\n".join(lines) + f"\n\n{machine}\n{END}"
+
+
+def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
+    """Return the section of docs/benchmarks.md: every contestant at every size, the machine, and the GPU."""
     hardware, versions, results = record["hardware"], record["versions"], record["results"]
     cores = {size["processes"]["cores"] for size in results["cpu"].values() if "processes" in size}
     where = "a core for each process" if min(cores) > 1 else "both processes on one core, beside other work"
@@ -103,17 +120,17 @@ def section_of(record: dict[str, Any], gpu: dict[str, Any] | None) -> str:
     return "\n\n".join([f"{BEGIN}\n{table_of(record)}", machine, f"{gpu_of(gpu)}\n{END}"])
 
 
-def with_section(readme: str, record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
-    """Return a README whose part between the markers is that of the results of peers.py and, if any, of peers_gpu.py.
+def with_section(page: str, section: str) -> str:
+    """Return a page with this section from marker to marker.
 
     Raises:
       ValueError: if the markers are not there, once each and in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in after or END in after:
-        raise ValueError(f"peers_readme: the README needs one {BEGIN} and, after it, one {END}.")
-    return before + section_of(record, gpu) + after
+        raise ValueError(f"peers: the page needs one {BEGIN} and, after it, one {END}.")
+    return before + section + after
 
 
 def stored(name: str) -> dict[str, Any] | None:
@@ -122,6 +139,13 @@ def stored(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def sections() -> dict[str, str]:
+    """Return {page: section} of the stored results."""
+    record = stored("peers")
+    return {"README.md": short_section(record), "docs/benchmarks.md": full_section(record, stored("peers_gpu"))}
+
+
 if __name__ == "__main__":
-    _README = ROOT / "README.md"
-    _README.write_text(with_section(_README.read_text(), stored("peers"), stored("peers_gpu")))
+    for _name, _section in sections().items():
+        _page = ROOT / _name
+        _page.write_text(with_section(_page.read_text(), _section))

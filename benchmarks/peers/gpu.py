@@ -1,8 +1,9 @@
 """One GPU: GPT-2 in bf16 by shardopt and by torch.compile, interleaved, and AdamW's update against a copy.
 
-Run: python benchmarks/peers_gpu.py [--sizes 124M 350M], or peers.py --gpu, with CUDA builds of jax and torch. It takes some
-four minutes a size, of which compiling is most, and writes results after each. First, anywhere and in a minute:
-python benchmarks/peers_gpu.py --tiny, which does the same with a tiny model, on a CPU if need be, and writes nothing.
+Run: python -m benchmarks.peers.gpu [--sizes 124M 350M], or python -m benchmarks.peers --gpu, with CUDA builds of jax and
+torch. It takes some four minutes a size, of which compiling is most, and writes results after each. First, anywhere and
+in a minute: python -m benchmarks.peers.gpu --tiny, which does the same with a tiny model, on a CPU if need be, and
+writes nothing.
 
 Contestants: `so.ddp` on one device with fp32 parameters and bf16 products, and torch.compile under bf16 autocast, both
 with AdamW, torch's fused. The update: AdamW on fp32 leaves, which reads parameter, gradient and two moments and writes
@@ -23,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import write_json
-from peers_group import Contestant
-from peers_measure import measure
-from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config
+from ..common import write_json
+from .jobs import Contestant
+from .measure import measure
+from .task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config
 
 NOT_MEASURED = (
-    "not measured: no GPU was there; benchmarks/peers_gpu.py has run on a CPU, with its tiny model, 2026-11-21."
+    "not measured: no GPU was there; benchmarks/peers/gpu.py has run on a CPU, with its tiny model, 2026-11-21."
 )
 GPU = {"vocab_size": 50304, "tied": True, "dtype": "bfloat16", "simulated": 1}
 SIZES = {
@@ -39,7 +40,7 @@ SIZES = {
 }
 TINY = Config(dim=64, num_layers=2, num_heads=2, batch=4, length=64, **GPU | {"vocab_size": 512})
 CONTESTANTS = [Contestant("shardopt", "ddp", 1), Contestant("torch", "compiled", 1)]
-RESULTS = Path(__file__).parent / "results" / "peers_gpu.json"
+RESULTS = Path(__file__).parents[1] / "results" / "peers_gpu.json"
 UPDATE_BYTES = 28
 
 
@@ -61,7 +62,7 @@ def find_device(*, tiny: bool) -> str:
     import torch
 
     if not tiny and not (jax.default_backend() == "gpu" and torch.cuda.is_available()):
-        raise SystemExit(f"peers_gpu: jax has {jax.devices()}, torch has CUDA: {torch.cuda.is_available()}.")
+        raise SystemExit(f"peers: jax has {jax.devices()}, torch has CUDA: {torch.cuda.is_available()}.")
     return jax.devices()[0].device_kind
 
 
@@ -82,9 +83,9 @@ def measure_size(config: Config, device: str, *, rounds: int, steps: int) -> dic
 
 def num_parameters(config: Config) -> int:
     """Return how many parameters the GPT has."""
-    from peers_task import gpt_config
-
     from shardopt.models import gpt
+
+    from .task import gpt_config
 
     return gpt.num_parameters(gpt_config(config))
 
@@ -186,7 +187,7 @@ def record(sizes: list[str], *, rounds: int, steps: int, tiny: bool) -> None:
         results["sizes"][name] = measure_size(config, device, rounds=rounds, steps=steps)
         print(json.dumps({name: results["sizes"][name]}, indent=2), flush=True)
         if not tiny:
-            print("wrote", write_json(__file__, results), flush=True)
+            print("wrote", write_json("peers_gpu", results, RESULTS), flush=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What `peers.py` does with a list of contestants: start them, see that they agree, let them take turns, and read them."""
+"""Measure a list of contestants: start them, check that they agree, let them take turns, and read their figures."""
 
 import contextlib
 import datetime
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import interleave, median_ratio
-from peers_group import Contestant, Job, ask, running
-from peers_task import Config, write_task
+
+from ..common import interleave, median_ratio
+from .jobs import Contestant, Job, ask, running
+from .task import Config, write_task
 
 CHECKED_STEPS = 10
 OURS = "shardopt"
@@ -90,7 +91,7 @@ def agreement(
 
 def lines_of(contestant: Contestant) -> int:
     """Count the lines a user writes beside the model: those of the functions, without blank lines and comments."""
-    functions = importlib.import_module(f"peers_{contestant.library}").LINES[contestant.strategy]
+    functions = importlib.import_module(f".contestants.{contestant.library}", __package__).LINES[contestant.strategy]
     lines = [line.strip() for function in functions for line in inspect.getsource(function).splitlines()]
     return sum(bool(line) and not line.startswith(("#", '"""')) for line in lines)
 

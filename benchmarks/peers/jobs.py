@@ -1,4 +1,4 @@
-"""The contestants of `peers.py` as jobs: started by their own launchers, held still, and told how many steps to take."""
+"""The contestants as jobs: started by their own launchers, paused, and told how many steps to take."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-WORKER = str(Path(__file__).parent / "peers_worker.py")
+WORKER = str(Path(__file__).parent / "worker.py")
 
 
 class Contestant(NamedTuple):
@@ -74,8 +74,8 @@ def ask(job: Job, command: Any) -> list[dict[str, Any]]:
 
 
 def _launch(contestant: Contestant, folder: Path, address: str, said: IO[str]) -> Iterator[subprocess.Popen]:
-    module, count = f"peers_{contestant.library}", contestant.processes
-    words = [WORKER, module, contestant.strategy, str(folder)]
+    count = contestant.processes
+    words = [WORKER, contestant.library, contestant.strategy, str(folder)]
     environment = os.environ | {"PEERS_ADDRESS": address}
     environment.pop("XLA_FLAGS", None)
 

@@ -1,6 +1,6 @@
-"""The results of `peers.py` as a picture: speed and peak memory of each contestant, a row a size.
+"""The results as a picture: speed and peak memory of each contestant, a row a size.
 
-Run: python benchmarks/peers_plot.py, which draws benchmarks/results/peers.json anew.
+Run: python -m benchmarks.peers.plot, which draws benchmarks/results/peers.json again.
 """
 
 import json
@@ -59,5 +59,5 @@ def _bars(axes: Any, rows: dict[str, Any], value_of: Any, form: str) -> None:
 
 
 if __name__ == "__main__":
-    _RESULTS = Path(__file__).parent / "results" / "peers.json"
+    _RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
     draw(json.loads(_RESULTS.read_text())["results"], _RESULTS.with_suffix(".png"))

@@ -1,14 +1,15 @@
-"""torch as a contestant of `peers.py`: the same GPT as modules, and what a user writes around it, a function a strategy."""
+"""torch as a contestant: the same GPT as modules, and what a user writes around it, a function a strategy."""
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from peers_task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
+
+from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
 
 ADAMW = {"lr": LEARNING_RATE, "betas": (B1, B2), "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
 

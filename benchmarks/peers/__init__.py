@@ -1,0 +1,1 @@
+"""The same GPT trained by shardopt, by jax by hand, and by other libraries, in turns; run by `python -m benchmarks.peers`."""
