@@ -87,7 +87,9 @@ def versions_of(python: str, *packages: str) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="*", default=["128x4", "256x6"], choices=SIZES)
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--rounds", type=int, default=8)
