@@ -30,10 +30,9 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server.encoder import make_encoder
-from shardopt.parameter_server.optimizer import Job, OnRay, make_run
-from shardopt.parameter_server.updates import soundness
-from shardopt.parameter_server.worker import Compute
+from shardopt.parameter_server.optimizer import OnRay, RunSpec, make_run
+from shardopt.parameter_server.updates import finiteness
+from shardopt.parameter_server.worker import Compute, make_compressor
 
 WIDTH, LAYERS = 512, 8
 TX = optax.sgd(1e-3, momentum=0.9)
@@ -62,7 +61,7 @@ def compare_apply(rounds):
         server = so.parameter_server.make_server(tx, max_staleness=None, donate=True)
         state = [server.join(server.init(params), 0)[0]]
         update = so.parameter_server.make_update(grads)
-        update = update._replace(sound=jax.jit(soundness)(update._replace(rows=None)))
+        update = update._replace(is_finite=jax.jit(finiteness)(update._replace(rows=None)))
 
         def push(server=server, state=state, update=update):
             one, pulled = server.pull(state[0], 0)
@@ -115,11 +114,11 @@ def watch(path, places):
 
 def watch_server(folder):
     """Where the seconds go where the server is."""
-    from shardopt.parameter_server import coordinator as hall
-    from shardopt.parameter_server import ray_processes, server
+    from shardopt.parameter_server import coordinator, server
+    from shardopt.parameter_server import ray as ray_processes
 
     places = [
-        (hall.Hall, "push", "server: push, with the wait for the lock"),
+        (coordinator.Coordinator, "push", "server: push, with the wait for the lock"),
         (server, "check_update", "server: check shapes"),
         (server, "faults", "server: look for NaN"),
         (ray_processes.ServerProcess, "_share", "server: parameters into the object store"),
@@ -129,11 +128,11 @@ def watch_server(folder):
 
 def watch_worker(folder):
     """Where the seconds go in a worker's process on Ray."""
-    from shardopt.parameter_server import ray_processes
+    from shardopt.parameter_server import ray as ray_processes
 
     places = [
-        (ray_processes.RemoteHall, "pull", "worker: pull, parameters read"),
-        (ray_processes.RemoteHall, "push", "worker: push, gradient to numpy, sent, taken"),
+        (ray_processes.RemoteCoordinator, "pull", "worker: pull, parameters read"),
+        (ray_processes.RemoteCoordinator, "push", "worker: push, gradient to numpy, sent, taken"),
         (ray_processes.jax, "device_get", "worker: gradient to numpy"),
     ]
     return watch(folder / f"worker-{os.getpid()}", places)
@@ -142,13 +141,13 @@ def watch_worker(folder):
 def idle_compute(reducer, key):
     """Workers whose gradient is there already: what is left is moving and applying."""
     code = None if reducer is None else so.reducers.encoding(reducer)
-    encoder, ready = make_encoder(code), {}
+    encoder, ready = make_compressor(code), {}
 
     def update(worker, params, batch, clock):
         params = jax.block_until_ready(params)  # a real worker needs them at once
         if worker not in ready:
             made = so.parameter_server.make_update(jax.tree.map(lambda leaf: 1e-3 * jnp.asarray(leaf), params))
-            ready[worker] = made._replace(sound=jax.jit(soundness)(made._replace(rows=None)))
+            ready[worker] = made._replace(is_finite=jax.jit(finiteness)(made._replace(rows=None)))
         return jax.block_until_ready(encoder.encode(worker, ready[worker]))
 
     header = {"rng": key.tolist(), "devices": [1, 1], **encoder.header}
@@ -174,7 +173,7 @@ def serve(backend, reducer, pushes):
 
         header = lambda key: idle_compute(reducer, key).header
         on_ray = OnRay(None, [1, 1], compute, header, 0) if backend == "ray" else None
-        run = make_run(Job("server", 2, server, compute, on_ray))
+        run = make_run(RunSpec("server", 2, server, compute, on_ray))
         params, data = start(), lambda worker: iter(int, 1)
         if on_ray is None:
             run(params, data, num_updates=4)  # compiles

@@ -27,9 +27,9 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server.optimizer import Job, make_run
+from shardopt.parameter_server.async_sgd import worker_meshes
+from shardopt.parameter_server.optimizer import RunSpec, make_run
 from shardopt.parameter_server.worker import make_compute
-from shardopt.parameter_server.workers import worker_meshes
 
 WORKERS, SLOWER, DIM, ROWS = 4, 4, 64, 16
 BOUNDS = [0, 1, 2, 4, None]
@@ -63,7 +63,7 @@ def sleeper(tx, max_staleness, durations):
     def server(donate):
         return so.parameter_server.make_server(tx, max_staleness=max_staleness, donate=donate)
 
-    return make_run(Job("stragglers", WORKERS, server, slow_compute))
+    return make_run(RunSpec("stragglers", WORKERS, server, slow_compute))
 
 
 def durations_of(name, step):

@@ -6,13 +6,12 @@ from shardopt.parameter_server.async_sgd import async_sgd
 from shardopt.parameter_server.clock import should_sync
 from shardopt.parameter_server.log import Event, Log
 from shardopt.parameter_server.optimizer import AsyncOptimizer
-from shardopt.parameter_server.ray_run import ServerLostError, WorkersLostError
+from shardopt.parameter_server.ray import ServerLostError, WorkersLostError
 from shardopt.parameter_server.replay import replay
 from shardopt.parameter_server.run import AsyncResult
-from shardopt.parameter_server.server import Server, make_server
+from shardopt.parameter_server.server import Server, ServerState, make_server
 from shardopt.parameter_server.simulation import SimulatedWorker, simulate
 from shardopt.parameter_server.sparse import SparseRows
-from shardopt.parameter_server.state import ServerState
 from shardopt.parameter_server.updates import NonFiniteUpdateError, Update, make_update
 from shardopt.parameter_server.views import Segment, plot_timeline, summarize, timeline
 

@@ -16,13 +16,12 @@ from shardopt.core.types import PyTree, TrainState, Weighted, leaves_with_paths,
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer, check_optimizer
 from shardopt.parameter_server.arguments import check_max_staleness
-from shardopt.parameter_server.encoder import check_encoding, make_encoder
-from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
+from shardopt.parameter_server.async_sgd import check_shared
+from shardopt.parameter_server.optimizer import AsyncOptimizer, OnRay, RunSpec, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
-from shardopt.parameter_server.updates import Update, soundness, trained
-from shardopt.parameter_server.worker import Compute, Streams, moved
-from shardopt.parameter_server.workers import check_shared
+from shardopt.parameter_server.updates import Update, finiteness, trained
+from shardopt.parameter_server.worker import Compute, Streams, check_codec, make_compressor, to_device
 from shardopt.reducers import Encoding, Reducer
 
 # An island's side of a run: some steps of a ring-1 strategy by itself, then its change as an outer gradient.
@@ -53,7 +52,7 @@ def make_island_compute(
     Raises:
       TypeError: if an argument is of the wrong kind.
     """
-    streams, encoder = Streams(who, batches_of, local_steps), make_encoder(code)
+    streams, encoder = Streams(who, batches_of, local_steps), make_compressor(code)
     home = next(iter(islands.values())).mesh.devices.flat[0]
     states: dict[int, TrainState | None] = {}
     key = np.asarray(key, np.uint32)
@@ -79,7 +78,7 @@ def make_island_compute(
         end, found = jax.device_put((state.params, found), first)
         change, held = _change(jax.device_put(params, first), end, found)
         _check_held(who, opt, params, held)
-        return jax.block_until_ready(moved(encoder.encode(worker, change._replace(rows=1)), home))
+        return jax.block_until_ready(to_device(encoder.encode(worker, change._replace(rows=1)), home))
 
     header = {"rng": key.tolist(), "local_steps": [int(steps) for steps in local_steps]}
     header |= encoder.header
@@ -95,7 +94,7 @@ def _change(start: PyTree, end: PyTree, found: list[dict[str, Any]]) -> tuple[Up
     aux = {name: Weighted(mean, jnp.ones((), mean.dtype)) for name, mean in means.items() if name != "loss"}
     update = Update(grads, Weighted(means["loss"], one), aux, None)
     held = [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)]
-    return update._replace(sound=soundness(update)), held
+    return update._replace(is_finite=finiteness(update)), held
 
 
 def _wide(value: Any) -> Any:
@@ -177,7 +176,7 @@ def async_local_sgd(
     Returns:
       An `AsyncOptimizer`. Its `run(params, batches_of, *, num_updates, ...)` is that of `async_sgd`, with pushes for
       steps; `batches_of(worker)` gives the global batches of an island, of which each push takes H. Batches left over at
-      the end, fewer than H, are not used. An island that joins anew, also after a restart from a checkpoint, begins with
+      the end, fewer than H, are not used. An island that joins again, also after a restart from a checkpoint, begins with
       a fresh optimizer state: checkpoints are of the server. A loss with `rng` draws from a key of the island and of the
       clock at which it joined. `metrics["history"]` has the means over H steps of all that the strategies' steps return.
 
@@ -217,7 +216,7 @@ def async_local_sgd(
     else:
         islands = _check_islands(strategies)
         check_shared(WHO, [one.mesh for one in islands], "island")
-    steps, code = _check_local_steps(local_steps, len(islands)), check_encoding(WHO, reducer)
+    steps, code = _check_local_steps(local_steps, len(islands)), check_codec(WHO, reducer)
 
     def server(donate: bool) -> Any:
         return make_server(
@@ -229,10 +228,10 @@ def async_local_sgd(
 
     on_ray = None
     if backend == "ray":
-        header = lambda key: {"rng": key.tolist(), "local_steps": steps, **make_encoder(code).header}  # noqa: E731
+        header = lambda key: {"rng": key.tolist(), "local_steps": steps, **make_compressor(code).header}  # noqa: E731
         sizes = [int(devices)] * len(islands)
         on_ray = OnRay(address, sizes, partial(_in_process, tuple(makers), steps, code), header, int(max_restarts))
-    job = Job(WHO, len(islands), server, compute, on_ray)
+    job = RunSpec(WHO, len(islands), server, compute, on_ray)
     meshes = tuple(one.mesh for one in islands)
     return AsyncOptimizer(make_run(job), make_replay(job), meshes, outer, max_staleness, rule, backend)
 

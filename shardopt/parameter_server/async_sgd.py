@@ -1,23 +1,117 @@
-"""Asynchronous SGD: workers push gradients, the server applies the optimizer."""
+"""Where each worker computes: a mesh a worker, of one device or several."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import Mesh
 
+from shardopt.core.arguments import check_count, is_integer
+from shardopt.core.errors import format_error
 from shardopt.core.types import LossFn
-from shardopt.mesh import make_mesh
+from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server.arguments import check_max_staleness
-from shardopt.parameter_server.encoder import check_encoding, make_encoder
-from shardopt.parameter_server.optimizer import AsyncOptimizer, Job, OnRay, check_backend, make_replay, make_run
+from shardopt.parameter_server.optimizer import AsyncOptimizer, OnRay, RunSpec, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.sparse import check_sparse
-from shardopt.parameter_server.worker import Compute, make_compute, make_gradients
-from shardopt.parameter_server.workers import Workers, process_meshes, worker_meshes
+from shardopt.parameter_server.worker import Compute, check_codec, make_compressor, make_compute, make_gradients
 from shardopt.reducers import Encoding, Reducer
+
+Workers = int | Sequence[Any]
+"""How many, or for each a device, a sequence of devices or a mesh."""
+
+
+def worker_meshes(who: str, workers: Any) -> list[Mesh]:
+    """Return a mesh a worker. A number of workers share out the devices of this process, one each, round robin.
+
+    Raises:
+      TypeError: if `workers` is neither a number nor a sequence of devices, sequences of devices and meshes.
+      ValueError: if there are none, a mesh splits something else than the batch, or workers with several devices
+        share one.
+    """
+    if is_integer(workers):
+        check_count(who, "workers", workers, least=1)
+        devices = jax.local_devices()
+        return [make_mesh(data=1, devices=[devices[i % len(devices)]]) for i in range(workers)]
+    fix = "pass how many, or for each worker a device, a list of devices or a mesh."
+    if isinstance(workers, str | bytes | Mesh) or not isinstance(workers, Sequence | np.ndarray):
+        what = f"workers must be an integer or a sequence, got {type(workers).__name__}."
+        raise TypeError(format_error(who, what, fix=fix))
+    if not len(workers):
+        raise ValueError(format_error(who, "workers must be at least 1, got none.", fix=fix))
+    meshes = [_mesh(who, number, worker, fix) for number, worker in enumerate(workers)]
+    check_shared(who, meshes)
+    return meshes
+
+
+def check_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> None:
+    """Refuse shared devices: two programs with collectives can each wait for a device that the other has.
+
+    Raises:
+      ValueError: if a worker with several devices shares one.
+    """
+    owners: dict[Any, list[int]] = {}
+    for number, mesh in enumerate(meshes):
+        for device in mesh.devices.flat:
+            owners.setdefault(device, []).append(number)
+    shared = [
+        f"{device.platform}:{device.id}: {noun}s {', '.join(map(str, numbers))}"
+        for device, numbers in owners.items()
+        if len(numbers) > 1 and any(meshes[number].size > 1 for number in numbers)
+    ]
+    if shared:
+        what = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for itself."
+        raise ValueError(format_error(who, what, shared, f"give each its own, or one device to several {noun}s."))
+
+
+def _mesh(who: str, number: int, worker: Any, fix: str) -> Mesh:
+    if isinstance(worker, jax.Device):
+        return make_mesh(data=1, devices=[worker])
+    if not isinstance(worker, Mesh):
+        devices = list(worker) if isinstance(worker, Sequence | np.ndarray) else [worker]
+        if not devices or not all(isinstance(device, jax.Device) for device in devices):
+            what = f"worker {number} must be a device, a sequence of devices or a mesh, got {worker!r}."
+            raise TypeError(format_error(who, what, fix=fix))
+        return make_mesh(data=len(devices), devices=devices)
+    idle = [
+        f"{axis} (size {size})" for axis, size in worker.shape.items() if size > 1 and axis not in data_axes(worker)
+    ]
+    if idle:
+        what = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(idle)}."
+        raise ValueError(
+            format_error(who, what, fix="an async_sgd worker splits its batch: use so.make_mesh(data=...).")
+        )
+    return worker
+
+
+def process_meshes(who: str, workers: Any) -> tuple[list[int], list[Mesh]]:
+    """Return the devices of each worker in a process of its own, and meshes like theirs in this process, for replays.
+
+    Raises:
+      TypeError: if `workers` is neither a number nor a sequence of numbers.
+      ValueError: if there are none, or a number is below 1.
+    """
+    sizes = [1] * workers if is_integer(workers) and workers > 0 else workers
+    if is_integer(sizes):
+        check_count(who, "workers", workers, least=1)
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence) or not all(is_integer(one) for one in sizes):
+        what = f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
+        raise TypeError(format_error(who, what, fix="pass workers=4, or workers=[2, 2] for two devices each."))
+    if not sizes:
+        raise ValueError(format_error(who, "workers must be at least 1, got none.", fix="pass workers=4."))
+    for number, size in enumerate(sizes):
+        check_count(who, f"workers[{number}]", size, least=1)
+    devices = jax.local_devices()
+    meshes = [make_mesh(data=min(size, len(devices)), devices=devices[:size]) for size in sizes]
+    return [int(size) for size in sizes], meshes
+
+
+# Asynchronous SGD: workers push gradients, the server applies the optimizer.
+
 
 WHO = "async_sgd"
 
@@ -76,15 +170,15 @@ def async_sgd(
         number of its devices (GPUs where the cluster has any, else CPUs), over which its batch is split; the server
         keeps parameters and optimizer state in the memory of its host. Needs `pip install 'shardopt[ray]'`.
       address: of the Ray cluster to join, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
-      max_restarts: on Ray, how often each worker that was killed is started anew, to join where the slowest is.
+      max_restarts: on Ray, how often each worker that was killed is started again, to join where the slowest is.
       nonfinite: what to do about gradients that are not finite: "raise", which ends the run, or "skip" them, which the
         log and `metrics["refused"]` tell.
 
     Returns:
       An `AsyncOptimizer`. Its `run(params, batches_of, *, num_updates, ...) -> AsyncResult` trains until the server
       has made `num_updates` updates, with max_staleness=0 whole clocks. `batches_of(worker)` returns an iterable of
-      the worker's batches, pytrees with leaves [rows, ...]; it is called in the worker's thread, anew each time that
-      the worker joins. A worker without batches leaves; without workers the run ends ("exhausted"). `presence` says
+      the worker's batches, pytrees with leaves [rows, ...]; it is called in the worker's thread, again each time that
+      the worker joins. A worker without batches leaves; without workers the run ends ("exhausted"). `availability` says
       which workers are there only at times, `{worker: [(from, to), ...]}` in versions: at `to` it dies with the step
       that it is at. `rng` is a random key. `log_path` is a file that gets the log, also of a run that fails.
 
@@ -106,8 +200,8 @@ def async_sgd(
       ConnectionError: from `run`, if no Ray answers at `address`.
 
     On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
-    `metrics["killed"]` names who was. When all are killed and none is started anew the run raises `WorkersLostError`.
-    When the server is killed it is started anew from the newest of `checkpoints`, the workers go on there, and
+    `metrics["killed"]` names who was. When all are killed and none is started again the run raises `WorkersLostError`.
+    When the server is killed it is started again from the newest of `checkpoints`, the workers go on there, and
     `metrics["lost_updates"]` says how many updates were lost; without checkpoints it raises `ServerLostError`. Loss,
     data and optimizer cross by pickling: what is defined in a module must be importable on the workers.
 
@@ -136,7 +230,7 @@ def async_sgd(
         sizes = [mesh.size for mesh in meshes]
     make_gradients(WHO, tx, loss_fn, meshes[0], None)  # checks the optimizer and the loss
     sparse = check_sparse(WHO, sparse)
-    code = check_encoding(WHO, reducer, sparse)
+    code = check_codec(WHO, reducer, sparse)
 
     def server(donate: bool) -> Any:
         return make_server(
@@ -148,10 +242,10 @@ def async_sgd(
 
     on_ray = None
     if backend == "ray":
-        more = make_encoder(code).header | ({"sparse": list(sparse)} if sparse else {})
+        more = make_compressor(code).header | ({"sparse": list(sparse)} if sparse else {})
         header = lambda key: {"rng": key.tolist(), "devices": sizes, **more}  # noqa: E731
         on_ray = OnRay(address, sizes, partial(_in_process, tx, loss_fn, sparse, code), header, int(max_restarts))
-    job = Job(WHO, len(meshes), server, compute, on_ray)
+    job = RunSpec(WHO, len(meshes), server, compute, on_ray)
     return AsyncOptimizer(make_run(job), make_replay(job), tuple(meshes), tx, max_staleness, rule, backend)
 
 

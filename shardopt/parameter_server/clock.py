@@ -68,7 +68,7 @@ class PersistentMap(Mapping[int, Value]):
         return PersistentMap(buckets, self._size - 1)
 
 
-# When a worker with a cache of the parameters fetches them anew.
+# When a worker with a cache of the parameters fetches them again.
 
 
 def should_sync(step: int, max_staleness: int) -> bool:

@@ -8,7 +8,7 @@ from shardopt.core.types import PyTree
 from shardopt.parameter_server.run import Run
 from shardopt.parameter_server.views import Status
 
-Presence = Mapping[int, Sequence[tuple[int, float]]]
+Availability = Mapping[int, Sequence[tuple[int, float]]]
 
 
 class Task(NamedTuple):
@@ -39,13 +39,13 @@ class Coordinator:
     """Workers enter, pull, push and are let go; each call waits until it may be done, or says that all is over.
 
     They wait in one place only, a condition variable, for one of few things to come true: the bound lets them start,
-    they are due to join, a milestone was taken away, or all is over. Every call names the worker's life: what a worker
+    they are due to join, a milestone was taken away, or all is over. Every call names the worker's incarnation: what a worker
     asked for before it was killed comes to nothing, however late it arrives.
 
     Args:
       run: the server, new or restored.
       num_updates: the version to stop at; pushes under way then are dropped.
-      presence: worker -> periods `(from, to)` in versions when it is there. At `to` it dies with what it computes.
+      availability: worker -> periods `(from, to)` in versions when it is there. At `to` it dies with what it computes.
       wanted: `wanted(version)`: shall this version be a milestone?
       keep: `keep(run)`, the snapshot of a milestone.
     """
@@ -54,47 +54,48 @@ class Coordinator:
         self,
         run: Run,
         num_updates: int,
-        presence: Presence,
+        availability: Availability,
         wanted: Callable[[int], bool] = lambda version: False,
         keep: Callable[[Run], Any] = lambda run: None,
     ):
         self.run, self.num_updates, self.wanted, self.keep = run, num_updates, wanted, keep
         self.until: dict[int, float] = {}  # periods under way: when they end
-        self.lives = dict.fromkeys(presence, 0)
+        self.incarnations = dict.fromkeys(availability, 0)
         self.expected: set[int] = set()  # killed, and to be there again soon
         self.stopped: str | None = None
         self.verdict = "completed"  # what a run is that came to `num_updates`
-        self.working = set(presence)  # whose thread or process has not ended
+        self.working = set(availability)  # whose thread or process has not ended
         self.milestones: list[Milestone] = []
         self.seen = run.state.version
         self.changed = threading.Condition()
         version = run.state.version
         self.periods = {  # those not begun yet
-            worker: [(start, end) for start, end in periods if end > version] for worker, periods in presence.items()
+            worker: [(start, end) for start, end in periods if end > version]
+            for worker, periods in availability.items()
         }
         if not self.over():
             self._open()
 
-    def enter(self, worker: int, life: int = 0) -> int | None:
+    def enter(self, worker: int, incarnation: int = 0) -> int | None:
         """Wait until the worker is there; return how far it is in its data, or None if it never will be again."""
         with self.changed:
             self.changed.wait_for(
-                lambda: self.gone(worker, life) or worker in self.until or self._due(worker) or self._stuck()
+                lambda: self.gone(worker, incarnation) or worker in self.until or self._due(worker) or self._stuck()
             )
-            if self.gone(worker, life) or not (worker in self.until or self._join_if_due(worker)):
+            if self.gone(worker, incarnation) or not (worker in self.until or self._join_if_due(worker)):
                 self.changed.notify_all()
                 return None
             self.changed.notify_all()
             return self.run.positions.of(worker)
 
-    def pull(self, worker: int, life: int, ready: bool) -> Task | None:
+    def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
         """Wait until the worker may start its next step; None if it is not to. One not ready, without data, leaves."""
         asked = self.run.now()
         with self.changed:
             self.changed.wait_for(
-                lambda: self.gone(worker, life) or self._dead(worker) or self.run.may_pull(worker) or not ready
+                lambda: self.gone(worker, incarnation) or self._dead(worker) or self.run.may_pull(worker) or not ready
             )
-            if self.gone(worker, life):
+            if self.gone(worker, incarnation):
                 return None
             if not ready or self._dead(worker):
                 self._leave(worker, asked)
@@ -102,10 +103,10 @@ class Coordinator:
             event = self.run.pull(worker, asked)
             return Task(event.version, event.clock, self.run.state.params)
 
-    def push(self, worker: int, life: int, update: Any, version: int) -> bool:
+    def push(self, worker: int, incarnation: int, update: Any, version: int) -> bool:
         """Take the result of a step; False if the worker is to stop."""
         with self.changed:
-            if self.gone(worker, life):
+            if self.gone(worker, incarnation):
                 return False
             if self._dead(worker):
                 self._leave(worker)
@@ -114,13 +115,13 @@ class Coordinator:
             self.run.push(worker, update, version)
             self._after(before)
             # Milestones are copies: whoever makes them faster than they are taken away waits.
-            self.changed.wait_for(lambda: len(self.milestones) < 2 or self.gone(worker, life))
-            return not self.gone(worker, life)
+            self.changed.wait_for(lambda: len(self.milestones) < 2 or self.gone(worker, incarnation))
+            return not self.gone(worker, incarnation)
 
     def lost(self, worker: int, *, expected: bool = False) -> None:
-        """Forget a worker that was killed; `expected` if it will be there again, in its next life."""
+        """Forget a worker that was killed; `expected` if it will be there again, in its next incarnation."""
         with self.changed:
-            self.lives[worker] += 1
+            self.incarnations[worker] += 1
             if worker in self.until:
                 if expected:
                     self.periods[worker].insert(0, (self.run.state.version, self.until[worker]))
@@ -169,9 +170,9 @@ class Coordinator:
         """Whether every worker is to end."""
         return self.stopped is not None or self.run.state.version >= self.num_updates
 
-    def gone(self, worker: int, life: int) -> bool:
-        """Whether nothing more is to be done for a worker in this life."""
-        return self.over() or life != self.lives[worker]
+    def gone(self, worker: int, incarnation: int) -> bool:
+        """Whether nothing more is to be done for a worker in this incarnation."""
+        return self.over() or incarnation != self.incarnations[worker]
 
     def why(self) -> str:
         """Say how the run ended."""

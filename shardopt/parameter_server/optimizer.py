@@ -14,18 +14,17 @@ from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
+from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator
 from shardopt.parameter_server.log import Log
-from shardopt.parameter_server.progress import show_workers
 from shardopt.parameter_server.replay import replay_events
 from shardopt.parameter_server.rules import Rule
-from shardopt.parameter_server.run import AsyncResult, Run
-from shardopt.parameter_server.saving import snapshot
+from shardopt.parameter_server.run import AsyncResult, Run, snapshot
 from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.simulation import check_availability
 from shardopt.parameter_server.threads import run_threads
 from shardopt.parameter_server.updates import check_params
-from shardopt.parameter_server.watch import Callbacks
+from shardopt.parameter_server.views import show_workers
 from shardopt.parameter_server.worker import Compute, Streams, key_data
 
 
@@ -33,7 +32,7 @@ class AsyncOptimizer(NamedTuple):
     """An optax optimizer that trains without barriers.
 
     Attributes:
-      run: `run(params, batches_of, *, num_updates, rng=None, presence=None, log_path=None, checkpoints=None,
+      run: `run(params, batches_of, *, num_updates, rng=None, availability=None, log_path=None, checkpoints=None,
         early_stopping=None, evaluate=None, evaluate_every=100, progress=False) -> AsyncResult`; see `async_sgd`.
       replay: `replay(log, params, batches_of) -> params`: does a run of this optimizer again from its log, on one
         thread, bit for bit; see `parameter_server.replay`.
@@ -53,7 +52,7 @@ class AsyncOptimizer(NamedTuple):
     backend: str
 
 
-class Job(NamedTuple):
+class RunSpec(NamedTuple):
     """What a run is made of, apart from its data.
 
     Attributes:
@@ -79,7 +78,7 @@ class OnRay(NamedTuple):
       devices: how many each worker's process has.
       make_compute: `make_compute(batches_of, key, worker) -> Compute` of one worker, in its process.
       header: `header(key)`, what the log keeps of the workers.
-      max_restarts: how often each worker that was killed is started anew.
+      max_restarts: how often each worker that was killed is started again.
     """
 
     address: str | None
@@ -89,7 +88,7 @@ class OnRay(NamedTuple):
     max_restarts: int
 
 
-def make_run(job: Job) -> Callable[..., AsyncResult]:
+def make_run(job: RunSpec) -> Callable[..., AsyncResult]:
     """Return the `run` of an optimizer."""
     who, server = job.who, job.make_server(True)
 
@@ -99,7 +98,7 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
         *,
         num_updates: int,
         rng: jax.Array | None = None,
-        presence: Mapping[int, Sequence[tuple[int, float]]] | None = None,
+        availability: Mapping[int, Sequence[tuple[int, float]]] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         checkpoints: Any = None,
         early_stopping: EarlyStopping | None = None,
@@ -110,8 +109,8 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
         """Train until the server has made `num_updates` updates; see `async_sgd`."""
         check_params(who, params)
         check_count(who, "num_updates", num_updates, least=0)
-        periods = check_periods(who, presence, job.num_workers)
-        watch = Callbacks(
+        periods = check_periods(who, availability, job.num_workers)
+        callbacks = Callbacks(
             who,
             checkpoints=checkpoints,
             early_stopping=early_stopping,
@@ -121,20 +120,20 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
         )
         key = key_data(who, rng)
         if job.ray is not None:
-            return run_on_ray(job, params, batches_of, key, num_updates, periods, watch, log_path)
+            return run_on_ray(job, params, batches_of, key, num_updates, periods, callbacks, log_path)
         compute = job.make_compute(batches_of, key)
         began = time.perf_counter()
         params = compute.on_server(params)
         running = Run(server, params, compute.header, lambda: time.perf_counter() - began)
-        watch.begin(running, params)
+        callbacks.begin(running, params)
         if log_path is not None:
             running.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
         try:
-            hall = Coordinator(running, num_updates, periods, watch.wishes.wanted, watch.wishes.keep)
-            with show_workers(who, shown=watch.progress) as watch.show:
-                run_threads(who, hall, compute, watch)
-            result = running.finish(hall.why(), **watch.metrics())
-            watch.finish(None if checkpoints is None else snapshot(running))
+            coordinator = Coordinator(running, num_updates, periods, callbacks.policy.wanted, callbacks.policy.keep)
+            with show_workers(who, shown=callbacks.progress) as callbacks.show:
+                run_threads(who, coordinator, compute, callbacks)
+            result = running.finish(coordinator.why(), **callbacks.metrics())
+            callbacks.finish(None if checkpoints is None else snapshot(running))
             return result
         finally:
             if log_path is not None:
@@ -144,10 +143,17 @@ def make_run(job: Job) -> Callable[..., AsyncResult]:
 
 
 def run_on_ray(
-    job: Job, params: PyTree, batches_of: Any, key: Any, num_updates: int, periods: Any, watch: Callbacks, log_path: Any
+    job: RunSpec,
+    params: PyTree,
+    batches_of: Any,
+    key: Any,
+    num_updates: int,
+    periods: Any,
+    callbacks: Callbacks,
+    log_path: Any,
 ) -> AsyncResult:
     """Run on Ray, and leave nothing running."""
-    from shardopt.parameter_server.ray_run import RayDriver, Spec, cluster
+    from shardopt.parameter_server.ray import RayDriver, Spec, cluster
 
     on = job.ray
     assert on is not None
@@ -155,23 +161,23 @@ def run_on_ray(
     spec = Spec(job.who, on.devices, job.make_server, on.make_compute, on.header(key), periods, on.max_restarts)
     with cluster(job.who, on.address, job.num_workers) as ray:
         params = jax.device_put(params)
-        found = watch.latest(job.make_server(False), params)
-        watch.resumed_from = watch.saved = None if found is None else int(found.state.step)
-        crew = RayDriver(ray, spec, params, batches_of, key, num_updates, watch)
+        found = callbacks.latest(job.make_server(False), params)
+        callbacks.resumed_from = callbacks.saved = None if found is None else int(found.state.step)
+        driver = RayDriver(ray, spec, params, batches_of, key, num_updates, callbacks)
         log = None
         try:
-            with show_workers(job.who, shown=watch.progress) as watch.show:
-                result = crew.run(found)
+            with show_workers(job.who, shown=callbacks.progress) as callbacks.show:
+                result = driver.run(found)
             log = result.log
             return result
         finally:
-            log = crew.log() if log is None else log
-            crew.close()
+            log = driver.log() if log is None else log
+            driver.close()
             if log_path is not None and log is not None:
                 log.save(log_path)
 
 
-def make_replay(job: Job) -> Callable[..., PyTree]:
+def make_replay(job: RunSpec) -> Callable[..., PyTree]:
     """Return the `replay` of an optimizer."""
 
     def replay(log: Log, params: PyTree, batches_of: Callable[[int], Iterable[Any]]) -> PyTree:
@@ -187,24 +193,24 @@ def make_replay(job: Job) -> Callable[..., PyTree]:
     return replay
 
 
-def check_periods(who: str, presence: Any, num_workers: int) -> dict[int, Sequence[tuple[int, float]]]:
+def check_periods(who: str, availability: Any, num_workers: int) -> dict[int, Sequence[tuple[int, float]]]:
     """Return when each worker is there, in versions.
 
     Raises:
-      TypeError: if `presence` is neither None nor a dict of periods.
+      TypeError: if `availability` is neither None nor a dict of periods.
       ValueError: if it names unknown workers, or times do not rise.
     """
     always = [(0, math.inf)]
-    if presence is None:
+    if availability is None:
         return dict.fromkeys(range(num_workers), always)
-    if not isinstance(presence, Mapping):
-        what = f"presence must be a dict {{worker: [(from, to), ...]}}, got {type(presence).__name__}."
+    if not isinstance(availability, Mapping):
+        what = f"availability must be a dict {{worker: [(from, to), ...]}}, got {type(availability).__name__}."
         raise TypeError(format_error(who, what))
-    if unknown := [worker for worker in presence if not is_integer(worker) or not 0 <= worker < num_workers]:
-        raise ValueError(format_error(who, f"presence names workers that are not there: {unknown}."))
-    for worker, periods in presence.items():
+    if unknown := [worker for worker in availability if not is_integer(worker) or not 0 <= worker < num_workers]:
+        raise ValueError(format_error(who, f"availability names workers that are not there: {unknown}."))
+    for worker, periods in availability.items():
         check_availability(who, f"worker {worker}", periods)
-    return {worker: presence.get(worker, always) for worker in range(num_workers)}
+    return {worker: availability.get(worker, always) for worker in range(num_workers)}
 
 
 def check_backend(who: str, backend: Any, address: Any, max_restarts: Any) -> None:

@@ -11,12 +11,11 @@ import optax
 from shardopt.core.errors import format_error
 from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server.encoder import check_encoding
 from shardopt.parameter_server.log import Log, Positions
 from shardopt.parameter_server.rules import Rule, from_config
 from shardopt.parameter_server.server import Server, make_server
 from shardopt.parameter_server.updates import digest
-from shardopt.parameter_server.worker import Compute, make_compute
+from shardopt.parameter_server.worker import Compute, check_codec, make_compute
 from shardopt.reducers import Encoding, Reducer
 
 WHO = "replay"
@@ -139,7 +138,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
 
 
 def _code(recorded: str | None, given: Reducer | None) -> Encoding | None:
-    code = check_encoding(WHO, given)
+    code = check_codec(WHO, given)
     name = None if code is None else code.name
     if name != recorded:
         what = f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."

@@ -1,7 +1,7 @@
-"""The parameter server as a pure state machine: join, pull, push, leave."""
+"""All that the server knows, as a value."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +13,10 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted, wide_dtype
 from shardopt.engine.optimizer import check_optimizer
 from shardopt.parameter_server import clock as clocks
+from shardopt.parameter_server.clock import Clock, PersistentMap
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.sparse import is_rows, on_rows, on_union
-from shardopt.parameter_server.state import Pulled, ServerState, Waiting
 from shardopt.parameter_server.updates import (
     NO_WEIGHT,
     NonFiniteUpdateError,
@@ -28,6 +28,50 @@ from shardopt.parameter_server.updates import (
     trained,
 )
 from shardopt.reducers import Encoding, Reducer, encoding
+
+
+class Pulled(NamedTuple):
+    """What the server knows of a step under way: its version and staleness, and the parameters if the rule asks."""
+
+    version: int
+    staleness: int
+    params: PyTree
+
+
+class Waiting(NamedTuple):
+    """A push of the open clock, with max_staleness=0: it waits for the others."""
+
+    clock: int
+    worker: int
+    update: Any
+
+
+class ServerState(NamedTuple):
+    """All that the server knows. A value: every transition returns a new one.
+
+    Attributes:
+      params: the parameters, trained or not.
+      opt_state: the state of the optax transformation (over the trained leaves).
+      rule_state: the state of the staleness rule.
+      version: updates applied so far.
+      clock: who is at which step.
+      working: worker -> what it has pulled, for those who compute right now.
+      waiting: pushes of the open clock, with max_staleness=0.
+      metrics: the loss and aux metrics of the last update.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    rule_state: Any
+    version: int
+    clock: Clock
+    working: PersistentMap[Pulled] = PersistentMap()
+    waiting: tuple[Waiting, ...] = ()
+    metrics: Mapping[str, Any] = {}
+
+
+# The parameter server as a pure state machine: join, pull, push, leave.
+
 
 # The mathematics of the server: average the pushes, apply the rule, apply the optimizer.
 

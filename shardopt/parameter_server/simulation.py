@@ -13,14 +13,13 @@ import optax
 from shardopt.core.arguments import check_count, check_number, is_integer, is_number
 from shardopt.core.errors import format_error
 from shardopt.core.types import LossFn, PyTree
+from shardopt.mesh import make_mesh
 from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
-from shardopt.parameter_server.encoder import check_encoding
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import AsyncResult, Run
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.updates import check_params, trained
-from shardopt.parameter_server.worker import Compute, key_data, make_compute, no_compute
-from shardopt.parameter_server.workers import worker_meshes
+from shardopt.parameter_server.worker import Compute, check_codec, key_data, make_compute, no_compute
 from shardopt.reducers import Reducer
 
 # A worker as the simulator sees it: how fast, how far away, when there.
@@ -34,18 +33,18 @@ class SimulatedWorker(NamedTuple):
         `parameter_server.durations`.
       latency: seconds that a message is under way, each way, besides its size.
       bandwidth: bytes per second, each way.
-      presence: periods `(from, to)` in seconds when it is there. It joins at the start of each; at the end of one it
+      availability: periods `(from, to)` in seconds when it is there. It joins at the start of each; at the end of one it
         dies in the middle of what it does, and the half step is lost.
 
     Example:
-      >>> SimulatedWorker(step_seconds=0.5, presence=((0.0, 60.0), (90.0, float("inf")))).latency
+      >>> SimulatedWorker(step_seconds=0.5, availability=((0.0, 60.0), (90.0, float("inf")))).latency
       0.0
     """
 
     step_seconds: Duration = 1.0
     latency: float = 0.0
     bandwidth: float = math.inf
-    presence: Sequence[tuple[float, float]] = ((0.0, math.inf),)
+    availability: Sequence[tuple[float, float]] = ((0.0, math.inf),)
 
     def transfer_seconds(self, size: float) -> float:
         """Return how long a message of `size` bytes is under way."""
@@ -75,11 +74,11 @@ def simulated_workers(who: str, workers: Any) -> list[SimulatedWorker]:
         check_number(who, f"{name}.latency", worker.latency)
         if worker.bandwidth != math.inf:
             check_number(who, f"{name}.bandwidth", worker.bandwidth, positive=True)
-        check_availability(who, name, worker.presence)
+        check_availability(who, name, worker.availability)
     return list(workers)
 
 
-def check_availability(who: str, name: str, presence: Any) -> None:
+def check_availability(who: str, name: str, availability: Any) -> None:
     """Refuse periods that are not pairs of rising numbers, one period after the other.
 
     Raises:
@@ -87,12 +86,12 @@ def check_availability(who: str, name: str, presence: Any) -> None:
       ValueError: if the numbers do not rise from at least 0.
     """
     numbers = []
-    if isinstance(presence, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in presence):
-        numbers = [number for period in presence for number in period]
+    if isinstance(availability, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in availability):
+        numbers = [number for period in availability for number in period]
     if not numbers or not all(map(is_number, numbers)):
-        raise TypeError(f"{who}: {name}.presence must be a sequence of periods (from, to), got {presence!r}.")
+        raise TypeError(f"{who}: {name}.availability must be a sequence of periods (from, to), got {availability!r}.")
     if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
-        raise ValueError(f"{who}: {name}.presence must rise from at least 0, got {presence!r}.")
+        raise ValueError(f"{who}: {name}.availability must rise from at least 0, got {availability!r}.")
 
 
 # The event queue of a simulation.
@@ -126,21 +125,21 @@ class EventLoop:
         self.compute, self.server_seconds = compute, server_seconds
         self.run = make_run(lambda: self.now)
         self.draws = [np.random.default_rng([seed, worker]) for worker in range(len(specs))]
-        self.lives = [0] * len(specs)  # counts deaths: messages of an earlier life are lost
+        self.incarnations = [0] * len(specs)  # counts deaths: messages of an earlier incarnation are lost
         self.steps: dict[int, Step] = {}
         self.asking: dict[int, float] = {}  # who waits for the bound, in the order of asking, and since when
         self.free_at = 0.0
         self.count = 0
         self.queue: list[tuple[float, int, int, int, int]] = []
         for worker, spec in enumerate(specs):
-            for start, end in spec.presence:
+            for start, end in spec.availability:
                 self.schedule(start, _JOIN, worker, 0)
                 if end < math.inf:
                     self.schedule(end, _DIE, worker, 0)
 
-    def schedule(self, time: float, what: int, worker: int, life: int) -> None:
+    def schedule(self, time: float, what: int, worker: int, incarnation: int) -> None:
         """Put an event into the queue; of equal times, the first one put comes first."""
-        heapq.heappush(self.queue, (time, self.count, what, worker, life))
+        heapq.heappush(self.queue, (time, self.count, what, worker, incarnation))
         self.count += 1
 
     def until(self, num_updates: int | None, end: float) -> str:
@@ -148,7 +147,7 @@ class EventLoop:
         while num_updates is None or self.run.state.version < num_updates:
             if not self.queue:
                 return "exhausted"
-            time, _, what, worker, life = heapq.heappop(self.queue)
+            time, _, what, worker, incarnation = heapq.heappop(self.queue)
             if time > end:
                 return "until"
             self.now = time
@@ -161,10 +160,10 @@ class EventLoop:
             elif what == _DIE:
                 if worker in self.run.state.clock.steps:
                     self.drop(worker)
-            elif life == self.lives[worker] and what == _ARRIVE:
+            elif incarnation == self.incarnations[worker] and what == _ARRIVE:
                 self.free_at = max(time, self.free_at) + self.server_seconds
-                self.schedule(self.free_at, _PUSH, worker, life)
-            elif life == self.lives[worker]:
+                self.schedule(self.free_at, _PUSH, worker, incarnation)
+            elif incarnation == self.incarnations[worker]:
                 self.push(worker)
             while self.run.state.clock.slowest > slowest:
                 slowest = self.run.state.clock.slowest
@@ -185,7 +184,7 @@ class EventLoop:
         compute = seconds_of(self.specs[worker].step_seconds, self.draws[worker])
         pull, push = self.transfers[worker]
         done = self.now + pull + compute + push
-        self.schedule(done, _ARRIVE, worker, self.lives[worker])
+        self.schedule(done, _ARRIVE, worker, self.incarnations[worker])
 
     def push(self, worker: int) -> None:
         """Finish a step at the server."""
@@ -198,7 +197,7 @@ class EventLoop:
     def drop(self, worker: int) -> None:
         """Let a worker go, whatever it was doing."""
         self.run.leave(worker, self.asking.pop(worker, None))
-        self.lives[worker] += 1
+        self.incarnations[worker] += 1
         self.steps.pop(worker, None)
 
 
@@ -250,7 +249,7 @@ def simulate(
       tx: the optimizer, for real mathematics.
       loss_fn: the loss, as for `async_sgd`.
       params: the parameters to start from.
-      batches_of: `batches_of(worker)` gives its batches, anew at each join. A worker without batches leaves.
+      batches_of: `batches_of(worker)` gives its batches, again at each join. A worker without batches leaves.
       rng: a random key for losses that take one.
 
     Returns:
@@ -271,7 +270,7 @@ def simulate(
     specs = simulated_workers(WHO, workers)
     _check(num_updates, until, message_bytes, server_seconds, seed)
     given = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
-    code = check_encoding(WHO, reducer)
+    code = check_codec(WHO, reducer)
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
@@ -279,7 +278,7 @@ def simulate(
     if tx is None or batches_of is None:
         compute = no_compute()
     else:
-        here = worker_meshes(WHO, [jax.local_devices()[0]] * len(specs))
+        here = [make_mesh(data=1, devices=jax.local_devices()[:1])] * len(specs)
         compute = make_compute(WHO, tx, loss_fn, here, batches_of, key_data(WHO, rng), code=code)
         check_params(WHO, params)
         params = compute.on_server(params)

@@ -52,14 +52,14 @@ def use_settings(values: dict[str, Any]) -> None:
         jax.config.update(name, value)
 
 
-def run_threads(who: str, hall: Coordinator, compute: Compute, watch: Any) -> None:
+def run_threads(who: str, coordinator: Coordinator, compute: Compute, callbacks: Any) -> None:
     """Drive a run until all is over. Whatever ends it, every thread has ended when this returns.
 
     Args:
       who: the function that the user called, for messages.
-      hall: the server.
+      coordinator: the server.
       compute: what the workers do.
-      watch: `watch(hall)`, which takes milestones away for as long as somebody works, on the caller's thread.
+      callbacks: `callbacks(coordinator)`, which takes milestones away for as long as somebody works, on the caller's thread.
 
     Raises:
       BaseException: what a worker raised, with its traceback and a note saying which worker it was.
@@ -69,28 +69,28 @@ def run_threads(who: str, hall: Coordinator, compute: Compute, watch: Any) -> No
     def work(worker: int) -> None:
         try:
             with settings():
-                run_worker(hall, compute, worker)
+                run_worker(coordinator, compute, worker)
         except BaseException as error:  # the caller of run gets it
-            steps = hall.run.state.clock.steps
+            steps = coordinator.run.state.clock.steps
             at = f" at its step {steps[worker]}" if worker in steps else ""
             error.add_note(f"This happened in worker {worker} of {who}{at}.")
             errors.append(error)
-            hall.stop("failed")
+            coordinator.stop("failed")
         finally:
-            hall.done(worker)
+            coordinator.done(worker)
 
-    workers = sorted(hall.working)
+    workers = sorted(coordinator.working)
     threads = [threading.Thread(target=work, args=(worker,), name=f"shardopt-worker-{worker}") for worker in workers]
-    if hall.over():
+    if coordinator.over():
         return
     try:
         for thread in threads:
             thread.start()
-        watch(hall)
+        callbacks(coordinator)
         for thread in threads:
             thread.join()
     except BaseException:  # Ctrl-C reaches the main thread only
-        hall.stop("failed")
+        coordinator.stop("failed")
         for thread in threads:
             if thread.ident is not None:
                 thread.join()

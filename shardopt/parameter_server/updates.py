@@ -82,7 +82,7 @@ class Update(NamedTuple):
       loss: T and W.
       metrics: the aux metrics of the loss, each as total and weight.
       rows: n, how many rows it was computed from.
-      sound: bool [2 + trained leaves]: is the weight not 0, is the loss finite, is each leaf of `grads`? None if
+      is_finite: bool [2 + trained leaves]: is the weight not 0, is the loss finite, is each leaf of `grads`? None if
         that is not known yet.
       unsent: what the worker's error memory holds after a push that a reducer has encoded, `grads` being its message:
         its norm over that of the gradient; None without a reducer.
@@ -92,7 +92,7 @@ class Update(NamedTuple):
     loss: Weighted
     metrics: Mapping[str, Weighted]
     rows: Any
-    sound: Any = None
+    is_finite: Any = None
     unsent: Any = None
 
 
@@ -138,28 +138,30 @@ def make_update(grads: PyTree, *, loss: Any = 0.0, weight: Any = 1.0, rows: int 
     return Update(grads, Weighted(total, jnp.asarray(weight, total.dtype)), {}, rows)
 
 
-def soundness(update: Update) -> Any:
-    """Return the bool vector of `Update.sound`; traceable."""
+def finiteness(update: Update) -> Any:
+    """Return the bool vector of `Update.is_finite`; traceable."""
     checks = [update.loss.weight != 0, jnp.isfinite(update.loss.total) & jnp.isfinite(update.loss.weight)]
     return jnp.stack(checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values_of(update.grads))])
 
 
-_jitted_soundness = jax.jit(soundness)
+_jitted_finiteness = jax.jit(finiteness)
 
 
 def faults(update: Update, part: PyTree) -> list[str]:
     """Return what of an update cannot be used: the loss and leaves that are not finite, or a weight of 0.
 
     Args:
-      update: if its gradient is encoded, `sound` is that of the decoded one.
+      update: if its gradient is encoded, `is_finite` is that of the decoded one.
       part: the trained parameters, for the names of leaves.
     """
-    sound = np.asarray(_jitted_soundness(update._replace(rows=None)) if update.sound is None else update.sound)
-    if sound.all():
+    is_finite = np.asarray(
+        _jitted_finiteness(update._replace(rows=None)) if update.is_finite is None else update.is_finite
+    )
+    if is_finite.all():
         return []
     names = ["loss", *(path for path, _ in leaves_with_paths(part))]
-    found = [] if sound[0] else [NO_WEIGHT]
-    return found + [f"{name}: not finite" for name, good in zip(names, sound[1:], strict=True) if not good]
+    found = [] if is_finite[0] else [NO_WEIGHT]
+    return found + [f"{name}: not finite" for name, good in zip(names, is_finite[1:], strict=True) if not good]
 
 
 def check_update(update: Any, params: PyTree, worker: int, message: PyTree = None) -> None:
@@ -173,7 +175,7 @@ def check_update(update: Any, params: PyTree, worker: int, message: PyTree = Non
         what = f"worker {worker} must push an Update, got {type(update).__name__}."
         raise TypeError(format_error(WHO, what, fix="make one with parameter_server.make_update(grads)."))
     if message is not None:
-        if jax.tree.map(_kind, update.grads) != jax.tree.map(_kind, message) or update.sound is None:
+        if jax.tree.map(_kind, update.grads) != jax.tree.map(_kind, message) or update.is_finite is None:
             what = f"the push of worker {worker} is not encoded as the server reads it."
             raise ValueError(format_error(WHO, what, fix="push what the encoder of the same reducer writes."))
         return

@@ -1,5 +1,6 @@
-"""What a worker does from beginning to end, wherever it is: enter, pull, compute, push."""
+"""A worker's side of a reducer: gradients become messages, and what these do not say stays with the worker."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,10 +18,89 @@ from shardopt.engine.batch import batch_sharding, check_batch, place_batch
 from shardopt.engine.config import DDP, StrategyConfig, check_config
 from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import data_axes, on_mesh
-from shardopt.parameter_server.encoder import make_encoder
 from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
-from shardopt.parameter_server.updates import Update, merge, soundness, trained
-from shardopt.reducers import Encoding
+from shardopt.parameter_server.updates import Update, finiteness, merge, trained
+from shardopt.reducers import Encoding, Memory, encoding
+from shardopt.reducers.reducer import check_reducer
+
+
+class Compressor(NamedTuple):
+    """How workers write their updates.
+
+    Attributes:
+      header: what the log keeps of it.
+      begin: `begin(worker)`, at each join: nothing is remembered.
+      encode: `encode(worker, update) -> update` with a message in place of the gradient.
+    """
+
+    header: dict[str, Any]
+    begin: Callable[[int], None]
+    encode: Callable[[int, Update], Update]
+
+
+def check_codec(who: str, reducer: Any, sparse: Any = ()) -> Encoding | None:
+    """Return the encoding of a reducer, None for none.
+
+    Raises:
+      TypeError: if it is not a reducer.
+      ValueError: if one sender cannot write in its way, or leaves are sparse.
+    """
+    if reducer is None:
+        return None
+    check_reducer(who, reducer)
+    found = encoding(reducer)
+    if sparse:
+        what = f"reducer={found.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
+        raise ValueError(format_error(who, what, fix="leave one of them out."))
+    return found
+
+
+def make_compressor(code: Encoding | None) -> Compressor:
+    """Return what encodes the updates of workers, each with a memory of its own, on the device of its gradient.
+
+    Without a code updates travel as they are.
+    """
+    if code is None:
+        return Compressor({}, lambda worker: None, lambda worker, update: update)
+    memories: dict[int, Memory] = {}
+    start, write = _compressor_programs(code)
+
+    def begin(worker: int) -> None:
+        memories.pop(worker, None)
+
+    def encode(worker: int, update: Update) -> Update:
+        memory = memories.pop(worker, None)
+        memory = start(update.grads) if memory is None else memory
+        found, memories[worker] = write(update._replace(rows=None), memory)
+        return found._replace(rows=update.rows)
+
+    return Compressor({"reducer": code.name}, begin, encode)
+
+
+@functools.lru_cache(maxsize=16)
+def _compressor_programs(code: Encoding) -> tuple[Callable[[PyTree], Memory], Callable[..., tuple[Update, Memory]]]:
+    """Return the compiled start of a memory, and the compiled encoding of an update; kept from run to run."""
+
+    def write(update: Update, memory: Memory) -> tuple[Update, Memory]:
+        message, memory = code.encode(update.grads, memory)
+        read = code.decode(message, update.grads)
+        # What is finite may still be too large for the dtype that travels.
+        finite = [jnp.ones(2, bool), *(jnp.isfinite(leaf).all()[None] for leaf in jax.tree.leaves(read))]
+        unsent = _norm(memory.unsent) / jnp.maximum(_norm(update.grads), jnp.finfo(jnp.float32).tiny)
+        return update._replace(
+            grads=message, is_finite=update.is_finite & jnp.concatenate(finite), unsent=unsent
+        ), memory
+
+    return jax.jit(code.init), jax.jit(write, donate_argnums=1)
+
+
+def _norm(tree: PyTree) -> jax.Array:
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf)).astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros(())))
+
+
+# What a worker does from beginning to end, wherever it is: enter, pull, compute, push.
+
 
 # What a worker computes: the gradient of its batch, as an update to push.
 
@@ -85,7 +165,7 @@ def _program(who: str, loss_fn: LossFn, mesh: Mesh) -> Callable[..., Update]:
                 (grads, parts), jax.tree.map(lambda _: whole, (grads, parts))
             )
         update = Update(grads, parts.loss, parts.metrics, None)
-        return update._replace(sound=soundness(update))
+        return update._replace(is_finite=finiteness(update))
 
     return program
 
@@ -112,7 +192,7 @@ class Compute(NamedTuple):
 
     Attributes:
       header: what the log keeps of it: `rng` and the number of `devices` of each worker.
-      begin: `begin(worker, position)`, at each join: its batches start anew, and so many rounds of them are skipped,
+      begin: `begin(worker, position)`, at each join: its batches start again, and so many rounds of them are skipped,
         which is 0 but in a run that is resumed.
       next_batch: `next_batch(worker) -> batch`, or None where there are no more.
       update: `update(worker, params, batch, clock) -> Update`, finished, on the device of the server.
@@ -153,7 +233,7 @@ def make_compute(
     """
     streams = Streams(who, batches_of)
     listed = list(meshes.values() if isinstance(meshes, Mapping) else meshes)
-    encoder = make_encoder(code)
+    encoder = make_compressor(code)
     gradients = make_gradients(who, tx, loss_fn, listed[0], key)
     home = listed[0].devices.flat[0]
 
@@ -164,8 +244,8 @@ def make_compute(
         if sparse:
             found = found._replace(grads=shrink(found.grads, sparse))
         if code is not None:  # on one of the worker's devices: all have the same gradient
-            found = encoder.encode(worker, moved(found, meshes[worker].devices.flat[0]))
-        return jax.block_until_ready(moved(found, home))
+            found = encoder.encode(worker, to_device(found, meshes[worker].devices.flat[0]))
+        return jax.block_until_ready(to_device(found, home))
 
     def begin(worker: int, position: int) -> None:
         streams.begin(worker, position)
@@ -197,7 +277,7 @@ class Streams:
         self.streams: dict[int, Iterator[Any]] = {}
 
     def begin(self, worker: int, position: int = 0) -> None:
-        """Start a worker's batches anew, after the first `position` rounds."""
+        """Start a worker's batches again, after the first `position` rounds."""
         batches = self.batches_of(worker)
         if not isinstance(batches, Iterable):
             what = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
@@ -213,7 +293,7 @@ class Streams:
         return found if len(found) == self.sizes[worker] else None
 
 
-def moved(update: Update, device: Any) -> Update:
+def to_device(update: Update, device: Any) -> Update:
     """Return an update on a device; its number of rows stays a number, sparse leaves stay in numpy."""
     put = lambda leaf: leaf if is_rows(leaf) else jax.device_put(leaf, device)  # noqa: E731
     return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
@@ -235,22 +315,22 @@ def key_data(who: str, rng: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(jax.random.fold_in(typed, 0)))
 
 
-def run_worker(hall: Any, compute: Compute, worker: int, life: int = 0) -> None:
-    """Live through every period of a worker's presence.
+def run_worker(coordinator: Any, compute: Compute, worker: int, incarnation: int = 0) -> None:
+    """Live through every period of a worker's availability.
 
     Args:
-      hall: a `Hall`, or what speaks for one in another process.
+      coordinator: a `Coordinator`, or what speaks for one in another process.
       compute: the worker's side.
       worker: its number.
-      life: which of its lives this is.
+      incarnation: which of its incarnations this is.
     """
-    while (position := hall.enter(worker, life)) is not None:
+    while (position := coordinator.enter(worker, incarnation)) is not None:
         compute.begin(worker, position)
         goes_on = True
         while goes_on:
             batch = compute.next_batch(worker)
-            task = hall.pull(worker, life, batch is not None)
+            task = coordinator.pull(worker, incarnation, batch is not None)
             if task is None:
                 break
             update = compute.update(worker, task.params, batch, task.clock)
-            goes_on = hall.push(worker, life, update, task.version)
+            goes_on = coordinator.push(worker, incarnation, update, task.version)

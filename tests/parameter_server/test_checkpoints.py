@@ -62,7 +62,7 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
 
 
 def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypatch):
-    """The comparison above can fail: a resumed run that reads its data anew ends elsewhere."""
+    """The comparison above can fail: a resumed run that reads its data again ends elsewhere."""
     batches_of, opt = regression.batches_of(3), optimizer(regression, 0)
     whole = opt.run(regression.params, batches_of, num_updates=10)
     begin = compute.Streams.begin

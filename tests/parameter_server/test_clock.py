@@ -97,7 +97,7 @@ def test_10_000_pushes_with_random_stalls(max_staleness):
 @settings(max_examples=60, deadline=None)
 @given(
     max_staleness=st.sampled_from([*BOUNDS, None]),
-    lives=st.lists(
+    incarnations=st.lists(
         st.tuples(
             st.floats(0.1, 5.0), st.lists(st.floats(0.0, 30.0), min_size=2, max_size=6, unique=True), st.booleans()
         ),
@@ -106,23 +106,25 @@ def test_10_000_pushes_with_random_stalls(max_staleness):
     ),
     seed=st.integers(0, 1000),
 )
-def test_deaths_at_any_time_leave_nobody_waiting_for_ever(max_staleness, lives, seed):
+def test_deaths_at_any_time_leave_nobody_waiting_for_ever(max_staleness, incarnations, seed):
     """A simulation whose queue runs dry while somebody is there would be a deadlock."""
     workers = []
-    for mean, times, for_good in lives:
+    for mean, times, for_good in incarnations:
         times = sorted(times)[: len(times) // 2 * 2]
         if for_good:
             times[-1] = float("inf")
-        presence = tuple(zip(times[::2], times[1::2], strict=True))
+        availability = tuple(zip(times[::2], times[1::2], strict=True))
         workers.append(
-            so.parameter_server.SimulatedWorker(so.parameter_server.durations.exponential(mean), presence=presence)
+            so.parameter_server.SimulatedWorker(
+                so.parameter_server.durations.exponential(mean), availability=availability
+            )
         )
     result = so.parameter_server.simulate(workers, max_staleness=max_staleness, num_updates=60, seed=seed)
     here = Counter()
     for event in result.log:
         here[event.worker] += {"join": 1, "leave": -1}.get(event.kind, 0)
         assert max_staleness is None or event.staleness <= max_staleness
-    if any(for_good for *_, for_good in lives):
+    if any(for_good for *_, for_good in incarnations):
         assert result.metrics["stopped"] == "completed"
     if result.metrics["stopped"] == "exhausted":
         assert not any(here.values())

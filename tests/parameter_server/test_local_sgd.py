@@ -49,8 +49,10 @@ def test_without_staleness_it_is_diloco(outer, odd, x64):
 def test_replay_with_deaths_and_late_joiners(rule, max_staleness, steps, regression, tmp_path):
     made = islands(regression.loss_fn)
     opt = so.async_local_sgd(made, outer=optax.sgd(0.5), local_steps=steps, max_staleness=max_staleness, rule=rule)
-    path, presence = tmp_path / "log.jsonl", {1: [(1, 4), (6, float("inf"))]}
-    result = opt.run(regression.params, regression.batches_of(2), num_updates=10, presence=presence, log_path=path)
+    path, availability = tmp_path / "log.jsonl", {1: [(1, 4), (6, float("inf"))]}
+    result = opt.run(
+        regression.params, regression.batches_of(2), num_updates=10, availability=availability, log_path=path
+    )
     assert (result.metrics["updates"], result.metrics["stopped"]) == (10, "completed")
     if max_staleness is not None:  # without a bound the other island may be done before this one has begun
         assert [one.kind for one in result.log if one.worker == 1].count("join") == 2
@@ -65,7 +67,11 @@ def test_a_loss_with_rng_is_replayed_too(regression):
 
     opt = so.async_local_sgd(islands(loss_fn), local_steps=2, max_staleness=1)
     run = lambda seed: opt.run(  # noqa: E731
-        regression.params, regression.batches_of(2), num_updates=5, rng=jax.random.key(seed), presence={1: [(9, 10)]}
+        regression.params,
+        regression.batches_of(2),
+        num_updates=5,
+        rng=jax.random.key(seed),
+        availability={1: [(9, 10)]},
     )
     result = run(1)
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)

@@ -96,7 +96,7 @@ def difference_from_ddp(odd):
 
 def bound_kept_and_reached():
     workers = [SimulatedWorker(durations.exponential(1.0))] * 4 + [
-        SimulatedWorker(durations.exponential(1.0), presence=((20.0, float("inf")),))
+        SimulatedWorker(durations.exponential(1.0), availability=((20.0, float("inf")),))
     ]
     return max(simulate(workers, max_staleness=4, num_updates=400).metrics["staleness"]) == 4
 

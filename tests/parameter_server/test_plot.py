@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from shardopt.parameter_server import SimulatedWorker, plot_timeline, simulate, timeline
 from shardopt.parameter_server.views import _COLORS
 
-WORKERS = [SimulatedWorker(), SimulatedWorker(3.0), SimulatedWorker(1.0, presence=((0.0, 4.5), (8.0, math.inf)))]
+WORKERS = [SimulatedWorker(), SimulatedWorker(3.0), SimulatedWorker(1.0, availability=((0.0, 4.5), (8.0, math.inf)))]
 
 
 def boxes(figure):

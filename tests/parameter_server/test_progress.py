@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 import shardopt as so
-from shardopt.parameter_server import SimulatedWorker, progress, simulate
+from shardopt.parameter_server import SimulatedWorker, simulate
+from shardopt.parameter_server import views as progress
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.views import Status, WorkerStats, WorkerStatus
 
@@ -69,14 +70,14 @@ def test_status_is_asked_for_only_when_it_is_shown():
 def test_the_tally_of_a_log():
     """Against the summary of a whole run, and against what each event says."""
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(3.0)], max_staleness=1, num_updates=20)
-    tally = WorkerStats(result.log)
-    workers = tally.workers(result.metrics["seconds"], waits=lambda worker: True)
+    stats = WorkerStats(result.log)
+    workers = stats.workers(result.metrics["seconds"], waits=lambda worker: True)
     assert {one.worker: one.waited for one in workers} == pytest.approx(result.metrics["wait_seconds"], abs=3.0)
     assert sum(one.pushes for one in workers) == 20
     doing = []
     for kind in ("join", "pull", "push", "pull", "refuse", "pull", "resume", "leave"):
-        tally.record(Event(kind, 5, 4, 0, 0, time=50.0))
-        doing.append((tally.workers(51.0, waits=lambda worker: True)[2].doing, tally.workers(51.0, bool)[2].clock))
+        stats.record(Event(kind, 5, 4, 0, 0, time=50.0))
+        doing.append((stats.workers(51.0, waits=lambda worker: True)[2].doing, stats.workers(51.0, bool)[2].clock))
     assert doing == [
         ("waits", 4),
         ("computes", 4),
@@ -87,17 +88,17 @@ def test_the_tally_of_a_log():
         ("waits", 4),
         ("gone", 4),
     ]
-    assert tally.workers(51.0, waits=lambda worker: False)[1].doing in ("loads", "computes")
+    assert stats.workers(51.0, waits=lambda worker: False)[1].doing in ("loads", "computes")
 
 
 def test_a_run_is_shown_while_it_goes_on(capsys, regression, monkeypatch):
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     seen = threading.Event()
-    tally = WorkerStats.workers
+    stats = WorkerStats.workers
 
     def watched(*arguments, **options):
         seen.set()
-        return tally(*arguments, **options)
+        return stats(*arguments, **options)
 
     monkeypatch.setattr(WorkerStats, "workers", watched)
 

@@ -150,7 +150,7 @@ def test_without_workers_there_is_an_error_and_a_checkpoint(regression, tmp_path
         version = checkpoints.latest()
         assert str(caught.value) == (
             f"async_sgd: all 2 workers were killed, the last one at version {version} of 400.\n"
-            "Fix: pass max_restarts so that they are started anew, or checkpoints to go on from here."
+            "Fix: pass max_restarts so that they are started again, or checkpoints to go on from here."
         )
         assert version == 10
         result = opt.run(regression.params, batches_of, num_updates=20, checkpoints=checkpoints)

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.parameter_server import NonFiniteUpdateError, encoder, make_server, make_update, replay
+from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update, replay
+from shardopt.parameter_server import worker as encoder
 
 R = so.reducers
 INT8 = R.error_feedback(R.int8(block_size=4))
@@ -84,8 +85,8 @@ def test_what_is_remembered_is_sent_later():
 
 
 def test_a_memory_that_is_lost_is_said_and_replayed():
-    presence = {1: [(0, 6), (10, 16), (20, 1e9)]}
-    opt, result = train(INT8, num_updates=26, presence=presence)
+    availability = {1: [(0, 6), (10, 16), (20, 1e9)]}
+    opt, result = train(INT8, num_updates=26, availability=availability)
     lost = result.metrics["lost_memory"]
     assert {worker: len(values) for worker, values in lost.items()} == {1: 2}
     assert all(0 < value < 1 for value in lost[1])
@@ -94,14 +95,14 @@ def test_a_memory_that_is_lost_is_said_and_replayed():
 
 def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch):
     """The replay above can fail: it begins without memory at each join."""
-    make = encoder.make_encoder
+    make = encoder.make_compressor
 
     def remembers(code):
         return make(code)._replace(begin=lambda worker: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardopt.parameter_server.worker.make_encoder", remembers)
-        _, result = train(INT8, num_updates=26, presence={1: [(0, 6), (10, 1e9)]})
+        patch.setattr("shardopt.parameter_server.worker.make_compressor", remembers)
+        _, result = train(INT8, num_updates=26, availability={1: [(0, 6), (10, 1e9)]})
     opt, _ = train(INT8, num_updates=0)
     with pytest.raises(ValueError, match="the parameters at the end are not those of the run"):
         opt.replay(result.log, start(), batches_of)
@@ -157,7 +158,7 @@ def test_islands():
 
     islands = [make(jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
     opt = so.async_local_sgd(islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8)
-    result = opt.run(start(), batches_of, num_updates=8, presence={1: [(0, 5), (7, 1e9)]})
+    result = opt.run(start(), batches_of, num_updates=8, availability={1: [(0, 5), (7, 1e9)]})
     assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.encoding(INT8).nbytes(start())
     assert set(result.metrics["lost_memory"]) == {1}
     same_bits(opt.replay(result.log, start(), batches_of), result.params)

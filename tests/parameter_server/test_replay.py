@@ -47,8 +47,8 @@ def test_threads(rule, max_staleness, regression, tmp_path):
 def test_threads_with_deaths_and_late_joiners(max_staleness, regression):
     tx = optax.sgd(0.05, momentum=0.9)
     opt = so.async_sgd(tx, regression.loss_fn, workers=4, max_staleness=max_staleness, rule=rules.dc_asgd())
-    presence = {1: [(0, 8)], 2: [(5, float("inf"))], 3: [(0, 6), (12, 20), (24, float("inf"))]}
-    result = opt.run(regression.params, regression.batches_of(4), num_updates=40, presence=presence)
+    availability = {1: [(0, 8)], 2: [(5, float("inf"))], 3: [(0, 6), (12, 20), (24, float("inf"))]}
+    result = opt.run(regression.params, regression.batches_of(4), num_updates=40, availability=availability)
     events = list(result.log)
     assert [one.worker for one in events if one.kind == "leave"].count(3) == 2
     assert [one.worker for one in events if one.kind == "join"].count(3) == 3
@@ -61,14 +61,14 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression):
 def test_threads_with_random_kills(seed, regression):
     """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every bit."""
     draw = np.random.default_rng(seed)
-    presence = {}
+    availability = {}
     for worker in (1, 2, 3):
         times = [float(time) for time in sorted(draw.choice(60, size=4, replace=False))]
-        presence[worker] = [(times[0], times[1]), (times[2], times[3])]
+        availability[worker] = [(times[0], times[1]), (times[2], times[3])]
     tx = optax.sgd(0.02, momentum=0.9)
     here = jax.devices()[:1] * 4  # one program for all
     opt = so.async_sgd(tx, regression.loss_fn, workers=here, max_staleness=seed % 3)
-    result = opt.run(regression.params, regression.batches_of(4), num_updates=60, presence=presence)
+    result = opt.run(regression.params, regression.batches_of(4), num_updates=60, availability=availability)
     assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 60)
     assert result.metrics["history"]["loss"].shape == (60,)
     same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)

@@ -66,7 +66,7 @@ def test_waiting_is_accounted():
 
 def test_the_time_of_every_worker_adds_up():
     workers = [
-        SimulatedWorker(durations.exponential(1.0), presence=((0.5 * worker, 60.0 + worker), (70.0, INF)))
+        SimulatedWorker(durations.exponential(1.0), availability=((0.5 * worker, 60.0 + worker), (70.0, INF)))
         for worker in range(5)
     ]
     result = simulate(workers, max_staleness=1, until=100.0, seed=4)
@@ -87,7 +87,11 @@ def test_the_same_arguments_give_the_same_log_and_others_another():
 
 
 def test_the_dead_are_forgotten_and_late_joiners_catch_up():
-    workers = [SimulatedWorker(), SimulatedWorker(presence=((0.0, 2.5),)), SimulatedWorker(presence=((5.25, INF),))]
+    workers = [
+        SimulatedWorker(),
+        SimulatedWorker(availability=((0.0, 2.5),)),
+        SimulatedWorker(availability=((5.25, INF),)),
+    ]
     result = simulate(workers, num_updates=10)
     events = list(result.log)
     pushes = {
@@ -123,7 +127,7 @@ def test_time_for_data_is_no_waiting():
 
 
 def test_without_workers_it_ends():
-    workers = [SimulatedWorker(presence=((0.0, 3.5),))] * 2
+    workers = [SimulatedWorker(availability=((0.0, 3.5),))] * 2
     metrics = simulate(workers, num_updates=10).metrics
     assert (metrics["stopped"], metrics["updates"]) == ("exhausted", 3)
     assert simulate(1, num_updates=0).metrics["stopped"] == "completed"
@@ -131,7 +135,7 @@ def test_without_workers_it_ends():
 
 
 def test_all_die_and_come_back():
-    workers = [SimulatedWorker(presence=((0.0, 2.5), (4.0, INF)))] * 3
+    workers = [SimulatedWorker(availability=((0.0, 2.5), (4.0, INF)))] * 3
     result = simulate(workers, num_updates=5)
     assert result.metrics["seconds"] == 7.0
     assert [one.clock for one in result.log if one.kind == "join"] == [0, 0, 0, 2, 2, 2]
@@ -207,14 +211,14 @@ def test_two_thousand_workers():
             "simulate: workers[0].bandwidth must be finite, above 0; got 0.",
         ),
         (
-            lambda: simulate([SimulatedWorker(presence=((2.0, 1.0),))], num_updates=1),
+            lambda: simulate([SimulatedWorker(availability=((2.0, 1.0),))], num_updates=1),
             ValueError,
-            "simulate: workers[0].presence must rise from at least 0, got ((2.0, 1.0),).",
+            "simulate: workers[0].availability must rise from at least 0, got ((2.0, 1.0),).",
         ),
         (
-            lambda: simulate([SimulatedWorker(presence=(0.0, 1.0))], num_updates=1),
+            lambda: simulate([SimulatedWorker(availability=(0.0, 1.0))], num_updates=1),
             TypeError,
-            "simulate: workers[0].presence must be a sequence of periods (from, to), got (0.0, 1.0).",
+            "simulate: workers[0].availability must be a sequence of periods (from, to), got (0.0, 1.0).",
         ),
         (
             lambda: simulate(2),

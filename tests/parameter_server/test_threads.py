@@ -38,9 +38,9 @@ def ones(worker):
 PARAMS = {"w": np.zeros((), np.float32)}
 
 
-def run(*, workers=3, batches_of=ones, loss_fn=mean, num_updates=20, log_path=None, presence=None, **options):
+def run(*, workers=3, batches_of=ones, loss_fn=mean, num_updates=20, log_path=None, availability=None, **options):
     opt = so.async_sgd(optax.sgd(0.01), loss_fn, workers=workers, **options)
-    return opt.run(PARAMS, batches_of, num_updates=num_updates, log_path=log_path, presence=presence)
+    return opt.run(PARAMS, batches_of, num_updates=num_updates, log_path=log_path, availability=availability)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
@@ -70,7 +70,7 @@ def test_the_bound_is_reached_and_kept_when_one_stalls(max_staleness):
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
 def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
-    """Threads, hall and clocks as in every run; server and workers without mathematics, which would take the time."""
+    """Threads, coordinator and clocks as in every run; server and workers without mathematics, which would take the time."""
 
     def update(worker, params, batch, clock):
         if draws[worker].random() < 0.01:
@@ -79,9 +79,9 @@ def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
     draws, pause = [np.random.default_rng(worker) for worker in range(4)], threading.Event()
     running = Run(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
     updates = 10_000 if max_staleness else 10_000 // 4
-    hall = Coordinator(running, updates, {worker: [(0, math.inf)] for worker in range(4)})
-    run_threads("test", hall, no_compute()._replace(update=update), lambda hall: None)
-    metrics = running.finish(hall.why()).metrics
+    coordinator = Coordinator(running, updates, {worker: [(0, math.inf)] for worker in range(4)})
+    run_threads("test", coordinator, no_compute()._replace(update=update), lambda coordinator: None)
+    metrics = running.finish(coordinator.why()).metrics
     assert (metrics["stopped"], metrics["pushes"]) == ("completed", 10_000)
     assert max(metrics["staleness"]) == max_staleness
     assert max(metrics["delay"]) <= 3 * (2 * max_staleness + 1) * (max_staleness > 0)
@@ -200,8 +200,8 @@ def zip_some(count):
 
 
 def test_a_run_whose_workers_are_all_dead_ends_whoever_was_to_join_later():
-    presence = {0: [(0, 3)], 1: [(0, 3)], 2: [(50, 60)]}
-    result = run(presence=presence, max_staleness=None, num_updates=100)
+    availability = {0: [(0, 3)], 1: [(0, 3)], 2: [(50, 60)]}
+    result = run(availability=availability, max_staleness=None, num_updates=100)
     assert result.metrics["stopped"] == "exhausted"
     assert 3 <= result.metrics["updates"] <= 4
     assert {one.worker for one in result.log} == {0, 1}
@@ -210,19 +210,19 @@ def test_a_run_whose_workers_are_all_dead_ends_whoever_was_to_join_later():
 def test_everyone_dead_and_a_joiner_due():
     """Version 3 kills the first two and brings the third, whoever notices first."""
     for _ in range(5):
-        result = run(presence={0: [(0, 3)], 1: [(0, 3)], 2: [(3, 1e9)]}, max_staleness=None, num_updates=10)
+        result = run(availability={0: [(0, 3)], 1: [(0, 3)], 2: [(3, 1e9)]}, max_staleness=None, num_updates=10)
         assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 10)
 
 
 def test_workers_compute_on_their_own_devices_in_the_precision_of_the_caller(x64, monkeypatch):
-    seen, moved = set(), compute.moved
+    seen, moved = set(), compute.to_device
 
     def watch(update, device):
         gradient = update.grads["w"]
         seen.add((gradient.dtype, *(one.id for one in gradient.devices())))
         return moved(update, device)
 
-    monkeypatch.setattr(compute, "moved", watch)
+    monkeypatch.setattr(compute, "to_device", watch)
     devices = jax.devices()[2:5]
     opt = so.async_sgd(optax.sgd(0.01), mean, workers=devices)
     result = opt.run({"w": np.zeros(())}, ones, num_updates=3)
@@ -343,14 +343,14 @@ REFUSED = {
         "async_sgd: num_updates must be at least 0, got -1.",
     ),
     "unknown worker": (
-        {"presence": {5: [(0, 1)]}},
+        {"availability": {5: [(0, 1)]}},
         ValueError,
-        "async_sgd: presence names workers that are not there: [5].",
+        "async_sgd: availability names workers that are not there: [5].",
     ),
-    "presence of another kind": (
-        {"presence": [(0, 1)]},
+    "availability of another kind": (
+        {"availability": [(0, 1)]},
         TypeError,
-        "async_sgd: presence must be a dict {worker: [(from, to), ...]}, got list.",
+        "async_sgd: availability must be a dict {worker: [(from, to), ...]}, got list.",
     ),
     "updated leaves": (
         {"loss_fn": lambda p, b: (mean(p, b), {"x": so.Updated({"w": p["w"]})}), "workers": 1},

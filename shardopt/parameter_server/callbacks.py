@@ -12,14 +12,13 @@ from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.parameter_server.coordinator import Milestone
-from shardopt.parameter_server.run import Run
-from shardopt.parameter_server.saving import Snapshot, load_snapshot, restore_run, snapshot
+from shardopt.parameter_server.run import Run, Snapshot, load_snapshot, restore_run, snapshot
 
 _LOOK = 0.25
 """Seconds between two looks of a person."""
 
 
-class Wishes:
+class SavePolicy:
     """Which versions somebody wants to see, and what of them: numbers only, so that it crosses to other processes."""
 
     def __init__(self, save_every: int | None, evaluate_every: int | None):
@@ -69,7 +68,7 @@ class Callbacks:
         _check(who, checkpoints, early_stopping, evaluate, evaluate_every)
         self.who, self.checkpoints, self.rule, self.evaluate = who, checkpoints, early_stopping, evaluate
         evaluates = early_stopping is not None or evaluate is not None
-        self.wishes = Wishes(
+        self.policy = SavePolicy(
             None if checkpoints is None else checkpoints.every, int(evaluate_every) if evaluates else None
         )
         self.progress, self.show = progress, lambda status, last=False: None
@@ -83,7 +82,7 @@ class Callbacks:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return self.wishes.save_every is None and self.wishes.evaluate_every is None
+        return self.policy.save_every is None and self.policy.evaluate_every is None
 
     def begin(self, run: Run, params: PyTree) -> None:
         """Let a new run go on from the newest checkpoint, if there is one."""
@@ -109,7 +108,7 @@ class Callbacks:
     def handle(self, milestone: Milestone) -> bool:
         """Evaluate, save; say whether the run is to end."""
         self._window += milestone.history
-        if self.wishes.evaluates(milestone.version):
+        if self.policy.evaluates(milestone.version):
             self._observe(milestone.version, milestone.params)
         if milestone.snapshot is not None:
             self.save(milestone.snapshot)
@@ -135,20 +134,20 @@ class Callbacks:
     def metrics(self) -> dict[str, Any]:
         """Return what the result says of all this."""
         found: dict[str, Any] = {"resumed_from": self.resumed_from}
-        if self.wishes.evaluate_every is not None:
+        if self.policy.evaluate_every is not None:
             found["evaluations"], found["best"] = self.evaluations, stopping.best(self.rule, self.state)
         return found
 
-    def __call__(self, hall: Any) -> None:
+    def __call__(self, coordinator: Any) -> None:
         """Take milestones away until nobody works any more."""
         if self.idle and not self.progress:
             return
         timeout = _LOOK if self.progress else None
-        while (milestone := hall.milestone(timeout)) is not None or hall.working:
+        while (milestone := coordinator.milestone(timeout)) is not None or coordinator.working:
             if milestone is not None and self.handle(milestone):
-                hall.finish_early()
-            self.show(hall.status)
-        self.show(hall.status, last=True)
+                coordinator.finish_early()
+            self.show(coordinator.status)
+        self.show(coordinator.status, last=True)
 
     def _observe(self, version: int, params: PyTree) -> None:
         rows, self._window = jax.device_get(self._window), []
