@@ -1,5 +1,21 @@
-"""The command line: `shardopt train` and `shardopt launch`."""
+"""The command line: `shardopt train`, `launch`, `plan`, `audit` and `schedule`."""
 
-from shardopt.cli.main import main
+import sys
+from collections.abc import Sequence
+
+from shardopt.core.extras import require
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `shardopt` and return its exit code: 0, 2 for what cannot be done as asked, 130 for a second Ctrl-C."""
+    try:
+        for module in ("tyro", "rich"):
+            require(module, extra="cli", who="shardopt")
+    except ModuleNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from shardopt.cli.main import main
+
+    return main(arguments)

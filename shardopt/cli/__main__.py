@@ -2,6 +2,6 @@
 
 import sys
 
-from shardopt.cli.main import main
+from shardopt.cli import main
 
 sys.exit(main())

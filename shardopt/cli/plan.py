@@ -175,7 +175,7 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
             return so.fsdp(tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16)
         if options.strategy == "ddp":
             return so.ddp(tx, mesh, block_model, rules=rules)
-        return so.zero(tx, mesh, model, stage=int(options.strategy.removeprefix("zero")), rules=rules)
+        return so.zero(tx, mesh, block_model, stage=int(options.strategy.removeprefix("zero")), rules=rules)
 
     batch = abstract_batch(shape, options.rows * chips // sizes["tensor"])
     return so.aot(make, shape.abstract_params(), batch, topology=options.topology, num_slices=options.slices, **sizes)

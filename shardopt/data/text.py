@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardopt.core.errors import format_error
+from shardopt.core.extras import require
 
 # Which files make up a corpus, in an order that depends on nothing but their paths.
 
@@ -203,6 +204,7 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
       >>> next(iterator)["tokens"].shape, iterator.get_state()
       ((4, 129), {'next_index': 1})
     """
+    require("grain", extra="data", who="data.batches")
     import grain
 
     if batch_size < 1:

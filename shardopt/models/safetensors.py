@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core.errors import format_error
+from shardopt.core.extras import require
 from shardopt.models.gpt import GPTConfig, Params
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -48,6 +49,7 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
       >>> its_config == config, bool((again["blocks"]["mlp"]["up"] == params["blocks"]["mlp"]["up"]).all())
       (True, True)
     """
+    require("safetensors", extra="huggingface", who="export_safetensors")
     from safetensors.numpy import save_file
 
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)):
@@ -92,6 +94,7 @@ def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTCo
       FileNotFoundError: if a file is missing.
       ValueError: if the model is not one that `gpt` can be, or a tensor is missing, left over or of another shape.
     """
+    require("safetensors", extra="huggingface", who="import_safetensors")
     from safetensors.numpy import load_file
 
     folder = Path(directory)

@@ -1,6 +1,7 @@
 """What a log says of a run: rates, how stale, who waited."""
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardopt.core.errors import format_error
+from shardopt.core.extras import is_installed, require
 from shardopt.parameter_server.log import Event
 
 _SHORTEST = 1e-9
@@ -153,10 +155,11 @@ def plot_timeline(
       >>> plot_timeline(result.log).axes[0].get_title(loc="left")
       '3 updates in 3 s, 2 workers'
     """
+    events, who = list(log), "plot_timeline"
+    require("matplotlib", extra="plot", who=who)
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
     from matplotlib.patches import Patch
 
-    events, who = list(log), "plot_timeline"
     workers = sorted({event.worker for event in events})
     if not events:
         raise ValueError(f"{who}: the log has no events.")
@@ -296,10 +299,15 @@ def show_workers(who: str, *, shown: bool, console: "Console | None" = None) -> 
     Args:
       who: the function that the user called.
       shown: False for nothing at all.
-      console: a rich console; by default standard error.
+      console: a rich console; by default standard error. Without rich there are lines only.
     """
     if not shown:
         yield lambda status, last=False: None
+        return
+    if console is None and not is_installed("rich"):
+        yield _now_and_then(
+            _LINE_SECONDS, lambda status: print(progress_line(who, status), file=sys.stderr, flush=True)
+        )
         return
     from rich.console import Console
 

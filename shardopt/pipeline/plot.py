@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardopt.core.extras import require
 from shardopt.pipeline.schedule import pass_costs, tick_costs
 from shardopt.pipeline.ticks import Ticks
 
@@ -23,6 +24,7 @@ _WIDTHS = 6.5, 60.0
 
 def plot(ticks: Ticks, heading: tuple[str, str], path: str | os.PathLike[str] | None) -> "Figure":
     """Draw the lockstep program, every tick as long as its busiest stage; see `Schedule.plot`."""
+    require("matplotlib", extra="plot", who="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
     starts = np.concatenate([[0], np.cumsum(tick_costs(ticks))])

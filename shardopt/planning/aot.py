@@ -1,6 +1,5 @@
 """`aot`: what the real XLA:TPU compiler makes of a training step, on a machine without a TPU."""
 
-import importlib.util
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from shardopt.audit.program import Memory, argument_padding, audit, inner_produc
 from shardopt.audit.report import Audit
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
+from shardopt.core.extras import require
 from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import make_mesh
@@ -224,9 +224,7 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Sequence[Any]:
     """
     parse_topology(topology)
     check_count("aot", "num_slices", num_slices)
-    if importlib.util.find_spec("libtpu") is None:
-        what = "compiling for a TPU needs its compiler, libtpu, which is not installed."
-        raise ModuleNotFoundError(format_error("aot", what, fix="pip install 'shardopt[tpu]'"))
+    require("libtpu", extra="tpu", who="aot")
     from jax.experimental import topologies
 
     more = {"num_slices": num_slices} if num_slices > 1 else {}

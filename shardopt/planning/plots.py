@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardopt.core.errors import format_error, plural
+from shardopt.core.extras import require
 from shardopt.planning.search import Prediction
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _label(axes: "Axes", predictions: Sequence[Prediction]) -> None:
 
 
 def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", Any]:
+    require("matplotlib", extra="plot", who="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
     if not 1 <= len(predictions) <= _MOST:
@@ -147,6 +149,7 @@ def plot_placement(opt: Any, abstract_params: Any = None, *, path: Path = None) 
     Returns:
       A matplotlib figure.
     """
+    require("matplotlib", extra="plot", who="plot_placement")
     from matplotlib.figure import Figure
 
     rows = (opt.config.report() if abstract_params is None else opt.config.report(abstract_params)).rows

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from shardopt.core.extras import require
 from shardopt.runtime.files import write_whole
 
 Log = Callable[[int, Mapping[str, float]], None]
@@ -155,6 +156,7 @@ class _TensorBoard:
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
+            require("tensorboardX", extra="tensorboard", who="tensorboard")
             from tensorboardX import SummaryWriter
 
             self._writer = SummaryWriter(str(self._directory), purge_step=step)

@@ -1,10 +1,13 @@
 """What a person sees of a run: a bar on a terminal, lines elsewhere, nothing on other processes."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+
+from shardopt.core.extras import is_installed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,24 +34,29 @@ def show_progress(num_steps: int, *, shown: bool, console: "Console | None" = No
     Args:
       num_steps: the step count at the end.
       shown: False for messages only.
-      console: a rich console; by default standard error.
+      console: a rich console; by default standard error. Without rich there are lines only.
     """
     if jax.process_index() != 0:
         yield Display(_nothing, _nothing, _nothing)
         return
-    from rich.console import Console
+    out = console
+    if out is None and is_installed("rich"):
+        from rich.console import Console
 
-    out = console or Console(stderr=True)
+        out = Console(stderr=True)
 
     def say(text: str) -> None:
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        if out is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def line(step: int, metrics: Mapping[str, float]) -> None:
         say(f"step {step}/{num_steps}  {describe(metrics)}")
 
     if not shown:
         yield Display(say, _nothing, _nothing)
-    elif out.is_terminal or out.is_jupyter:
+    elif out is not None and (out.is_terminal or out.is_jupyter):
         with _live(num_steps, out) as (advance, report):
             yield Display(say, advance, report)
     else:
