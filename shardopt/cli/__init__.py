@@ -16,6 +16,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from shardopt.cli.main import main
+    from shardopt.cli.commands import run
 
-    return main(arguments)
+    return run(arguments)

@@ -175,10 +175,10 @@ def make_strategy(
     """
     asked = options.communication
     reducer = make_reducer(asked) if asked.sync_every is None else None
-    return combined(asked, make_ring_1(options, tx, mesh, model, reducer=reducer))
+    return combined(asked, make_base(options, tx, mesh, model, reducer=reducer))
 
 
-def make_ring_1(
+def make_base(
     options: TrainOptions,
     tx: optax.GradientTransformation,
     mesh: Mesh,
@@ -206,7 +206,7 @@ def make_ring_1(
     return so.zero(tx, mesh, model, stage=int(where.strategy.removeprefix("zero")), **arguments)
 
 
-def ring_1(opt: so.ShardedOptimizer) -> Any:
+def base_config(opt: so.ShardedOptimizer) -> Any:
     """Return the configuration of a strategy, of replicas that train apart that of each."""
     return getattr(opt.config, "inner", opt.config)
 

@@ -24,7 +24,7 @@ from shardopt.cli.run_folder import (
     read_metrics,
     write_options,
 )
-from shardopt.cli.strategy import check_strategy, fitted, make_ring_1, make_strategy, mesh_of, ring_1, start_devices
+from shardopt.cli.strategy import base_config, check_strategy, fitted, make_base, make_strategy, mesh_of, start_devices
 from shardopt.models import gpt, sample
 from shardopt.pipeline import Schedule
 
@@ -77,13 +77,13 @@ def train(options: TrainOptions) -> None:
         2,
         best="val_loss",
         resume=run.resume,
-        base=make_ring_1(options, tx, mesh, gpt.model(config)),
+        base=make_base(options, tx, mesh, gpt.model(config)),
         abstract_params=jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)),
         say=lambda line: display.say(screen, line),
     ) as checkpoints:
         if jax.process_index() == 0:  # now that the folder is ours
             write_options(options, corpus.num_bytes)
-            write_schedule(ring_1(opt).schedule, run.run_dir / SCHEDULE)
+            write_schedule(base_config(opt).schedule, run.run_dir / SCHEDULE)
         result = so.fit(
             opt,
             state,

@@ -81,7 +81,7 @@ class Evaluation:
         return {self.prefix + name: total / examples for name, total in totals.items()}
 
 
-def measure(evaluate: Callable[[Any], Mapping[str, Any]], state: Any, taken: Collection[str]) -> dict[str, float]:
+def call_evaluate(evaluate: Callable[[Any], Mapping[str, Any]], state: Any, taken: Collection[str]) -> dict[str, float]:
     """Call the user's `evaluate` and return its metrics as numbers.
 
     Raises:

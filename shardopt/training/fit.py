@@ -11,12 +11,11 @@ import numpy as np
 from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.core.errors import format_error, plural
-from shardopt.training.evaluation import Evaluation, measure
-from shardopt.training.loggers import Log, as_loggers, open_log
+from shardopt.training.evaluation import Evaluation, call_evaluate
+from shardopt.training.loggers import Log, as_loggers, open_log, show_progress
 from shardopt.training.metrics import Meter, check_state, count_examples
-from shardopt.training.progress import show_progress
 from shardopt.training.resume import END, Stream, begin, pack, written_out
-from shardopt.training.signals import SIGNALS, agree, catch_signals
+from shardopt.training.signals import SIGNALS, catch_signals, common_verdict
 
 # What `fit` knows of replicas that train apart: when the parameters they share change, and what has no sense beside it.
 
@@ -317,7 +316,7 @@ def fit(
                 checkpoints.save(state, step=step, metrics=metrics, extra=pack(stream, early_stopping, seen))
                 saved = step
 
-        stopped = agree(received(), out_of_patience(early_stopping, seen), due=True)
+        stopped = common_verdict(received(), out_of_patience(early_stopping, seen), due=True)
         while stopped is None and step < num_steps:
             batch = stream.draw()
             if batch is END:
@@ -337,7 +336,7 @@ def fit(
             if saving or evaluating or (logging and early_stopping is not None):
                 metrics = meter.settle()
                 if evaluate is not None and evaluating:
-                    measured = measure(evaluate, state, taken=metrics)
+                    measured = call_evaluate(evaluate, state, taken=metrics)
                 if logging or evaluating:
                     report(step, metrics | measured)
                 if evaluating or not evaluation_scheduled:
@@ -349,14 +348,14 @@ def fit(
                     save(metrics | measured)
                 meter.restart()
             due = evaluating or step % agree_every == 0
-            stopped = agree(received(), out_of_patience(early_stopping, seen), due=due)
+            stopped = common_verdict(received(), out_of_patience(early_stopping, seen), due=due)
 
-        stopped = agree(received(), stopped, due=True) or "completed"
+        stopped = common_verdict(received(), stopped, due=True) or "completed"
         last = opt.synchronize(state) if apart else state
         if metrics := meter.settle():  # empty if there was no step to take
             fresh = {} if history and history[-1]["step"] == step else metrics
             if evaluate is not None and not measured and stopped not in SIGNALS:
-                found = measure(evaluate, last, taken=metrics)
+                found = call_evaluate(evaluate, last, taken=metrics)
                 fresh, measured = fresh | found, {} if apart else found  # what is saved is not synchronized
             if fresh:
                 report(step, fresh)

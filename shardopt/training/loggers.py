@@ -1,18 +1,22 @@
-"""Where metrics go: JSON lines, TensorBoard, or any callable `(step, metrics) -> None`."""
+"""Where metrics go: to a person, as a bar or as lines; to JSON lines, TensorBoard, or any `(step, metrics) -> None`."""
 
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from shardopt.core.extras import require
+from shardopt.core.extras import is_installed, require
 from shardopt.runtime.files import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Log = Callable[[int, Mapping[str, float]], None]
 
@@ -57,10 +61,12 @@ def tensorboard(directory: str | os.PathLike) -> Log:
       directory: the folder of event files; made when needed.
 
     Raises:
+      ModuleNotFoundError: if tensorboardX, of the extra "tensorboard", is not installed.
       TypeError: if `directory` is not a path.
       ValueError: if `directory` is a file.
     """
     folder = _path("tensorboard", directory)
+    require("tensorboardX", extra="tensorboard", who="tensorboard")
     if folder.is_file():
         raise ValueError(f"tensorboard: {str(folder)!r} is a file.\nFix: name a folder.")
     return _TensorBoard(folder)
@@ -156,7 +162,6 @@ class _TensorBoard:
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
-            require("tensorboardX", extra="tensorboard", who="tensorboard")
             from tensorboardX import SummaryWriter
 
             self._writer = SummaryWriter(str(self._directory), purge_step=step)
@@ -174,3 +179,101 @@ def _path(who: str, path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{who}: the path must be a string or a pathlib.Path, got {type(path).__name__}.")
     return Path(path)
+
+
+class Display(NamedTuple):
+    """Three ways to tell a person something.
+
+    Attributes:
+      say: `say(text)` prints a message, also where the bar is off.
+      advance: `advance(step)`, at the start and after each step.
+      report: `report(step, metrics)`, where metrics have arrived.
+    """
+
+    say: Callable[[str], None]
+    advance: Callable[[int], None]
+    report: Callable[[int, Mapping[str, float]], None]
+
+
+@contextmanager
+def show_progress(num_steps: int, *, shown: bool, console: "Console | None" = None) -> Iterator[Display]:
+    """Show a run of `num_steps` steps on the first process.
+
+    Args:
+      num_steps: the step count at the end.
+      shown: False for messages only.
+      console: a rich console; by default standard error. Without rich there are lines only.
+    """
+    if jax.process_index() != 0:
+        yield Display(_nothing, _nothing, _nothing)
+        return
+    out = console
+    if out is None and is_installed("rich"):
+        from rich.console import Console
+
+        out = Console(stderr=True)
+
+    def say(text: str) -> None:
+        if out is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def line(step: int, metrics: Mapping[str, float]) -> None:
+        say(f"step {step}/{num_steps}  {metrics_text(metrics)}")
+
+    if not shown:
+        yield Display(say, _nothing, _nothing)
+    elif out is not None and (out.is_terminal or out.is_jupyter):
+        with _live(num_steps, out) as (advance, report):
+            yield Display(say, advance, report)
+    else:
+        yield Display(say, _nothing, line)
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Return metrics on one line, four significant digits each."""
+    rate = "_per_second"
+    return "  ".join(
+        f"{value:.4g} {name.removesuffix(rate)}/s" if name.endswith(rate) else f"{name} {value:.4g}"
+        for name, value in metrics.items()
+    )
+
+
+@contextmanager
+def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callable]]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
+
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+    )
+    shown: dict[str, float] = {}
+
+    # Expanded, so that on a narrow terminal the metrics are cut, not the counts before them.
+    with Progress(*columns, console=console, refresh_per_second=4, expand=True) as progress:
+        task = progress.add_task("starting", total=num_steps)
+
+        def advance(step: int) -> None:
+            progress.update(task, completed=step)
+
+        def report(step: int, metrics: Mapping[str, float]) -> None:
+            shown.update(metrics)
+            progress.update(task, description=metrics_text(shown))
+
+        yield advance, report
+
+
+def _nothing(*_) -> None:
+    pass

@@ -17,7 +17,7 @@ VERDICTS = ("exhausted", "early", "interrupted", "sigterm")
 """How a run can end before its time; where verdicts differ, the later in this list wins."""
 
 
-def agree(*verdicts: str | None, due: bool) -> str | None:
+def common_verdict(*verdicts: str | None, due: bool) -> str | None:
     """Return the weightiest verdict of all processes, or None if none has one.
 
     With one process there is nobody to ask. With several, each call where `due` is true gathers one integer a

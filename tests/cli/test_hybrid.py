@@ -14,7 +14,7 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.main import _carried_over
+from shardopt.cli.commands import saved_defaults
 from shardopt.cli.options import Devices, Model, Pipeline, Training, TrainOptions
 from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
 from shardopt.cli.train import write_schedule
@@ -250,4 +250,4 @@ def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(strategy,
         where=dataclasses.replace(HYBRID, strategy=strategy),
         pipeline=dataclasses.replace(before.pipeline, schedule=schedule),
     )
-    assert _carried_over(before, now) == dataclasses.replace(before, pipeline=kept)
+    assert saved_defaults(before, now) == dataclasses.replace(before, pipeline=kept)

@@ -13,7 +13,7 @@ import pytest
 
 from shardopt.checkpoint.run_folder import committed
 from shardopt.cli import main
-from shardopt.cli.launch import _command, split_words
+from shardopt.cli.commands import child_command, split_words
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_
     ],
 )
 def test_train_is_resumed_where_there_is_something_to_go_on_with(words, attempt, saved, command, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardopt.cli.launch.committed", lambda folder: [4] if saved else [])
+    monkeypatch.setattr("shardopt.cli.commands.committed", lambda folder: [4] if saved else [])
     folder = tmp_path if words[0] == "train" else None
-    assert _command(words, folder, attempt) == (words if command is None else [sys.executable, *command])
+    assert child_command(words, folder, attempt) == (words if command is None else [sys.executable, *command])
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.main import _parse
+from shardopt.cli.commands import parse
 from shardopt.cli.options import (
     TrainOptions,
     from_json,
@@ -74,9 +74,9 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
 def test_flags_can_be_given_whatever_the_run_before_had(before):
     """A run that is resumed takes its saved options for defaults, and was perhaps resumed itself."""
     saved = TrainOptions(run=dataclasses.replace(TrainOptions().run, resume=before, tensorboard=before))
-    given = _parse(["train", "--resume", "--tensorboard"], saved).run
+    given = parse(["train", "--resume", "--tensorboard"], saved).run
     assert (given.resume, given.tensorboard) == (True, True)
-    assert not _parse(["train", "--no-tensorboard"], saved).run.tensorboard
+    assert not parse(["train", "--no-tensorboard"], saved).run.tensorboard
 
 
 def test_help_starts_no_device():

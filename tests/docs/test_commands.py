@@ -11,8 +11,7 @@ import optax
 import pytest
 import yaml
 
-from shardopt.cli.launch import LaunchOptions, split_words
-from shardopt.cli.main import _parse
+from shardopt.cli.commands import LaunchOptions, parse, split_words
 from shardopt.cli.options import TrainOptions
 from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
 from shardopt.models import gpt
@@ -43,10 +42,10 @@ def test_shell_is_shell(page, block):
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "--help" not in line])
 def test_a_command_is_one(line):
     words, command = split_words(shlex.split(line)[1:])
-    options = _parse(words, TrainOptions())
+    options = parse(words, TrainOptions())
     if isinstance(options, LaunchOptions):
         assert command
-        options = _parse(command, TrainOptions()) if command[0] == "train" else None
+        options = parse(command, TrainOptions()) if command[0] == "train" else None
     if options is not None and not options.run.resume:  # what a resumed one leaves out is in its folder
         check_strategy(options)
         replicas = options.communication.replicas

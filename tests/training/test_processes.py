@@ -12,7 +12,7 @@ from support.processes import run_processes
 
 import shardopt as so
 from shardopt.training import fit
-from shardopt.training.signals import VERDICTS, agree
+from shardopt.training.signals import VERDICTS, common_verdict
 
 WORKER = Path(__file__).with_name("worker_processes.py")
 
@@ -73,9 +73,9 @@ def test_only_the_first_process_logs_and_shows(told):
 
 
 def test_one_process_has_nobody_to_ask():
-    assert agree(None, None, due=False) is None
-    assert agree(None, "early", due=False) == "early"
-    assert agree("sigterm", "early", due=True) == "sigterm"
+    assert common_verdict(None, None, due=False) is None
+    assert common_verdict(None, "early", due=False) == "early"
+    assert common_verdict("sigterm", "early", due=True) == "sigterm"
 
 
 def test_the_weightiest_verdict_counts(monkeypatch):
@@ -87,9 +87,9 @@ def test_the_weightiest_verdict_counts(monkeypatch):
 
     monkeypatch.setattr("jax.process_count", lambda: 3)
     monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
-    assert agree("early", due=False) is None
+    assert common_verdict("early", due=False) is None
     assert asked == []
-    assert agree("early", None, due=True) == "interrupted"
-    assert agree("sigterm", due=True) == "sigterm"
-    assert agree(None, due=True) == "interrupted"
+    assert common_verdict("early", None, due=True) == "interrupted"
+    assert common_verdict("sigterm", due=True) == "sigterm"
+    assert common_verdict(None, due=True) == "interrupted"
     assert asked == [1, 3, -1]

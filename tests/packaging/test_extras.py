@@ -1,0 +1,87 @@
+"""What works without the extras, and the error that names the extra where one is needed; the packages are hidden, not removed."""
+
+import subprocess
+import sys
+
+import pytest
+
+HIDDEN = """
+import sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("rich", "tyro", "matplotlib", "tensorboardX", "grain", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hide())
+"""
+
+TRAINS = """
+import jax, jax.numpy as jnp, optax, tempfile
+import shardopt as so
+
+jax.config.update("jax_num_cpu_devices", 2)
+opt = so.fsdp(optax.sgd(0.5), so.make_mesh(), lambda params, x: ((x - params["w"]) ** 2).mean(), min_shard_elements=1)
+folder = tempfile.mkdtemp()
+with so.Checkpoints(folder + "/saved", every=1, keep=1) as checkpoints:
+    result = so.fit(opt, opt.init({"w": jnp.zeros(4)}), [jnp.ones((2, 4))] * 2, num_steps=2, log_every=1,
+                    checkpoints=checkpoints, log=so.training.jsonl(folder + "/metrics.jsonl"))
+assert so.restore(folder + "/saved", opt).step == result.step == 2
+assert "data" in str(so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128).best.mesh)
+schedule = so.schedules.gpipe(2, 4)
+print(schedule)
+
+def refused(call):
+    try:
+        call()
+    except ModuleNotFoundError as error:
+        print(error)
+
+from shardopt import data, models
+from shardopt.cli import main
+from shardopt.planning.plots import plot_placement, plot_plans
+gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
+refused(schedule.plot)
+refused(lambda: plot_placement(opt))
+refused(lambda: plot_plans([]))
+refused(lambda: so.parameter_server.plot_timeline(so.parameter_server.simulate(2, num_updates=3).log))
+refused(lambda: so.training.tensorboard(folder))
+refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
+refused(lambda: models.import_safetensors(folder))
+print(main(["plan"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_extras():
+    environment = {"JAX_PLATFORMS": "cpu", "PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", HIDDEN + TRAINS], capture_output=True, text=True, env=environment
+    )
+
+
+def test_training_checkpoints_and_planning_need_no_extra(without_extras):
+    assert without_extras.returncode == 0, without_extras.stderr
+    steps, _ = without_extras.stderr.split("error: ")
+    assert [line.split("  ")[0] for line in steps.splitlines()] == ["step 1/2", "step 2/2"]  # lines, without rich
+    assert "stage 0" in without_extras.stdout
+
+
+def test_the_error_names_the_extra(without_extras):
+    needed = [
+        ("plot", "matplotlib", "plot"),
+        ("plot_placement", "matplotlib", "plot"),
+        ("plot", "matplotlib", "plot"),
+        ("plot_timeline", "matplotlib", "plot"),
+        ("tensorboard", "tensorboardX", "tensorboard"),
+        ("data.batches", "grain", "data"),
+        ("import_safetensors", "safetensors", "huggingface"),
+    ]
+    told = "".join(
+        f"{who}: {what} is needed, which is not installed.\nFix: pip install 'shardopt[{extra}]'\n"
+        for who, what, extra in needed
+    )
+    assert without_extras.stdout.endswith(f"{told}2\n")
+    assert without_extras.stderr.endswith(
+        "error: shardopt: tyro is needed, which is not installed.\nFix: pip install 'shardopt[cli]'\n"
+    )
