@@ -140,7 +140,7 @@ def watch_worker(folder):
 
 def idle_compute(reducer, key):
     """Workers whose gradient is there already: what is left is moving and applying."""
-    code = None if reducer is None else so.reducers.encoding(reducer)
+    code = None if reducer is None else so.reducers.compressor(reducer)
     encoder, ready = make_compressor(code), {}
 
     def update(worker, params, batch, clock):

@@ -21,10 +21,10 @@ from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.types import wide_dtype
 from shardopt.engine.compression import CompressedOptState
 from shardopt.local_updates.state import PerReplica, Replicas
-from shardopt.reducers import ErrorMemory, PerDevice
+from shardopt.reducers import ErrorFeedback, PerDevice
 
 _REPLICA, _REDUCER, _MEMORY, _DEVICE = "replica", "reducer", "memory", "device"
-_NODES = (PerReplica, Replicas, CompressedOptState, ErrorMemory, PerDevice)
+_NODES = (PerReplica, Replicas, CompressedOptState, ErrorFeedback, PerDevice)
 
 
 class Change(NamedTuple):
@@ -156,7 +156,7 @@ def _kinds(target: Any) -> dict[LeafPath, str]:
 def _kind_of(node: Any, field: str, kind: str | None) -> str | None:
     if isinstance(node, PerReplica):
         return _REPLICA
-    if isinstance(node, ErrorMemory):
+    if isinstance(node, ErrorFeedback):
         return _MEMORY if kind == _REDUCER else kind
     if isinstance(node, PerDevice):
         return _DEVICE if kind == _REDUCER else kind

@@ -5,8 +5,8 @@ none of them; XLA:GPU does it by itself (its combiner passes), and on a TPU ther
 those of a module for the same reason.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,27 +60,61 @@ def all_reduce_buckets(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
 
 
 def _by_group(
-    xs: Sequence[Any], dims: Sequence[int], most: int, alone: Callable[..., Any], several: Callable[..., list[Any]]
-) -> list[Any]:
-    """Move leaves in groups of one dtype and at most `most` bytes; elsewhere than on CPU each alone."""
-    on_cpu = device_kind() == "cpu"
-    groups: list[list[int]] = []
-    open_groups: dict[Any, tuple[list[int], int]] = {}  # of each dtype the last one, and its bytes
-    for i, x in enumerate(xs):
-        group, size = open_groups.get(x.dtype, ([], 0))
-        size += x.size * x.dtype.itemsize
-        if not group or not on_cpu or size > most:
-            groups.append(group := [])
-            size = x.size * x.dtype.itemsize
-        group.append(i)
-        open_groups[x.dtype] = group, size
-    results = list(xs)
-    for group in groups:
-        some, where = [xs[i] for i in group], [dims[i] for i in group]
-        moved = several(some, where) if len(group) > 1 else [alone(some[0], where[0])]
-        for i, x in zip(group, moved, strict=True):
+    xs: Sequence[jax.Array],
+    dims: Sequence[int],
+    limit: int,
+    alone: Callable[[jax.Array, int], jax.Array],
+    several: Callable[[list[jax.Array], list[int]], list[jax.Array]],
+) -> list[jax.Array]:
+    """Move leaves in buckets of one dtype and at most `limit` bytes; elsewhere than on CPU each alone."""
+    results = [alone(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
+    nbytes, dtypes = [x.size * x.dtype.itemsize for x in xs], [x.dtype for x in xs]
+    for bucket in plan_buckets(nbytes, dtypes, limit if device_kind() == "cpu" else 0):
+        some, where = [xs[i] for i in bucket.members], [dims[i] for i in bucket.members]
+        moved = several(some, where) if len(some) > 1 else [alone(some[0], where[0])]
+        for i, x in zip(bucket.members, moved, strict=True):
             results[i] = x
     return results
+
+
+class Bucket(NamedTuple):
+    """Leaves that travel in one collective.
+
+    Attributes:
+      key: what they have in common, such as their dtype.
+      members: their positions.
+      sizes: of each.
+    """
+
+    key: Any
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The size of all of them."""
+        return sum(self.sizes)
+
+
+def plan_buckets(sizes: Sequence[int], keys: Sequence[Hashable], limit: int) -> list[Bucket]:
+    """Put leaves with equal keys into buckets of at most `limit`, in order.
+
+    A leaf above the limit is in a bucket of its own, and one of size 0 in none. Sizes and limit have one unit.
+
+    Example:
+      >>> plan_buckets([3, 0, 5, 2], ["a", "a", "a", "a"], limit=8)
+      [Bucket(key='a', members=(0, 2), sizes=(3, 5)), Bucket(key='a', members=(3,), sizes=(2,))]
+    """
+    buckets: list[list[int]] = []
+    last: dict[Hashable, list[int]] = {}  # of each key
+    for i, (size, key) in enumerate(zip(sizes, keys, strict=True)):
+        if not size:
+            continue
+        if key not in last or sum(sizes[j] for j in last[key]) + size > limit:
+            buckets.append([])
+            last[key] = buckets[-1]
+        last[key].append(i)
+    return [Bucket(keys[some[0]], tuple(some), tuple(sizes[i] for i in some)) for some in buckets]
 
 
 def _flat(rows: Sequence[Any]) -> Any:

@@ -22,7 +22,7 @@ from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.updates import Update, finiteness, trained
 from shardopt.parameter_server.worker import Compute, Streams, check_codec, make_compressor, to_device
-from shardopt.reducers import Encoding, Reducer
+from shardopt.reducers import Compressor, Reducer
 
 # An island's side of a run: some steps of a ring-1 strategy by itself, then its change as an outer gradient.
 
@@ -37,7 +37,7 @@ def make_island_compute(
     local_steps: Sequence[int],
     batches_of: Callable[[int], Iterable[Any]],
     key: Any,
-    code: Encoding | None = None,
+    code: Compressor | None = None,
 ) -> Compute:
     """Return workers that push theta - theta_i after H local steps.
 
@@ -264,7 +264,7 @@ def _check_makers(strategies: Any) -> list[Callable[..., ShardedOptimizer]]:
 
 
 def _in_process(
-    makers: Sequence[Any], steps: Sequence[int], code: Encoding | None, batches_of: Any, key: Any, worker: int
+    makers: Sequence[Any], steps: Sequence[int], code: Compressor | None, batches_of: Any, key: Any, worker: int
 ) -> Compute:
     """Return the one island of a process, on all its devices."""
     return make_island_compute(WHO, {worker: makers[worker](jax.local_devices())}, steps, batches_of, key, code)

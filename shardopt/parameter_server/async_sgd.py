@@ -19,7 +19,7 @@ from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.sparse import check_sparse
 from shardopt.parameter_server.worker import Compute, check_codec, make_compressor, make_compute, make_gradients
-from shardopt.reducers import Encoding, Reducer
+from shardopt.reducers import Compressor, Reducer
 
 Workers = int | Sequence[Any]
 """How many, or for each a device, a sequence of devices or a mesh."""
@@ -155,7 +155,7 @@ def async_sgd(
         mesh, over which its batch is split.
       max_staleness: in steps; None for no bound.
       rule: what to do about late gradients, from `parameter_server.rules`.
-      reducer: how gradients are encoded on their way, from `so.reducers`; see `so.reducers.encoding`. With
+      reducer: how gradients are encoded on their way, from `so.reducers`; see `so.reducers.compressor`. With
         `error_feedback` what a push does not say is kept by the worker and goes with its next ones. This memory is lost
         when the worker leaves or is killed, and when a run is resumed: `metrics["lost_memory"]` says how much it held.
         It counts in gradients that are not yet divided by the weight of their loss. Pulls are as they are.
@@ -250,7 +250,7 @@ def async_sgd(
 
 
 def _in_process(
-    tx: Any, loss_fn: Any, sparse: Sequence[str], code: Encoding | None, batches_of: Any, key: Any, worker: int
+    tx: Any, loss_fn: Any, sparse: Sequence[str], code: Compressor | None, batches_of: Any, key: Any, worker: int
 ) -> Compute:
     """Return the one worker of a process, on all its devices."""
     mesh = make_mesh(data=-1, devices=jax.local_devices())

@@ -16,7 +16,7 @@ from shardopt.parameter_server.rules import Rule, from_config
 from shardopt.parameter_server.server import Server, make_server
 from shardopt.parameter_server.updates import digest
 from shardopt.parameter_server.worker import Compute, check_codec, make_compute
-from shardopt.reducers import Encoding, Reducer
+from shardopt.reducers import Compressor, Reducer
 
 WHO = "replay"
 
@@ -137,7 +137,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     return state.params
 
 
-def _code(recorded: str | None, given: Reducer | None) -> Encoding | None:
+def _code(recorded: str | None, given: Reducer | None) -> Compressor | None:
     code = check_codec(WHO, given)
     name = None if code is None else code.name
     if name != recorded:

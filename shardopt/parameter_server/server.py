@@ -27,7 +27,7 @@ from shardopt.parameter_server.updates import (
     merge,
     trained,
 )
-from shardopt.reducers import Encoding, Reducer, encoding
+from shardopt.reducers import Compressor, Reducer, compressor
 
 
 class Pulled(NamedTuple):
@@ -93,7 +93,7 @@ class Applied(NamedTuple):
 
 
 def make_apply(
-    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, code: Encoding | None = None
+    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, code: Compressor | None = None
 ) -> Callable[..., Applied]:
     """Return the jitted `apply(params, opt_state, rule_state, updates, pulled, delay) -> Applied`.
 
@@ -223,7 +223,7 @@ def make_server(
       rule: what to do about late gradients, from `parameter_server.rules`; None for nothing.
       nonfinite: what to do about a push that is not finite. "raise" `NonFiniteUpdateError`; or "skip" it, which
         counts as a step of the worker, and is a "refuse" in the log.
-      reducer: what pushes are encoded by: `update.grads` is the message of its `so.reducers.encoding`.
+      reducer: what pushes are encoded by: `update.grads` is the message of its `so.reducers.compressor`.
       donate: let each update take over the memory of the optimizer state before it; the old state then is dead.
 
     Returns:
@@ -262,7 +262,7 @@ def make_server(
         raise TypeError(format_error(WHO, what, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
-    code = None if reducer is None else encoding(reducer)
+    code = None if reducer is None else compressor(reducer)
     mathematics = None if tx is None else make_apply(tx, rule, donate=donate, code=code)
     expected: dict[Any, Any] = {}  # the message for parameters of these shapes
 

@@ -20,11 +20,11 @@ from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import data_axes, on_mesh
 from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
 from shardopt.parameter_server.updates import Update, finiteness, merge, trained
-from shardopt.reducers import Encoding, Memory, encoding
+from shardopt.reducers import Compressor, CompressorState, compressor
 from shardopt.reducers.reducer import check_reducer
 
 
-class Compressor(NamedTuple):
+class WorkerCompressor(NamedTuple):
     """How workers write their updates.
 
     Attributes:
@@ -38,8 +38,8 @@ class Compressor(NamedTuple):
     encode: Callable[[int, Update], Update]
 
 
-def check_codec(who: str, reducer: Any, sparse: Any = ()) -> Encoding | None:
-    """Return the encoding of a reducer, None for none.
+def check_codec(who: str, reducer: Any, sparse: Any = ()) -> Compressor | None:
+    """Return the compressor of a reducer, None for none.
 
     Raises:
       TypeError: if it is not a reducer.
@@ -48,21 +48,21 @@ def check_codec(who: str, reducer: Any, sparse: Any = ()) -> Encoding | None:
     if reducer is None:
         return None
     check_reducer(who, reducer)
-    found = encoding(reducer)
+    found = compressor(reducer)
     if sparse:
         what = f"reducer={found.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
         raise ValueError(format_error(who, what, fix="leave one of them out."))
     return found
 
 
-def make_compressor(code: Encoding | None) -> Compressor:
+def make_compressor(code: Compressor | None) -> WorkerCompressor:
     """Return what encodes the updates of workers, each with a memory of its own, on the device of its gradient.
 
     Without a code updates travel as they are.
     """
     if code is None:
-        return Compressor({}, lambda worker: None, lambda worker, update: update)
-    memories: dict[int, Memory] = {}
+        return WorkerCompressor({}, lambda worker: None, lambda worker, update: update)
+    memories: dict[int, CompressorState] = {}
     start, write = _compressor_programs(code)
 
     def begin(worker: int) -> None:
@@ -74,14 +74,16 @@ def make_compressor(code: Encoding | None) -> Compressor:
         found, memories[worker] = write(update._replace(rows=None), memory)
         return found._replace(rows=update.rows)
 
-    return Compressor({"reducer": code.name}, begin, encode)
+    return WorkerCompressor({"reducer": code.name}, begin, encode)
 
 
 @functools.lru_cache(maxsize=16)
-def _compressor_programs(code: Encoding) -> tuple[Callable[[PyTree], Memory], Callable[..., tuple[Update, Memory]]]:
+def _compressor_programs(
+    code: Compressor,
+) -> tuple[Callable[[PyTree], CompressorState], Callable[..., tuple[Update, CompressorState]]]:
     """Return the compiled start of a memory, and the compiled encoding of an update; kept from run to run."""
 
-    def write(update: Update, memory: Memory) -> tuple[Update, Memory]:
+    def write(update: Update, memory: CompressorState) -> tuple[Update, CompressorState]:
         message, memory = code.encode(update.grads, memory)
         read = code.decode(message, update.grads)
         # What is finite may still be too large for the dtype that travels.
@@ -214,7 +216,7 @@ def make_compute(
     batches_of: Callable[[int], Iterable[Any]],
     key: np.ndarray,
     sparse: Sequence[str] = (),
-    code: Encoding | None = None,
+    code: Compressor | None = None,
 ) -> Compute:
     """Return workers that push the gradient of a batch.
 

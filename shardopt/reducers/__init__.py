@@ -1,9 +1,9 @@
 """How a mean of gradients crosses the wire: less than fp32, and what is not sent is remembered."""
 
 from shardopt.reducers.blockwise import int8, sign
-from shardopt.reducers.compressor import Encoding, Memory, encoding
+from shardopt.reducers.compressor import Compressor, CompressorState, compressor
 from shardopt.reducers.device_state import (
-    ErrorMemory,
+    ErrorFeedback,
     PerDevice,
     init_state,
     own_state,
@@ -13,18 +13,18 @@ from shardopt.reducers.device_state import (
     stored_state,
 )
 from shardopt.reducers.error_feedback import error_feedback, warm_up
-from shardopt.reducers.exact import exact
+from shardopt.reducers.mean import exact
 from shardopt.reducers.power_sgd import power_sgd
 from shardopt.reducers.reducer import Reducer
 from shardopt.reducers.top_k import top_k
 
 __all__ = [
-    "Encoding",
-    "ErrorMemory",
-    "Memory",
+    "Compressor",
+    "CompressorState",
+    "ErrorFeedback",
     "PerDevice",
     "Reducer",
-    "encoding",
+    "compressor",
     "error_feedback",
     "exact",
     "init_state",

@@ -1,15 +1,20 @@
-"""The axis that a reduction runs over: whether it is bound here, and whether values differ along it."""
+"""The axis that a reduction runs over: whether it is bound here, whether values differ along it, and its collectives."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from shardopt.core.errors import format_error, plural
 
-AxisName = Any
+AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or a tuple of names that stand for one axis, the last one fastest."""
+
+T = TypeVar("T")
 
 
 def axis_names(who: str, axis_name: AxisName) -> tuple[str, ...]:
@@ -36,11 +41,9 @@ def axis_size(who: str, axis_name: AxisName) -> int:
       ValueError: if the axis is not bound where this is called.
     """
     names = axis_names(who, axis_name)
-    unbound = [name for name in names if not is_bound(name)]
-    if unbound:
+    if unbound := [name for name in names if not is_bound(name)]:
         quoted = ", ".join(repr(name) for name in unbound)
-        are = "is" if len(unbound) == 1 else "are"
-        what = f"axis {quoted} {are} not bound here."
+        what = f"axis {quoted} {'is' if len(unbound) == 1 else 'are'} not bound here."
         fix = (
             f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the partitioner), "
             f"or inside jax.pmap or jax.vmap with axis_name={quoted if len(unbound) == 1 else names}."
@@ -68,7 +71,7 @@ def varying(x: Any) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
-def check_not_summed(who: str, axis_name: AxisName, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+def check_not_summed(who: str, axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None:
     """Refuse gradients that jax has summed over the axis already, where types tell.
 
     Raises:
@@ -90,7 +93,7 @@ def check_not_summed(who: str, axis_name: AxisName, paths: Sequence[str], leaves
         raise ValueError(format_error(who, what, summed, fix))
 
 
-def agreeing_cond(predicate: Any, if_true: Callable[..., Any], if_false: Callable[..., Any], *args: Any) -> Any:
+def agreeing_cond(predicate: jax.Array | bool, if_true: Callable[..., T], if_false: Callable[..., T], *args: Any) -> T:
     """Return `jax.lax.cond` of branches whose results may vary along different axes: what varies in one, varies.
 
     The predicate must be the same on all devices, since collectives run in the branches.
@@ -115,3 +118,103 @@ def agreeing_cond(predicate: Any, if_true: Callable[..., Any], if_false: Callabl
         return run
 
     return jax.lax.cond(predicate, cast(if_true), cast(if_false), *args)
+
+
+# Collectives over arrays that share a buffer, one for each dtype.
+
+
+def all_to_all_packed(parts: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Send row i of each part to device i.
+
+    Args:
+      parts: arrays [N, k].
+      axis_name: the axis, of size N.
+
+    Returns:
+      As many arrays [N, k]: row j came from device j.
+    """
+    return _packed(parts, lambda buffer: _all_to_all(buffer, axis_name))
+
+
+def all_gather_packed(parts: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Send rows to all devices.
+
+    Args:
+      parts: arrays [1, k].
+      axis_name: the axis, of size N.
+
+    Returns:
+      As many arrays [N, k]: row j came from device j.
+    """
+    return _packed(parts, lambda buffer: _all_gather(buffer, axis_name))
+
+
+def all_reduce_padded(flat: jax.Array, axis_name: AxisName, axis_size: int) -> jax.Array:
+    """Sum a flat array over the axis, padded so that each device has an equal chunk of the ring."""
+    padding = -flat.size % axis_size
+    padded = jnp.pad(flat, (0, padding)) if padding else flat
+    return jax.lax.psum(padded, axis_name)[: flat.size]
+
+
+def _packed(parts: Sequence[jax.Array], move: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Concatenate parts of one dtype, move them at once, and split them again."""
+    bits = [_as_bits(part) for part in parts]
+    results = list(parts)
+    for dtype in dict.fromkeys(part.dtype for part in bits):
+        members = [i for i, part in enumerate(bits) if part.dtype == dtype]
+        buffer = bits[members[0]] if len(members) == 1 else jnp.concatenate([bits[i] for i in members], axis=1)
+        moved, start = move(buffer), 0
+        for i in members:
+            stop = start + parts[i].shape[1]
+            results[i] = _from_bits(moved[:, start:stop], parts[i].dtype)
+            start = stop
+    return results
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Half-precision floats are sent as the bits they are: XLA:CPU would widen them to fp32."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
+        return jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return x
+
+
+def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    def one_by_one(names):
+        sizes = [jax.lax.axis_size(name) for name in names]
+        grid = x.reshape(*sizes, *x.shape[1:])
+        for dim, name in enumerate(names):
+            grid = jax.lax.all_to_all(grid, name, dim, dim, tiled=True)
+        return grid.reshape(x.shape)
+
+    return _over(axis_name, lambda names: jax.lax.all_to_all(x, names, 0, 0, tiled=True), one_by_one)
+
+
+def _all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    # where types track it, the result is known to be the same on all devices
+    to = "invarying" if varying(x) else "varying"
+
+    def over(x, names):
+        return jax.lax.all_gather(x, names, axis=0, tiled=True, to=to)
+
+    return _over(axis_name, lambda names: over(x, names), lambda names: functools.reduce(over, reversed(names), x))
+
+
+def _over(
+    axis_name: AxisName,
+    at_once: Callable[[AxisName], jax.Array],
+    one_by_one: Callable[[tuple[str, ...]], jax.Array],
+) -> jax.Array:
+    """Run a collective over several axes taken as one.
+
+    jax.vmap has no rule for several axes. There they are taken one after the other, which sends nothing.
+    """
+    if isinstance(axis_name, str) or len(axis_name) == 1:
+        return at_once(axis_name)
+    try:
+        return at_once(tuple(axis_name))
+    except AssertionError:
+        return one_by_one(tuple(axis_name))

@@ -2,39 +2,24 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardopt.collectives.buckets import Bucket
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.core.types import wide_dtype
-from shardopt.reducers.buckets import in_buckets, plan_buckets
-from shardopt.reducers.codec import Codec, block_code, blocks_of, two_phase_bytes, two_phase_mean
-from shardopt.reducers.reducer import Reducer, make_reducer, real_dtype, real_shape
-
-
-def blockwise(name: str, codec: Codec) -> Reducer:
-    """Return the reducer that sends flat buckets through a codec in two phases."""
-
-    def send(values: Sequence[Any], dtypes, state, axis_name):
-        def move(flat, key):
-            return two_phase_mean(flat, codec, axis_name)
-
-        means, lefts = in_buckets(values, [value.dtype for value in values], move)
-        return means, lefts, state
-
-    def count(params, axis_size):
-        leaves = jax.tree.leaves(params)
-        sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
-        buckets = plan_buckets(sizes, [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves])
-        return sum(two_phase_bytes(bucket.size, codec, axis_size, bucket.key) for bucket in buckets)
-
-    return make_reducer(name, send=send, count=count, code=block_code(codec))
-
-
-# `sign`: one bit a number and a scale a block.
+from shardopt.reducers.mean import (
+    Codec,
+    buckets_of,
+    in_buckets,
+    join_bucket,
+    split_bucket,
+    two_phase_bytes,
+    two_phase_mean,
+)
+from shardopt.reducers.reducer import MessageCodec, Reducer, make_reducer, real_dtype, real_shape
 
 
 def sign(block_size: int = 1024) -> Reducer:
@@ -83,28 +68,21 @@ def sign(block_size: int = 1024) -> Reducer:
         raise ValueError(format_error("sign", what, fix=f"use {near} or {near + 8}."))
     size = int(block_size)
 
-    def blocked(x):
-        width = min(size, x.shape[1])
-        return x.reshape(x.shape[0], x.shape[1] // width, width)
-
     def encode(rows, valid):
-        present = jnp.maximum(jnp.sum(blocked(valid), axis=2, dtype=jnp.int32), 1)
-        scales = jnp.sum(jnp.abs(blocked(rows)), axis=2) / present.astype(rows.dtype)
+        present = jnp.maximum(jnp.sum(_blocks(valid, size), axis=2, dtype=jnp.int32), 1)
+        scales = jnp.sum(jnp.abs(_blocks(rows, size)), axis=2) / present.astype(rows.dtype)
         return jnp.packbits(rows >= 0, axis=1), scales
 
     def decode(parts, length, dtype):
         bits, scales = parts
         signs = jnp.unpackbits(bits, axis=1).astype(dtype) * 2 - 1
-        return (blocked(signs) * scales[:, :, None]).reshape(signs.shape)
+        return (_blocks(signs, size) * scales[:, :, None]).reshape(signs.shape)
 
     def nbytes(length, dtype):
         return length // 8 + length // min(size, length) * dtype.itemsize
 
-    codec = Codec(lambda n: blocks_of(n, size, multiple=8), encode, decode, nbytes)
+    codec = Codec(lambda n: _padded(n, size, multiple=8), encode, decode, nbytes)
     return blockwise(f"sign(block_size={size})", codec)
-
-
-# `int8`: eight bits a number and a scale a block.
 
 
 def int8(block_size: int = 256) -> Reducer:
@@ -148,12 +126,8 @@ def int8(block_size: int = 256) -> Reducer:
     check_count("int8", "block_size", block_size)
     size = int(block_size)
 
-    def blocked(x):
-        width = min(size, x.shape[1])
-        return x.reshape(x.shape[0], x.shape[1] // width, width)
-
     def encode(rows, valid):
-        blocks = blocked(rows)
+        blocks = _blocks(rows, size)
         scales = jnp.max(jnp.abs(blocks), axis=2, keepdims=True) / 127
         scales = jnp.where(scales == 0, 1, scales)  # a block of zeros, or of numbers too small to have a scale
         codes = jnp.clip(jnp.round(blocks / scales), -127, 127).astype(jnp.int8)
@@ -163,10 +137,61 @@ def int8(block_size: int = 256) -> Reducer:
         codes, scales = parts
         # where a scale is NaN or inf, so is what becomes of the block: no code can hide it
         broken = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
-        return (blocked(codes).astype(dtype) * broken[:, :, None]).reshape(codes.shape)
+        return (_blocks(codes, size).astype(dtype) * broken[:, :, None]).reshape(codes.shape)
 
     def nbytes(length, dtype):
         return length + length // min(size, length) * dtype.itemsize
 
-    codec = Codec(lambda n: blocks_of(n, size), encode, decode, nbytes)
+    codec = Codec(lambda n: _padded(n, size), encode, decode, nbytes)
     return blockwise(f"int8(block_size={size})", codec)
+
+
+def blockwise(name: str, codec: Codec) -> Reducer:
+    """Return the reducer that sends flat buckets through a codec, in two phases over an axis, in one from a sender."""
+
+    def send(values, dtypes, state, axis_name):
+        def move(flat, key):
+            return two_phase_mean(flat, codec, axis_name)
+
+        means, lefts = in_buckets(values, [value.dtype for value in values], move)
+        return means, lefts, state
+
+    def count(params, axis_size):
+        leaves = jax.tree.leaves(params)
+        sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
+        buckets = buckets_of(sizes, [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves])
+        return sum(two_phase_bytes(bucket.size, codec, axis_size, bucket.key) for bucket in buckets)
+
+    def write(values, dtypes, state):
+        message = []
+        for bucket in _buckets(values):
+            length = codec.length(bucket.size)
+            row = jnp.pad(join_bucket(values, bucket), (0, length - bucket.size))[None]
+            message.append(codec.encode(row, (jnp.arange(length) < bucket.size)[None]))
+        return message, state
+
+    def read(message, shapes, dtypes):
+        values = [jnp.zeros(like.shape, like.dtype) for like in shapes]
+        for bucket, parts in zip(_buckets(shapes), message, strict=True):
+            row = codec.decode(parts, codec.length(bucket.size), bucket.key)[0]
+            for i, value in zip(bucket.members, split_bucket(row, bucket), strict=True):
+                values[i] = value.reshape(shapes[i].shape)
+        return values
+
+    return make_reducer(name, send=send, count=count, codec=MessageCodec(write, read))
+
+
+def _buckets(values: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[Bucket]:
+    return buckets_of([value.size for value in values], [value.dtype for value in values])
+
+
+def _padded(n: int, block_size: int, multiple: int = 1) -> int:
+    """Return n padded to full blocks; a chunk below one block is one block of its own size, up to a multiple."""
+    padded = -(-n // multiple) * multiple
+    return padded if padded <= block_size else -(-n // block_size) * block_size
+
+
+def _blocks(x: jax.Array, block_size: int) -> jax.Array:
+    """Return rows [R, C] as [R, blocks, block size]."""
+    width = min(block_size, x.shape[1])
+    return x.reshape(x.shape[0], x.shape[1] // width, width)

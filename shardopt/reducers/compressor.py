@@ -21,20 +21,20 @@ from shardopt.reducers.reducer import (
 )
 
 
-class Memory(NamedTuple):
+class CompressorState(NamedTuple):
     """What a sender keeps between its messages.
 
     Attributes:
       unsent: what it has not sent yet, like the gradients, in fp32 at least; () without `error_feedback`.
-      state: what the code itself keeps, such as the factors of `power_sgd`.
+      state: what the reducer itself keeps, such as the factors of `power_sgd`.
     """
 
     unsent: PyTree
     state: PyTree
 
 
-class Encoding(NamedTuple):
-    """How one sender writes gradients and any receiver reads them: pure functions; see `encoding`.
+class Compressor(NamedTuple):
+    """How one sender writes gradients and any receiver reads them: pure functions; see `compressor`.
 
     Attributes:
       name: that of the reducer.
@@ -46,14 +46,14 @@ class Encoding(NamedTuple):
     """
 
     name: str
-    init: Callable[[PyTree], Memory]
-    encode: Callable[[PyTree, Memory], tuple[PyTree, Memory]]
+    init: Callable[[PyTree], CompressorState]
+    encode: Callable[[PyTree, CompressorState], tuple[PyTree, CompressorState]]
     decode: Callable[[PyTree, PyTree], PyTree]
     message: Callable[[PyTree], PyTree]
     nbytes: Callable[[PyTree], int]
 
 
-def encoding(reducer: Reducer) -> Encoding:
+def compressor(reducer: Reducer) -> Compressor:
     """Return how a single sender writes gradients the way a reducer does.
 
     A reducer is a mean over an axis; whoever pushes to a server sends alone. Its message is what it would send in the
@@ -74,20 +74,20 @@ def encoding(reducer: Reducer) -> Encoding:
       reducer: one of this package, also in `error_feedback`.
 
     Returns:
-      An `Encoding`.
+      An `Compressor`.
 
     Raises:
       TypeError: if `reducer` is not a `Reducer`.
-      ValueError: if it has no such code: `warm_up`, or a reducer of one's own without one.
+      ValueError: if it has no such form: `warm_up`, or a reducer of one's own without one.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
-      >>> code = so.reducers.encoding(so.reducers.error_feedback(so.reducers.top_k(density=0.5)))
+      >>> compressor = so.reducers.compressor(so.reducers.error_feedback(so.reducers.top_k(density=0.5)))
       >>> grads = {"w": jnp.array([3.0, 2.0])}
-      >>> memory = code.init(grads)
+      >>> memory = codec.init(grads)
       >>> for _ in range(2):
-      ...     message, memory = code.encode(grads, memory)
-      ...     print(code.decode(message, grads)["w"], memory.unsent["w"], code.nbytes(grads))
+      ...     message, memory = compressor.encode(grads, memory)
+      ...     print(compressor.decode(message, grads)["w"], memory.unsent["w"], compressor.nbytes(grads))
       [3. 0.] [0. 2.] 8
       [0. 4.] [3. 0.] 8
 
@@ -95,36 +95,36 @@ def encoding(reducer: Reducer) -> Encoding:
       Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
       Speech DNNs", 2014 (error feedback of one sender); see each reducer for its own.
     """
-    check_reducer("encoding", reducer)
-    code, name = reducer.code, reducer.name
-    if code is None:
+    check_reducer("compressor", reducer)
+    codec, name = reducer.codec, reducer.name
+    if codec is None:
         fix = "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
-        raise ValueError(format_error("encoding", f"{name} has no form that a single sender can write.", fix=fix))
+        raise ValueError(format_error("compressor", f"{name} has no form that a single sender can write.", fix=fix))
 
     def init(params):
         check_leaves(name, params)
-        return Memory(zeros_like(abstract(params)) if code.feedback else (), code.init(abstract(params)))
+        return CompressorState(zeros_like(abstract(params)) if codec.feedback else (), codec.init(abstract(params)))
 
     def encode(grads, memory):
         check_leaves(name, grads)
         leaves, treedef = jax.tree.flatten(grads)
         values, state = widen(leaves), memory.state
-        if code.correct is not None:
-            values, state = code.correct(values, state)
-        if code.feedback:
+        if codec.correct is not None:
+            values, state = codec.correct(values, state)
+        if codec.feedback:
             unsent = widen(jax.tree.leaves(memory.unsent))
             values = [value + kept for value, kept in zip(values, unsent, strict=True)]
-        message, state = code.write(values, [real_dtype(leaf.dtype) for leaf in leaves], state)
+        message, state = codec.write(values, [real_dtype(leaf.dtype) for leaf in leaves], state)
         found, unsent = decode(message, grads), ()
-        if code.feedback:
+        if codec.feedback:
             lefts = [value - read for value, read in zip(values, widen(jax.tree.leaves(found)), strict=True)]
             unsent = treedef.unflatten(narrow(lefts, [wide_dtype(leaf.dtype) for leaf in leaves]))
-        return message, keep_if_finite((grads, found), Memory(unsent, state), memory)
+        return message, keep_if_finite((grads, found), CompressorState(unsent, state), memory)
 
     def decode(message, like):
         leaves, treedef = jax.tree.flatten(like)
         shapes = [jax.ShapeDtypeStruct(real_shape(x), real_dtype(wide_dtype(x.dtype))) for x in leaves]
-        values = code.read(message, shapes, [real_dtype(leaf.dtype) for leaf in leaves])
+        values = codec.read(message, shapes, [real_dtype(leaf.dtype) for leaf in leaves])
         return treedef.unflatten(narrow(values, [leaf.dtype for leaf in leaves]))
 
     def message(params):
@@ -134,4 +134,4 @@ def encoding(reducer: Reducer) -> Encoding:
     def nbytes(params):
         return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(message(params)))
 
-    return Encoding(name, init, encode, decode, message, nbytes)
+    return Compressor(name, init, encode, decode, message, nbytes)

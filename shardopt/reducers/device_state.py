@@ -1,7 +1,7 @@
 """State that differs between devices: how it is marked, stored as global arrays, and carried to another axis size.
 
 Inside the axis a device sees its own part, like everything else. Outside, between steps and in a checkpoint, such a
-leaf is an array [N, ...] whose first dim is split over the axis; all other state is whole and the same everywhere. The
+leaf is an array [N, ...] whose first dim is sharded over the axis; all other state is replicated. The
 marks are pytree nodes, so these functions find them in any state: that of a reducer, of an optax chain, a TrainState.
 """
 
@@ -18,6 +18,9 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, path_text
 from shardopt.reducers.axis import AxisName, axis_names
 
+Leaf = Any
+"""An array, or an abstract one."""
+
 
 class PerDevice(NamedTuple):
     """State whose leaves differ between devices.
@@ -29,7 +32,7 @@ class PerDevice(NamedTuple):
     value: PyTree
 
 
-class ErrorMemory(NamedTuple):
+class ErrorFeedback(NamedTuple):
     """What a device has not sent yet: differs between devices, and only its mean matters to what is to come.
 
     Attributes:
@@ -47,7 +50,7 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
 
     Args:
       tx: a transformation, or a `Reducer`.
-      params: whole parameters, the same on all devices.
+      params: parameters, the same on all devices.
       axis_name: the axis that the state will live on.
       axis_size: N.
 
@@ -63,11 +66,10 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
     check_count("init_state", "axis_size", axis_size)
     names = axis_names("init_state", axis_name)
     if len(names) > 1:
-        fix = "make the state for one axis; stacked leaves can be split over several by state_specs."
+        fix = "make the state for one axis; stacked leaves can be sharded over several by state_specs."
         raise ValueError(format_error("init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix))
-    run: Any = jax.vmap(lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size))
-    everywhere: Any = run(jnp.zeros(int(axis_size)))
-    return _map(everywhere, lambda leaf: leaf, lambda leaf: leaf[0])
+    run = jax.vmap(lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size))
+    return _map(run(jnp.zeros(int(axis_size))), lambda leaf: leaf, lambda leaf: leaf[0])
 
 
 def stack_state(state: PyTree, axis_size: int) -> PyTree:
@@ -83,10 +85,10 @@ def stack_state(state: PyTree, axis_size: int) -> PyTree:
 
 
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the specs of a state in the stored form: marked leaves split over the axis, the others whole."""
+    """Return the specs of a state in the stored form: marked leaves sharded over the axis, the others replicated."""
     names = axis_names("state_specs", axis_name)
-    split = PartitionSpec(names[0] if len(names) == 1 else names)
-    return _map(state, lambda leaf: split, lambda leaf: PartitionSpec())
+    sharded = PartitionSpec(names[0] if len(names) == 1 else names)
+    return _map(state, lambda leaf: sharded, lambda leaf: PartitionSpec())
 
 
 def own_state(state: PyTree) -> PyTree:
@@ -116,7 +118,7 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
-      >>> memory = so.reducers.ErrorMemory({"w": jnp.array([[1.0], [3.0]])})
+      >>> memory = so.reducers.ErrorFeedback({"w": jnp.array([[1.0], [3.0]])})
       >>> so.reducers.resize_state(memory, axis_size=3).value["w"].tolist()
       [[2.0], [2.0], [2.0]]
     """
@@ -124,7 +126,7 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_marked)
     if tied := [path_text(path) for path, node in nodes if isinstance(node, PerDevice) and jax.tree.leaves(node)]:
         what = "state that belongs to its device cannot be carried to another axis size."
-        fix = "make it anew with init_state, or use so.zero or so.ddp, whose state can be resharded."
+        fix = "make it again with init_state, or use so.zero or so.ddp, whose state can be resharded."
         raise ValueError(format_error("resize_state", what, tied, fix))
 
     def mean(leaf):
@@ -133,11 +135,11 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
     return _map(state, mean, lambda leaf: leaf)
 
 
-def _is_marked(node: Any) -> bool:
-    return isinstance(node, PerDevice | ErrorMemory)
+def _is_marked(node: object) -> bool:
+    return isinstance(node, PerDevice | ErrorFeedback)
 
 
-def _map(state: PyTree, marked: Callable[[Any], Any], other: Callable[[Any], Any]) -> PyTree:
+def _map(state: PyTree, marked: Callable[[Leaf], PyTree], other: Callable[[Leaf], PyTree]) -> PyTree:
     def node(one):
         return jax.tree.map(marked, one) if _is_marked(one) else other(one)
 

@@ -2,27 +2,26 @@
 
 import math
 import re
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardopt.core.arguments import check_count, check_is_number
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers.axis import AxisName
-from shardopt.reducers.codec import Code
 from shardopt.reducers.error_feedback import warm_up
-from shardopt.reducers.exact import mean_bytes, mean_of
-from shardopt.reducers.reducer import (
-    Reducer,
-    make_reducer,
-    real_dtype,
-    real_shape,
-)
+from shardopt.reducers.mean import mean_bytes, mean_of
+from shardopt.reducers.reducer import Dtypes, MessageCodec, Reducer, Values, make_reducer, real_dtype, real_shape
 
 STACKED = r"^blocks/(?!\d+(/|$))"
 """Leaves of a `BlockModel`: dim 0 counts blocks. Not those of a list of blocks."""
+
+
+Factors = list[jax.Array | None]
 
 
 class PowerSGDState(NamedTuple):
@@ -56,7 +55,7 @@ def power_sgd(
     gradient and at once at full rank; with `error_feedback` nothing is lost over time. Leaves that are not compressed
     get the plain mean. A NaN or inf makes its leaf non-finite.
 
-    **Placement**: Q of each compressed leaf, whole and the same on all devices.
+    **Placement**: Q of each compressed leaf, replicated.
 
     **Communication** a call, per device, as two all-reduces a bucket: 2(N-1)/N (rank (a + c) per compressed matrix, in
     fp32 or wider, + the elements of all other leaves, in their dtype). Each is padded to a multiple of N.
@@ -116,27 +115,26 @@ def power_sgd(
     def count(params, axis_size):
         leaves, found = jax.tree.leaves(params), views(params)
         wide = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
-        first = [math.prod(real_shape(leaf)) if view is None else view.layers * view.rows * view.rank
-                 for leaf, view in zip(leaves, found, strict=True)]  # fmt: skip
-        travels = [
-            real_dtype(leaf.dtype) if view is None else own for leaf, view, own in zip(leaves, found, wide, strict=True)
-        ]
+        first, wire = [], []
+        for leaf, view, own in zip(leaves, found, wide, strict=True):
+            first.append(math.prod(real_shape(leaf)) if view is None else view.layers * view.rows * view.rank)
+            wire.append(real_dtype(leaf.dtype) if view is None else own)
         second = [0 if view is None else view.layers * view.columns * view.rank for view in found]
-        return mean_bytes(first, wide, travels, axis_size) + mean_bytes(second, wide, wide, axis_size)
+        return mean_bytes(first, wide, wire, axis_size) + mean_bytes(second, wide, wide, axis_size)
 
-    code = Code(_write_factors, _read_factors)
-    reducer = make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count=count, code=code)
+    codec = MessageCodec(_write_factors, _read_factors)
+    reducer = make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count=count, codec=codec)
     return warm_up(reducer, start_step) if start_step else reducer
 
 
 def _power_iteration(
-    values: list[Any], dtypes: list[Any], factors: list[Any], axis_name: AxisName
-) -> tuple[list[Any], list[Any], list[Any]]:
+    values: Values, dtypes: Dtypes, factors: Factors, axis_name: AxisName
+) -> tuple[Values, Values, Factors]:
     """Return (means, lefts, new factors); where a factor is None the value is averaged as it is."""
     matrices = [value if q is None else _as_matrices(value, q) for value, q in zip(values, factors, strict=True)]
     first = [m if q is None else _product("lac,lcr->lar", m, q) for m, q in zip(matrices, factors, strict=True)]
-    travels = [dtype if q is None else value.dtype for value, dtype, q in zip(values, dtypes, factors, strict=True)]
-    means, lefts = mean_of(first, travels, axis_name)
+    wire = [dtype if q is None else value.dtype for value, dtype, q in zip(values, dtypes, factors, strict=True)]
+    means, lefts = mean_of(first, wire, axis_name)
     low_rank = [i for i, q in enumerate(factors) if q is not None]
     bases = {i: jnp.linalg.qr(means[i])[0] for i in low_rank}
     second, _ = mean_of(
@@ -152,10 +150,10 @@ def _power_iteration(
     return means, lefts, new
 
 
-def _write_factors(values: list[Any], dtypes: list[Any], state: PowerSGDState) -> tuple[list[Any], PowerSGDState]:
+def _write_factors(values: Values, dtypes: Dtypes, state: PowerSGDState) -> tuple[list[PyTree], PowerSGDState]:
     """Return P and Q of one sender's own matrices, and values that are not compressed as they are."""
     factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
-    message: list[Any] = []
+    message: list[PyTree] = []
     new = list(factors)
     for i, (value, q, dtype) in enumerate(zip(values, factors, dtypes, strict=True)):
         if q is None:
@@ -168,14 +166,16 @@ def _write_factors(values: list[Any], dtypes: list[Any], state: PowerSGDState) -
     return message, PowerSGDState(treedef.unflatten(new))
 
 
-def _read_factors(message: list[Any], shapes: list[Any], dtypes: list[Any]) -> list[Any]:
+def _read_factors(message: list[PyTree], shapes: Sequence[jax.Array | jax.ShapeDtypeStruct], dtypes: Dtypes) -> Values:
     return [
         _product("lar,lcr->lac", *part).reshape(like.shape) if isinstance(part, tuple) else part.astype(like.dtype)
         for part, like in zip(message, shapes, strict=True)
     ]
 
 
-def _view(path: str, leaf: Any, rank: int, min_ratio: float, layered: re.Pattern[str]) -> Matrices | None:
+def _view(
+    path: str, leaf: jax.Array | jax.ShapeDtypeStruct, rank: int, min_ratio: float, layered: re.Pattern[str]
+) -> Matrices | None:
     """Return how a leaf is compressed, or None."""
     shape = tuple(leaf.shape)
     layers, dims = (shape[0], shape[1:]) if shape and layered.search(path) else (1, shape)
@@ -189,20 +189,20 @@ def _view(path: str, leaf: Any, rank: int, min_ratio: float, layered: re.Pattern
     return Matrices(layers, rows, columns, rank)
 
 
-def _start(key: Any, view: Matrices, dtype: Any) -> Any:
+def _start(key: jax.Array, view: Matrices, dtype: np.dtype) -> jax.Array:
     return jax.random.normal(key, (view.layers, view.columns, view.rank), dtype)
 
 
-def _as_matrices(value: Any, q: Any) -> Any:
+def _as_matrices(value: jax.Array, q: jax.Array) -> jax.Array:
     layers, columns, _ = q.shape
     return value.reshape(layers, -1, columns)
 
 
-def _product(equation: str, one: Any, other: Any) -> Any:
+def _product(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.einsum(equation, one, other, precision=jax.lax.Precision.HIGHEST)
 
 
-def _compiled(stacked: Any) -> re.Pattern[str]:
+def _compiled(stacked: str) -> re.Pattern[str]:
     if not isinstance(stacked, str):
         raise TypeError(format_error("power_sgd", f"stacked must be a regular expression, got {stacked!r}."))
     try:

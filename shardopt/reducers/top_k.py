@@ -1,20 +1,21 @@
 """`top_k`: the largest entries, as pairs of index and value."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from shardopt.core.arguments import check_is_number
 from shardopt.core.errors import format_error
-from shardopt.reducers.axis import AxisName
+from shardopt.reducers.axis import AxisName, all_gather_packed
 from shardopt.reducers.axis import axis_size as size_of
-from shardopt.reducers.buckets import all_gather_packed
-from shardopt.reducers.codec import Code
-from shardopt.reducers.device_state import ErrorMemory
+from shardopt.reducers.device_state import ErrorFeedback
 from shardopt.reducers.reducer import (
+    Dtypes,
+    MessageCodec,
     Reducer,
+    Values,
     make_reducer,
     narrow,
     real_dtype,
@@ -31,7 +32,7 @@ class TopKState(NamedTuple):
       velocity: u of each device, like the gradients, in fp32 at least. Differs between devices.
     """
 
-    velocity: ErrorMemory
+    velocity: ErrorFeedback
 
 
 def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
@@ -83,13 +84,13 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     corrects = momentum > 0
 
     def init(params):
-        return TopKState(ErrorMemory(zeros_like(params))) if corrects else ()
+        return TopKState(ErrorFeedback(zeros_like(params))) if corrects else ()
 
     def correct(values, state):
         leaves, treedef = jax.tree.flatten(state.velocity.value)
         moved = [momentum * u + g for u, g in zip(widen(leaves), values, strict=True)]
         kept = narrow(moved, [leaf.dtype for leaf in leaves])
-        return moved, TopKState(ErrorMemory(treedef.unflatten(kept)))
+        return moved, TopKState(ErrorFeedback(treedef.unflatten(kept)))
 
     def send(values, dtypes, state, axis_name):
         chosen = [_largest(value.reshape(-1), density) for value in values]
@@ -127,8 +128,8 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
         return (axis_size - 1) * pairs
 
     name = f"top_k(density={density:g})" if not corrects else f"top_k(density={density:g}, momentum={momentum:g})"
-    code = Code(write, read)
-    return make_reducer(name, init=init, send=send, count=count, correct=correct if corrects else None, code=code)
+    codec = MessageCodec(write, read)
+    return make_reducer(name, init=init, send=send, count=count, correct=correct if corrects else None, codec=codec)
 
 
 def num_sent(size: int, density: float) -> int:
@@ -136,7 +137,7 @@ def num_sent(size: int, density: float) -> int:
     return min(size, max(1, math.ceil(density * size - 1e-9 * size)))
 
 
-def _largest(flat: Any, density: float) -> Any:
+def _largest(flat: jax.Array, density: float) -> jax.Array:
     """Return where the largest entries are, NaN before all others."""
     if not flat.size:
         return jnp.zeros(0, jnp.int32)
@@ -145,9 +146,9 @@ def _largest(flat: Any, density: float) -> Any:
 
 
 def _mean_of_chosen(
-    values: list[Any], chosen: list[Any], dtypes: list[Any], axis_name: AxisName
-) -> tuple[list[Any], list[Any]]:
-    """Return the means, and what this device sent of each value, rounded as it was."""
+    values: Values, chosen: list[jax.Array], dtypes: Dtypes, axis_name: AxisName
+) -> tuple[Values, Values]:
+    """Return the means, and what this device sent of each value, rounded as on the wire."""
     busy = [i for i, at in enumerate(chosen) if at.size]
     count = size_of("top_k", axis_name)
     narrowed = [values[i].reshape(-1)[chosen[i]].astype(dtypes[i]) for i in busy]
@@ -161,7 +162,7 @@ def _mean_of_chosen(
     return means, sent
 
 
-def _scatter_sum(indices: Any, values: Any, size: int) -> Any:
+def _scatter_sum(indices: jax.Array, values: jax.Array, size: int) -> jax.Array:
     """Add up the pairs device after device: no index comes twice at once, so all devices add in the same order."""
 
     def add(dense, pairs):
@@ -172,9 +173,9 @@ def _scatter_sum(indices: Any, values: Any, size: int) -> Any:
     return jax.lax.scan(add, first, (indices[1:], values[1:]))[0]
 
 
-def _forget_sent(state: TopKState, chosen: list[Any]) -> TopKState:
+def _forget_sent(state: TopKState, chosen: list[jax.Array]) -> TopKState:
     leaves, treedef = jax.tree.flatten(state.velocity.value)
     kept = []
     for u, at in zip(widen(leaves), chosen, strict=True):
         kept.append(u.reshape(-1).at[at].set(0).reshape(u.shape))
-    return TopKState(ErrorMemory(treedef.unflatten(narrow(kept, [leaf.dtype for leaf in leaves]))))
+    return TopKState(ErrorFeedback(treedef.unflatten(narrow(kept, [leaf.dtype for leaf in leaves]))))

@@ -9,8 +9,15 @@ import optax
 
 from shardopt.core.types import leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice
-from shardopt.reducers.axis import AxisName, axis_names, axis_size, check_not_summed
-from shardopt.reducers.buckets import all_gather_packed, all_to_all_packed, plan_buckets
+from shardopt.reducers.axis import (
+    AxisName,
+    all_gather_packed,
+    all_to_all_packed,
+    axis_names,
+    axis_size,
+    check_not_summed,
+)
+from shardopt.reducers.mean import buckets_of
 from shardopt.reducers.reducer import check_alike, check_leaves
 from shardopt.transforms.checks import check_inner
 from shardopt.transforms.elementwise import check_elementwise
@@ -104,7 +111,7 @@ def _mean_shards(leaves: list[Any], count: int, axis_name: AxisName) -> list[Any
     """Return this device's shard of the mean of each leaf, reduced a bucket at a time."""
     rows = [_rows(leaf, count) for leaf in leaves]
     shards = [_with_dims(row[0], leaf.ndim) for row, leaf in zip(rows, leaves, strict=True)]
-    for bucket in plan_buckets([row.size for row in rows], [leaf.dtype for leaf in leaves]):
+    for bucket in buckets_of([row.size for row in rows], [leaf.dtype for leaf in leaves]):
         buffer = jnp.concatenate([rows[i] for i in bucket.members], axis=1)
         mean, start = _scatter_mean(buffer, count, axis_name), 0
         for i in bucket.members:
@@ -123,7 +130,7 @@ def _scatter_mean(rows: Any, count: int, axis_name: AxisName) -> Any:
 
 def _gather_whole(shards: list[Any], shapes: list[tuple[int, ...]], axis_name: AxisName) -> list[Any]:
     whole = [None if shard.size else shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True)]
-    for bucket in plan_buckets([shard.size for shard in shards], [shard.dtype for shard in shards]):
+    for bucket in buckets_of([shard.size for shard in shards], [shard.dtype for shard in shards]):
         gathered = all_gather_packed([shards[i].reshape(1, -1) for i in bucket.members], axis_name)
         for i, rows in zip(bucket.members, gathered, strict=True):
             whole[i] = rows.reshape(-1)[: math.prod(shapes[i])].reshape(shapes[i])

@@ -134,7 +134,7 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
     assert events[joined].clock > 3  # where the slowest was by then
     assert len(events) > joined + 3  # and it works
     if reducer is not None:
-        assert metrics["push_bytes"] == metrics["pushes"] * so.reducers.encoding(reducer).nbytes(regression.params)
+        assert metrics["push_bytes"] == metrics["pushes"] * so.reducers.compressor(reducer).nbytes(regression.params)
         assert [len(values) for worker, values in metrics["lost_memory"].items() if worker == 1] == [1]
     log = so.parameter_server.Log.load(path)
     same_bits(opt.replay(log, regression.params, regression.batches_of(2)), result.params)

@@ -53,7 +53,7 @@ def train(reducer, *, max_staleness=1, workers=2, num_updates=12, data=batches_o
 def test_replay_and_bytes(make):
     reducer = make()
     _, result = train(reducer)
-    pushed = result.metrics["pushes"] * R.encoding(reducer).nbytes(start())
+    pushed = result.metrics["pushes"] * R.compressor(reducer).nbytes(start())
     assert result.metrics["push_bytes"] == pushed < result.metrics["pushes"] * 0.6 * 4 * (96 + 8)
     assert result.log.header["reducer"] == reducer.name
     assert all(value > 0 for value in result.metrics["unsent"].values())
@@ -159,7 +159,7 @@ def test_islands():
     islands = [make(jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
     opt = so.async_local_sgd(islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8)
     result = opt.run(start(), batches_of, num_updates=8, availability={1: [(0, 5), (7, 1e9)]})
-    assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.encoding(INT8).nbytes(start())
+    assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.compressor(INT8).nbytes(start())
     assert set(result.metrics["lost_memory"]) == {1}
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
 
@@ -176,7 +176,7 @@ def test_refusals(message_of):
         lambda: make_server(optax.sgd(1), reducer=late),
     ):
         assert message_of(ValueError, do) == (
-            "encoding: warm_up(power_sgd(rank=4), steps=1) has no form that a single sender can write.\n"
+            "compressor: warm_up(power_sgd(rank=4), steps=1) has no form that a single sender can write.\n"
             "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
         )
     _, result = train(INT8, num_updates=2)
@@ -197,7 +197,7 @@ def test_the_simulator_sends_messages_of_that_size():
     worker = so.parameter_server.SimulatedWorker(step_seconds=1.0, latency=0.25, bandwidth=16.0)
     given = {"tx": optax.sgd(0.02), "loss_fn": loss_fn, "params": start(), "batches_of": batches_of}
     found = so.parameter_server.simulate([worker], max_staleness=1, num_updates=3, reducer=INT8, **given)
-    pull, push = 4 * (96 + 8), R.encoding(INT8).nbytes(start())
+    pull, push = 4 * (96 + 8), R.compressor(INT8).nbytes(start())
     assert found.metrics["seconds"] == pytest.approx(3 * (1.0 + 2 * 0.25 + (pull + push) / 16.0))
     assert found.metrics["push_bytes"] == 3 * push
     rest = (optax.sgd(0.02), loss_fn, start(), batches_of)

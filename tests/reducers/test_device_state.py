@@ -81,7 +81,7 @@ def test_a_change_of_axis_size_loses_nothing(before, after, x64, on_devices, dra
 
 
 def test_other_state_is_carried_as_it_is():
-    state = {"count": jnp.int32(3), "mu": jnp.ones(5), "memory": R.ErrorMemory({"w": jnp.arange(6.0).reshape(2, 3)})}
+    state = {"count": jnp.int32(3), "mu": jnp.ones(5), "memory": R.ErrorFeedback({"w": jnp.arange(6.0).reshape(2, 3)})}
     resized = R.resize_state(state, 4)
     assert resized["count"] == 3
     assert resized["mu"].shape == (5,)

@@ -7,25 +7,23 @@ import numpy as np
 import pytest
 
 import shardopt as so
-from shardopt.reducers import buckets as wire
-from shardopt.reducers import codec as two_phase
-from shardopt.reducers import exact as mean
+from shardopt.reducers import mean
 
 R = so.reducers
 TOP_K, POWER_SGD = (importlib.import_module(f"shardopt.reducers.{name}") for name in ("top_k", "power_sgd"))
 
 
 def owners_forget_what_they_do_not_show(patch):
-    patch.setattr(two_phase.jax.lax, "axis_index", lambda axis: jnp.int32(99), raising=True)
+    patch.setattr(mean.jax.lax, "axis_index", lambda axis: jnp.int32(99), raising=True)
 
 
 def chunks_go_nowhere(patch):
-    patch.setattr(wire, "exchange", lambda parts, axis_name: list(parts))
+    patch.setattr(mean, "all_to_all_packed", lambda parts, axis_name: list(parts))
 
 
 def sums_for_means(patch):
-    once = wire.all_reduce_packed
-    patch.setattr(wire, "total", lambda flat, axis_name, count: once(flat, axis_name, count) * 2)
+    once = mean.all_reduce_padded
+    patch.setattr(mean, "all_reduce_padded", lambda flat, axis_name, count: once(flat, axis_name, count) * 2)
 
 
 def indices_one_off(patch):

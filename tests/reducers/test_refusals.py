@@ -102,7 +102,7 @@ CONSTRUCTION = [
         lambda: R.resize_state({"inner": R.PerDevice({"mu": jnp.ones((2, 3))})}, 4),
         ValueError,
         "resize_state: state that belongs to its device cannot be carried to another axis size.\n"
-        "  inner\nFix: make it anew with init_state, or use so.zero or so.ddp, whose state can be resharded.",
+        "  inner\nFix: make it again with init_state, or use so.zero or so.ddp, whose state can be resharded.",
     ),
 ]
 

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.reducers import buckets
+from shardopt.reducers import mean
 
 R = so.reducers
 REDUCERS = [
@@ -128,6 +128,6 @@ def test_leaves_travel_in_buckets(mesh_of, monkeypatch):
     many = {f"leaf{i}": jnp.ones((30, 10)) for i in range(7)}
     found = audited(R.int8(), mesh_of(data=4), many)
     assert [one.kind for one in found.collectives] == ["all-to-all"] * 2 + ["all-gather"] * 2, "codes and scales"
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 1000)
-    assert [bucket.size for bucket in buckets.plan_buckets([300] * 7, ["fp32"] * 7)] == [900, 900, 300]
+    monkeypatch.setattr(mean, "BUCKET_ELEMENTS", 1000)
+    assert [bucket.size for bucket in mean.buckets_of([300] * 7, ["fp32"] * 7)] == [900, 900, 300]
     assert R.int8().wire_bytes(many, 4) == audited(R.int8(), mesh_of(data=4), many).total_wire_bytes

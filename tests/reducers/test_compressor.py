@@ -37,7 +37,7 @@ def assert_close(a, b, **tolerance):
 def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
     """And over several messages nothing is lost: what was read and what is kept add up to what was given."""
     reducer, like = ALL[name](), gradients(0, np.float64)
-    code = reducers.encoding(reducer)
+    code = reducers.compressor(reducer)
 
     @jax.jit
     def both(grads, memory, state):
@@ -73,13 +73,13 @@ BYTES = {  # of the leaves above: 480, 7, 512, 0 and 1 numbers, 1000 in all
 
 @pytest.mark.parametrize("name", ALL)
 def test_bytes_of_a_message(name):
-    assert reducers.encoding(ALL[name]()).nbytes(gradients(0)) == BYTES[name.split(", feed")[0]]
+    assert reducers.compressor(ALL[name]()).nbytes(gradients(0)) == BYTES[name.split(", feed")[0]]
 
 
 @pytest.mark.parametrize("name", ["bf16, feedback", "int8, feedback", "sign, feedback", "top_k, momentum, feedback",
                                   "power_sgd, feedback"])  # fmt: skip
 def test_what_is_not_finite_is_not_hidden_and_not_remembered(name):
-    code, good = reducers.encoding(ALL[name]()), gradients(0)
+    code, good = reducers.compressor(ALL[name]()), gradients(0)
 
     @jax.jit
     def send(grads, memory):
@@ -97,7 +97,7 @@ def test_what_is_not_finite_is_not_hidden_and_not_remembered(name):
 @pytest.mark.parametrize("name", ["bf16", "int8", "top_k", "power_sgd"])
 def test_half_precision_and_complex_leaves(name):
     grads = {"h": jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16).reshape(8, 8), "c": jnp.full(4, 1 + 2j, jnp.complex64)}
-    code = reducers.encoding(reducers.error_feedback(PLAIN[name]()))
+    code = reducers.compressor(reducers.error_feedback(PLAIN[name]()))
     message, memory = jax.jit(code.encode)(grads, code.init(grads))
     found = jax.jit(code.decode)(message, grads)
     assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [jnp.complex64, jnp.bfloat16]
@@ -109,9 +109,9 @@ def test_half_precision_and_complex_leaves(name):
 
 def test_refusals():
     with pytest.raises(TypeError) as caught:
-        reducers.encoding(reducers.int8)
+        reducers.compressor(reducers.int8)
     assert str(caught.value) == (
-        "encoding: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called."
+        "compressor: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called."
     )
     fix = "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
     late = reducers.power_sgd(rank=2, start_step=5)
@@ -120,5 +120,5 @@ def test_refusals():
         (reducers.error_feedback(late), "error_feedback(warm_up(power_sgd(rank=2), steps=5))"),
     ):
         with pytest.raises(ValueError, match="single sender") as caught:
-            so.reducers.encoding(reducer)
-        assert str(caught.value) == f"encoding: {name} has no form that a single sender can write.\n{fix}"
+            so.reducers.compressor(reducer)
+        assert str(caught.value) == f"compressor: {name} has no form that a single sender can write.\n{fix}"
