@@ -121,17 +121,17 @@ def passes():
     block = split_backward(
         lambda w, x: [model.block(treedef.unflatten(w), x[0])], leaves, x, trained=range(len(leaves))
     )
-    kept = list(block.kept)
-    kept_for_weight = [kept[i] for i in block.weight_keeps]
+    residuals = list(block.residuals)
+    for_weight = [residuals[i] for i in block.weight_residuals]
 
     def operations(f, *args):
         return jax.jit(f).lower(*args).compile().cost_analysis()["flops"]
 
     found = {
         "forward": operations(block.forward, leaves, x),
-        "backward": operations(block.backward, leaves, kept, x),
-        "weight": operations(block.weight, leaves, kept_for_weight, list(block.deferred)),
-        "backward and weight in one": operations(block.both, leaves, kept, x),
+        "backward": operations(block.backward, leaves, residuals, x),
+        "weight": operations(block.weight, leaves, for_weight, list(block.deferred)),
+        "backward and weight in one": operations(block.both, leaves, residuals, x),
     }
     found["repeated"] = (found["backward"] + found["weight"]) / found["backward and weight in one"] - 1
     table = Table(*found, title="Floating-point operations of a block's passes")

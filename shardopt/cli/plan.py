@@ -83,7 +83,7 @@ def numbers(table: Schedule) -> dict[str, object]:
         "bubble": table.bubble_fraction,
         "program_bubble": table.program_bubble_fraction,
         "peak_activations": list(table.peak_activations),
-        "rows": {name: rows.tolist() for name, rows in table.rows().items()},
+        "table": {name: column.tolist() for name, column in table.table().items()},
     }
 
 

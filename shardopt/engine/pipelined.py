@@ -14,7 +14,7 @@ from shardopt.engine.reductions import reduce_scatter_grads
 from shardopt.pipeline import Schedule
 from shardopt.pipeline.executor import execute, forward_only
 from shardopt.pipeline.messages import to_model, to_schedule
-from shardopt.pipeline.run import StageFns
+from shardopt.pipeline.stage import StageFns
 from shardopt.remat.gathered_block import leaves_like
 from shardopt.remat.split_backward import floating
 

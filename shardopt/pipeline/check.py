@@ -1,8 +1,7 @@
-"""What makes a schedule wrong, every fault at once."""
+"""What makes a schedule or its sizes wrong, every fault at once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -10,58 +9,7 @@ from shardopt.core.arguments import is_integer
 from shardopt.core.errors import format_error, plural
 from shardopt.pipeline.ticks import Slots, Ticks, lifetimes
 
-# Sizes that every schedule refuses.
-
-
 _MOST_CELLS = 2**20
-
-
-def check_sizes(who: str, **sizes: Any) -> None:
-    """Refuse sizes that are no positive integers, and tables that no machine holds.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1, or the table too large.
-    """
-    if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)]:
-        raise TypeError(format_error(who, f"sizes must be integers, got {', '.join(bad)}."))
-    if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
-        raise ValueError(format_error(who, f"sizes must be at least 1, got {', '.join(bad)}."))
-    stages, micro_batches, chunks = (
-        int(sizes.get(name, 0)) for name in ("num_stages", "num_micro_batches", "num_chunks")
-    )
-    check_cells(who, stages, stages + micro_batches * max(chunks, 1))
-
-
-def check_cells(who: str, num_stages: int, num_ticks: int) -> None:
-    """Refuse a table that would fill the memory, before it does.
-
-    Raises:
-      ValueError: if stages times ticks are above 2^20; 256 stages with 1024 micro-batches are below.
-    """
-    if num_stages * num_ticks > _MOST_CELLS:
-        what = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
-        fix = f"keep stages x ticks at {_MOST_CELLS} or below."
-        raise ValueError(format_error(who, what, fix=fix))
-
-
-def check_groups(who: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-    """Refuse micro-batches that do not go through several chunks in whole groups of one a stage.
-
-    Raises:
-      ValueError: if there are several chunks, and micro-batches that are not a multiple of the stages.
-    """
-    if num_chunks == 1 or num_micro_batches % num_stages == 0:
-        return
-    what = (
-        f"with {num_chunks} chunks a stage, micro-batches must be a multiple of the {num_stages} stages, "
-        f"got {num_micro_batches}."
-    )
-    below = num_micro_batches // num_stages * num_stages
-    near = f"{below} or {below + num_stages}" if below else f"{num_stages}"
-    raise ValueError(format_error(who, what, fix=f"use {near} micro-batches, or num_chunks=1."))
-
-
 _PASS = {"forward": "forward", "backward": "backward", "weight": "weight gradient"}
 
 
@@ -146,12 +94,12 @@ def _clashes(ticks: Ticks) -> Iterator[str]:
 
 
 def _slot_faults(ticks: Ticks, slots: Slots) -> Iterator[str]:
-    for ring, (first, last) in lifetimes(ticks).items():
-        slot, kept = np.asarray(getattr(slots, ring)), last >= first
+    for buffer, (first, last) in lifetimes(ticks).items():
+        slot, kept = np.asarray(getattr(slots, buffer)), last >= first
         for v, m in np.argwhere((slot >= 0) != kept):
             missing = f"needs a slot at ticks {first[v, m]} to {last[v, m]}"
             what = missing if kept[v, m] else f"has slot {slot[v, m]}, but nothing to keep"
-            yield f"{ring} of micro-batch {m} at virtual stage {v} {what}"
+            yield f"{buffer} of micro-batch {m} at virtual stage {v} {what}"
         found = defaultdict(list)
         for v, m in np.argwhere(kept & (slot >= 0)):
             found[ticks.stage_of[v], int(slot[v, m])].append((int(first[v, m]), int(last[v, m]), int(m), int(v)))
@@ -159,10 +107,54 @@ def _slot_faults(ticks: Ticks, slots: Slots) -> Iterator[str]:
             holder, *others = sorted(uses)
             for use in others:
                 if use[0] <= holder[1]:
-                    yield f"stage {stage} keeps two things in {ring} slot {index}: {_use(holder)} and {_use(use)}"
+                    yield f"stage {stage} keeps two things in {buffer} slot {index}: {_use(holder)} and {_use(use)}"
                 holder = max(holder, use, key=lambda use: use[1])  # who stays longest
 
 
 def _use(use: tuple[int, int, int, int]) -> str:
     first, last, m, v = use
     return f"micro-batch {m} at virtual stage {v} (ticks {first} to {last})"
+
+
+def check_sizes(who: str, **sizes: int) -> None:
+    """Refuse sizes that are no positive integers, and tables that no machine holds.
+
+    Raises:
+      TypeError: if a size is not an integer.
+      ValueError: if a size is below 1, or the table too large.
+    """
+    if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)]:
+        raise TypeError(format_error(who, f"sizes must be integers, got {', '.join(bad)}."))
+    if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
+        raise ValueError(format_error(who, f"sizes must be at least 1, got {', '.join(bad)}."))
+    stages = int(sizes["num_stages"])
+    check_cells(who, stages, stages + int(sizes.get("num_micro_batches", 0)) * int(sizes.get("num_chunks", 1)))
+
+
+def check_cells(who: str, num_stages: int, num_ticks: int) -> None:
+    """Refuse a table that would fill the memory, before it does.
+
+    Raises:
+      ValueError: if stages times ticks are above 2^20; 256 stages with 1024 micro-batches are below.
+    """
+    if num_stages * num_ticks > _MOST_CELLS:
+        what = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
+        fix = f"keep stages x ticks at {_MOST_CELLS} or below."
+        raise ValueError(format_error(who, what, fix=fix))
+
+
+def check_groups(who: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    """Refuse micro-batches that do not go through several chunks in whole groups of one a stage.
+
+    Raises:
+      ValueError: if there are several chunks, and micro-batches that are not a multiple of the stages.
+    """
+    if num_chunks == 1 or num_micro_batches % num_stages == 0:
+        return
+    what = (
+        f"with {num_chunks} chunks a stage, micro-batches must be a multiple of the {num_stages} stages, "
+        f"got {num_micro_batches}."
+    )
+    below = num_micro_batches // num_stages * num_stages
+    near = f"{below} or {below + num_stages}" if below else f"{num_stages}"
+    raise ValueError(format_error(who, what, fix=f"use {near} micro-batches, or num_chunks=1."))

@@ -1,25 +1,26 @@
-"""A schedule of one's own from tables of ticks."""
+"""Schedules of one's own: from tables of ticks, or from the order in which each stage works."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from shardopt.core.errors import format_error, plural
 from shardopt.pipeline.check import check, check_cells, check_sizes
-from shardopt.pipeline.schedule import LETTERS, Schedule
-from shardopt.pipeline.ticks import Ticks, as_table, color, source
+from shardopt.pipeline.schedule import Schedule
+from shardopt.pipeline.ticks import LETTERS, Ticks, as_table, assign_slots, source
 
 
 def from_ticks(
     num_stages: int,
-    forward: Any,
-    backward: Any,
-    weight: Any = None,
+    forward: ArrayLike,
+    backward: ArrayLike,
+    weight: ArrayLike | None = None,
     *,
-    stage_of: Sequence[int] | None = None,
+    stage_of: ArrayLike | None = None,
     name: str = "from_ticks",
 ) -> Schedule:
     """Make a schedule of tables that say at which tick each pass runs.
@@ -50,22 +51,19 @@ def from_ticks(
       stage 1  .   F0  F1  B0  .   B1  .
     """
     check_sizes(name, num_stages=num_stages)
-    tables = {"forward": forward, "backward": backward, "weight": weight}
-    given = [kind for kind, table in tables.items() if kind != "weight" or table is not None]
-    arrays = {kind: integers(name, kind, tables[kind], 2) for kind in given}
+    tables = {"forward": forward, "backward": backward} | ({} if weight is None else {"weight": weight})
+    arrays = {kind: _integers(name, kind, table, 2) for kind, table in tables.items()}
     homes = np.arange(len(arrays["forward"])) % num_stages
     if stage_of is not None:
-        homes = integers(name, "stage_of", stage_of, 1)
-    check_cells(
-        name, int(num_stages), max((1 + int(array.max()) for array in arrays.values() if array.size), default=0)
-    )
-    whole = {kind: as_table(array) for kind, array in arrays.items()}
-    ticks = Ticks(int(num_stages), tuple(homes.tolist()), **whole)
+        homes = _integers(name, "stage_of", stage_of, 1)
+    num_ticks = max((1 + int(array.max()) for array in arrays.values() if array.size), default=0)
+    check_cells(name, int(num_stages), num_ticks)
+    ticks = Ticks(int(num_stages), tuple(homes.tolist()), **{kind: as_table(array) for kind, array in arrays.items()})
     check(name, ticks)
-    return Schedule(name, ticks, color(ticks))
+    return Schedule(name, ticks, assign_slots(ticks))
 
 
-def integers(who: str, what: str, values: Any, ndim: int) -> np.ndarray:
+def _integers(who: str, what: str, values: ArrayLike, ndim: int) -> np.ndarray:
     """Return an array of integers with so many dims, or raise TypeError."""
     try:
         array = np.asarray(values)
@@ -76,9 +74,6 @@ def integers(who: str, what: str, values: Any, ndim: int) -> np.ndarray:
     found = f"shape {array.shape} and dtype {array.dtype}" if array.size else "rows of unequal length, or nothing"
     wanted = ("[V]: one a virtual stage", "[V, M]: one a virtual stage and micro-batch")[ndim - 1]
     raise TypeError(format_error(who, f"{what} must be integers {wanted}; got {found}."))
-
-
-# A schedule of one's own from the order in which each stage works.
 
 
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -95,7 +90,7 @@ class _Action(NamedTuple):
         return f"{LETTERS[self.kind]}{self.micro_batch}.{self.chunk}"
 
 
-def from_order(orders: Sequence[str], *, stage_of: Sequence[int] | None = None, name: str = "from_order") -> Schedule:
+def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name: str = "from_order") -> Schedule:
     """Make a schedule in which every stage does one thing a tick, in a given order, as soon as it can.
 
     Args:
@@ -132,7 +127,7 @@ def from_order(orders: Sequence[str], *, stage_of: Sequence[int] | None = None, 
     chunks = 1 + max(action.chunk for line in lists for action in line)
     homes = [v % len(orders) for v in range(chunks * len(orders))]
     if stage_of is not None:
-        homes = integers(name, "stage_of", stage_of, 1).tolist()
+        homes = _integers(name, "stage_of", stage_of, 1).tolist()
     if Counter(homes) != Counter([*range(len(orders))] * chunks):
         what = f"stage_of must name each of {plural(len(orders), 'stage')} once a chunk ({chunks}), got {homes}."
         raise ValueError(format_error(name, what))

@@ -1,7 +1,6 @@
 """One program for every schedule: a scan over the rows of its table, each tick doing what the row says."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.core.types import PyTree
-from shardopt.pipeline import messages, rings
-from shardopt.pipeline.messages import PIPELINE
-from shardopt.pipeline.rings import Arrays
-from shardopt.pipeline.run import (
+from shardopt.pipeline import messages
+from shardopt.pipeline.messages import PIPELINE, Index, add, make_buffers, make_filled, read_slot, write_slot
+from shardopt.pipeline.schedule import Schedule
+from shardopt.pipeline.stage import (
     Carry,
     Place,
-    Run,
+    Setup,
     StageFns,
     Sums,
     chunk_backward,
@@ -23,137 +22,19 @@ from shardopt.pipeline.run import (
     chunk_forward,
     chunk_forward_keeping,
     chunk_weight,
-    lay_out,
+    first_carry,
+    make_stage,
     prepare,
-    start,
 )
-from shardopt.pipeline.schedule import Schedule
+from shardopt.remat.split_backward import Arrays
 
-# One tick of a stage: forward, backward, weight, each run or skipped as its row of the table says.
-
-
-Row = dict[str, Any]
-
-
-def tick_forward(run: Run, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
-    """Run the forward pass of this tick; what it made, for the next stage."""
-    parts = run.stage.parts
-
-    def work(activations, outputs):
-        m, slot = row["forward_micro_batch"], row["forward_slot"]
-        x = messages.choose(
-            row["forward_source"], lambda: parts.embed(m), carry.arrived, carry.inputs, row["forward_waited"]
-        )
-        chunk = run.stage.chunk(row["forward_chunk"], m)
-        if run.remat:
-            # The backward pass of the last chunk runs it anyway.
-            y = jax.lax.cond(row["forward_is_last"], lambda: x, lambda: chunk_forward(chunk, parts.block, x))
-            return y, rings.write_slot(activations, slot, x), outputs
-        y, activations = chunk_forward_keeping(chunk, run.passes, x, _place(activations, slot))
-        if outputs:
-            outputs = jax.lax.cond(row["forward_is_last"], rings.write_slot, lambda ring, *_: ring, outputs, slot, y)
-        return y, activations, outputs
-
-    def idle(activations, outputs):
-        return rings.blank_ring(run.stage.x, run.idle), activations, outputs
-
-    busy = row["forward_micro_batch"] >= 0
-    y, activations, outputs = jax.lax.cond(busy, work, idle, carry.activations, carry.outputs)
-    return y, carry._replace(activations=activations, outputs=outputs)
-
-
-def tick_backward(run: Run, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry]:
-    """Run the backward pass of this tick; the gradient that it made, for the stage before."""
-    parts, splits = run.stage.parts, run.stage.schedule.ticks.weight is not None
-
-    def work(deferred, sums):
-        m, slot = row["backward_micro_batch"], row["backward_slot"]
-        chunk = run.stage.chunk(row["backward_chunk"], m)
-        if run.remat:
-            kept = _place_again(run, deferred, row)
-            last, again = chunk_forward_keeping(chunk, run.passes, rings.read_slot(carry.activations, slot), kept)
-            kept = kept._replace(rings=again)
-        else:
-            kept = _place(carry.activations, slot)
-            last = rings.read_slot(carry.outputs, slot) if carry.outputs else y
-
-        def at_loss(sums):
-            dy, grads, totals = parts.loss_grads(m, last)
-            stacked = rings.write_tree(sums.parts, m, totals)
-            return dy, sums._replace(outer=_add(sums.outer, grads), parts=stacked)
-
-        def from_next(sums):
-            return messages.choose(
-                row["backward_source"], None, carry.returned, carry.cotangents, row["backward_waited"]
-            ), sums
-
-        if carry.returned or carry.cotangents:
-            dy, sums = jax.lax.cond(row["backward_is_last"], at_loss, from_next, sums)
-        else:
-            dy, sums = at_loss(sums)
-        if splits:
-            left = _place(deferred[: len(run.passes.deferred)], row["backward_deferred"])
-            dx, made = chunk_backward_deferring(chunk, run.passes, kept, dy, left)
-            deferred = [*made, *(kept.rings[i] for i in run.keeps_for_weight)]
-        else:
-            dx, blocks = chunk_backward(chunk, run.passes, kept, dy, sums.blocks, parts.reduce)
-            sums = sums._replace(blocks=blocks)
-        outer = jax.lax.cond(
-            row["backward_is_first"],
-            lambda outer: _add(outer, parts.embed_grads(m, dx)),
-            lambda outer: outer,
-            sums.outer,
-        )
-        return dx, deferred, sums._replace(outer=outer)
-
-    def idle(deferred, sums):
-        return rings.blank_ring(run.dx, run.idle), deferred, sums
-
-    busy = row["backward_micro_batch"] >= 0
-    dx, deferred, sums = jax.lax.cond(busy, work, idle, carry.deferred, carry.sums)
-    return dx, carry._replace(deferred=deferred, sums=sums)
-
-
-def tick_weight(run: Run, carry: Carry, row: Row) -> Carry:
-    """Run the weight pass of this tick, where the schedule splits it off."""
-    if run.stage.schedule.ticks.weight is None:
-        return carry
-
-    def work(blocks):
-        chunk = run.stage.chunk(row["weight_chunk"], row["weight_micro_batch"])
-        num, slot = len(run.passes.deferred), row["weight_deferred"]
-        left = _place(carry.deferred[:num], slot)
-        if run.remat:
-            kept = _place(carry.deferred[num:], slot)
-        else:
-            kept = _place([carry.activations[i] for i in run.passes.weight_keeps], row["weight_slot"])
-        return chunk_weight(chunk, run.passes, kept, left, blocks, run.stage.parts.reduce)
-
-    busy = row["weight_micro_batch"] >= 0
-    blocks = jax.lax.cond(busy, work, lambda blocks: blocks, carry.sums.blocks)
-    return carry._replace(sums=carry.sums._replace(blocks=blocks))
-
-
-def _place(ring: Arrays, slot: Any) -> Place:
-    return Place(ring, [slot] * len(ring))
-
-
-def _place_again(run: Run, deferred: Arrays, row: Row) -> Place:
-    """Return where a forward run again keeps things: what the weight pass reads among `deferred`, the rest for this tick."""
-    again: Arrays = rings.make_ring(run.passes.kept, run.stage.num_blocks, 0.0)
-    slots: list[Any] = [0] * len(again)
-    for at, i in enumerate(run.keeps_for_weight, len(run.passes.deferred)):
-        again[i], slots[i] = deferred[at], row["backward_deferred"]
-    return Place(again, slots)
-
-
-def _add(sums: Arrays, grads: Arrays) -> Arrays:
-    return [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]
+Row = dict[str, jax.Array]
+"""A row of the schedule's table, for this stage."""
 
 
 def execute(
     schedule: Schedule,
-    parts: StageFns,
+    fns: StageFns,
     weights: Arrays,
     *,
     remat: bool,
@@ -163,28 +44,28 @@ def execute(
 ) -> Sums:
     """Differentiate every micro-batch as the schedule says; call it in the per-device view.
 
-    Each tick a stage puts arrived messages down, runs the passes that its row names, and sends on what they made.
+    Each tick a stage stores the messages that arrived, runs the passes that its row names, and sends what they made.
     A pass without work is skipped by a branch; the permutes stand outside of branches, since every stage takes part.
 
     Args:
       schedule: the table.
-      parts: what to run.
+      fns: the model.
       weights: this stage's blocks, stacked [chunks * k, ...] in the order of `schedule.virtual_stages`.
       remat: keep the input of each chunk, and run its forward again in the backward pass, rather than what that needs.
       block_specs: how the gradient of each trained weight, stacked, lies over tensor.
       outer_specs: the same of the outer weights.
-      idle: what an idle pass hands on and rings begin with; NaN shows that nobody reads it.
+      idle: what an idle pass hands on and ring buffers begin with; NaN shows that nobody reads it.
     """
-    run = prepare(schedule, parts, weights, remat=remat, idle=idle)
+    setup = prepare(schedule, fns, weights, remat=remat, idle=idle)
 
     def one(carry: Carry, row: Row) -> tuple[Carry, None]:
         carry = carry._replace(
             inputs=messages.store_message(carry.inputs, carry.arrived, row["forward_arrival"]),
             cotangents=messages.store_message(carry.cotangents, carry.returned, row["backward_arrival"]),
         )
-        y, carry = tick_forward(run, carry, row)
-        dx, carry = tick_backward(run, carry, row, y)
-        carry = tick_weight(run, carry, row)
+        y, carry = tick_forward(setup, carry, row)
+        dx, carry = tick_backward(setup, carry, row, y)
+        carry = tick_weight(setup, carry, row)
         # Left alone, the partitioner would keep the sums whole over tensor.
         sums = carry.sums._replace(
             blocks=_constrained(carry.sums.blocks, block_specs), outer=_constrained(carry.sums.outer, outer_specs)
@@ -195,52 +76,167 @@ def execute(
             sums=sums,
         ), None
 
-    carry, _ = jax.lax.scan(one, start(run), _rows(schedule))
+    carry, _ = jax.lax.scan(one, first_carry(setup), _table(schedule))
     return carry.sums
 
 
-def forward_only(schedule: Schedule, parts: StageFns, weights: Arrays) -> PyTree:
+def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays) -> PyTree:
     """Run the forward passes alone, on their ticks; what `loss` returned, [M, ...], zeros but on the last stage.
 
-    It can be differentiated, at the price of keeping one input a tick and running each forward again.
+    It can be differentiated, at the price of keeping one input per tick and running each forward again.
     """
-    stage = lay_out(schedule, parts, weights)
-    shapes = jax.eval_shape(parts.loss, jnp.int32(0), stage.x)
+    stage = make_stage(schedule, fns, weights)
+    shapes = jax.eval_shape(fns.loss, jnp.int32(0), stage.x)
     totals = jax.tree.map(lambda x: jnp.zeros((schedule.num_micro_batches, *x.shape), x.dtype), shapes)
 
     @jax.checkpoint
-    def one(carry, row):
+    def one(carry: tuple[Arrays, list[Arrays], PyTree], row: Row) -> tuple[tuple[Arrays, list[Arrays], PyTree], None]:
         inputs, arrived, totals = carry
         inputs = messages.store_message(inputs, arrived, row["forward_arrival"])
         m = row["forward_micro_batch"]
 
         def work(totals):
-            x = messages.choose(row["forward_source"], lambda: parts.embed(m), arrived, inputs, row["forward_waited"])
-            y = chunk_forward(stage.chunk(row["forward_chunk"], m), parts.block, x)
+            x = messages.read_message(
+                row["forward_source"], lambda: fns.embed(m), arrived, inputs, row["forward_waited"]
+            )
+            y = chunk_forward(stage.chunk(row["forward_chunk"], m), fns.block, x)
             return y, jax.lax.cond(
-                row["forward_is_last"], lambda: rings.write_tree(totals, m, parts.loss(m, y)), lambda: totals
+                row["forward_is_last"], lambda: write_slot(totals, m, fns.loss(m, y)), lambda: totals
             )
 
-        y, totals = jax.lax.cond(m >= 0, work, lambda totals: (rings.blank_ring(stage.x, 0.0), totals), totals)
+        y, totals = jax.lax.cond(m >= 0, work, lambda totals: (make_filled(stage.x, 0.0), totals), totals)
         return (inputs, messages.send(schedule, "forward", y), totals), None
 
-    inputs = rings.make_ring(stage.x, schedule.num_input_slots, 0.0)
-    arrived = [rings.blank_ring(stage.x, 0.0) for _ in schedule.forward_shifts]
+    inputs = make_buffers(stage.x, schedule.num_input_slots, 0.0)
+    arrived = [make_filled(stage.x, 0.0) for _ in schedule.forward_shifts]
     num_ticks = 1 + int(schedule.ticks.passes["forward"].max())
-    rows = {name: column[:num_ticks] for name, column in _rows(schedule).items() if name.startswith("forward")}
+    rows = {name: column[:num_ticks] for name, column in _table(schedule).items() if name.startswith("forward")}
     return jax.lax.scan(one, (inputs, arrived, totals), rows)[0][2]
+
+
+def tick_forward(setup: Setup, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
+    """Run the forward pass of this tick; return its output, for the next stage."""
+    fns = setup.stage.fns
+
+    def work(activations, outputs):
+        m, slot = row["forward_micro_batch"], row["forward_slot"]
+        x = messages.read_message(
+            row["forward_source"], lambda: fns.embed(m), carry.arrived, carry.inputs, row["forward_waited"]
+        )
+        chunk = setup.stage.chunk(row["forward_chunk"], m)
+        if setup.remat:
+            # The backward pass of the last chunk runs it anyway.
+            y = jax.lax.cond(row["forward_is_last"], lambda: x, lambda: chunk_forward(chunk, fns.block, x))
+            return y, write_slot(activations, slot, x), outputs
+        y, activations = chunk_forward_keeping(chunk, setup.passes, x, _place(activations, slot))
+        if outputs:
+            outputs = jax.lax.cond(row["forward_is_last"], write_slot, lambda outputs, *_: outputs, outputs, slot, y)
+        return y, activations, outputs
+
+    def idle(activations, outputs):
+        return make_filled(setup.stage.x, setup.idle), activations, outputs
+
+    busy = row["forward_micro_batch"] >= 0
+    y, activations, outputs = jax.lax.cond(busy, work, idle, carry.activations, carry.outputs)
+    return y, carry._replace(activations=activations, outputs=outputs)
+
+
+def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry]:
+    """Run the backward pass of this tick; return the gradient of its input, for the stage before."""
+    fns, splits = setup.stage.fns, setup.stage.schedule.ticks.weight is not None
+
+    def work(deferred, sums):
+        m, slot = row["backward_micro_batch"], row["backward_slot"]
+        chunk = setup.stage.chunk(row["backward_chunk"], m)
+        if setup.remat:
+            residuals = _place_again(setup, deferred, row)
+            x = read_slot(carry.activations, slot)
+            last, buffers = chunk_forward_keeping(chunk, setup.passes, x, residuals)
+            residuals = residuals._replace(buffers=buffers)
+        else:
+            residuals = _place(carry.activations, slot)
+            last = read_slot(carry.outputs, slot) if carry.outputs else y
+
+        def at_loss(sums):
+            dy, grads, totals = fns.loss_grads(m, last)
+            stacked = write_slot(sums.parts, m, totals)
+            return dy, sums._replace(outer=add(sums.outer, grads), parts=stacked)
+
+        def from_next(sums):
+            return messages.read_message(
+                row["backward_source"], None, carry.returned, carry.cotangents, row["backward_waited"]
+            ), sums
+
+        if carry.returned or carry.cotangents:
+            dy, sums = jax.lax.cond(row["backward_is_last"], at_loss, from_next, sums)
+        else:
+            dy, sums = at_loss(sums)
+        if splits:
+            left = _place(deferred[: len(setup.passes.deferred)], row["backward_deferred"])
+            dx, made = chunk_backward_deferring(chunk, setup.passes, residuals, dy, left)
+            deferred = [*made, *(residuals.buffers[i] for i in setup.residuals_for_weight)]
+        else:
+            dx, blocks = chunk_backward(chunk, setup.passes, residuals, dy, sums.blocks, fns.reduce)
+            sums = sums._replace(blocks=blocks)
+        outer = jax.lax.cond(
+            row["backward_is_first"],
+            lambda outer: add(outer, fns.embed_grads(m, dx)),
+            lambda outer: outer,
+            sums.outer,
+        )
+        return dx, deferred, sums._replace(outer=outer)
+
+    def idle(deferred, sums):
+        return make_filled(setup.dx, setup.idle), deferred, sums
+
+    busy = row["backward_micro_batch"] >= 0
+    dx, deferred, sums = jax.lax.cond(busy, work, idle, carry.deferred, carry.sums)
+    return dx, carry._replace(deferred=deferred, sums=sums)
+
+
+def tick_weight(setup: Setup, carry: Carry, row: Row) -> Carry:
+    """Run the weight pass of this tick, where the schedule splits it off."""
+    if setup.stage.schedule.ticks.weight is None:
+        return carry
+
+    def work(blocks):
+        chunk = setup.stage.chunk(row["weight_chunk"], row["weight_micro_batch"])
+        num, slot = len(setup.passes.deferred), row["weight_deferred"]
+        left = _place(carry.deferred[:num], slot)
+        if setup.remat:
+            residuals = _place(carry.deferred[num:], slot)
+        else:
+            residuals = _place([carry.activations[i] for i in setup.passes.weight_residuals], row["weight_slot"])
+        return chunk_weight(chunk, setup.passes, residuals, left, blocks, setup.stage.fns.reduce)
+
+    busy = row["weight_micro_batch"] >= 0
+    blocks = jax.lax.cond(busy, work, lambda blocks: blocks, carry.sums.blocks)
+    return carry._replace(sums=carry.sums._replace(blocks=blocks))
+
+
+def _place(buffers: Arrays, slot: jax.Array) -> Place:
+    return Place(buffers, [slot] * len(buffers))
+
+
+def _place_again(setup: Setup, deferred: Arrays, row: Row) -> Place:
+    """Return where a forward run again stores residuals: those that the weight pass reads in `deferred`."""
+    buffers = make_buffers(setup.passes.residuals, setup.stage.num_blocks, 0.0)  # the others, for this tick
+    slots: list[Index] = [0] * len(buffers)
+    for at, i in enumerate(setup.residuals_for_weight, len(setup.passes.deferred)):
+        buffers[i], slots[i] = deferred[at], row["backward_deferred"]
+    return Place(buffers, slots)
 
 
 def _constrained(leaves: Arrays, specs: Sequence[PartitionSpec]) -> Arrays:
     return [jax.lax.with_sharding_constraint(x, spec) for x, spec in zip(leaves, specs, strict=True)]
 
 
-def _rows(schedule: Schedule) -> dict[str, Any]:
-    """Return this stage's columns of the table, [num_ticks, ...], with which source each pass reads."""
-    table = schedule.rows()
+def _table(schedule: Schedule) -> Row:
+    """Return this stage's columns of the table, [num_ticks, ...], with the source that each pass reads."""
+    table = schedule.table()
     stage_of, virtual = schedule.ticks.stage_of, np.asarray(schedule.virtual_stages)
     for kind, shifts in (("forward", schedule.forward_shifts), ("backward", schedule.backward_shifts)):
-        table[f"{kind}_source"] = messages.sources(table, kind, len(shifts))
+        table[f"{kind}_source"] = messages.message_sources(table, kind, len(shifts))
         stage = np.arange(schedule.num_stages)
         at = np.where(table[f"{kind}_micro_batch"] >= 0, virtual[stage, table[f"{kind}_chunk"]], -1)
         table[f"{kind}_is_first"] = at == 0

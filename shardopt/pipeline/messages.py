@@ -1,7 +1,9 @@
-"""What goes from stage to stage: permutes over the mesh axis `pipeline`, always outside of branches."""
+"""What moves from stage to stage over the mesh axis `pipeline`, and the ring buffers in which it waits.
 
-from collections.abc import Sequence
-from typing import Any
+Permutes stand outside of branches, since every stage takes part in each.
+"""
+
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import shard_by_shard
-from shardopt.pipeline import rings
-from shardopt.pipeline.rings import Arrays
+from shardopt.core.types import PyTree
 from shardopt.pipeline.schedule import Schedule
+from shardopt.remat.split_backward import Arrays
 
 PIPELINE = "pipeline"
+
+Index = jax.Array | int
+"""A number of a slot, block, chunk or micro-batch, an int32 scalar that may be traced."""
 
 
 def send(schedule: Schedule, kind: str, leaves: Arrays) -> list[Arrays]:
@@ -32,68 +37,100 @@ def send(schedule: Schedule, kind: str, leaves: Arrays) -> list[Arrays]:
     return sent
 
 
-def permute(leaves: Sequence[Any], pairs: Sequence[tuple[int, int]], specs: Any = None) -> Arrays:
+def permute(
+    leaves: Sequence[jax.Array], pairs: Sequence[tuple[int, int]], specs: Sequence[PartitionSpec] | None = None
+) -> Arrays:
     """Send each leaf from stage to stage, as (source, target) pairs; `specs` say how leaves lie over tensor."""
     specs = [PartitionSpec()] * len(leaves) if specs is None else specs
     move = lambda xs: [jax.lax.ppermute(x, PIPELINE, list(pairs)) for x in xs]  # noqa: E731
     return shard_by_shard(move, list(leaves), specs)
 
 
-def store_message(ring: Arrays, arrived: Sequence[Arrays], slots: Sequence[Any]) -> Arrays:
-    """Put each message that has to wait into its slot of the ring; a slot of -1 is none."""
-    if not ring:
-        return ring
+def store_message(buffers: Arrays, arrived: Sequence[Arrays], slots: jax.Array) -> Arrays:
+    """Write each message that has to wait into its slot, [len(arrived)]; -1 is none."""
+    if not buffers:
+        return buffers
     for message, slot in zip(arrived, slots, strict=True):
-        ring = jax.lax.cond(slot >= 0, rings.write_slot, lambda ring, *_: ring, ring, slot, message)
-    return ring
+        buffers = jax.lax.cond(slot >= 0, write_slot, lambda buffers, *_: buffers, buffers, slot, message)
+    return buffers
 
 
-def choose(source: Any, at_end: Any, arrived: Sequence[Arrays], ring: Arrays, slot: Any) -> Any:
+def read_message(
+    source: jax.Array, at_end: Callable[[], Arrays] | None, arrived: list[Arrays], buffers: Arrays, slot: jax.Array
+) -> Arrays:
     """Return what a pass works on: `at_end()` (source 0), a message just arrived (1, 2, ...), or one that waited.
 
     Args:
-      source: which, as `sources` numbers them.
+      source: which, as `message_sources` numbers them.
       at_end: what stands at that end of the model; None if this is known not to be it.
       arrived: the messages of this tick.
-      ring: the messages that wait.
-      slot: where in the ring.
+      buffers: the messages that wait.
+      slot: where in the buffers.
     """
     branches = [at_end] if at_end is not None else []
     branches += [lambda message=message: message for message in arrived]
-    branches += [lambda: rings.read_slot(ring, slot)] if ring else []
+    branches += [lambda: read_slot(buffers, slot)] if buffers else []
     return jax.lax.switch(source - (at_end is None), branches)
 
 
-def sources(rows: dict[str, np.ndarray], kind: str, num_shifts: int) -> np.ndarray:
-    """Number the sources of a pass [num_ticks, S] for `choose`: 0 the end of the model, then shifts, then the ring."""
-    waited = rows[f"{kind}_waited"] >= 0
-    return np.where(waited, num_shifts + 1, rows[f"{kind}_shift"] + 1).astype(np.int32)
+def message_sources(table: dict[str, np.ndarray], kind: str, num_shifts: int) -> np.ndarray:
+    """Number the sources of a pass [num_ticks, S] for `read_message`: 0 the end of the model, then shifts, then waiting."""
+    waited = table[f"{kind}_waited"] >= 0
+    return np.where(waited, num_shifts + 1, table[f"{kind}_shift"] + 1).astype(np.int32)
 
 
-# From the model's order of blocks, in which they are stored, to the schedule's, in which they run, and back.
+# Ring buffers are lists of arrays [num_slots, ...], read and written one slot at a time; empty where nothing is kept.
 
+
+def make_buffers(shapes: Sequence[jax.ShapeDtypeStruct], num_slots: int, fill: float) -> Arrays:
+    """Return ring buffers for arrays of these shapes; of no slots, none."""
+    return make_filled(shapes, fill, num_slots) if num_slots else []
+
+
+def make_filled(shapes: Sequence[jax.ShapeDtypeStruct], fill: float, *stack: int) -> Arrays:
+    """Return arrays [*stack, ...] of `fill`, or of zeros where the dtype is not floating."""
+    number = lambda dtype: fill if jnp.issubdtype(dtype, jnp.inexact) else 0  # noqa: E731
+    return [jnp.full((*stack, *one.shape), number(one.dtype), one.dtype) for one in shapes]
+
+
+def write_slot(buffers: PyTree, slot: Index, values: PyTree) -> PyTree:
+    """Return the buffers with `values` in a slot; pytrees of one structure."""
+    return jax.tree.map(lambda old, x: jax.lax.dynamic_update_index_in_dim(old, x, slot, 0), buffers, values)
+
+
+def read_slot(buffers: Arrays, slot: Index) -> Arrays:
+    """Return what lies in a slot."""
+    return [jax.lax.dynamic_index_in_dim(x, slot, 0, keepdims=False) for x in buffers]
+
+
+def add_to_slot(buffers: Arrays, slot: Index, values: Sequence[jax.Array]) -> Arrays:
+    """Return the buffers with `values` added to a slot, in the dtype of the buffers."""
+    return write_slot(buffers, slot, add(read_slot(buffers, slot), values))
+
+
+def add(sums: Arrays, values: Sequence[jax.Array]) -> Arrays:
+    """Return the sums with `values` added, in the dtype of the sums."""
+    return [total + value.astype(total.dtype) for total, value in zip(sums, values, strict=True)]
+
+
+# Blocks are stored in the model's order, and run in the schedule's.
 
 Move = tuple[int, int, int, int]
 """(stage it is stored on, place there, stage it runs on, place there) of one virtual stage."""
 
 
-def to_schedule(schedule: Schedule, leaves: Sequence[Any], specs: Sequence[PartitionSpec]) -> Arrays:
+def to_schedule(schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> Arrays:
     """Bring each stage the blocks that it runs; the identity where a stage has one chunk, in order.
 
     Leaves are [L / S, ...], and `specs` say how they lie over tensor. A stage stores L / S blocks that follow each
-    other in the model; with several chunks it runs others. One permute a chunk moves them, once a step.
+    other in the model; with several chunks it runs others. One permute per chunk moves them, once per step.
     """
     return _exchange(schedule, leaves, specs, [(a, i, b, j) for a, i, b, j in _moves(schedule)])
 
 
-def to_model(schedule: Schedule, leaves: Sequence[Any], specs: Sequence[PartitionSpec]) -> Arrays:
+def to_model(schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> Arrays:
     """Bring blocks, or their gradients, back to where they are stored: the inverse of `to_schedule`."""
     return _exchange(schedule, leaves, specs, [(b, j, a, i) for a, i, b, j in _moves(schedule)])
-
-
-def in_order(schedule: Schedule) -> bool:
-    """Return whether each stage runs what it stores."""
-    return all((a, i) == (b, j) for a, i, b, j in _moves(schedule))
 
 
 def _moves(schedule: Schedule) -> list[Move]:
@@ -102,18 +139,19 @@ def _moves(schedule: Schedule) -> list[Move]:
     return [(v // chunks, v % chunks, stage, chunk) for v, (stage, chunk) in enumerate(places)]
 
 
-def _exchange(schedule: Schedule, leaves: Sequence[Any], specs: Sequence[PartitionSpec], moves: list[Move]) -> Arrays:
+def _exchange(
+    schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], moves: list[Move]
+) -> Arrays:
     if all((a, i) == (b, j) for a, i, b, j in moves):
         return list(leaves)
     chunks, stage = schedule.num_chunks, jax.lax.axis_index(PIPELINE)
     old = [x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]) for x in leaves]
     new = [jnp.zeros_like(x) for x in old]
-    for round_ in _rounds(schedule.num_stages, moves):
-        leaving = jnp.asarray([place for _, place, _, _ in sorted(round_)])[stage]
-        coming = jnp.asarray([place for _, place in sorted((b, j) for _, _, b, j in round_)])[stage]
-        sent = [jax.lax.dynamic_index_in_dim(x, leaving, 0, keepdims=False) for x in old]
-        sent = permute(sent, [(a, b) for a, _, b, _ in round_], specs)
-        new = [jax.lax.dynamic_update_index_in_dim(x, y, coming, 0) for x, y in zip(new, sent, strict=True)]
+    for one in _rounds(schedule.num_stages, moves):
+        leaving = jnp.asarray([place for _, place, _, _ in sorted(one)])[stage]
+        coming = jnp.asarray([place for _, place in sorted((b, j) for _, _, b, j in one)])[stage]
+        sent = permute(read_slot(old, leaving), [(a, b) for a, _, b, _ in one], specs)
+        new = write_slot(new, coming, sent)
     return [x.reshape(leaf.shape) for x, leaf in zip(new, leaves, strict=True)]
 
 
@@ -125,9 +163,9 @@ def _rounds(num_stages: int, moves: list[Move]) -> list[list[Move]]:
     """
     left, rounds = list(moves), []
     while left:
-        round_ = _matching(num_stages, left)
-        rounds.append(round_)
-        left = [move for move in left if move not in round_]
+        one = _matching(num_stages, left)
+        rounds.append(one)
+        left = [move for move in left if move not in one]
     return rounds
 
 

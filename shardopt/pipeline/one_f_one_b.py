@@ -85,18 +85,8 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       "Memory-Efficient Pipeline-Parallel DNN Training", 2021, for the order with one flush a step.
     """
     check_sizes("one_f_one_b", num_stages=num_stages, num_micro_batches=num_micro_batches)
-    orders = [_order(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
+    orders = [stage_order(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
     return from_order(orders, name="one_f_one_b")
-
-
-def _order(ahead: int, num_micro_batches: int) -> str:
-    """Return what a stage does that keeps at most `ahead` micro-batches between forward and backward."""
-    order = [f"F{m}" for m in range(min(ahead, num_micro_batches))]
-    for m in range(num_micro_batches):
-        order.append(f"B{m}")
-        if m + ahead < num_micro_batches:
-            order.append(f"F{m + ahead}")
-    return " ".join(order)
 
 
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -136,7 +126,7 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; the timing is shardopt's own.
     """
     check_sizes("eager_one_f_one_b", num_stages=num_stages, num_micro_batches=num_micro_batches)
-    forward, backward = round_the_ring(num_stages, num_micro_batches, 1)
+    forward, backward = lockstep_ticks(num_stages, num_micro_batches, 1)
     return from_ticks(num_stages, forward, backward, name="eager_one_f_one_b")
 
 
@@ -184,12 +174,12 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
     """
     check_sizes("interleaved", num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
     check_groups("interleaved", num_stages, num_micro_batches, num_chunks)
-    forward, backward = round_the_ring(num_stages, num_micro_batches, num_chunks)
+    forward, backward = lockstep_ticks(num_stages, num_micro_batches, num_chunks)
     return from_ticks(num_stages, forward, backward, name="interleaved")
 
 
-def round_the_ring(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ticks of forward and backward, [V, M] each."""
+def lockstep_ticks(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ticks of forward and backward, [V, M] each, of `interleaved`."""
     v, m = np.indices((num_stages * num_chunks, num_micro_batches))
     chunk, stage = divmod(v, num_stages)
 
@@ -199,3 +189,16 @@ def round_the_ring(num_stages: int, num_micro_batches: int, num_chunks: int) -> 
     forward = place(chunk) + stage
     backward = num_stages * num_chunks - 1 + place(num_chunks - 1 - chunk) + (num_stages - 1 - stage)
     return forward, backward
+
+
+def stage_order(ahead: int, num_micro_batches: int, *, weight_lag: int | None = None) -> str:
+    """Return what a stage does in turn that keeps at most `ahead` micro-batches between forward and backward.
+
+    With `weight_lag` the weight passes are split off, so many passes behind the backward ones.
+    """
+    order = [f"F{m}" for m in range(min(ahead, num_micro_batches))]
+    for m in range(num_micro_batches + (weight_lag or 0)):
+        order += [f"B{m}"] if m < num_micro_batches else []
+        order += [f"W{m - weight_lag}"] if weight_lag is not None and m >= weight_lag else []
+        order += [f"F{m + ahead}"] if m + ahead < num_micro_batches else []
+    return " ".join(order)

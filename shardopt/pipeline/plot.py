@@ -1,16 +1,17 @@
 """A schedule as a picture: one row a stage, time to the right."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardopt.core.extras import require
-from shardopt.pipeline.schedule import pass_costs, tick_costs
 from shardopt.pipeline.ticks import Ticks
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 _COLORS = {"forward": (0.20, 0.42, 0.70), "backward": (0.13, 0.55, 0.42), "weight": (0.87, 0.55, 0.13)}
 _INK, _IDLE = "#22272e", "#eceef2"
@@ -27,7 +28,7 @@ def plot(ticks: Ticks, heading: tuple[str, str], path: str | os.PathLike[str] | 
     require("matplotlib", extra="plot", who="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
-    starts = np.concatenate([[0], np.cumsum(tick_costs(ticks))])
+    starts = np.concatenate([[0], np.cumsum(ticks.tick_costs())])
     width = float(np.clip((_UNIT if ticks.num_chunks == 1 else _CHUNK) * starts[-1], *_WIDTHS))
     figure = Figure(figsize=(width + 0.9, 0.36 * ticks.num_stages + 1.4), dpi=160, layout="constrained")
     axes = figure.add_subplot()
@@ -47,22 +48,22 @@ def plot(ticks: Ticks, heading: tuple[str, str], path: str | os.PathLike[str] | 
     return figure
 
 
-def _draw_ticks(axes: Any, ticks: Ticks, starts: np.ndarray) -> None:
-    """A pale band a stage, on which what stays empty is the bubble, cut into numbered ticks."""
+def _draw_ticks(axes: "Axes", ticks: Ticks, starts: np.ndarray) -> None:
+    """A pale band per stage, on which what stays empty is the bubble, cut into numbered ticks."""
     for stage in range(ticks.num_stages):
         axes.broken_barh([(0, starts[-1])], (stage - _HALF, 2 * _HALF), facecolor=_IDLE, zorder=0)
     axes.vlines(starts, -0.5, ticks.num_stages - 0.5, color="white", linewidth=1, zorder=1)
     every = max(1, round(ticks.num_ticks / 60))
     middles = (starts[:-1] + starts[1:]) / 2
     axes.xaxis.tick_top()
-    axes.set_xticks(middles[::every], range(0, ticks.num_ticks, every))
+    axes.set_xticks(middles[::every], map(str, range(0, ticks.num_ticks, every)))
     axes.annotate("tick", (0, 1), (-3, 4), "axes fraction", "offset points", color=_INK, fontsize=8, ha="right")
 
 
-def _draw_passes(axes: Any, ticks: Ticks, starts: np.ndarray, inches: float) -> None:
-    """One box a pass, as long as it takes, in the order within its tick; `inches` is the length of a unit."""
+def _draw_passes(axes: "Axes", ticks: Ticks, starts: np.ndarray, inches: float) -> None:
+    """One box per pass, as long as it takes, in the order within its tick; `inches` is the length of a unit."""
     size = min(8.0, 72 * inches / (0.75 * len(str(ticks.num_micro_batches - 1)) + 0.3))
-    costs, shades = pass_costs(ticks), _shades(ticks)
+    costs, shades = ticks.pass_costs(), _shades(ticks)
     done = np.zeros((ticks.num_ticks, ticks.num_stages))
     for kind, when in ticks.passes.items():
         for v, stage in enumerate(ticks.stage_of):
@@ -85,7 +86,7 @@ def _shades(ticks: Ticks) -> dict[str, np.ndarray]:
     return {kind: np.asarray(color) * (1 - white) + white for kind, color in _COLORS.items()}
 
 
-def _legend(ticks: Ticks) -> list[Any]:
+def _legend(ticks: Ticks) -> list["Patch"]:
     from matplotlib.patches import Patch
 
     names = {"forward": "forward", "backward": "backward", "weight": "weight gradient"}

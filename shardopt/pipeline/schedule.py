@@ -9,82 +9,7 @@ import numpy as np
 
 from shardopt.core.errors import plural
 from shardopt.pipeline.check import check
-from shardopt.pipeline.ticks import Slots, Table, Ticks, as_table, live, shifts, source, tick_rows
-
-# A schedule as text: one line a stage, one column a tick.
-
-
-LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
-
-
-def text_lines(ticks: Ticks) -> list[str]:
-    """Return a line of tick numbers and a line a stage; F3 is forward of micro-batch 3, F3.1 that of chunk 1."""
-    cells = [["" for _ in range(ticks.num_ticks)] for _ in range(ticks.num_stages)]
-    chunk_of = ticks.chunk_of
-    for kind, when in ticks.passes.items():
-        for v, row in enumerate(when.tolist()):
-            chunk = f".{chunk_of[v]}" if ticks.num_chunks > 1 else ""
-            for m, tick in enumerate(row):
-                cells[ticks.stage_of[v]][tick] += f"{LETTERS[kind]}{m}{chunk}"
-    columns = [["tick", *(f"stage {stage}" for stage in range(ticks.num_stages))]]
-    columns += [[str(tick), *(row[tick] or "." for row in cells)] for tick in range(ticks.num_ticks)]
-    widths = [max(map(len, column)) for column in columns]
-    grid = zip(
-        *([text.ljust(width) for text in column] for column, width in zip(columns, widths, strict=True)), strict=True
-    )
-    return ["  ".join(line).rstrip() for line in grid]
-
-
-# What a table of ticks costs: run by stages at their own pace, and run as one lockstep program.
-
-
-def work(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-    """Return the work of one stage; every stage has the same."""
-    return ticks.num_chunks * ticks.num_micro_batches * (forward + backward + weight)
-
-
-def table_time(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-    """Return the time from the first action to the last, when stages wait for nothing but their inputs.
-
-    Every stage runs its own actions in the order of the table, each as soon as the stage is free and the message
-    has come. This is what the literature calls a schedule's time.
-    """
-    cost = pass_costs(ticks, forward=forward, backward=backward, weight=weight)
-    free: list[float] = [0] * ticks.num_stages
-    done: dict[tuple[str, int, int] | None, float] = {None: 0}
-    # by tick, then in the order within a tick: whatever an action needs has been timed before it
-    for _, _, kind, v, m in sorted(
-        (tick, place, kind, v, m)
-        for place, (kind, when) in enumerate(ticks.passes.items())
-        for v, row in enumerate(when.tolist())
-        for m, tick in enumerate(row)
-    ):
-        stage = ticks.stage_of[v]
-        start = max(free[stage], done[source(kind, v, m, ticks.num_virtual_stages)])
-        free[stage] = done[kind, v, m] = start + cost[kind]
-    return max(free)
-
-
-def program_time(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-    """Return the time of the lockstep program: each tick takes as long as its busiest stage."""
-    return sum(tick_costs(ticks, forward=forward, backward=backward, weight=weight))
-
-
-def tick_costs(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> list[float]:
-    """Return how long each tick of the lockstep program takes, [num_ticks]."""
-    cost = pass_costs(ticks, forward=forward, backward=backward, weight=weight)
-    load = np.zeros((ticks.num_ticks, ticks.num_stages), np.result_type(*cost.values()))
-    for kind, when in ticks.passes.items():
-        np.add.at(load, (when, np.asarray(ticks.stage_of)[:, None]), cost[kind])
-    return load.max(axis=1).tolist()
-
-
-def pass_costs(ticks: Ticks, *, forward: float = 1, backward: float = 1, weight: float = 1) -> dict[str, float]:
-    """Return how long each kind of pass takes; a backward that is not split does the work of two."""
-    if ticks.weight is None:
-        return {"forward": forward, "backward": backward + weight}
-    return {"forward": forward, "backward": backward, "weight": weight}
-
+from shardopt.pipeline.ticks import LETTERS, Slots, Table, Ticks, as_table, num_live, shifts, source, tick_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """A pipeline schedule: V virtual stages on S stages, M micro-batches, one table row a virtual stage.
+    """A pipeline schedule: V virtual stages on S stages, M micro-batches.
 
     The model is cut into V = S x chunks virtual stages. At each tick a stage runs at most one forward, then one
     backward, then one weight pass, whichever the table holds; then every message moves on, and can be used from
@@ -126,14 +51,14 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
-        """How many ticks the lockstep program has, the rows of `rows()`."""
+        """How many ticks the lockstep program has, the rows of `table()`."""
         return self.ticks.num_ticks
 
     @property
     def virtual_stages(self) -> Table:
         """[S, chunks]: the virtual stages that each stage holds, in the order of its chunks."""
-        homes = np.asarray(self.ticks.stage_of)
-        return as_table(np.argsort(homes, kind="stable").reshape(self.num_stages, self.num_chunks))
+        order = np.argsort(np.asarray(self.ticks.stage_of), kind="stable")
+        return as_table(order.reshape(self.num_stages, self.num_chunks))
 
     @property
     def bubble_fraction(self) -> float:
@@ -143,7 +68,7 @@ class Schedule:
         stage runs its actions in the order of the table, each as soon as its input is there, and messages take
         no time. It is the exact fraction, rounded once.
         """
-        return float(1 - Fraction(work(self.ticks)) / Fraction(table_time(self.ticks)))
+        return self._idle_fraction(self.table_time())
 
     @property
     def program_bubble_fraction(self) -> float:
@@ -151,7 +76,11 @@ class Schedule:
 
         Units as for `bubble_fraction`, which it can never be below.
         """
-        return float(1 - Fraction(work(self.ticks)) / Fraction(program_time(self.ticks)))
+        return self._idle_fraction(self.program_time())
+
+    def _idle_fraction(self, time: float) -> float:
+        work = 3 * self.num_chunks * self.num_micro_batches  # of one stage; every stage has the same
+        return float(1 - Fraction(work) / Fraction(time))
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -160,7 +89,7 @@ class Schedule:
         An activation is kept from its forward to its last use, both included: the backward, or the weight pass
         where there is one.
         """
-        return tuple(live(self.ticks, "activation").max(axis=0).tolist())
+        return tuple(num_live(self.ticks, "activation").max(axis=0).tolist())
 
     @property
     def num_slots(self) -> int:
@@ -184,32 +113,48 @@ class Schedule:
 
     @property
     def forward_shifts(self) -> tuple[int, ...]:
-        """By how many stages, modulo S, activations move: (1,) on a ring. One permute each, none for 0."""
+        """By how many stages, modulo S, activations move: (1,) if v is on stage v mod S. One permute each, none for 0."""
         return shifts(self.ticks)["forward"]
 
     @property
     def backward_shifts(self) -> tuple[int, ...]:
-        """By how many stages, modulo S, cotangents move: (S - 1,) on a ring. One permute each, none for 0."""
+        """By how many stages, modulo S, cotangents move: then (S - 1,). One permute each, none for 0."""
         return shifts(self.ticks)["backward"]
 
     def table_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-        """Return the time that `bubble_fraction` speaks of, for passes of other lengths.
+        """Return the time from the first action to the last, when stages wait for nothing but their inputs.
+
+        Every stage runs its own actions in the order of the table, each as soon as the stage is free and the message
+        has come. This is what the literature calls a schedule's time, and what `bubble_fraction` is of.
 
         Args:
           forward: time of the forward of one chunk of one micro-batch.
           backward: time of the gradient of its input.
           weight: time of the gradient of its weights; a backward that computes both takes backward + weight.
         """
-        return table_time(self.ticks, forward=forward, backward=backward, weight=weight)
+        ticks, cost = self.ticks, self.ticks.pass_costs(forward=forward, backward=backward, weight=weight)
+        free: list[float] = [0] * ticks.num_stages
+        done: dict[tuple[str, int, int] | None, float] = {None: 0}
+        # by tick, then in the order within a tick: whatever an action needs has been timed before it
+        for _, _, kind, v, m in sorted(
+            (tick, place, kind, v, m)
+            for place, (kind, when) in enumerate(ticks.passes.items())
+            for v, row in enumerate(when.tolist())
+            for m, tick in enumerate(row)
+        ):
+            stage = ticks.stage_of[v]
+            start = max(free[stage], done[source(kind, v, m, ticks.num_virtual_stages)])
+            free[stage] = done[kind, v, m] = start + cost[kind]
+        return max(free)
 
     def program_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-        """Return the time that `program_bubble_fraction` speaks of; arguments as for `table_time`."""
-        return program_time(self.ticks, forward=forward, backward=backward, weight=weight)
+        """Return the time of the lockstep program, each tick as long as its busiest stage; arguments as for `table_time`."""
+        return sum(self.ticks.tick_costs(forward=forward, backward=backward, weight=weight))
 
-    def rows(self) -> dict[str, np.ndarray]:
+    def table(self) -> dict[str, np.ndarray]:
         """Return the schedule as int32 arrays with one row a tick; -1 wherever there is nothing.
 
-        A program that obeys them does, at tick t on stage s, in this order: put arrivals down, forward, backward,
+        A program that obeys them does, at tick t on stage s, in this order: store arrivals, forward, backward,
         weight, send. [num_ticks, S] unless it says otherwise; `weight_*` and `*_deferred` only where the weight
         pass is split off:
 
@@ -222,8 +167,8 @@ class Schedule:
           lies in this input slot. Both -1: it is virtual stage 0, which reads the batch.
         - `backward_shift`, `backward_waited`: the same of the backward's cotangent, by `backward_shifts` and in the
           cotangent slots. Both -1: it is the last virtual stage, which differentiates the loss.
-        - `forward_arrival` [num_ticks, S, len(forward_shifts)]: the input slot where the message that arrives by
-          that shift at the start of this tick is put down; -1: it is used at once, or there is none.
+        - `forward_arrival` [num_ticks, S, len(forward_shifts)]: the input slot in which the message is stored that
+          arrives by that shift at the start of this tick; -1: it is used at once, or there is none.
         - `backward_arrival` [num_ticks, S, len(backward_shifts)]: the same for cotangent slots.
         - `backward_deferred`: the deferred slot that the backward writes. `weight_deferred`: the one that the
           weight pass reads.
@@ -231,10 +176,10 @@ class Schedule:
         Example:
           >>> import shardopt as so
           >>> schedule = so.schedules.eager_one_f_one_b(2, 3)
-          >>> schedule.rows()["backward_micro_batch"].T.tolist()
+          >>> schedule.table()["backward_micro_batch"].T.tolist()
           [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
         """
-        return tick_rows(self.ticks, self.slots)
+        return tick_table(self.ticks, self.slots)
 
     def validate(self) -> None:
         """Refuse a schedule that cannot be run; what `from_ticks` returns has passed.
@@ -267,7 +212,7 @@ class Schedule:
         """Return two lines of numbers, a line of ticks, and one line a stage: F3.1 is forward of micro-batch 3, chunk 1."""
         sizes, numbers = self._heading()
         peaks = ", ".join(map(str, self.peak_activations))
-        return "\n".join([sizes, f"{numbers} ({peaks})", "", *text_lines(self.ticks)])
+        return "\n".join([sizes, f"{numbers} ({peaks})", "", *_grid(self.ticks)])
 
     def _heading(self) -> tuple[str, str]:
         numbers = [
@@ -277,3 +222,19 @@ class Schedule:
             f"at most {plural(max(self.peak_activations), 'activation')} a stage",
         ]
         return repr(self).removeprefix("Schedule(").removesuffix(")"), ", ".join(numbers)
+
+
+def _grid(ticks: Ticks) -> list[str]:
+    """Return a line of tick numbers and a line a stage."""
+    cells = [["" for _ in range(ticks.num_ticks)] for _ in range(ticks.num_stages)]
+    chunk_of = ticks.chunk_of
+    for kind, when in ticks.passes.items():
+        for v, row in enumerate(when.tolist()):
+            chunk = f".{chunk_of[v]}" if ticks.num_chunks > 1 else ""
+            for m, tick in enumerate(row):
+                cells[ticks.stage_of[v]][tick] += f"{LETTERS[kind]}{m}{chunk}"
+    columns = [["tick", *(f"stage {stage}" for stage in range(ticks.num_stages))]]
+    columns += [[str(tick), *(row[tick] or "." for row in cells)] for tick in range(ticks.num_ticks)]
+    widths = [max(map(len, column)) for column in columns]
+    padded = [[text.ljust(width) for text in column] for column, width in zip(columns, widths, strict=True)]
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]

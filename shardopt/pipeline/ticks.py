@@ -1,12 +1,16 @@
-"""When each pass of each micro-batch runs: the tables that a schedule is made of."""
+"""When each pass of each micro-batch runs, and in which slot its results wait: the tables a schedule is made of."""
 
 import heapq
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
 Table = tuple[tuple[int, ...], ...]
-"""Integers [V, M]: one row a virtual stage, one column a micro-batch."""
+"""Integers [V, M], hashable: one row a virtual stage, one column a micro-batch."""
+
+LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
+"""The kinds of passes, in the order in which one tick runs them, as schedules print them."""
 
 
 class Ticks(NamedTuple):
@@ -49,23 +53,32 @@ class Ticks(NamedTuple):
     @property
     def chunk_of(self) -> tuple[int, ...]:
         """[V]: where each virtual stage stands among those of its stage, counted from 0."""
-        seen: dict[int, int] = {}
+        seen: Counter[int] = Counter()
         chunks = []
         for stage in self.stage_of:
-            chunks.append(seen.get(stage, 0))
-            seen[stage] = chunks[-1] + 1
+            chunks.append(seen[stage])
+            seen[stage] += 1
         return tuple(chunks)
 
     @property
     def passes(self) -> dict[str, np.ndarray]:
-        """The tables by kind, in the order in which one tick runs them: forward, backward, weight."""
-        tables = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
-        return {kind: np.asarray(table) for kind, table in tables.items() if table is not None}
+        """The tables [V, M] by kind, in the order in which one tick runs them: forward, backward, weight."""
+        tables = zip(LETTERS, (self.forward, self.backward, self.weight), strict=True)
+        return {kind: np.asarray(table) for kind, table in tables if table is not None}
 
-    @property
-    def last_use(self) -> np.ndarray:
-        """[V, M]: the tick after which nobody needs the activation of that forward pass."""
-        return np.asarray(self.backward if self.weight is None else self.weight)
+    def pass_costs(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> dict[str, float]:
+        """Return how long each kind of pass takes; a backward that is not split does the work of two."""
+        if self.weight is None:
+            return {"forward": forward, "backward": backward + weight}
+        return {"forward": forward, "backward": backward, "weight": weight}
+
+    def tick_costs(self, **costs: float) -> list[float]:
+        """Return [num_ticks], how long each tick takes: as long as its busiest stage; `costs` as for `pass_costs`."""
+        cost = self.pass_costs(**costs)
+        load = np.zeros((self.num_ticks, self.num_stages), np.result_type(*cost.values()))
+        for kind, when in self.passes.items():
+            np.add.at(load, (when, np.asarray(self.stage_of)[:, None]), cost[kind])
+        return load.max(axis=1).tolist()
 
 
 def source(kind: str, v: int, m: int, num_virtual_stages: int) -> tuple[str, int, int] | None:
@@ -82,11 +95,8 @@ def as_table(array: np.ndarray) -> Table:
     return tuple(tuple(row) for row in array.tolist())
 
 
-# Ring buffers: which slot each activation and each waiting message takes.
-
-
 class Slots(NamedTuple):
-    """The slot of each thing that a stage has to keep, [V, M] each; -1 where nothing is kept.
+    """The slot of its stage's ring buffers that each thing takes until its last use, [V, M] each; -1 where nothing is kept.
 
     Attributes:
       activation: what a forward pass leaves for its last use.
@@ -100,49 +110,20 @@ class Slots(NamedTuple):
     cotangent: Table
     deferred: Table
 
-    def count(self, ring: str) -> int:
-        """Return how many slots a ring needs, the same on every stage."""
-        return 1 + max(max(row) for row in getattr(self, ring))
+    def count(self, buffer: str) -> int:
+        """Return how many slots a ring buffer needs, the same on every stage."""
+        return 1 + max(max(row) for row in getattr(self, buffer))
 
 
-def color(ticks: Ticks) -> Slots:
+def assign_slots(ticks: Ticks) -> Slots:
     """Give each lifetime the lowest slot that is free on its stage, in the order in which they start.
 
     On intervals this greedy colouring is optimal: it takes as many slots as are live at once at the worst tick.
     """
-    return Slots(**{ring: _color_ring(ticks, first, last) for ring, (first, last) in lifetimes(ticks).items()})
+    return Slots(**{buffer: _assign(ticks, first, last) for buffer, (first, last) in lifetimes(ticks).items()})
 
 
-def live(ticks: Ticks, ring: str) -> np.ndarray:
-    """Return how many things of a ring each stage keeps at each tick, [num_ticks, S]."""
-    first, last = lifetimes(ticks)[ring]
-    stage = np.broadcast_to(np.asarray(ticks.stage_of)[:, None], first.shape)
-    kept = last >= first
-    change = np.zeros((ticks.num_ticks + 1, ticks.num_stages), int)
-    np.add.at(change, (first[kept], stage[kept]), 1)
-    np.add.at(change, (last[kept] + 1, stage[kept]), -1)
-    return change.cumsum(axis=0)[:-1]
-
-
-def lifetimes(ticks: Ticks) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the first and the last tick, [V, M] each, of everything kept; the last is -1 where nothing is.
-
-    Both ends count: within a tick arrivals are put down first, then forward, backward and weight run in this
-    order, so what the forward of a tick writes must not lie where its backward still has to read.
-    """
-    forward, backward = np.asarray(ticks.forward), np.asarray(ticks.backward)
-    # a message sent on one tick arrives on the next; the ends of the model are sent none, and wait for none
-    input_arrival = np.concatenate([forward[:1], forward[:-1] + 1])
-    cotangent_arrival = np.concatenate([backward[1:] + 1, backward[-1:]])
-    return {
-        "activation": (forward, ticks.last_use),
-        "input": (input_arrival, np.where(input_arrival < forward, forward, -1)),
-        "cotangent": (cotangent_arrival, np.where(cotangent_arrival < backward, backward, -1)),
-        "deferred": (backward, np.full_like(backward, -1) if ticks.weight is None else ticks.last_use),
-    }
-
-
-def _color_ring(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
+def _assign(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
     slots = np.full(first.shape, -1)
     kept = np.argwhere(last >= first)
     stages = np.asarray(ticks.stage_of)[kept[:, 0]]
@@ -158,22 +139,49 @@ def _color_ring(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
     return as_table(slots)
 
 
-# The table as arrays with one row a tick, for a program that walks it.
+def num_live(ticks: Ticks, buffer: str) -> np.ndarray:
+    """Return [num_ticks, S], how many things of a ring buffer each stage keeps at each tick."""
+    first, last = lifetimes(ticks)[buffer]
+    stage = np.broadcast_to(np.asarray(ticks.stage_of)[:, None], first.shape)
+    kept = last >= first
+    change = np.zeros((ticks.num_ticks + 1, ticks.num_stages), int)
+    np.add.at(change, (first[kept], stage[kept]), 1)
+    np.add.at(change, (last[kept] + 1, stage[kept]), -1)
+    return change.cumsum(axis=0)[:-1]
+
+
+def lifetimes(ticks: Ticks) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the first and the last tick, [V, M] each, of everything kept; the last is -1 where nothing is.
+
+    Both ends count: within a tick arrivals are stored first, then forward, backward and weight run in this
+    order, so what the forward of a tick writes must not lie where its backward still has to read.
+    """
+    forward, backward = np.asarray(ticks.forward), np.asarray(ticks.backward)
+    weight = None if ticks.weight is None else np.asarray(ticks.weight)
+    # a message sent on one tick arrives on the next; the ends of the model are sent none, and wait for none
+    input_arrival = np.concatenate([forward[:1], forward[:-1] + 1])
+    cotangent_arrival = np.concatenate([backward[1:] + 1, backward[-1:]])
+    return {
+        "activation": (forward, backward if weight is None else weight),
+        "input": (input_arrival, np.where(input_arrival < forward, forward, -1)),
+        "cotangent": (cotangent_arrival, np.where(cotangent_arrival < backward, backward, -1)),
+        "deferred": (backward, np.full_like(backward, -1) if weight is None else weight),
+    }
 
 
 def shifts(ticks: Ticks) -> dict[str, tuple[int, ...]]:
     """Return by how many stages messages move, modulo S, for the forward and the backward ones.
 
-    On a ring, (1,) and (S - 1,): one permute each way. A shift of 0 stays where it is. One virtual stage: none.
+    Where virtual stage v lives on stage v mod S: (1,) and (S - 1,), one permute each way. A shift of 0 stays where it
+    is. One virtual stage: none.
     """
-    stage = np.asarray(ticks.stage_of)
-    ahead = np.diff(stage) % ticks.num_stages
-    back = -np.diff(stage) % ticks.num_stages
-    return {"forward": tuple(sorted({*ahead.tolist()})), "backward": tuple(sorted({*back.tolist()}))}
+    ahead = np.diff(ticks.stage_of)
+    moves = {"forward": ahead % ticks.num_stages, "backward": -ahead % ticks.num_stages}
+    return {kind: tuple(sorted({*move.tolist()})) for kind, move in moves.items()}
 
 
-def tick_rows(ticks: Ticks, slots: Slots) -> dict[str, np.ndarray]:
-    """Return the arrays that `Schedule.rows` describes."""
+def tick_table(ticks: Ticks, slots: Slots) -> dict[str, np.ndarray]:
+    """Return the arrays that `Schedule.table` describes."""
     table = {}
     for kind, when in ticks.passes.items():
         v, m = (np.asarray(index) for index in np.indices(when.shape))

@@ -273,7 +273,7 @@ def _stage(run: Callable[..., Any], block: PyTree, x: PyTree, like: set[tuple[in
 
     trained = [i for i, leaf in enumerate(weights) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     passes = split_backward(f, weights, inputs, trained=trained)
-    return _whole_and_split(passes.kept, like), _whole_and_split(passes.deferred, like)
+    return _whole_and_split(passes.residuals, like), _whole_and_split(passes.deferred, like)
 
 
 def _whole_and_split(avals: Iterable[Any], like: set[tuple[int, ...]]) -> tuple[float, float]:

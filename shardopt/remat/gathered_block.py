@@ -1,8 +1,7 @@
-"""A block whose weights are whole only while it runs, forwards and again backwards."""
+"""A block whose weights are gathered only while it runs, forwards and again backwards."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +9,37 @@ import jax.numpy as jnp
 from shardopt.core.block_model import BlockModel, call, checkpointed
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract
-from shardopt.remat.split_backward import floating, replaced, split_backward
-
-# A block that keeps little of its forward pass for its backward pass, outside of any pipeline.
+from shardopt.remat.split_backward import Arrays, Passes, Shapes, floating, replaced, split_backward
 
 
-Arrays = list[Any]
+def gathered_block(who: str, model: BlockModel, gather: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
+    """Return `run(one_block, index, rng, x) -> x`, the block of a model on weights that are gathered while it runs.
+
+    Args:
+      who: the strategy, for errors.
+      model: whose block it is; what its `remat` recomputes is recomputed, and in any case what follows from weights.
+      gather: gathers the weights of one block.
+    """
+
+    def run(one_block: PyTree, index: jax.Array | int, rng: jax.Array | None, x: PyTree) -> PyTree:
+        given, given_treedef = jax.tree.flatten((one_block, index, rng))
+        inputs, treedef = jax.tree.flatten(x)
+
+        def block(given: Arrays, leaves: Arrays) -> Arrays:
+            one_block, index, rng = given_treedef.unflatten(given)
+            run_one = checkpointed(model, lambda weights, x: call(model.block, rng, index, weights, x))
+            return leaves_like(who, inputs, treedef, run_one(gather(one_block), treedef.unflatten(leaves)))
+
+        return treedef.unflatten(min_cut_remat(block, given, inputs))
+
+    return run
 
 
 def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Arrays) -> Arrays:
-    """Return `f(given, x)`, keeping for the backward pass only what `take_apart` keeps.
+    """Return `f(given, x)`, keeping for the backward pass only the residuals of `split_backward`.
 
     So what follows from `given` alone, gathers and casts of weights, is computed again there, and what elementwise
-    operations make of something kept; a `jax.checkpoint` within f is heeded. A policy of `jax.checkpoint` around it all
+    operations make of a residual; a `jax.checkpoint` within f is heeded. A policy of `jax.checkpoint` around it all
     could not say that: it sees one primitive at a time, not what it depends on, and overrules those within.
 
     Args:
@@ -31,19 +48,22 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Array
       x: the input.
     """
     trained, moving = floating(given), floating(x)
-    passes = functools.cache(lambda: split_backward(f, given_shapes, x_shapes, trained=trained))
     given_shapes, x_shapes = abstract((given, x))
 
-    def forward(given: Arrays, x: Arrays) -> tuple[Arrays, Any]:
-        y, kept = passes().forward(given, x)
-        return y, (given, kept)
+    @functools.cache
+    def passes() -> Passes:
+        return split_backward(f, given_shapes, x_shapes, trained=trained)
 
-    def backward(left: tuple[Arrays, Arrays], dy: Arrays) -> tuple[Arrays, Arrays]:
-        given, kept = left
+    def forward(given: Arrays, x: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+        y, residuals = passes().forward(given, x)
+        return y, (given, residuals)
+
+    def backward(left: tuple[Arrays, Arrays], dy: Arrays) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
+        given, residuals = left
         dy = [dy[i] for i in moving]
         # Or a compiler that sees both passes at once would keep what the first one gathered.
         weights, dy = jax.lax.optimization_barrier(([given[i] for i in trained], dy))
-        dx, dw = passes().both(replaced(given, trained, weights), kept, dy)
+        dx, dw = passes().both(replaced(given, trained, weights), residuals, dy)
         return replaced([None] * len(given), trained, dw), replaced([None] * len(x), moving, dx)
 
     run = jax.custom_vjp(f)
@@ -51,30 +71,7 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Array
     return run(given, x)
 
 
-def gathered_block(who: str, model: BlockModel, gather: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
-    """Return `run(one_block, index, rng, x) -> x`, the block of a model on weights that are gathered for the moment.
-
-    Args:
-      who: the strategy, for errors.
-      model: whose block it is; what its `remat` recomputes is recomputed, and in any case what follows from weights.
-      gather: makes the weights of one block whole.
-    """
-
-    def run(one_block: PyTree, index: Any, rng: Any, x: PyTree) -> PyTree:
-        given, given_treedef = jax.tree.flatten((one_block, index, rng))
-        inputs, treedef = jax.tree.flatten(x)
-
-        def block(given: list[Any], leaves: list[Any]) -> list[Any]:
-            one_block, index, rng = given_treedef.unflatten(given)
-            run_one = checkpointed(model, lambda whole, x: call(model.block, rng, index, whole, x))
-            return leaves_like(who, inputs, treedef, run_one(gather(one_block), treedef.unflatten(leaves)))
-
-        return treedef.unflatten(min_cut_remat(block, given, inputs))
-
-    return run
-
-
-def leaves_like(who: str, shapes: list[Any], treedef: Any, y: PyTree) -> list[Any]:
+def leaves_like(who: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arrays:
     """Return the leaves of what a block returned.
 
     Raises:

@@ -16,7 +16,7 @@ def test_json_holds_the_numbers_and_the_rows(capsys):
     assert main(words) == 0
     found, table = json.loads(capsys.readouterr().out), so.schedules.interleaved(2, 4, num_chunks=2)
     assert (found["chunks"], found["ticks"], found["bubble"]) == (2, table.num_ticks, table.bubble_fraction)
-    assert found["rows"]["forward_micro_batch"] == table.rows()["forward_micro_batch"].tolist()
+    assert found["table"]["forward_micro_batch"] == table.table()["forward_micro_batch"].tolist()
     assert main([*words, "--chunks", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["chunks"] == 3
 

@@ -33,10 +33,10 @@ def runnable(schedule):
         return
     schedule.validate()
     assert str(schedule).startswith(schedule.name)
-    assert all(rows.shape[:2] == (schedule.num_ticks, schedule.num_stages) for rows in schedule.rows().values())
+    assert all(rows.shape[:2] == (schedule.num_ticks, schedule.num_stages) for rows in schedule.table().values())
     assert 0 <= schedule.bubble_fraction <= schedule.program_bubble_fraction < 1
     for name in ("forward", "backward"):
-        found = schedule.rows()[f"{name}_micro_batch"]
+        found = schedule.table()[f"{name}_micro_batch"]
         assert (found >= 0).sum() == schedule.num_micro_batches * schedule.num_stages * schedule.num_chunks
 
 

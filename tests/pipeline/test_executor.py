@@ -36,7 +36,9 @@ IDLE = [(name, i % 2 == 0, 4 if name in IN_GROUPS else 3) for i, name in enumera
 
 
 @pytest.mark.parametrize(("name", "remat", "micro_batches"), IDLE)
-def test_what_idle_slots_and_empty_rings_hold_is_read_by_nobody(name, remat, micro_batches, mesh_of, monkeypatch, x64):
+def test_what_idle_slots_and_empty_buffers_hold_is_read_by_nobody(
+    name, remat, micro_batches, mesh_of, monkeypatch, x64
+):
     case = block_problem("pytree", weighted=True, num_blocks=8, rows=12, steps=2)
     run = functools.partial(train, SCHEDULES[name], mesh_of(data=1, pipeline=4), case, micro_batches, remat=remat)
     expected = run()
@@ -101,8 +103,8 @@ def test_every_pass_runs_as_often_as_the_table_lists_it(name, remat, mesh_of):
     )
     state, _ = opt.step(opt.init(params), np.ones((8, 3), np.float32))
     jax.block_until_ready(state)
-    rows = schedule.rows()
-    listed = {kind: (rows[f"{kind}_micro_batch"] >= 0).sum(0) for kind in ("forward", "backward")}
+    table = schedule.table()
+    listed = {kind: (table[f"{kind}_micro_batch"] >= 0).sum(0) for kind in ("forward", "backward")}
     assert all(listed[kind].tolist() == [micro_batches * schedule.num_chunks] * stages for kind in listed)
     expected = {(kind, s): int(count) * k for kind, counts in listed.items() for s, count in enumerate(counts)}
     expected |= {("weight", s): expected["backward", s] for s in range(stages)}

@@ -10,7 +10,7 @@ from support.reference import relative_difference, train
 import shardopt as so
 from shardopt.core.types import Weighted
 from shardopt.engine import gradients, pipelined
-from shardopt.pipeline import executor, messages, run
+from shardopt.pipeline import executor, messages, stage
 
 
 def drop_the_reduction_over_pipeline(patch):
@@ -41,42 +41,42 @@ def forget_to_put_gradients_back(patch):
     patch.setattr(gradients, "stored_order", lambda recipe, layout, grads: grads)
 
 
-def changed_rows(patch, change):
-    rows = executor._rows
+def changed_table(patch, change):
+    table_of = executor._table
 
     def changed(schedule):
-        table = rows(schedule)
+        table = table_of(schedule)
         return table | change(table, schedule)
 
-    patch.setattr(executor, "_rows", changed)
+    patch.setattr(executor, "_table", changed)
 
 
 def read_the_wrong_activation(patch):
-    changed_rows(patch, lambda rows, s: {"backward_slot": (rows["backward_slot"] + 1) % s.num_slots})
+    changed_table(patch, lambda table, s: {"backward_slot": (table["backward_slot"] + 1) % s.num_slots})
 
 
 def read_the_wrong_message(patch):
-    changed_rows(patch, lambda rows, s: {"forward_waited": (rows["forward_waited"] + 1) % s.num_input_slots})
+    changed_table(patch, lambda table, s: {"forward_waited": (table["forward_waited"] + 1) % s.num_input_slots})
 
 
 def defer_into_one_slot(patch):
-    changed_rows(patch, lambda rows, s: {name: rows[name] * 0 for name in ("backward_deferred", "weight_deferred")})
+    changed_table(patch, lambda table, s: {name: table[name] * 0 for name in ("backward_deferred", "weight_deferred")})
 
 
 def take_another_micro_batch_for_the_loss(patch):
-    def change(rows, schedule):
-        m = rows["backward_micro_batch"]
+    def change(table, schedule):
+        m = table["backward_micro_batch"]
         return {"backward_micro_batch": jnp.where(m == 1, 0, m)}
 
-    changed_rows(patch, change)
+    changed_table(patch, change)
 
 
 def run_the_chunks_in_another_order(patch):
-    changed_rows(patch, lambda rows, s: {"forward_chunk": (rows["forward_chunk"] + 1) % s.num_chunks})
+    changed_table(patch, lambda table, s: {"forward_chunk": (table["forward_chunk"] + 1) % s.num_chunks})
 
 
 def lose_arrivals_that_wait(patch):
-    patch.setattr(messages, "store_message", lambda ring, arrived, slots: ring)
+    patch.setattr(messages, "store_message", lambda buffers, arrived, slots: buffers)
 
 
 def skip_the_weight_pass(patch):
@@ -84,10 +84,10 @@ def skip_the_weight_pass(patch):
 
 
 def skip_a_weight_pass(patch):
-    changed_rows(
+    changed_table(
         patch,
-        lambda rows, s: {
-            "weight_micro_batch": jnp.where(rows["weight_micro_batch"] == 2, -1, rows["weight_micro_batch"])
+        lambda table, s: {
+            "weight_micro_batch": jnp.where(table["weight_micro_batch"] == 2, -1, table["weight_micro_batch"])
         },
     )
 
@@ -114,13 +114,13 @@ def sum_for_mean(patch):
 
 
 def start_from_sums_that_are_not_zero(patch):
-    zero_sums = run._zero_sums
+    zero_sums = stage._zero_sums
 
     def ones(prepared):
         sums = zero_sums(prepared)
         return sums._replace(blocks=[x + 1e-4 for x in sums.blocks])
 
-    patch.setattr(run, "_zero_sums", ones)
+    patch.setattr(stage, "_zero_sums", ones)
 
 
 def keep_half_a_message(patch):

@@ -1,4 +1,4 @@
-"""Walk `rows()` as a program would, with names in place of numbers: nothing may be lost, mixed up or overwritten."""
+"""Walk `table()` as a program would, with names in place of numbers: nothing may be lost, mixed up or overwritten."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.pipelines import v_shaped
 
 from shardopt.pipeline import schedules
 from shardopt.pipeline.ticks import as_table
@@ -16,25 +17,25 @@ GARBAGE = "garbage"
 def walk(schedule):
     """Return what every pass of every micro-batch has read, as (kind, virtual stage, micro-batch) -> names.
 
-    Rings begin, links idle, and slots are read into, full of garbage: what leaks out of them is seen.
+    Ring buffers begin, links idle, and slots are read into, full of garbage: what leaks out of them is seen.
     """
-    rows, stages = schedule.rows(), range(schedule.num_stages)
-    split = "weight_slot" in rows
+    table, stages = schedule.table(), range(schedule.num_stages)
+    split = "weight_slot" in table
 
-    def ring(size):
+    def buffers(size):
         return [[GARBAGE] * size for _ in stages]
 
-    activations, inputs = ring(schedule.num_slots), ring(schedule.num_input_slots)
-    cotangents, deferred = ring(schedule.num_cotangent_slots), ring(schedule.num_deferred_slots)
-    ahead = ring(len(schedule.forward_shifts))
-    behind = ring(len(schedule.backward_shifts))
+    activations, inputs = buffers(schedule.num_slots), buffers(schedule.num_input_slots)
+    cotangents, deferred = buffers(schedule.num_cotangent_slots), buffers(schedule.num_deferred_slots)
+    ahead = buffers(len(schedule.forward_shifts))
+    behind = buffers(len(schedule.backward_shifts))
     last = schedule.num_stages * schedule.num_chunks - 1
     read = {}
 
     for t in range(schedule.num_ticks):
         sent_ahead, sent_behind = [GARBAGE] * schedule.num_stages, [GARBAGE] * schedule.num_stages
         for s in stages:
-            row = {name: array[t, s] for name, array in rows.items()}
+            row = {name: array[t, s] for name, array in table.items()}
             for slots, arrived, where in (
                 (inputs, ahead, row["forward_arrival"]),
                 (cotangents, behind, row["backward_arrival"]),
@@ -88,16 +89,6 @@ def expected(schedule):
             if schedule.ticks.weight is not None:
                 read["weight", v, m] = f"dy {v} {m}", f"x {v} {m}"
     return read
-
-
-def v_shaped(num_stages, num_micro_batches):
-    """All forwards, then all backwards, down the stages and up again."""
-    v, m = np.indices((2 * num_stages, num_micro_batches))
-    forward = v + 2 * m
-    backward = forward.max() + 1 + forward[::-1]
-    return schedules.from_ticks(
-        num_stages, forward, backward, stage_of=[*range(num_stages), *reversed(range(num_stages))], name="v_shaped"
-    )
 
 
 SCHEDULES = {
@@ -168,14 +159,14 @@ def test_the_walk_sees_a_slot_that_is_reused_too_early():
     assert walk(careless) != expected(careless)
 
 
-def test_rows_are_int32_and_say_minus_one_where_nothing_runs():
-    rows = schedules.one_f_one_b(2, 2).rows()
-    assert {array.dtype for array in rows.values()} == {np.dtype(np.int32)}
-    assert {name: array.shape for name, array in rows.items() if "arrival" in name} == {
+def test_the_table_is_int32_and_says_minus_one_where_nothing_runs():
+    table = schedules.one_f_one_b(2, 2).table()
+    assert {array.dtype for array in table.values()} == {np.dtype(np.int32)}
+    assert {name: array.shape for name, array in table.items() if "arrival" in name} == {
         "forward_arrival": (6, 2, 1),
         "backward_arrival": (6, 2, 1),
     }
-    columns = {name: array[:, 1].tolist() for name, array in rows.items() if "arrival" not in name}
+    columns = {name: array[:, 1].tolist() for name, array in table.items() if "arrival" not in name}
     assert columns == {  # stage 1 does . F0 B0 F1 B1 . and input 1 comes a tick too early
         "forward_micro_batch": [-1, 0, -1, 1, -1, -1],
         "forward_chunk": [-1, 0, -1, 0, -1, -1],
@@ -188,7 +179,7 @@ def test_rows_are_int32_and_say_minus_one_where_nothing_runs():
         "backward_shift": [-1] * 6,
         "backward_waited": [-1] * 6,
     }
-    assert rows["forward_arrival"][:, 1, 0].tolist() == [-1, -1, 0, -1, -1, -1]
+    assert table["forward_arrival"][:, 1, 0].tolist() == [-1, -1, 0, -1, -1, -1]
 
 
 def test_shifts_of_a_ring_and_of_a_v():
@@ -202,9 +193,9 @@ def test_shifts_of_a_ring_and_of_a_v():
     )
 
 
-def test_weight_rows_only_where_the_backward_is_split():
-    assert not [name for name in schedules.gpipe(2, 2).rows() if "weight" in name or "deferred" in name]
-    assert {name for name in schedules.zero_bubble(2, 2).rows() if "weight" in name or "deferred" in name} == {
+def test_weight_columns_only_where_the_backward_is_split():
+    assert not [name for name in schedules.gpipe(2, 2).table() if "weight" in name or "deferred" in name]
+    assert {name for name in schedules.zero_bubble(2, 2).table() if "weight" in name or "deferred" in name} == {
         "weight_micro_batch",
         "weight_chunk",
         "weight_slot",

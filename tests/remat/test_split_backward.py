@@ -1,4 +1,4 @@
-"""A block taken apart gives what `jax.vjp` gives, whatever it is made of; each pass does its own share of the work."""
+"""Split passes of a block give what `jax.vjp` gives, whatever it is made of; each does its own share of the work."""
 
 import functools
 
@@ -14,11 +14,13 @@ ROWS, WIDTH = 3, 4
 
 @jax.custom_vjp
 def twice_in_reverse(x, w):
-    """Its gradient is not that of what it computes, so an executor that differentiates anew is found out."""
+    """Its gradient is not that of what it computes, so an executor that differentiates again is found out."""
     return x * w
 
 
-twice_in_reverse.defvjp(lambda x, w: (x * w, (x, w)), lambda kept, dy: (2 * dy * kept[1], 3 * (dy * kept[0]).sum()))
+twice_in_reverse.defvjp(
+    lambda x, w: (x * w, (x, w)), lambda residuals, dy: (2 * dy * residuals[1], 3 * (dy * residuals[0]).sum())
+)
 
 
 @jax.custom_jvp
@@ -111,12 +113,12 @@ def check(f, given, x, dy, trained):
 
         @jax.jit
         def run(given, x, dy, one=one):
-            found, kept = one.forward(given, x)
-            assert [(k.shape, k.dtype) for k in kept] == [(k.shape, k.dtype) for k in one.kept]
-            dx, deferred = one.backward(given, kept, dy)
+            found, residuals = one.forward(given, x)
+            assert [(k.shape, k.dtype) for k in residuals] == [(k.shape, k.dtype) for k in one.residuals]
+            dx, deferred = one.backward(given, residuals, dy)
             assert [(k.shape, k.dtype) for k in deferred] == [(k.shape, k.dtype) for k in one.deferred]
-            dw = one.weight(given, [kept[i] for i in one.weight_keeps], deferred)
-            return found, dx, dw, one.both(given, kept, dy)
+            dw = one.weight(given, [residuals[i] for i in one.weight_residuals], deferred)
+            return found, dx, dw, one.both(given, residuals, dy)
 
         found, its_dx, its_dw, both = run(given, x, dy)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14)
@@ -176,12 +178,12 @@ def test_each_inner_product_runs_once(x64):
 
     given = [given[0], given[0].T]
     passes = split_backward(mlp, given, x, trained=[0, 1])
-    _, kept = passes.forward(given, x)
-    _, deferred = passes.backward(given, kept, dy)
+    _, residuals = passes.forward(given, x)
+    _, deferred = passes.backward(given, residuals, dy)
     assert count(passes.forward, given, x) == 2
-    assert count(passes.backward, given, kept, dy) == 2
-    assert count(passes.weight, given, [kept[i] for i in passes.weight_keeps], deferred) == 2
-    assert count(passes.both, given, kept, dy) == 4
+    assert count(passes.backward, given, residuals, dy) == 2
+    assert count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 2
+    assert count(passes.both, given, residuals, dy) == 4
     again = rematerialised(passes, x)
     _, deferred = again.backward(given, x, dy)
     assert count(again.backward, given, x, dy) >= 3
@@ -193,16 +195,16 @@ def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
     big = jnp.ones((WIDTH, 50 * WIDTH))
     f = lambda g, x: [x[0] @ jnp.tanh(g[0]) @ jnp.exp(g[0].T) * jax.random.uniform(jax.random.key(g[1]))]  # noqa: E731
     passes = split_backward(f, [big, jnp.int32(3)], x, trained=[0])
-    sizes = [one.size for one in (*passes.kept, *passes.deferred)]
+    sizes = [one.size for one in (*passes.residuals, *passes.deferred)]
     assert max(sizes) < big.size
-    assert sum(one.size for one in passes.kept) <= ROWS * (WIDTH + 50 * WIDTH)
+    assert sum(one.size for one in passes.residuals) <= ROWS * (WIDTH + 50 * WIDTH)
     check(f, [big, jnp.int32(3)], x, dy, trained=[0])
 
 
 def test_elementwise_results_are_not_kept(x64):
     given, x, _ = example()
     passes = split_backward(lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], given, x, trained=[0])
-    assert [one.shape for one in passes.kept] == [(ROWS, WIDTH)] * 2  # x, and x @ w
+    assert [one.shape for one in passes.residuals] == [(ROWS, WIDTH)] * 2  # x, and x @ w
 
 
 def test_a_product_inside_a_jit_is_taken_apart_too(x64):
@@ -210,10 +212,10 @@ def test_a_product_inside_a_jit_is_taken_apart_too(x64):
     given, x, dy = example()
     f = lambda g, x: [jax.jit(lambda x, w: jax.nn.gelu(x @ w))(x[0], g[0])]  # noqa: E731
     passes = split_backward(f, given, x, trained=[0])
-    _, kept = passes.forward(given, x)
-    _, deferred = passes.backward(given, kept, dy)
-    assert count(passes.backward, given, kept, dy) == 1
-    assert count(passes.weight, given, [kept[i] for i in passes.weight_keeps], deferred) == 1
+    _, residuals = passes.forward(given, x)
+    _, deferred = passes.backward(given, residuals, dy)
+    assert count(passes.backward, given, residuals, dy) == 1
+    assert count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 1
 
 
 def test_effects_run_once_a_forward(x64, capfd):
@@ -224,11 +226,11 @@ def test_effects_run_once_a_forward(x64, capfd):
         return [jnp.tanh(x[0] @ g[0])]
 
     passes = split_backward(f, given, x, trained=[0])
-    _, kept = jax.jit(passes.forward)(given, x)
+    _, residuals = jax.jit(passes.forward)(given, x)
     jax.effects_barrier()
     assert capfd.readouterr().out == "seen\n"
-    _, deferred = jax.jit(passes.backward)(given, kept, dy)
-    jax.jit(passes.weight)(given, [kept[i] for i in passes.weight_keeps], deferred)
-    jax.jit(passes.both)(given, kept, dy)
+    _, deferred = jax.jit(passes.backward)(given, residuals, dy)
+    jax.jit(passes.weight)(given, [residuals[i] for i in passes.weight_residuals], deferred)
+    jax.jit(passes.both)(given, residuals, dy)
     jax.effects_barrier()
     assert capfd.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""Blocks whose weights are whole only while they run: what their backward pass keeps, and that it is right."""
+"""Blocks whose weights are gathered only while they run: what their backward pass keeps, and that it is right."""
 
 import jax
 import jax.numpy as jnp

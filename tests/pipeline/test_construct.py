@@ -1,69 +1,8 @@
-"""What is refused before there is a schedule."""
+"""Schedules of one's own: from tables of ticks and from orders, and what is refused of them."""
 
-import numpy as np
 import pytest
 
 from shardopt.pipeline import schedules
-
-CHUNKED = {"interleaved": schedules.interleaved, "zero_bubble_lockstep": schedules.zero_bubble_lockstep}
-PLAIN = {
-    "gpipe": schedules.gpipe,
-    "one_f_one_b": schedules.one_f_one_b,
-    "eager_one_f_one_b": schedules.eager_one_f_one_b,
-    "zero_bubble": schedules.zero_bubble,
-}
-
-
-@pytest.mark.parametrize("name", [*PLAIN, *CHUNKED])
-@pytest.mark.parametrize(
-    ("sizes", "error", "message"),
-    [
-        ((0, 4), ValueError, "sizes must be at least 1, got num_stages=0."),
-        ((-2, -4), ValueError, "sizes must be at least 1, got num_stages=-2, num_micro_batches=-4."),
-        ((4, 2.0), TypeError, "sizes must be integers, got num_micro_batches=2.0 (float)."),
-        ((True, "8"), TypeError, "sizes must be integers, got num_stages=True (bool), num_micro_batches='8' (str)."),
-        ((None, 0), TypeError, "sizes must be integers, got num_stages=None (NoneType)."),
-    ],
-)
-def test_sizes(name, sizes, error, message):
-    with pytest.raises(error) as caught:
-        (PLAIN | CHUNKED)[name](*sizes)
-    assert str(caught.value) == f"{name}: {message}"
-
-
-@pytest.mark.parametrize("name", CHUNKED)
-@pytest.mark.parametrize(
-    ("sizes", "error", "message"),
-    [
-        ((2, 4, 0), ValueError, "sizes must be at least 1, got num_chunks=0."),
-        ((2, 4, 1.5), TypeError, "sizes must be integers, got num_chunks=1.5 (float)."),
-        (
-            (4, 6, 2),
-            ValueError,
-            "with 2 chunks a stage, micro-batches must be a multiple of the 4 stages, got 6.\n"
-            "Fix: use 4 or 8 micro-batches, or num_chunks=1.",
-        ),
-        (
-            (4, 3, 3),
-            ValueError,
-            "with 3 chunks a stage, micro-batches must be a multiple of the 4 stages, got 3.\n"
-            "Fix: use 4 micro-batches, or num_chunks=1.",
-        ),
-    ],
-)
-def test_chunks(name, sizes, error, message):
-    with pytest.raises(error) as caught:
-        CHUNKED[name](*sizes)
-    assert str(caught.value) == f"{name}: {message}"
-
-
-def test_one_chunk_takes_any_number_of_micro_batches():
-    assert schedules.interleaved(4, 6, 1).num_micro_batches == 6
-
-
-def test_numpy_sizes_are_sizes():
-    assert schedules.interleaved(np.int64(2), np.int32(4), np.int8(2)) == schedules.interleaved(2, 4, 2)
-    assert schedules.zero_bubble(np.int64(3), np.uint8(4)) == schedules.zero_bubble(3, 4)
 
 
 @pytest.mark.parametrize(
