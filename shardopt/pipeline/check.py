@@ -14,20 +14,13 @@ _PASS = {"forward": "forward", "backward": "backward", "weight": "weight gradien
 
 
 def check(who: str, ticks: Ticks, slots: Slots | None = None) -> None:
-    """Refuse a schedule that cannot be run.
-
-    Raises:
-      ValueError: if tables differ in shape or virtual stages are not spread evenly; or else if a pass is missing,
-        runs before what it needs, or shares its tick, stage and kind with another; or else if things that are
-        live at the same tick share a slot.
-    """
+    """Refuse a schedule that cannot be run, as `Schedule.validate` says."""
     # in this order, since a wrong shape has no ticks, and a wrong tick makes every slot look wrong
     if faults := list(_shape_faults(ticks, slots)):
-        _refuse(who, faults, "give every table one row a virtual stage and one column a micro-batch.")
+        _refuse(who, faults, "give every table one row per virtual stage and one column per micro-batch.")
     if faults := [*_missing(ticks), *_too_early(ticks), *_clashes(ticks)]:
-        _refuse(
-            who, faults, "run each pass once, when its inputs are there; what is sent on a tick arrives on the next."
-        )
+        fix = "run each pass once, when its inputs are there; what is sent on a tick arrives on the next."
+        _refuse(who, faults, fix)
     if slots and (faults := list(_slot_faults(ticks, slots))):
         _refuse(who, faults, "keep apart what is live at the same tick, or leave the slots to from_ticks.")
 
@@ -119,16 +112,24 @@ def _use(use: tuple[int, int, int, int]) -> str:
 def check_sizes(who: str, **sizes: int) -> None:
     """Refuse sizes that are no positive integers, and tables that no machine holds.
 
+    With several chunks, micro-batches go through them in whole groups of one per stage.
+
     Raises:
       TypeError: if a size is not an integer.
-      ValueError: if a size is below 1, or the table too large.
+      ValueError: if a size is below 1, the table too large, or there are several chunks, and micro-batches that are
+        not a multiple of the stages.
     """
     if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)]:
         raise TypeError(format_error(who, f"sizes must be integers, got {', '.join(bad)}."))
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise ValueError(format_error(who, f"sizes must be at least 1, got {', '.join(bad)}."))
-    stages = int(sizes["num_stages"])
-    check_cells(who, stages, stages + int(sizes.get("num_micro_batches", 0)) * int(sizes.get("num_chunks", 1)))
+    stages, count, chunks = (int(sizes.get(f"num_{name}", 1)) for name in ("stages", "micro_batches", "chunks"))
+    check_cells(who, stages, stages + count * chunks)
+    if chunks > 1 and count % stages:
+        what = f"with {chunks} chunks per stage, micro-batches must be a multiple of the {stages} stages, got {count}."
+        below = count // stages * stages
+        near = f"{below} or {below + stages}" if below else f"{stages}"
+        raise ValueError(format_error(who, what, fix=f"use {near} micro-batches, or num_chunks=1."))
 
 
 def check_cells(who: str, num_stages: int, num_ticks: int) -> None:
@@ -141,20 +142,3 @@ def check_cells(who: str, num_stages: int, num_ticks: int) -> None:
         what = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
         fix = f"keep stages x ticks at {_MOST_CELLS} or below."
         raise ValueError(format_error(who, what, fix=fix))
-
-
-def check_groups(who: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-    """Refuse micro-batches that do not go through several chunks in whole groups of one a stage.
-
-    Raises:
-      ValueError: if there are several chunks, and micro-batches that are not a multiple of the stages.
-    """
-    if num_chunks == 1 or num_micro_batches % num_stages == 0:
-        return
-    what = (
-        f"with {num_chunks} chunks a stage, micro-batches must be a multiple of the {num_stages} stages, "
-        f"got {num_micro_batches}."
-    )
-    below = num_micro_batches // num_stages * num_stages
-    near = f"{below} or {below + num_stages}" if below else f"{num_stages}"
-    raise ValueError(format_error(who, what, fix=f"use {near} micro-batches, or num_chunks=1."))

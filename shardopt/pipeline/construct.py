@@ -27,7 +27,7 @@ def from_ticks(
 
     Args:
       num_stages: S.
-      forward: [V, M] integers, one row a virtual stage, one column a micro-batch: the tick of the forward pass.
+      forward: [V, M] integers, one row per virtual stage, one column per micro-batch: the tick of the forward pass.
       backward: [V, M] integers: the tick of the backward pass.
       weight: [V, M] integers: the tick of the weight gradient; by default the backward pass computes it.
       stage_of: [V] integers: where each virtual stage lives; by default v on stage v % S.
@@ -44,7 +44,7 @@ def from_ticks(
       >>> import shardopt as so
       >>> print(so.schedules.from_ticks(2, forward=[[0, 1], [1, 2]], backward=[[4, 6], [3, 5]], name="mine"))
       mine: 2 stages, 2 micro-batches, 1 chunk
-      7 ticks, bubble 33.3%, as a lockstep program 45.5%, at most 2 activations a stage (2, 2)
+      7 ticks, bubble 33.3%, as a lockstep program 45.5%, at most 2 activations per stage (2, 2)
       <BLANKLINE>
       tick     0   1   2   3   4   5   6
       stage 0  F0  F1  .   .   B0  .   B1
@@ -72,7 +72,7 @@ def _integers(who: str, what: str, values: ArrayLike, ndim: int) -> np.ndarray:
     if array.dtype.kind in "iu" and array.ndim == ndim:
         return array
     found = f"shape {array.shape} and dtype {array.dtype}" if array.size else "rows of unequal length, or nothing"
-    wanted = ("[V]: one a virtual stage", "[V, M]: one a virtual stage and micro-batch")[ndim - 1]
+    wanted = ("[V]: one per virtual stage", "[V, M]: one per virtual stage and micro-batch")[ndim - 1]
     raise TypeError(format_error(who, f"{what} must be integers {wanted}; got {found}."))
 
 
@@ -113,7 +113,7 @@ def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name
       >>> schedule = so.schedules.from_order(["F0 F1 B0 B1", "F0 B0 F1 B1"])
       >>> print(schedule)
       from_order: 2 stages, 2 micro-batches, 1 chunk
-      6 ticks, bubble 33.3%, as a lockstep program 40.0%, at most 2 activations a stage (2, 1)
+      6 ticks, bubble 33.3%, as a lockstep program 40.0%, at most 2 activations per stage (2, 1)
       <BLANKLINE>
       tick     0   1   2   3   4   5
       stage 0  F0  F1  .   B0  .   B1
@@ -121,7 +121,7 @@ def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name
     """
     listed = isinstance(orders, Sequence) and not isinstance(orders, str)
     if not listed or not all(isinstance(order, str) for order in orders):
-        raise TypeError(format_error(name, f"orders must be one string a stage, got {orders!r:.80}."))
+        raise TypeError(format_error(name, f"orders must be one string per stage, got {orders!r:.80}."))
     lists = _read(name, orders)
     _check_complete(name, lists)
     chunks = 1 + max(action.chunk for line in lists for action in line)
@@ -129,7 +129,7 @@ def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name
     if stage_of is not None:
         homes = _integers(name, "stage_of", stage_of, 1).tolist()
     if Counter(homes) != Counter([*range(len(orders))] * chunks):
-        what = f"stage_of must name each of {plural(len(orders), 'stage')} once a chunk ({chunks}), got {homes}."
+        what = f"stage_of must name each of {plural(len(orders), 'stage')} once per chunk ({chunks}), got {homes}."
         raise ValueError(format_error(name, what))
     return from_ticks(len(orders), **_as_soon_as_possible(name, lists, homes), stage_of=homes, name=name)
 
@@ -174,7 +174,7 @@ def _check_complete(who: str, lists: list[list[_Action]]) -> None:
 
 
 def _as_soon_as_possible(who: str, lists: list[list[_Action]], homes: list[int]) -> dict[str, list[list[int]]]:
-    """Return tables [V, M] of the ticks at which the actions run, one a stage and tick."""
+    """Return tables [V, M] of the ticks at which the actions run, one per stage and tick."""
     virtual = [[v for v, home in enumerate(homes) if home == stage] for stage in range(len(lists))]
     todo = [[(kind, virtual[s][chunk], m) for kind, chunk, m in reversed(line)] for s, line in enumerate(lists)]
     done: dict[tuple[str, int, int], int] = {}

@@ -44,7 +44,7 @@ def execute(
 ) -> Sums:
     """Differentiate every micro-batch as the schedule says; call it in the per-device view.
 
-    Each tick a stage stores the messages that arrived, runs the passes that its row names, and sends what they made.
+    On each tick a stage stores the messages that arrived, runs the passes that its row names, and sends what they made.
     A pass without work is skipped by a branch; the permutes stand outside of branches, since every stage takes part.
 
     Args:
@@ -66,7 +66,7 @@ def execute(
         y, carry = tick_forward(setup, carry, row)
         dx, carry = tick_backward(setup, carry, row, y)
         carry = tick_weight(setup, carry, row)
-        # Left alone, the partitioner would keep the sums whole over tensor.
+        # Left alone, the partitioner would replicate the sums over tensor.
         sums = carry.sums._replace(
             blocks=_constrained(carry.sums.blocks, block_specs), outer=_constrained(carry.sums.outer, outer_specs)
         )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shardopt.pipeline.check import check_groups, check_sizes
+from shardopt.pipeline.check import check_sizes
 from shardopt.pipeline.construct import from_order, from_ticks
 from shardopt.pipeline.schedule import Schedule
 
@@ -32,7 +32,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
       >>> import shardopt as so
       >>> print(so.schedules.gpipe(2, 3))
       gpipe: 2 stages, 3 micro-batches, 1 chunk
-      8 ticks, bubble 25.0%, as a lockstep program 25.0%, at most 3 activations a stage (3, 3)
+      8 ticks, bubble 25.0%, as a lockstep program 25.0%, at most 3 activations per stage (3, 3)
       <BLANKLINE>
       tick     0   1   2   3   4   5   6   7
       stage 0  F0  F1  F2  .   .   B0  B1  B2
@@ -51,7 +51,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run forwards until the pipeline is full, then a backward and a forward in turn: 1F1B as Megatron and PyTorch do.
 
-    With S stages, stage s runs min(M, S - s) forwards, then backward and forward in turn, one pass a tick.
+    With S stages, stage s runs min(M, S - s) forwards, then backward and forward in turn, one pass per tick.
     Neighbours are then at different kinds of work on the same tick. At their own pace they lose nothing by that; in
     lockstep each tick takes as long as the longer of the two, and `eager_one_f_one_b` is faster.
 
@@ -74,7 +74,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       >>> import shardopt as so
       >>> print(so.schedules.one_f_one_b(2, 3))
       one_f_one_b: 2 stages, 3 micro-batches, 1 chunk
-      8 ticks, bubble 25.0%, as a lockstep program 35.7%, at most 2 activations a stage (2, 1)
+      8 ticks, bubble 25.0%, as a lockstep program 35.7%, at most 2 activations per stage (2, 1)
       <BLANKLINE>
       tick     0   1   2   3   4   5   6   7
       stage 0  F0  F1  .   B0  F2  B1  .   B2
@@ -115,7 +115,7 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       >>> import shardopt as so
       >>> print(so.schedules.eager_one_f_one_b(3, 4))
       eager_one_f_one_b: 3 stages, 4 micro-batches, 1 chunk
-      8 ticks, bubble 33.3%, as a lockstep program 33.3%, at most 4 activations a stage (4, 3, 1)
+      8 ticks, bubble 33.3%, as a lockstep program 33.3%, at most 4 activations per stage (4, 3, 1)
       <BLANKLINE>
       tick     0   1   2     3     4     5     6   7
       stage 0  F0  F1  F2    F3    B0    B1    B2  B3
@@ -131,9 +131,9 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
-    """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward a tick.
+    """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward per tick.
 
-    Micro-batches go round the ring of stages in groups of S: a group through chunk 0, then through chunk 1, and so
+    Micro-batches go round the stages in groups of S: a group through chunk 0, then through chunk 1, and so
     on, and the next group follows without a gap. The passes of a stage are thus in a row k(m, c) = (v (m div S) +
     c) S + m mod S, with v chunks; stage s runs forward of micro-batch m and chunk c at tick k(m, c) + s and
     backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s). Every message is used on the tick after it is sent.
@@ -149,7 +149,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
     Args:
       num_stages: S.
       num_micro_batches: M; a multiple of S, unless there is one chunk.
-      num_chunks: v, chunks a stage; 1 is `eager_one_f_one_b`.
+      num_chunks: v, chunks per stage; 1 is `eager_one_f_one_b`.
 
     Returns:
       A `Schedule`.
@@ -162,7 +162,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
       >>> import shardopt as so
       >>> print(so.schedules.interleaved(2, 2, 2))
       interleaved: 2 stages, 2 micro-batches, 2 chunks
-      8 ticks, bubble 20.0%, as a lockstep program 20.0%, at most 4 activations a stage (4, 3)
+      8 ticks, bubble 20.0%, as a lockstep program 20.0%, at most 4 activations per stage (4, 3)
       <BLANKLINE>
       tick     0     1     2     3         4         5     6     7
       stage 0  F0.0  F1.0  F0.1  F1.1      B0.1      B1.1  B0.0  B1.0
@@ -173,7 +173,6 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
       section 2.2.
     """
     check_sizes("interleaved", num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
-    check_groups("interleaved", num_stages, num_micro_batches, num_chunks)
     forward, backward = lockstep_ticks(num_stages, num_micro_batches, num_chunks)
     return from_ticks(num_stages, forward, backward, name="interleaved")
 

@@ -1,4 +1,4 @@
-"""A schedule as a picture: one row a stage, time to the right."""
+"""A schedule as a picture: one row per stage, time to the right."""
 
 import os
 from typing import TYPE_CHECKING

@@ -36,7 +36,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """S: the stages that work side by side, one a place on the mesh axis `pipeline`."""
+        """S: the stages that work side by side, one per place on the mesh axis `pipeline`."""
         return self.ticks.num_stages
 
     @property
@@ -152,7 +152,7 @@ class Schedule:
         return sum(self.ticks.tick_costs(forward=forward, backward=backward, weight=weight))
 
     def table(self) -> dict[str, np.ndarray]:
-        """Return the schedule as int32 arrays with one row a tick; -1 wherever there is nothing.
+        """Return the schedule as int32 arrays with one row per tick; -1 wherever there is nothing.
 
         A program that obeys them does, at tick t on stage s, in this order: store arrivals, forward, backward,
         weight, send. [num_ticks, S] unless it says otherwise; `weight_*` and `*_deferred` only where the weight
@@ -209,7 +209,7 @@ class Schedule:
         return f"Schedule({self.name}: {', '.join(plural(count, noun) for count, noun in sizes)})"
 
     def __str__(self) -> str:
-        """Return two lines of numbers, a line of ticks, and one line a stage: F3.1 is forward of micro-batch 3, chunk 1."""
+        """Return two lines of numbers, a line of ticks, and one line per stage: F3.1 is forward of micro-batch 3, chunk 1."""
         sizes, numbers = self._heading()
         peaks = ", ".join(map(str, self.peak_activations))
         return "\n".join([sizes, f"{numbers} ({peaks})", "", *_grid(self.ticks)])
@@ -219,13 +219,13 @@ class Schedule:
             plural(self.num_ticks, "tick"),
             f"bubble {self.bubble_fraction:.1%}",
             f"as a lockstep program {self.program_bubble_fraction:.1%}",
-            f"at most {plural(max(self.peak_activations), 'activation')} a stage",
+            f"at most {plural(max(self.peak_activations), 'activation')} per stage",
         ]
         return repr(self).removeprefix("Schedule(").removesuffix(")"), ", ".join(numbers)
 
 
 def _grid(ticks: Ticks) -> list[str]:
-    """Return a line of tick numbers and a line a stage."""
+    """Return a line of tick numbers and a line per stage."""
     cells = [["" for _ in range(ticks.num_ticks)] for _ in range(ticks.num_stages)]
     chunk_of = ticks.chunk_of
     for kind, when in ticks.passes.items():

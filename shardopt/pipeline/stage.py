@@ -156,12 +156,12 @@ def prepare(schedule: Schedule, fns: StageFns, weights: Arrays, *, remat: bool, 
 def first_carry(setup: Setup) -> Carry:
     """Return the empty ring buffers and the zero sums of the first tick."""
     schedule, x, k, idle = setup.stage.schedule, setup.stage.x, setup.stage.num_blocks, setup.idle
-    kept, num_kept = (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
+    shapes, count = (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
     at_once = schedule.ticks.forward[-1] == schedule.ticks.backward[-1]  # nothing waits for the loss
     deferred = [*setup.passes.deferred, *(setup.passes.residuals[i] for i in setup.residuals_for_weight)]
     return Carry(
         inputs=make_buffers(x, schedule.num_input_slots, idle),
-        activations=make_buffers(kept, num_kept, idle),
+        activations=make_buffers(shapes, count, idle),
         outputs=make_buffers(x, 0 if setup.remat or at_once else schedule.num_slots, idle),
         cotangents=make_buffers(setup.dx, schedule.num_cotangent_slots, idle),
         deferred=make_buffers(deferred, schedule.num_deferred_slots * k, idle),

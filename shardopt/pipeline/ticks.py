@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 Table = tuple[tuple[int, ...], ...]
-"""Integers [V, M], hashable: one row a virtual stage, one column a micro-batch."""
+"""Integers [V, M], hashable: one row per virtual stage, one column per micro-batch."""
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 """The kinds of passes, in the order in which one tick runs them, as schedules print them."""

@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from shardopt.pipeline.check import check_groups, check_sizes
+from shardopt.pipeline.check import check_sizes
 from shardopt.pipeline.construct import from_order, from_ticks
 from shardopt.pipeline.one_f_one_b import lockstep_ticks, stage_order
 from shardopt.pipeline.schedule import Schedule
@@ -15,7 +15,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
 
     The neighbour waits for the gradient of the input (B), but nobody for that of the weights (W). Stage s goes
     through 1F1B with its W s passes behind its B. B thus reaches the first stage earlier, and the W that are left
-    over fill the drain. One pass a tick.
+    over fill the drain. One pass per tick.
 
     **Bubble**: (S - 1) / (3 M + S - 1) from M = S on, a third of 1F1B's asymptotically: a stage is idle for
     (S - 1)(F + B - W) instead of (S - 1)(F + B + W). Below, the time is 2 M + 2 S - 1 passes. The lockstep program
@@ -41,7 +41,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
       >>> import shardopt as so
       >>> print(so.schedules.zero_bubble(2, 3))
       zero_bubble: 2 stages, 3 micro-batches, 1 chunk
-      10 ticks, bubble 10.0%, as a lockstep program 10.0%, at most 2 activations a stage (2, 2)
+      10 ticks, bubble 10.0%, as a lockstep program 10.0%, at most 2 activations per stage (2, 2)
       <BLANKLINE>
       tick     0   1   2   3   4   5   6   7   8   9
       stage 0  F0  F1  .   B0  W0  F2  B1  W1  B2  W2
@@ -82,7 +82,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
     Args:
       num_stages: S.
       num_micro_batches: M; a multiple of S, unless there is one chunk.
-      num_chunks: v, chunks a stage.
+      num_chunks: v, chunks per stage.
 
     Returns:
       A `Schedule`.
@@ -95,7 +95,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
       >>> import shardopt as so
       >>> print(so.schedules.zero_bubble_lockstep(2, 4))
       zero_bubble_lockstep: 2 stages, 4 micro-batches, 1 chunk
-      7 ticks, bubble 7.7%, as a lockstep program 7.7%, at most 3 activations a stage (3, 2)
+      7 ticks, bubble 7.7%, as a lockstep program 7.7%, at most 3 activations per stage (3, 2)
       <BLANKLINE>
       tick     0   1     2       3       4     5   6
       stage 0  F0  F1    F2B0W0  F3B1W1  B2W2  B3  W3
@@ -108,8 +108,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
     """
     sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
     check_sizes("zero_bubble_lockstep", **sizes)
-    check_groups("zero_bubble_lockstep", **sizes)
-    forward, backward = lockstep_ticks(num_stages, num_micro_batches, num_chunks)
+    forward, backward = lockstep_ticks(**sizes)
     weight = _fill(num_stages, forward, backward)
     return from_ticks(num_stages, forward, backward, weight, name="zero_bubble_lockstep")
 

@@ -130,31 +130,31 @@ def _cut(closed: jex.ClosedJaxpr, num_given: int, num_x: int, num_trained: int) 
     dw = jaxpr.outvars[len(jaxpr.outvars) - num_trained :]
     free = _reached(jaxpr, [*jaxpr.constvars, *given], every=True)
     late = _reached(jaxpr, dy, every=False)
-    kept = _residuals(trace, x, free, late, [*dx, *dw])
+    residuals = _residuals(trace, x, free, late, [*dx, *dw])
     # What has an effect is run once, as early as its arguments are there.
     effects = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.effects}
     early_effects = {i for i in effects if not _inputs(jaxpr.eqns[i]) & late}
 
-    in_forward, _ = _slice(trace, [*y, *kept], stop=set(x), extra=early_effects)
-    in_both, _ = _slice(trace, [*dx, *dw], stop={*kept, *dy}, extra=effects - early_effects)
-    in_backward, _ = _slice(trace, dx, stop={*kept, *dy}, extra=effects - early_effects)
+    in_forward, _ = _slice(trace, [*y, *residuals], stop=set(x), extra=early_effects)
+    in_both, _ = _slice(trace, [*dx, *dw], stop={*residuals, *dy}, extra=effects - early_effects)
+    in_backward, _ = _slice(trace, dx, stop={*residuals, *dy}, extra=effects - early_effects)
     deferrable = {*dy, *(var for i in in_backward for var in jaxpr.eqns[i].outvars if var in late)}
-    in_weight, crossing = _slice(trace, dw, stop={*kept, *deferrable})
+    in_weight, crossing = _slice(trace, dw, stop={*residuals, *deferrable})
     deferred = [var for var in crossing if var in deferrable]
-    kept_of_weight = [var for var in crossing if var not in deferrable]
+    residuals_of_weight = [var for var in crossing if var not in deferrable]
 
-    forward = _part(trace, in_forward, [*given, *x], [*y, *kept])
-    backward = _part(trace, in_backward, [*given, *kept, *dy], [*dx, *deferred])
-    weight = _part(trace, in_weight, [*given, *kept_of_weight, *deferred], dw)
-    both = _part(trace, in_both, [*given, *kept, *dy], [*dx, *dw])
+    forward = _part(trace, in_forward, [*given, *x], [*y, *residuals])
+    backward = _part(trace, in_backward, [*given, *residuals, *dy], [*dx, *deferred])
+    weight = _part(trace, in_weight, [*given, *residuals_of_weight, *deferred], dw)
+    both = _part(trace, in_both, [*given, *residuals, *dy], [*dx, *dw])
     return Passes(
         forward=lambda given, x: _split(forward(*given, *x), num_x),
         backward=lambda given, residuals, dy: _split(backward(*given, *residuals, *dy), len(dy)),
         weight=lambda given, residuals, deferred: weight(*given, *residuals, *deferred),
         both=lambda given, residuals, dy: _split(both(*given, *residuals, *dy), len(dy)),
-        residuals=tuple(map(_shape, kept)),
+        residuals=tuple(map(_shape, residuals)),
         deferred=tuple(map(_shape, deferred)),
-        weight_residuals=tuple(kept.index(var) for var in kept_of_weight),
+        weight_residuals=tuple(residuals.index(var) for var in residuals_of_weight),
     )
 
 
@@ -286,8 +286,8 @@ def _fewest_bytes(
                 edges |= {(source, number[var]): _MOST} if dear else {(count + i, number[var]): _MOST for i in inputs}
     for var in wanted:
         edges[count + number[var], sink] = _MOST
-    kept = _min_cut(edges, 2 * count + 2, source, sink)
-    return [variables[i] for i in sorted(i for i, exit_ in kept if i < count and exit_ == count + i)]
+    cut = _min_cut(edges, 2 * count + 2, source, sink)
+    return [variables[i] for i in sorted(i for i, exit_ in cut if i < count and exit_ == count + i)]
 
 
 def _min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> list[tuple[int, int]]:

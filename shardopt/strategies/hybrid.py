@@ -50,11 +50,11 @@ def hybrid(
     again), or with `remat` the input of the chunk alone: `schedule.num_slots` times that, which does not grow with M
     for any schedule but gpipe. Outer gradients are summed up whole during the step, whatever the placement.
 
-    **Communication** a step, per device, for a stage's Psi gradient bytes and an activation of A bytes a micro-batch:
-    on pipeline, one permute of A forwards and one backwards each tick (V-shaped placements have more, as
+    **Communication** a step, per device, for a stage's Psi gradient bytes and an activation of A bytes per micro-batch:
+    on pipeline, one permute of A forwards and one backwards per tick (V-shaped placements have more, as
     `schedule.forward_shifts` says), and one all-reduce of the outer gradients (with data, where they are whole over
     it); on data, what `ddp`, `zero` or `fsdp` say, of Psi: once, after the last micro-batch, for ddp and zero1; on
-    tensor, what the partitioner puts inside the blocks. With several chunks a stage stores other blocks than it runs:
+    tensor, what the partitioner puts inside the blocks. With several chunks per stage stores other blocks than it runs:
     their parameters, as they are split over data, move once before and gradients once after the ticks.
 
     Args:
@@ -73,7 +73,7 @@ def hybrid(
       gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
       frozen: see `ddp`.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
-        memory of one activation a slot. "fsdp" then gathers a block three times a micro-batch, not twice, and a schedule
+        memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a schedule
         that splits weight passes off keeps from backward to weight what the latter needs.
       reducer: see `ddp`; how gradients cross the data axis. For placements "ddp" and "zero1".
 

@@ -130,7 +130,7 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         ),
         (
             "--strategy hybrid --schedule interleaved --layers 4 --micro-batches 3 --batch-size 12",
-            "interleaved: with 2 chunks a stage, micro-batches must be a multiple of the 2 stages, got 3.\n"
+            "interleaved: with 2 chunks per stage, micro-batches must be a multiple of the 2 stages, got 3.\n"
             "Fix: use 2 or 4 micro-batches, or num_chunks=1.",
         ),
         (

@@ -10,7 +10,7 @@ from shardopt.pipeline.ticks import as_table
 
 TICKS = "Fix: run each pass once, when its inputs are there; what is sent on a tick arrives on the next."
 SLOTS = "Fix: keep apart what is live at the same tick, or leave the slots to from_ticks."
-SHAPE = "Fix: give every table one row a virtual stage and one column a micro-batch."
+SHAPE = "Fix: give every table one row per virtual stage and one column per micro-batch."
 
 
 def spoil(schedule, **cells):

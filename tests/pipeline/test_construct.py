@@ -12,19 +12,19 @@ from shardopt.pipeline import schedules
         (
             (1, [[0.0]], [[1]]),
             TypeError,
-            "from_ticks: forward must be integers [V, M]: one a virtual stage and micro-batch; "
+            "from_ticks: forward must be integers [V, M]: one per virtual stage and micro-batch; "
             "got shape (1, 1) and dtype float64.",
         ),
         (
             (1, [[0, 1]], [2, 3]),
             TypeError,
-            "from_ticks: backward must be integers [V, M]: one a virtual stage and micro-batch; "
+            "from_ticks: backward must be integers [V, M]: one per virtual stage and micro-batch; "
             "got shape (2,) and dtype int64.",
         ),
         (
             (1, [[0, 1], [2]], [[2, 3]]),
             TypeError,
-            "from_ticks: forward must be integers [V, M]: one a virtual stage and micro-batch; "
+            "from_ticks: forward must be integers [V, M]: one per virtual stage and micro-batch; "
             "got rows of unequal length, or nothing.",
         ),
         (
@@ -32,14 +32,14 @@ from shardopt.pipeline import schedules
             ValueError,
             "from_ticks: the schedule has 1 fault.\n"
             "  stage_of must name each of 2 stages equally often, got (0, 1, 0)\n"
-            "Fix: give every table one row a virtual stage and one column a micro-batch.",
+            "Fix: give every table one row per virtual stage and one column per micro-batch.",
         ),
         (
             (1, [[0]], [[1]], [[2, 3]]),
             ValueError,
             "from_ticks: the schedule has 1 fault.\n"
             "  weight has 1 row of 2, not 1 row of 1\n"
-            "Fix: give every table one row a virtual stage and one column a micro-batch.",
+            "Fix: give every table one row per virtual stage and one column per micro-batch.",
         ),
         (
             (1, [[0, 0]], [[1, 2]]),
@@ -60,15 +60,15 @@ def test_from_ticks_calls_itself_what_it_is_told_and_checks_stage_of():
     with pytest.raises(TypeError) as caught:
         schedules.from_ticks(2, [[0], [1]], [[3], [2]], stage_of=[0.0, 1.0], name="mine")
     assert str(caught.value) == (
-        "mine: stage_of must be integers [V]: one a virtual stage; got shape (2,) and dtype float64."
+        "mine: stage_of must be integers [V]: one per virtual stage; got shape (2,) and dtype float64."
     )
 
 
 @pytest.mark.parametrize(
     ("orders", "options", "error", "message"),
     [
-        ("F0 B0", {}, TypeError, "from_order: orders must be one string a stage, got 'F0 B0'."),
-        ([3], {}, TypeError, "from_order: orders must be one string a stage, got [3]."),
+        ("F0 B0", {}, TypeError, "from_order: orders must be one string per stage, got 'F0 B0'."),
+        ([3], {}, TypeError, "from_order: orders must be one string per stage, got [3]."),
         ([], {}, ValueError, "from_order: orders must list something to do, got 0 stages."),
         (
             ["F0 G0 B0", "F0 F B0x"],
@@ -97,7 +97,7 @@ def test_from_ticks_calls_itself_what_it_is_told_and_checks_stage_of():
             ["F0 B0", "F0 B0"],
             {"stage_of": [0, 0]},
             ValueError,
-            "from_order: stage_of must name each of 2 stages once a chunk (1), got [0, 0].",
+            "from_order: stage_of must name each of 2 stages once per chunk (1), got [0, 0].",
         ),
     ],
 )

@@ -6,7 +6,7 @@ from shardopt.pipeline import schedules
 def test_eager_one_f_one_b():
     assert str(schedules.eager_one_f_one_b(4, 6)) == (
         "eager_one_f_one_b: 4 stages, 6 micro-batches, 1 chunk\n"
-        "12 ticks, bubble 33.3%, as a lockstep program 33.3%, at most 6 activations a stage (6, 5, 3, 1)\n"
+        "12 ticks, bubble 33.3%, as a lockstep program 33.3%, at most 6 activations per stage (6, 5, 3, 1)\n"
         "\n"
         "tick     0   1   2   3     4     5     6     7     8     9   10  11\n"
         "stage 0  F0  F1  F2  F3    F4    F5    B0    B1    B2    B3  B4  B5\n"
@@ -23,7 +23,7 @@ def test_chunks_and_weights_of_ten_micro_batches_keep_their_columns():
     ]
     assert str(schedules.zero_bubble_lockstep(2, 2, 2)).splitlines() == [
         "zero_bubble_lockstep: 2 stages, 2 micro-batches, 2 chunks",
-        "9 ticks, bubble 7.7%, as a lockstep program 7.7%, at most 4 activations a stage (4, 4)",
+        "9 ticks, bubble 7.7%, as a lockstep program 7.7%, at most 4 activations per stage (4, 4)",
         "",
         "tick     0     1     2     3         4         5         6         7     8",
         "stage 0  F0.0  F1.0  F0.1  F1.1      B0.1W0.1  B1.1W1.1  B0.0W0.0  B1.0  W1.0",

@@ -179,13 +179,13 @@ def test_sizes(name, sizes, error, message):
         (
             (4, 6, 2),
             ValueError,
-            "with 2 chunks a stage, micro-batches must be a multiple of the 4 stages, got 6.\n"
+            "with 2 chunks per stage, micro-batches must be a multiple of the 4 stages, got 6.\n"
             "Fix: use 4 or 8 micro-batches, or num_chunks=1.",
         ),
         (
             (4, 3, 3),
             ValueError,
-            "with 3 chunks a stage, micro-batches must be a multiple of the 4 stages, got 3.\n"
+            "with 3 chunks per stage, micro-batches must be a multiple of the 4 stages, got 3.\n"
             "Fix: use 4 micro-batches, or num_chunks=1.",
         ),
     ],

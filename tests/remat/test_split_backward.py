@@ -218,7 +218,7 @@ def test_a_product_inside_a_jit_is_taken_apart_too(x64):
     assert count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 1
 
 
-def test_effects_run_once_a_forward(x64, capfd):
+def test_effects_run_once_per_forward(x64, capfd):
     given, x, dy = example()
 
     def f(g, x):

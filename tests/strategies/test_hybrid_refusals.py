@@ -127,7 +127,7 @@ CONSTRUCTION = [
     (
         lambda: hybrid(schedule=SCHEDULES["interleaved"], micro_batches=6),
         ValueError,
-        "interleaved: with 2 chunks a stage, micro-batches must be a multiple of the 4 stages, got 6.\n"
+        "interleaved: with 2 chunks per stage, micro-batches must be a multiple of the 4 stages, got 6.\n"
         "Fix: use 4 or 8 micro-batches, or num_chunks=1.",
     ),
     (
