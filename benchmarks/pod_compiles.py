@@ -10,6 +10,7 @@ import optax
 import shardopt as so
 from shardopt.models import layers as transformer
 from shardopt.planning import Layout, find_model, parse_topology, predict
+from shardopt.planning.costs import step_flops
 from shardopt.planning.layout import stored_bytes
 from shardopt.planning.models import RULES
 
@@ -110,7 +111,7 @@ def compared(facts):
     work, tx = shape.workload(), optax.adamw(1e-3)
     told = predict(work, layout, hardware=chip, batch_size=batch_size, tx=tx, slices=slices)
     formula = told.memory.params + told.memory.opt_state + stored_bytes((rows, LENGTH + 1), 4)
-    flops = batch_size * (work.num_blocks * (3 * work.block_flops + work.again_flops) + 3 * work.ends_flops) / chips
+    flops = step_flops(work, layout, batch_size=batch_size)
     return {
         "arguments_ratio": formula / facts["argument_bytes"],
         "memory_ratio": told.memory.total / facts["peak_bytes"],

@@ -12,6 +12,7 @@ import shardopt as so
 from shardopt.audit import inner_product_flops, memory
 from shardopt.models import layers as transformer
 from shardopt.planning import Hardware, Layout, Transformer, predict, trace
+from shardopt.planning.costs import step_flops
 from shardopt.planning.models import RULES
 
 TX = optax.adamw(1e-3)
@@ -83,15 +84,10 @@ def memory_rows(only):
                 "compiled_bytes": found.peak,
                 "memory_ratio": told.memory.total / found.peak,
                 # stages of a pipeline differ: the last has the loss
-                "flops_ratio": flops_of(work, layout, batch_size) / flops if layout.pipeline == 1 and flops else None,
+                "flops_ratio": step_flops(work, layout, batch_size=batch_size) / flops
+                if layout.pipeline == 1 and flops
+                else None,
             }
-
-
-def flops_of(work, layout, batch_size):
-    """Return the predicted flops of inner products of one device."""
-    again = work.again_flops if layout.remat else 0
-    total = batch_size * (work.num_blocks * (3 * work.block_flops + again) + 3 * work.ends_flops)
-    return total / layout.num_chips
 
 
 FLOPS = [
@@ -121,7 +117,7 @@ def flops_rows(only):
             if only not in str(layout):
                 continue
             program = lowered(shape, layout, batch_size).compile()
-            told, seen = flops_of(work, layout, batch_size), program.cost_analysis()["flops"]
+            told, seen = step_flops(work, layout, batch_size=batch_size), program.cost_analysis()["flops"]
             counted = inner_product_flops(program)
             yield {
                 "name": f"{layers} blocks: {layout}, {batch_size} rows",

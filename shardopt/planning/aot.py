@@ -21,11 +21,9 @@ from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import make_mesh
 from shardopt.planning.hardware import HARDWARE, Hardware
 
-# What `aot` returns: a compiled step in numbers.
-
 
 class AotReport(NamedTuple):
-    """A training step as compiled for a TPU topology; `print` shows it. Bytes are those of one device.
+    """A training step as compiled for a TPU topology; `print` shows it. Bytes are per device.
 
     Attributes:
       topology: as asked for, "v5p:4x4x8".
@@ -77,43 +75,35 @@ class AotReport(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers and words."""
-        kinds = {kind: found._asdict() for kind, found in self.audit.by_kind().items()}
+        extra = {"argument_padding": self.argument_padding, "peak": self.peak_bytes, "hbm": self.hbm_bytes}
         return {
             "topology": self.topology,
             "num_slices": self.num_slices,
             "mesh": self.mesh_shape,
-            "memory": self.memory._asdict()
-            | {"argument_padding": self.argument_padding, "peak": self.peak_bytes, "hbm": self.hbm_bytes},
+            "memory": self.memory._asdict() | extra,
             "flops": self.flops,
             "compile_seconds": round(self.compile_seconds, 2),
-            "collectives": kinds,
+            "collectives": {kind: found._asdict() for kind, found in self.audit.by_kind().items()},
         }
 
     def __str__(self) -> str:
         """Return a few lines: memory against the chip's, flops, what is sent."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items() if size > 1)
         slices = f"{self.num_slices} x " if self.num_slices > 1 else ""
-        sent = [
-            f"{' x '.join(axes) if axes else 'mixed axes'}: "
-            + (
-                "unknown"
-                if found.wire_bytes is None
-                else f"{found.wire_bytes / 1e9:.3f} GB sent in {found.calls} calls"
-            )
-            for axes, found in self.audit.by_axis().items()
-        ]
         added = self.argument_padding
         padding = f", {added / 1e9:.2f} of it padding" if added else ""
         flops = "unknown flops" if self.flops is None else f"{self.flops / 1e12:.2f} Tflop"
-        return "\n".join(
-            [
-                f"{slices}{self.topology}, {mesh or 'one device'}: compiled in {self.compile_seconds:.1f} s",
-                f"{self.peak_bytes / 1e9:.2f} GB of {self.hbm_bytes / 1e9:.1f} GB a device "
-                f"({self.argument_bytes / 1e9:.2f} arguments{padding}, {self.temp_bytes / 1e9:.2f} temporary)",
-                f"{flops} of inner products a device and step",
-                *sent,
-            ]
-        )
+        lines = [
+            f"{slices}{self.topology}, {mesh or 'one device'}: compiled in {self.compile_seconds:.1f} s",
+            f"{self.peak_bytes / 1e9:.2f} GB of {self.hbm_bytes / 1e9:.1f} GB per device "
+            f"({self.argument_bytes / 1e9:.2f} arguments{padding}, {self.temp_bytes / 1e9:.2f} temporary)",
+            f"{flops} of inner products per device and step",
+        ]
+        for axes, found in self.audit.by_axis().items():
+            wire = found.wire_bytes
+            sent = "unknown" if wire is None else f"{wire / 1e9:.3f} GB sent in {found.calls} calls"
+            lines.append(f"{' x '.join(axes) if axes else 'mixed axes'}: {sent}")
+        return "\n".join(lines)
 
 
 _TPUS = {name: chip for name, chip in HARDWARE.items() if chip.torus_dims}

@@ -1,4 +1,4 @@
-"""What slow links cost replicas that train apart: utilisation against bandwidth and how often they agree."""
+"""What slow links cost local updates: utilisation against bandwidth and how often replicas synchronise."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ class Utilisation(NamedTuple):
     """How much of the time replicas compute.
 
     Attributes:
-      compute: seconds of computation between two agreements.
-      send: seconds that agreeing keeps the link busy, all fragments together.
+      compute: seconds of computation between two synchronisations.
+      send: seconds that one keeps the link busy, all fragments together.
       waiting: the part of `send` that nothing hides.
       utilisation: compute / (compute + waiting), from 0 to 1.
     """
@@ -36,8 +36,8 @@ def diloco_utilisation(
 ) -> Utilisation:
     """Return how much of the time replicas compute, in closed form.
 
-    Every H steps each of P fragments is all-reduced in a ring over R replicas: T = 2 (R-1)/R x N b / 8 / W seconds a round, and
-    P times the latency. A fragment may take `delay` steps before it is waited for, and may set out while the last step
+    Every H steps each of P fragments is all-reduced in a ring over R replicas: T = 2 (R-1)/R x N b / 8 / W seconds per
+    round, and P times the latency. A fragment may take `delay` steps before it is waited for, and may set out while the last step
     before it still computes, for a share `overlap` of that; so each hides up to (delay + overlap) t of it: waiting =
     max(0, T/P - (delay + overlap) t) P. H = 1, P = 1, delay = 0 is data parallel.
 
@@ -67,14 +67,9 @@ def diloco_utilisation(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
       "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for fragments and delay.
     """
-    _check(
-        "diloco_utilisation",
-        positive={"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits},
-        counts={"replicas": replicas, "sync_every": sync_every, "fragments": fragments},
-        at_least_0={"delay": delay, "latency": latency},
-        overlap=overlap,
-    )
-    send = 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / bandwidth + fragments * latency
+    positive = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits}
+    _check("diloco_utilisation", positive, replicas, sync_every, fragments, delay, latency, overlap)
+    send = _wire_bytes(num_parameters, bits, replicas) / bandwidth + fragments * latency
     waiting = max(send / fragments - (delay + overlap) * step_seconds, 0.0) * fragments
     compute = sync_every * step_seconds
     return Utilisation(compute, send, waiting, compute / (compute + waiting))
@@ -118,25 +113,32 @@ def bandwidth_for(
     """
     if not 0 < target < 1:
         raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
-    _check(
-        "bandwidth_for",
-        positive={"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits},
-        counts={"replicas": replicas, "sync_every": sync_every, "fragments": fragments},
-        at_least_0={"delay": delay},
-        overlap=overlap,
-    )
+    positive = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits}
+    _check("bandwidth_for", positive, replicas, sync_every, fragments, delay, 0.0, overlap)
     allowed = sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
-    return 2 * (replicas - 1) / replicas * num_parameters * bits / 8 / allowed
+    return _wire_bytes(num_parameters, bits, replicas) / allowed
+
+
+def _wire_bytes(num_parameters: float, bits: float, replicas: int) -> float:
+    return 2 * (replicas - 1) / replicas * num_parameters * bits / 8
 
 
 def _check(
-    who: str, *, positive: dict[str, float], counts: dict[str, int], at_least_0: dict[str, float], overlap: float
+    who: str,
+    positive: dict[str, float],
+    replicas: int,
+    sync_every: int,
+    fragments: int,
+    delay: int,
+    latency: float,
+    overlap: float,
 ) -> None:
+    counts = {"replicas": replicas, "sync_every": sync_every, "fragments": fragments}
     wrong = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
     wrong += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
+    at_least_0 = {"delay": delay, "latency": latency}
     wrong += [f"{name} must be at least 0, got {value}" for name, value in at_least_0.items() if value < 0]
     wrong += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
-    sync_every, fragments, delay = counts["sync_every"], counts["fragments"], at_least_0["delay"]
     if not wrong and sync_every % fragments:
         wrong = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
     if not wrong and delay and delay >= sync_every // fragments:

@@ -13,14 +13,14 @@ class Hardware:
 
     Attributes:
       name: as `so.plan` and the command line take it.
-      flops: bfloat16 multiplications and additions a second, dense, accumulated in fp32.
+      flops: bfloat16 multiplications and additions per second, dense, accumulated in fp32.
       memory_bytes: high-bandwidth memory.
-      memory_bandwidth: bytes a second between that memory and the arithmetic units.
-      link_bandwidth: bytes a second that a chip sends over the links of *one* axis of its torus, both directions
+      memory_bandwidth: bytes per second between that memory and the arithmetic units.
+      link_bandwidth: bytes per second that a chip sends over the links of *one* axis of its torus, both directions
         together; without a torus, all that it sends into the switch.
       torus_dims: axes of the torus: 2 or 3; 0 for a switch, in which all chips of a node are neighbours.
       pod_chips: chips that the links above can join: a TPU slice, or the GPUs behind one NVLink switch.
-      network_bandwidth: bytes a second that a chip sends to chips beyond those.
+      network_bandwidth: bytes per second that a chip sends to chips beyond those.
       source: where the figures come from.
     """
 
@@ -74,7 +74,7 @@ HARDWARE = {
 }
 """Known chips by name.
 
-The tables of TPU v4 and v5e give no network rate a chip: v5e is 6.4 Tbit/s a pod of 256; v4 is taken to be as v5p. In v4
+The tables of TPU v4 and v5e give no network rate per chip: v5e is 6.4 Tbit/s for a pod of 256; v4 is taken to be as v5p. In v4
 the six links of a chip carry 50 GB/s each way (Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer for
 Machine Learning", 2023, table 4).
 """

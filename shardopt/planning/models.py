@@ -1,18 +1,16 @@
-"""Published models by name, as `Transformer` shapes."""
+"""Decoder-only transformers described by their sizes, what they cost in closed form, and published ones by name."""
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree
 from shardopt.planning.workload import Bytes, Workload, tensor_sums
-
-# A decoder-only transformer described by its sizes: parameters, flops and activations in closed form.
-
 
 RULES = (
     ("^blocks/(q|kv)$", P(None, "tensor", None)),
@@ -68,8 +66,8 @@ class Transformer:
     tied: bool = False
     positions: int = 0
     fused_attention: bool = True
-    param_dtype: Any = jnp.float32
-    dtype: Any = jnp.bfloat16
+    param_dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike = jnp.bfloat16
 
     def __post_init__(self):
         sizes = ("dim", "num_layers", "num_heads", "kv_heads", "hidden", "vocab_size", "length", "width")
@@ -95,21 +93,21 @@ class Transformer:
         """L (2 D H K + 2 D G K + (3 or 2) D F + 2 D) + V D (twice if untied) + D, and positions."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params()))
 
-    def abstract_params(self) -> dict[str, Any]:
+    def abstract_params(self) -> dict[str, PyTree]:
         """Return shapes and dtypes of the parameters, blocks stacked."""
         L, D, H, G, K, F = self.num_layers, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
 
         def leaf(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, self.param_dtype)
 
-        params: dict[str, Any] = {
+        params: dict[str, PyTree] = {
             "embedding": leaf(self.vocab_size, D),
             "blocks": {
                 "norms": leaf(L, 2, D),
                 "q": leaf(L, D, H, K),
                 "kv": leaf(L, D, G, 2 * K),
                 "out": leaf(L, H, K, D),
-                "up": leaf(L, D, 2 if self.gated else 1, F),
+                "up": leaf(L, D, 1 + self.gated, F),
                 "down": leaf(L, F, D),
             },
             "norm": leaf(D),
@@ -125,41 +123,35 @@ class Transformer:
 
         Flops of the forward of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) of weights and 4 T^2 H K of attention, half
         of it if masked blocks are skipped; of the head 2 T D V. A block keeps, of every token, in the dtype it
-        computes in: its input, the middle of its residual stream and both norms (4 D, whole over tensor); queries, keys,
-        values and what attention mixes (2 H K + 2 G K), and what the products of the mlp take and give (3 F, without
-        a gate 2 F), split over tensor. In a pipeline it keeps the results of inner products alone.
+        computes in: its input, the middle of its residual stream and both norms (4 D, replicated over tensor); queries,
+        keys, values and what attention mixes (2 H K + 2 G K), and what the products of the mlp take and give (3 F,
+        without a gate 2 F), sharded over tensor. In a pipeline it keeps the results of inner products alone.
         """
         T, D, H, G, K, F = self.length, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
-        size, wide = jnp.dtype(self.dtype).itemsize, 4
-        weights = 2 * T * D * (2 * H * K + 2 * G * K + (3 if self.gated else 2) * F)
+        size, wide, gate = jnp.dtype(self.dtype).itemsize, 4, int(self.gated)
+        params, token = self.abstract_params(), size * T
+        weights = 2 * T * D * (2 * H * K + 2 * G * K + (2 + gate) * F)
         attention = 4 * T * T * H * K
         block = weights + attention / (2 if self.fused_attention else 1)
         head = 2 * T * D * self.vocab_size
         scores = 0 if self.fused_attention else wide * H * T * T
-        kept = Bytes(
-            whole=size * T * 4 * D,
-            split=size * T * (2 * H * K + 2 * G * K + (3 if self.gated else 2) * F) + scores,
-        )
         return Workload(
             name=self.name,
-            params=self.abstract_params(),
+            params=params,
             rules=RULES,
             tokens=T,
             block_flops=block,
-            again_flops=block - 2 * T * F * D,
+            recompute_flops=block - 2 * T * F * D,
             ends_flops=head,
-            message=size * T * D,
-            kept=kept,
-            stage_kept=Bytes(
-                whole=size * T * 2 * D,
-                split=size * T * (2 * H * K + 2 * G * K + (2 if self.gated else 1) * F) + scores,
-            ),
-            deferred=Bytes(whole=size * T * 2 * D, split=size * T * (H * K + 2 * G * K + (2 if self.gated else 1) * F)),
+            boundary_bytes=token * D,
+            residuals=Bytes(token * 4 * D, token * (2 * H * K + 2 * G * K + (2 + gate) * F) + scores),
+            stage_residuals=Bytes(token * 2 * D, token * (2 * H * K + 2 * G * K + (1 + gate) * F) + scores),
+            deferred=Bytes(token * 2 * D, token * (H * K + 2 * G * K + (1 + gate) * F)),
             # cotangents of the widest point of a block, and of the scores
-            working=Bytes(whole=size * T * 2 * D, split=size * T * 2 * F + scores),
+            working=Bytes(token * 2 * D, token * 2 * F + scores),
             # logits in fp32, which their gradient overwrites
-            ends_working=Bytes(split=wide * T * self.vocab_size),
-            tensor_sums=tensor_sums(self.abstract_params(), RULES),
+            ends_working=Bytes(sharded=wide * T * self.vocab_size),
+            tensor_sums=tensor_sums(params, RULES),
             model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
             itemsize=size,
             loss_reads=("norm", "embedding" if self.tied else "head"),

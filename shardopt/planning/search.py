@@ -1,22 +1,24 @@
 """`plan`: every layout of a model on a machine, those that do not fit dropped, the rest ranked."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS
 from shardopt.planning.costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning.layout import Layout, abstract_opt_state, layouts, place
+from shardopt.planning.layout import CHUNKED, Layout, abstract_opt_state, place
 from shardopt.planning.models import Transformer, find_model
 from shardopt.planning.workload import Workload
 
-# One layout and what it is predicted to need: bytes a device, bytes on the wire, seconds a step.
+SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep")
 
 
 class Prediction(NamedTuple):
@@ -24,7 +26,7 @@ class Prediction(NamedTuple):
 
     Attributes:
       layout: mesh sizes, placement, schedule, micro-batches.
-      memory: bytes on a device at the worst moment of a step, by purpose.
+      memory: bytes per device at the worst moment of a step, by purpose.
       transfers: what a device sends in a step.
       time: seconds of a step, by purpose.
       mfu: model flops utilisation, from 0 to 1.
@@ -38,7 +40,7 @@ class Prediction(NamedTuple):
     time: StepTime
     mfu: float
     tokens_per_second: float
-    rules: Any
+    rules: Rules
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -53,72 +55,19 @@ class Prediction(NamedTuple):
     @property
     def wire_bytes(self) -> dict[str, float]:
         """Bytes that a device sends in a step, by mesh axis."""
-        return by_axis(self.transfers, self.layout)
+        return by_axis(self.transfers, self.mesh)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers and words."""
-        layout = self.layout._asdict()
-        layout["gather_dtype"] = None if layout["gather_dtype"] is None else str(layout["gather_dtype"])
+        dtype = self.layout.gather_dtype
         return {
-            "layout": layout,
+            "layout": self.layout._asdict() | {"gather_dtype": None if dtype is None else str(dtype)},
             "memory": self.memory._asdict() | {"total": self.memory.total},
             "wire_bytes": self.wire_bytes,
             "seconds": self.time._asdict() | {"total": self.time.total},
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
         }
-
-
-def predict(
-    workload: Workload,
-    layout: Layout,
-    *,
-    hardware: Hardware,
-    batch_size: int,
-    tx: optax.GradientTransformation | None = None,
-    opt_state: PyTree = None,
-    slices: int = 1,
-) -> Prediction:
-    """Return what one layout is predicted to need.
-
-    Args:
-      workload: the model.
-      layout: mesh sizes, placement, schedule, micro-batches.
-      hardware: the chip.
-      batch_size: rows of the global batch.
-      tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
-      opt_state: its abstract state, if it is known already.
-      slices: pods that the chips are spread over evenly.
-
-    Raises:
-      ValueError: if a tensor rule does not divide the parameters, or the schedule refuses the sizes.
-
-    Example:
-      >>> from shardopt.planning import HARDWARE, Layout, find_model
-      >>> work = find_model("plan", "llama3-8b").workload()
-      >>> found = predict(work, Layout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
-      >>> round(found.memory.params / 1e9, 3), 0.5 < found.mfu < 1
-      (0.502, True)
-    """
-    if opt_state is None:
-        opt_state = abstract_opt_state(workload, optax.adamw(1e-3) if tx is None else tx)
-    placed = place(workload, layout, opt_state, tiled=hardware.torus_dims > 0)
-    held = footprint(workload, layout, placed, batch_size=batch_size)
-    sent = traffic(workload, layout, placed, batch_size=batch_size)
-    time = step_time(workload, layout, placed, held, sent, hardware, batch_size=batch_size, slices=slices)
-    useful = workload.model_flops * batch_size
-    return Prediction(
-        layout=layout,
-        memory=held,
-        transfers=sent,
-        time=time,
-        mfu=useful / (time.total * layout.num_chips * hardware.flops),
-        tokens_per_second=workload.tokens * batch_size / time.total,
-        rules=workload.rules,
-    )
-
-
-SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep")
 
 
 class Dropped(NamedTuple):
@@ -163,7 +112,7 @@ class Plans(NamedTuple):
 
     def table(self, count: int = 10) -> str:
         """Return the fastest `count` as a table, and what was dropped."""
-        return plans_table(self, count)
+        return _table(self, count)
 
     def __str__(self) -> str:
         """Return the ten fastest as a table."""
@@ -181,7 +130,7 @@ def plan(
     placements: Sequence[str] = ("ddp", "zero1", "zero2", "fsdp"),
     schedules: Sequence[str] = SCHEDULES,
     remat: Sequence[bool] = (False, True),
-    gather_dtype: Any = jnp.bfloat16,
+    gather_dtype: DTypeLike | None = jnp.bfloat16,
     headroom: float = 0.1,
 ) -> Plans:
     """Rank every way to lay a model out over chips by its predicted step time, without a device.
@@ -223,21 +172,10 @@ def plan(
     workload = model if isinstance(model, Workload) else find_model("plan", model).workload()
     chip = find_hardware("plan", hardware)
     _check(chips, batch_size, slices, placements, headroom)
-    opt_state = abstract_opt_state(workload, optax.adamw(1e-3) if tx is None else tx)
+    opt_state = abstract_opt_state(workload, tx)
     limit = chip.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
-    for layout in layouts(
-        workload,
-        chips=chips,
-        batch_size=batch_size,
-        slices=slices,
-        # a copy a slice
-        replicas=sorted({1, slices}),
-        placements=placements,
-        schedules=schedules,
-        remat=remat,
-        gather_dtype=gather_dtype,
-    ):
+    for layout in _layouts(workload, chips, batch_size, slices, placements, schedules, remat, gather_dtype):
         try:
             found = predict(workload, layout, hardware=chip, batch_size=batch_size, opt_state=opt_state, slices=slices)
         except ValueError as error:  # a dim that tensor does not divide
@@ -249,10 +187,11 @@ def plan(
         else:
             fitting.append(found)
     dropped.sort(key=lambda one: one.missing_bytes or float("inf"))
-    if not fitting:
-        raise ValueError(_nothing_fits(workload, chip, chips, batch_size, limit, dropped))
     fitting.sort(key=lambda one: (one.time.total, one.memory.total))
-    return Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
+    plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
+    if not fitting:
+        raise ValueError(_nothing_fits(plans))
+    return plans
 
 
 def _check(chips: int, batch_size: int, slices: int, placements: Sequence[str], headroom: float) -> None:
@@ -268,65 +207,145 @@ def _check(chips: int, batch_size: int, slices: int, placements: Sequence[str], 
         raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}.")
 
 
-def _nothing_fits(
-    workload: Workload, chip: Hardware, chips: int, batch_size: int, limit: float, dropped: list[Dropped]
-) -> str:
-    who = f"{workload.name} on {plural(chips, 'chip')} of {chip.name} with {plural(batch_size, 'row')} a batch"
-    short = [one for one in dropped if one.missing_bytes]
+_MOST = 64
+"""The largest tensor and pipeline sizes, and the most micro-batches, that are tried."""
+
+
+def _layouts(
+    workload: Workload,
+    chips: int,
+    batch_size: int,
+    slices: int,
+    placements: Sequence[str],
+    schedules: Sequence[str],
+    remat: Sequence[bool],
+    gather_dtype: DTypeLike | None,
+) -> Iterator[Layout]:
+    """Yield the layouts of `chips` chips whose sizes divide what they have to.
+
+    Tensor and pipeline take powers of two (or the chips' own small divisors) up to 64, stages divide the blocks, replica
+    is 1 or a copy per slice, data takes the rest. Micro-batches are powers of two that leave a device at least a row;
+    a pipeline gets at least as many as stages.
+    """
+    for tensor in _divisors(chips // slices, _MOST if any(workload.tensor_sums) else 1):
+        for pipeline in _divisors(chips // slices // tensor, _MOST):
+            rest = chips // tensor // pipeline
+            if workload.num_blocks % pipeline or batch_size % rest:
+                continue
+            micro = [m for m in _divisors(batch_size // rest, _MOST, small=0) if pipeline == 1 or m >= pipeline]
+            for replica in sorted({1, slices}):
+                if rest % replica:
+                    continue
+                data = rest // replica
+                ways = (placements if data > 1 else ("ddp",), schedules if pipeline > 1 else (None,), remat)
+                for m, placement, schedule, again in itertools.product(micro, *ways):
+                    gathered = gather_dtype if placement == "fsdp" else None
+                    for chunks in _chunks(workload, pipeline, m, schedule):
+                        yield Layout(replica, data, pipeline, tensor, placement, m, schedule, chunks, again, gathered)
+
+
+def _divisors(count: int, most: int, small: int = 8) -> list[int]:
+    """Return the powers of two that divide a count, and its other divisors up to `small`."""
+    return [n for n in range(1, min(count, most) + 1) if count % n == 0 and (n & (n - 1) == 0 or n <= small)]
+
+
+def _chunks(workload: Workload, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
+    if schedule not in CHUNKED:
+        return [1]
+    several = [2] if workload.num_blocks % (2 * pipeline) == 0 and micro_batches % pipeline == 0 else []
+    return several if schedule == "interleaved" else [1, *several]
+
+
+def predict(
+    workload: Workload,
+    layout: Layout,
+    *,
+    hardware: Hardware,
+    batch_size: int,
+    tx: optax.GradientTransformation | None = None,
+    opt_state: PyTree = None,
+    slices: int = 1,
+) -> Prediction:
+    """Return what one layout is predicted to need.
+
+    Args:
+      workload: the model.
+      layout: mesh sizes, placement, schedule, micro-batches.
+      hardware: the chip.
+      batch_size: rows of the global batch.
+      tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
+      opt_state: its abstract state, if it is known already.
+      slices: pods that the chips are spread over evenly.
+
+    Raises:
+      ValueError: if a tensor rule does not divide the parameters, or the schedule refuses the sizes.
+
+    Example:
+      >>> from shardopt.planning import HARDWARE, Layout, find_model
+      >>> work = find_model("plan", "llama3-8b").workload()
+      >>> found = predict(work, Layout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
+      >>> round(found.memory.params / 1e9, 3), 0.5 < found.mfu < 1
+      (0.502, True)
+    """
+    state = abstract_opt_state(workload, tx) if opt_state is None else opt_state
+    placed = place(workload, layout, state, tiled=hardware.torus_dims > 0)
+    sent = traffic(placed, batch_size=batch_size)
+    time = step_time(placed, sent, hardware, batch_size=batch_size, slices=slices)
+    return Prediction(
+        layout=layout,
+        memory=footprint(placed, batch_size=batch_size),
+        transfers=sent,
+        time=time,
+        mfu=workload.model_flops * batch_size / (time.total * layout.num_chips * hardware.flops),
+        tokens_per_second=workload.tokens * batch_size / time.total,
+        rules=workload.rules,
+    )
+
+
+def _nothing_fits(plans: Plans) -> str:
+    chip, limit = plans.hardware, plans.limit
+    rows = plural(plans.batch_size, "row")
+    who = f"{plans.workload.name} on {plural(plans.chips, 'chip')} of {chip.name} with {rows} per batch"
+    short = [one for one in plans.dropped if one.missing_bytes]
     if not short:
-        fix = f"choose a batch_size that {chips} chips divide evenly, or other chips."
-        return format_error("plan", f"{who}: no layout divides evenly.", [one.why for one in dropped], fix)
+        fix = f"choose a batch_size that {plans.chips} chips divide evenly, or other chips."
+        return format_error("plan", f"{who}: no layout divides evenly.", [one.why for one in plans.dropped], fix)
     lines = [f"{one.layout}: {one.missing_bytes:,.0f} bytes too many" for one in short[:3]]
     need = limit + short[0].missing_bytes
-    larger = sorted(
-        (one.memory_bytes, name)
-        for name, one in HARDWARE.items()
-        if one.memory_bytes * limit / chip.memory_bytes >= need
-    )
-    chips_help = f"about {-(-chips * need // limit):.0f} chips or more"
-    fix = (
-        f"use {chips_help}"
-        + (f", chips with more memory ({larger[0][1]})" if larger else "")
-        + ", or fewer rows a batch."
-    )
-    return format_error("plan", f"{who}: nothing fits into {limit:,.0f} bytes a chip; the nearest are:", lines, fix)
+    share = limit / chip.memory_bytes
+    larger = sorted((one.memory_bytes, name) for name, one in HARDWARE.items() if one.memory_bytes * share >= need)
+    other = f", chips with more memory ({larger[0][1]})" if larger else ""
+    fix = f"use about {-(-plans.chips * need // limit):.0f} chips or more{other}, or fewer rows per batch."
+    return format_error("plan", f"{who}: nothing fits into {limit:,.0f} bytes per chip; the nearest are:", lines, fix)
 
 
-# Predictions as tables for people.
-
-
-if TYPE_CHECKING:
-    pass
-
-
-def plans_table(plans: "Plans", count: int) -> str:
-    """Return the fastest layouts, one a line, and how many were dropped."""
+def _table(plans: Plans, count: int) -> str:
     head = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
     rows = [head, *(_row(one) for one in plans.ranked[:count])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    title = (
-        f"{plans.workload.name} ({_count(plans.workload.num_parameters)} parameters) on "
-        f"{plural(plans.chips, 'chip')} of {plans.hardware.name}, {plural(plans.batch_size, 'row')} a batch"
-    )
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+    model, rows_text = plans.workload, plural(plans.batch_size, "row")
+    machine = f"{plural(plans.chips, 'chip')} of {plans.hardware.name}"
     rest = len(plans.ranked) - count
-    more = [f"... and {rest} more that fit"] if rest > 0 else []
     tight = sum(one.missing_bytes > 0 for one in plans.dropped)
-    other = len(plans.dropped) - tight
-    more += [f"{plural(tight, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB a chip may be used)"]
-    more += [f"{plural(other, 'layout')} dropped for sizes that do not divide"] if other else []
-    return "\n".join([title, *lines, *more])
+    uneven = len(plans.dropped) - tight
+    return "\n".join(
+        [
+            f"{model.name} ({_count(model.num_parameters)} parameters) on {machine}, {rows_text} per batch",
+            *lines,
+            *([f"... and {rest} more that fit"] if rest > 0 else []),
+            f"{plural(tight, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per chip may be used)",
+            *([f"{plural(uneven, 'layout')} dropped for sizes that do not divide"] if uneven else []),
+        ]
+    )
 
 
-def _row(one: "Prediction") -> list[str]:
-    time = one.time
+def _row(one: Prediction) -> list[str]:
+    time, memory = one.time, one.memory.total
     parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble)
     return [
         str(one.layout),
-        _bytes(one.memory.total),
+        f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.1f} MB",
         _duration(time.total),
         f"{one.mfu:.1%}",
         *(f"{part / time.total:.0%}" for part in parts),
@@ -339,10 +358,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {word}"
     return f"{number:,}"
-
-
-def _bytes(number: float) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
 def _duration(seconds: float) -> str:

@@ -1,42 +1,37 @@
-"""What training a model asks of a machine, in numbers: the input of every prediction."""
+"""What training a model asks of a machine, in numbers: the input of every prediction, and `trace`, which reads it off a model."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.typing import DTypeLike
 
 from shardopt.core.block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, Weighted, leaves_with_paths
+from shardopt.core.types import PyTree, Rules, Weighted, leaves_with_paths
 from shardopt.partition.rules import match_rules
 from shardopt.remat.split_backward import split_backward
 
 
 class Bytes(NamedTuple):
-    """Bytes of activations, by whether the tensor axis splits them.
+    """Bytes of activations, by whether the tensor axis shards them.
 
     Attributes:
-      whole: on every device of the tensor axis.
-      split: each device of the tensor axis has its part.
+      replicated: on every device of the tensor axis.
+      sharded: each device of the tensor axis has its part.
     """
 
-    whole: float = 0.0
-    split: float = 0.0
+    replicated: float = 0.0
+    sharded: float = 0.0
 
     def on(self, tensor: int) -> float:
         """Return the bytes on one of `tensor` devices."""
-        return self.whole + self.split / tensor
-
-    def times(self, factor: float) -> "Bytes":
-        """Return both multiplied."""
-        return Bytes(self.whole * factor, self.split * factor)
-
-    def plus(self, other: "Bytes") -> "Bytes":
-        """Return both added."""
-        return Bytes(self.whole + other.whole, self.split + other.split)
+        return self.replicated + self.sharded / tensor
 
 
 class Workload(NamedTuple):
@@ -52,17 +47,16 @@ class Workload(NamedTuple):
       tokens: positions of a row, for tokens a second; 1 where that means nothing.
       block_flops: multiplications and additions of inner products in the forward of one block and one row. Backward is
         twice that.
-      again_flops: what remat runs again of them: all but the products that the backward pass has no use for, such as
-        the last of a residual branch.
+      recompute_flops: what remat runs again of them: all but the products that the backward pass has no use for, such
+        as the last of a residual branch.
       ends_flops: the forward flops of embed and loss together.
-      message: bytes of what one row hands from block to block.
-      kept: bytes that one block keeps of a row from forward to backward, nothing recomputed.
-      stage_kept: the same in a pipeline and under fsdp, which compute elementwise operations again.
+      boundary_bytes: bytes of what one row hands from block to block.
+      residuals: bytes that one block keeps of a row from forward to backward, nothing recomputed.
+      stage_residuals: the same in a pipeline and under fsdp, which compute elementwise operations again.
       deferred: bytes that the backward of a block leaves for its weight gradient, where a schedule splits that off.
-      working: bytes that come and go while one block is differentiated, over and above `kept` of that block.
+      working: bytes that come and go while one block is differentiated, over and above its `residuals`.
       ends_working: bytes that come and go while the loss of a row is differentiated.
-      tensor_sums: all-reduces of a message over tensor in the forward of a block, and in its backward; see
-        `tensor_sums`.
+      tensor_sums: all-reduces of `boundary_bytes` over tensor in the forward of a block, and in its backward.
       model_flops: of a training step and one row, by the convention of model flops utilisation: no recomputation,
         causal attention counted as half.
       itemsize: bytes of a number in which blocks compute.
@@ -71,14 +65,14 @@ class Workload(NamedTuple):
 
     name: str
     params: PyTree
-    rules: Any
+    rules: Rules
     tokens: int
     block_flops: float
-    again_flops: float
+    recompute_flops: float
     ends_flops: float
-    message: int
-    kept: Bytes
-    stage_kept: Bytes
+    boundary_bytes: int
+    residuals: Bytes
+    stage_residuals: Bytes
     deferred: Bytes
     working: Bytes
     ends_working: Bytes
@@ -98,20 +92,17 @@ class Workload(NamedTuple):
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
-def tensor_sums(params: PyTree, rules: Any) -> tuple[int, int]:
+def tensor_sums(params: PyTree, rules: Rules) -> tuple[int, int]:
     """Return how many sums over tensor the forward and the backward of a block need, by its rules.
 
-    A weight that is split on its first dim, what it sums over, leaves partial results in the forward; one that is split
-    on any other dim leaves partial gradients of its input in the backward.
+    A weight that is sharded on its first dim, what it sums over, leaves partial results in the forward; one that is
+    sharded on any other dim leaves partial gradients of its input in the backward.
     """
     leaves = leaves_with_paths(params)
     specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], who="plan")
-    split = [tuple(spec) for (path, _), spec in zip(leaves, specs, strict=True) if path.startswith("blocks/")]
-    rows = sum(spec[:1] == ("tensor",) for spec in split)
-    return rows, sum("tensor" in spec for spec in split) - rows
-
-
-# `trace`: a workload read off any `BlockModel`, by tracing it for one row and for two.
+    blocks = [tuple(spec) for (path, _), spec in zip(leaves, specs, strict=True) if path.startswith("blocks/")]
+    rows = sum(spec[:1] == ("tensor",) for spec in blocks)
+    return rows, sum("tensor" in spec for spec in blocks) - rows
 
 
 def trace(
@@ -119,17 +110,17 @@ def trace(
     abstract_params: PyTree,
     abstract_batch: PyTree,
     *,
-    rules: Any = (),
+    rules: Rules = (),
     name: str = "model",
     tokens: int = 1,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
 ) -> Workload:
-    """Return what a row of a model's batch costs, by tracing it; nothing is run or allocated.
+    """Return what a row of a model's batch costs, by tracing it for one row and for two; nothing is run or allocated.
 
     Flops are those of inner products and convolutions in the trace, forward and backward. What a block keeps is what
-    its backward pass reads: the residuals of `jax.vjp` that are not weights. Over tensor, arrays of the shape of the
-    message between blocks, and statistics of it, count as whole and all others as split, as in a block whose first
-    product is split by column and whose second is split by row.
+    its backward pass reads: the residuals of `jax.vjp` that are not weights. Over tensor, arrays of the shape of what
+    blocks hand on, and statistics of it, count as replicated and all others as sharded, as in a block whose first
+    product is sharded by column and whose second is sharded by row.
 
     Args:
       model: a `BlockModel`, or its `loss_fn`.
@@ -157,7 +148,7 @@ def trace(
       ... )
       >>> shapes = {"blocks": {"up": jnp.zeros((3, 8, 32)), "down": jnp.zeros((3, 32, 8))}}
       >>> work = trace(model, shapes, {"x": jnp.zeros((4, 8))})
-      >>> work.num_blocks, work.block_flops, work.message
+      >>> work.num_blocks, work.block_flops, work.boundary_bytes
       (3, 1024.0, 32)
     """
     blocks = as_block_model(model)
@@ -167,176 +158,190 @@ def trace(
     if not isinstance(abstract_params, dict) or BLOCKS not in abstract_params:
         fix = 'pass {"blocks": leaves stacked [L, ...], **outer}.'
         raise ValueError(format_error("trace", "the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix))
-    params = jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype), abstract_params)
-    one, two = (_costs(blocks, params, _rows(abstract_batch, count), compute_dtype) for count in (1, 2))
-    slope = {key: max(two[key] - one[key], 0) for key in one if key != "loss_reads"}
+    if not all(np.ndim(leaf) for leaf in jax.tree.leaves(abstract_batch)):
+        fix = "give every leaf of the batch its rows as first dim."
+        raise ValueError(format_error("trace", "a leaf of the batch has no dim.", fix=fix))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_params)
+    parts = _Parts.of(blocks, params, compute_dtype)
+    one, two = (_row_costs(parts, _with_rows(abstract_batch, count)) for count in (1, 2))
+    row = jax.tree.map(lambda one, two: max(two - one, 0), one, two)
+    num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
+    batch = _with_rows(abstract_batch, 1)
     return Workload(
         name=name,
         params=params,
         rules=rules,
         tokens=tokens,
-        block_flops=float(slope["block_flops"]),
-        again_flops=float(slope["again_flops"]),
-        ends_flops=float(slope["ends_flops"]),
-        message=int(slope["message"]),
-        kept=Bytes(slope["kept_whole"], slope["kept_split"]),
-        stage_kept=Bytes(slope["stage_whole"], slope["stage_split"]),
-        deferred=Bytes(slope["deferred_whole"], slope["deferred_split"]),
-        working=Bytes(slope["message"], slope["working"]),
-        ends_working=Bytes(0, slope["ends"]),
+        **row._asdict(),
         tensor_sums=tensor_sums(params, rules),
-        model_flops=3.0 * (jax.tree.leaves(params[BLOCKS])[0].shape[0] * slope["block_flops"] + slope["ends_flops"]),
-        itemsize=int(one["itemsize"]),
-        loss_reads=tuple(one["loss_reads"]),
+        model_flops=3.0 * (num_blocks * row.block_flops + row.ends_flops),
+        itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.boundary(batch))),
+        loss_reads=_reads(parts, batch),
     )
 
 
-def _costs(model: BlockModel, params: PyTree, batch: PyTree, compute_dtype: Any) -> dict[str, Any]:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    cast = lambda leaf: _shape(leaf.shape, _computes(leaf.dtype, compute_dtype))  # noqa: E731
-    outer = jax.tree.map(cast, {name: value for name, value in params.items() if name != BLOCKS})
-    block = jax.tree.map(lambda leaf: _shape(leaf.shape[1:], _computes(leaf.dtype, compute_dtype)), params[BLOCKS])
-    x = jax.eval_shape(lambda outer, batch, key: call(model.embed, key, 0, outer, batch), outer, batch, key)
+class _RowCosts(NamedTuple):
+    """What of a `Workload` grows with the rows."""
 
-    def run(w, x, key):
-        return call(model.block, key, 0, w, x)
+    block_flops: float
+    recompute_flops: float
+    ends_flops: float
+    boundary_bytes: int
+    residuals: Bytes
+    stage_residuals: Bytes
+    deferred: Bytes
+    working: Bytes
+    ends_working: Bytes
 
-    def loss(outer, x, batch, key):
-        value = call(model.loss, key, 0, outer, x, batch)
-        value = value[0] if isinstance(value, tuple) and not isinstance(value, Weighted) else value
-        return value.total if isinstance(value, Weighted) else value
 
-    message = sum(_nbytes(leaf) for leaf in jax.tree.leaves(x))
+class _Parts(NamedTuple):
+    """The three functions of a model, which take a key, and the shapes of their weights as they compute."""
+
+    embed: Callable[..., PyTree]
+    block: Callable[..., PyTree]
+    loss: Callable[..., jax.Array]
+    outer: PyTree
+    weights: PyTree
+    key: jax.ShapeDtypeStruct
+
+    @staticmethod
+    def of(model: BlockModel, params: PyTree, compute_dtype: DTypeLike | None) -> "_Parts":
+        def computed(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
+            narrowed = compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+            return jax.ShapeDtypeStruct(shape, compute_dtype if narrowed else dtype)
+
+        def loss(outer: PyTree, x: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
+            value = call(model.loss, key, 0, outer, x, batch)
+            value = value[0] if isinstance(value, tuple) and not isinstance(value, Weighted) else value
+            return value.total if isinstance(value, Weighted) else value
+
+        outer = {name: value for name, value in params.items() if name != BLOCKS}
+        return _Parts(
+            embed=lambda outer, batch, key: call(model.embed, key, 0, outer, batch),
+            block=lambda weights, x, key: call(model.block, key, 0, weights, x),
+            loss=loss,
+            outer=jax.tree.map(lambda leaf: computed(leaf.shape, leaf.dtype), outer),
+            weights=jax.tree.map(lambda leaf: computed(leaf.shape[1:], leaf.dtype), params[BLOCKS]),
+            key=jax.eval_shape(lambda: jax.random.key(0)),
+        )
+
+    def boundary(self, batch: PyTree) -> PyTree:
+        """Return the shapes of what blocks take and give."""
+        return jax.eval_shape(self.embed, self.outer, batch, self.key)
+
+
+def _row_costs(parts: _Parts, batch: PyTree) -> _RowCosts:
+    outer, weights, key, x = parts.outer, parts.weights, parts.key, parts.boundary(batch)
+
+    def flops(f: Callable[..., PyTree], *args: PyTree) -> float:
+        return float(sum(count_flops(jax.make_jaxpr(f)(*args))))
+
+    def backward(block: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        return lambda w, x, dy, key: jax.vjp(lambda w, x: block(w, x, key), w, x)[1](dy)
+
+    once, again = backward(parts.block), backward(jax.checkpoint(parts.block))
+    boundary = sum(map(_nbytes, jax.tree.leaves(x)))
     like = {leaf.shape for leaf in jax.tree.leaves(x)}
-    whole, split, largest = _residuals(run, block, x, key, like)
-    ends_whole, ends_split, _ = _residuals(loss, outer, x, batch, key, like)
-    stage, deferred = _stage(run, block, x, like)
-    flops = lambda f, *args: sum(count_flops(jax.make_jaxpr(f)(*args)))  # noqa: E731
-
-    def again(w, x, dy, key):
-        return jax.vjp(jax.checkpoint(lambda w, x: run(w, x, key)), w, x)[1](dy)
-
-    def once(w, x, dy, key):
-        return jax.vjp(lambda w, x: run(w, x, key), w, x)[1](dy)
-
-    return {
-        "block_flops": flops(run, block, x, key),
-        "again_flops": flops(again, block, x, x, key) - flops(once, block, x, x, key),
-        "ends_flops": flops(loss, outer, x, batch, key)
-        + flops(lambda outer, batch, key: call(model.embed, key, 0, outer, batch), outer, batch, key),
-        "message": message,
-        "kept_whole": whole,
-        "kept_split": split,
-        "stage_whole": stage[0],
-        "stage_split": stage[1],
-        "deferred_whole": deferred[0],
-        "deferred_split": deferred[1],
-        "working": largest,
-        "ends": ends_whole + ends_split,
-        "loss_reads": _reads(loss, outer, x, batch, key),
-        "itemsize": max(leaf.dtype.itemsize for leaf in jax.tree.leaves(x)),
-    }
+    kept, ends = _residuals(parts.block, weights, x, key), _residuals(parts.loss, outer, x, batch, key)
+    stage, deferred = _stage_residuals(parts.block, weights, x)
+    return _RowCosts(
+        block_flops=flops(parts.block, weights, x, key),
+        recompute_flops=flops(again, weights, x, x, key) - flops(once, weights, x, x, key),
+        ends_flops=flops(parts.loss, outer, x, batch, key) + flops(parts.embed, outer, batch, key),
+        boundary_bytes=boundary,
+        residuals=_by_shape(kept, like),
+        stage_residuals=_by_shape(stage, like),
+        deferred=_by_shape(deferred, like),
+        working=Bytes(boundary, max(map(_nbytes, kept), default=0)),
+        ends_working=Bytes(0, sum(map(_nbytes, ends))),
+    )
 
 
-def _residuals(f: Callable[..., Any], weights: PyTree, *args: Any) -> tuple[float, float, float]:
-    """Return the bytes that the backward of f keeps: whole over tensor, split, and those of the largest array."""
-    *inputs, like = args
-    x, rest = inputs[0], inputs[1:]
+def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *rest: PyTree) -> list[ShapedArray]:
+    """Return the arrays that the backward of f keeps, its weights and what is only a cast or view of them left out."""
 
-    def keep(weights, x, rest):
+    def keep(weights: PyTree, x: PyTree, rest: PyTree) -> list[jax.Array]:
         _, pullback = jax.vjp(lambda w, x: f(w, x, *rest), weights, x)
         return jax.tree.leaves(pullback)
 
     jaxpr = jax.make_jaxpr(keep)(weights, x, rest).jaxpr
-    num_weights = len(jax.tree.leaves(weights))
-    given = set(map(id, jaxpr.invars[:num_weights]))
-    casts = {id(eqn.outvars[0]) for eqn in jaxpr.eqns if _reshapes_a_weight(eqn, given)}
-    kept = {id(v): v.aval for v in jaxpr.outvars if not hasattr(v, "val") and id(v) not in given | casts}
-    largest = max((_nbytes(aval) for aval in kept.values()), default=0)
-    return *_whole_and_split(kept.values(), like), float(largest)
+    given = set(map(id, jaxpr.invars[: len(jax.tree.leaves(weights))]))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _VIEWS and id(eqn.invars[0]) in given:
+            given.add(id(eqn.outvars[0]))
+    return list({id(v): _aval(v) for v in jaxpr.outvars if isinstance(v, Var) and id(v) not in given}.values())
 
 
-def _reads(loss: Callable[..., Any], outer: PyTree, *args: Any) -> list[str]:
-    """Return the key paths of the outer parameters that the loss reads."""
-    jaxpr = jax.make_jaxpr(loss)(outer, *args).jaxpr
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
-    return [path for (path, _), v in zip(leaves_with_paths(outer), jaxpr.invars, strict=False) if id(v) in used]
+_VIEWS = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim")
 
 
-def _stage(run: Callable[..., Any], block: PyTree, x: PyTree, like: set[tuple[int, ...]]) -> tuple[Any, Any]:
+def _stage_residuals(
+    block: Callable[..., PyTree], weights: PyTree, x: PyTree
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
     """Return what a pipeline keeps of a block until its backward, and from there to its weight gradient."""
-    weights, treedef = jax.tree.flatten(block)
+    leaves, treedef = jax.tree.flatten(weights)
     inputs, x_treedef = jax.tree.flatten(x)
 
-    def f(given, x):
-        return jax.tree.leaves(run(treedef.unflatten(given), x_treedef.unflatten(x), jax.random.key(0)))
+    def f(given: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
+        return jax.tree.leaves(block(treedef.unflatten(given), x_treedef.unflatten(x), jax.random.key(0)))
 
-    trained = [i for i, leaf in enumerate(weights) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    passes = split_backward(f, weights, inputs, trained=trained)
-    return _whole_and_split(passes.residuals, like), _whole_and_split(passes.deferred, like)
+    trained = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    passes = split_backward(f, leaves, inputs, trained=trained)
+    return passes.residuals, passes.deferred
 
 
-def _whole_and_split(avals: Iterable[Any], like: set[tuple[int, ...]]) -> tuple[float, float]:
-    """Return the bytes of arrays like the message or statistics of it (last dim 1), and of all others."""
+def _by_shape(arrays: Iterable[ShapedArray | jax.ShapeDtypeStruct], like: set[tuple[int, ...]]) -> Bytes:
+    """Return the bytes of arrays like what blocks hand on or statistics of it (last dim 1), and of all others."""
     shapes = like | {(*shape[:-1], 1) for shape in like}
-    whole, split = 0.0, 0.0
-    for aval in avals:
-        if aval.shape in shapes:
-            whole += _nbytes(aval)
+    replicated, sharded = 0.0, 0.0
+    for array in arrays:
+        if array.shape in shapes:
+            replicated += _nbytes(array)
         else:
-            split += _nbytes(aval)
-    return whole, split
+            sharded += _nbytes(array)
+    return Bytes(replicated, sharded)
 
 
-def _reshapes_a_weight(eqn: Any, given: set[int]) -> bool:
-    """Say whether an equation only casts, transposes or reshapes a weight; those that follow it count likewise."""
-    moves = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim")
-    if eqn.primitive.name in moves and id(eqn.invars[0]) in given:
-        given.add(id(eqn.outvars[0]))
-        return True
-    return False
+def _reads(parts: _Parts, batch: PyTree) -> tuple[str, ...]:
+    """Return the key paths of the outer parameters that the loss reads."""
+    jaxpr = jax.make_jaxpr(parts.loss)(parts.outer, parts.boundary(batch), batch, parts.key).jaxpr
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    paths = [path for path, _ in leaves_with_paths(parts.outer)]
+    return tuple(path for path, v in zip(paths, jaxpr.invars, strict=False) if id(v) in used)
 
 
-def count_flops(closed: Any) -> Iterator[float]:
+def _with_rows(batch: PyTree, count: int) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), batch)
+
+
+def _nbytes(array: ShapedArray | jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.shape) * getattr(array.dtype, "itemsize", 4)
+
+
+def count_flops(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[float]:
     """Yield the flops of the inner products and convolutions of a jaxpr; scans are multiplied by their length.
 
     A `while` of unknown length counts once, a `cond` as its dearest branch.
     """
-    jaxpr = getattr(closed, "jaxpr", closed)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "dot_general":
             (contract, _), _ = eqn.params["dimension_numbers"]
-            depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contract)
-            yield 2.0 * eqn.outvars[0].aval.size * depth
+            depth = math.prod(_aval(eqn.invars[0]).shape[dim] for dim in contract)
+            yield 2.0 * _aval(eqn.outvars[0]).size * depth
         elif name == "conv_general_dilated":
-            numbers = eqn.params["dimension_numbers"]
-            kernel = eqn.invars[1].aval
-            yield 2.0 * eqn.outvars[0].aval.size * kernel.size / kernel.shape[numbers.rhs_spec[0]]
+            kernel = _aval(eqn.invars[1])
+            features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+            yield 2.0 * _aval(eqn.outvars[0]).size * kernel.size / features
         elif name == "cond":
             yield max((sum(count_flops(branch)) for branch in eqn.params["branches"]), default=0.0)
         else:
             times = eqn.params.get("length", 1) if name == "scan" else 1
             for value in eqn.params.values():
                 for inner in value if isinstance(value, list | tuple) else (value,):
-                    if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    if isinstance(inner, ClosedJaxpr | Jaxpr):
                         yield times * sum(count_flops(inner))
 
 
-def _rows(batch: PyTree, count: int) -> PyTree:
-    if not all(np.ndim(leaf) for leaf in jax.tree.leaves(batch)):
-        fix = "give every leaf of the batch its rows as first dim."
-        raise ValueError(format_error("trace", "a leaf of the batch has no dim.", fix=fix))
-    return jax.tree.map(lambda leaf: _shape((count, *leaf.shape[1:]), leaf.dtype), batch)
-
-
-def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _computes(dtype: Any, compute_dtype: Any) -> Any:
-    return compute_dtype if compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+def _aval(v: Var | Literal) -> ShapedArray:
+    return cast(ShapedArray, v.aval)

@@ -19,7 +19,7 @@ def test_a_table_and_what_to_type(capsys):
     code, out, _ = run(capsys, *GPT2, "--top", "2")
     lines = out.splitlines()
     assert code == 0
-    assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows a batch"
+    assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows per batch"
     assert lines[4].startswith("... and ")
     assert lines[-3] == "the first of them:"
     assert lines[-2].startswith("  mesh = so.make_mesh(data=")
@@ -58,7 +58,7 @@ def test_a_picture(capsys, tmp_path):
         (["--model", "gpt9"], "plan: unknown model 'gpt9'."),
         (["--optimizer", "adamw("], "plan: --optimizer adamw( cannot be read."),
         (["--optimizer", "adamx"], "plan: optax has no optimizer 'adamx' that a learning rate is enough for."),
-        (["--model", "llama3-405b"], "plan: llama3-405b on 4 chips of a100 with 8 rows a batch: nothing fits into"),
+        (["--model", "llama3-405b"], "plan: llama3-405b on 4 chips of a100 with 8 rows per batch: nothing fits into"),
     ],
 )
 def test_refusals(capsys, words, message):

@@ -3,66 +3,62 @@
 import pytest
 from support.layouts import LAYOUTS, disagreements
 
-from shardopt.audit import collective, walk
-from shardopt.audit import program as flops
-from shardopt.planning import costs as footprint
-from shardopt.planning import costs as traffic
-from shardopt.planning import layout as placed
-from shardopt.planning import workload as tracing
+from shardopt.audit import collective, program, walk
+from shardopt.planning import costs, layout, workload
 
 DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, tensor"
 
 
 def forget_the_moments(patch):
-    found = placed.state_specs
-    # as if the optimizer state were whole over data
-    patch.setattr(placed, "state_specs", lambda *args, **more: found(*args, **more | {"split": False}))
+    found = layout.state_specs
+    # as if the optimizer state were replicated over data
+    patch.setattr(layout, "state_specs", lambda *args, **more: found(*args, **more | {"split": False}))
 
 
 def keep_no_activations(patch):
-    patch.setattr(footprint, "_activations", lambda *args: 0.0)
+    patch.setattr(costs, "_activations", lambda *args: 0.0)
 
 
 def hold_no_gradients(patch):
-    patch.setattr(footprint, "_gradients", lambda *args: 0.0)
+    patch.setattr(costs, "_gradients", lambda *args: 0.0)
 
 
 def gather_once_for_both_passes(patch):
-    over_data = traffic._over_data
+    over_data = costs._over_data
 
-    def once(*args):
-        return [one._replace(calls=one.calls / 2) if one.kind == "all-gather" else one for one in over_data(*args)]
+    def once(placed):
+        return [one._replace(calls=one.calls / 2) if one.kind == "all-gather" else one for one in over_data(placed)]
 
-    patch.setattr(traffic, "_over_data", once)
+    patch.setattr(costs, "_over_data", once)
 
 
 def reduce_every_micro_batch(patch):
-    over_data = traffic._over_data
+    over_data = costs._over_data
 
-    def each(workload, candidate, *args):
-        found = over_data(workload, candidate, *args)
-        return [one._replace(calls=candidate.micro_batches * one.calls) for one in found]
+    def each(placed):
+        return [one._replace(calls=placed.layout.micro_batches * one.calls) for one in over_data(placed)]
 
-    patch.setattr(traffic, "_over_data", each)
+    patch.setattr(costs, "_over_data", each)
 
 
 def permute_forwards_only(patch):
-    over_pipeline = traffic._over_pipeline
+    over_pipeline = costs._over_pipeline
 
     def half(*args):
         permute, *rest = over_pipeline(*args)
         return [permute._replace(calls=permute.calls / 2), *rest]
 
-    patch.setattr(traffic, "_over_pipeline", half)
+    patch.setattr(costs, "_over_pipeline", half)
 
 
 def sum_over_tensor_forwards_only(patch):
-    over_tensor = traffic._over_tensor
+    over_tensor = costs._over_tensor
 
-    def forwards(workload, *args):
-        return over_tensor(workload._replace(tensor_sums=(workload.tensor_sums[0], 0)), *args)
+    def forwards(placed, *args):
+        work = placed.workload
+        return over_tensor(placed._replace(workload=work._replace(tensor_sums=(work.tensor_sums[0], 0))), *args)
 
-    patch.setattr(traffic, "_over_tensor", forwards)
+    patch.setattr(costs, "_over_tensor", forwards)
 
 
 def an_all_reduce_is_sent_once(patch):
@@ -78,12 +74,12 @@ def branches_are_taken_at_every_tick(patch):
 
 
 def count_multiplications_alone(patch):
-    count = tracing.count_flops
-    patch.setattr(tracing, "count_flops", lambda jaxpr: [sum(count(jaxpr)) / 2])
+    count = workload.count_flops
+    patch.setattr(workload, "count_flops", lambda jaxpr: [sum(count(jaxpr)) / 2])
 
 
 def see_no_products_in_loops(patch):
-    patch.setattr(flops, "trip_count", lambda *args: 1)
+    patch.setattr(program, "trip_count", lambda *args: 1)
 
 
 MUTATIONS = {

@@ -48,7 +48,7 @@ def test_plans_are_ranked_by_time_and_fit():
 def test_a_table_and_json():
     plans = so.plan("gpt2", hardware="a100", chips=4, batch_size=8)
     lines = str(plans).splitlines()
-    assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows a batch"
+    assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows per batch"
     assert lines[1].split() == ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
     assert json.loads(json.dumps(plans.best.to_json()))["layout"]["data"] * 1 >= 1
 
@@ -145,7 +145,7 @@ def test_numbers_out_of_range_are_refused():
 
 def test_a_model_that_fits_nowhere_says_by_how_many_bytes_and_what_would_help():
     with pytest.raises(
-        ValueError, match=r"^plan: llama3-405b on 8 chips of v5e with 8 rows a batch: nothing fits"
+        ValueError, match=r"^plan: llama3-405b on 8 chips of v5e with 8 rows per batch: nothing fits"
     ) as caught:
         so.plan("llama3-405b", hardware="v5e", chips=8, batch_size=8)
     lines = str(caught.value).splitlines()
@@ -154,7 +154,7 @@ def test_a_model_that_fits_nowhere_says_by_how_many_bytes_and_what_would_help():
     assert missing == sorted(missing)
     # parameters, gradients and state alone are 16 bytes a parameter
     assert missing[0] > 16 * 405.8e9 / 8 - HARDWARE["v5e"].memory_bytes
-    assert re.match(r"Fix: use about \d+ chips or more, or fewer rows a batch\.", lines[4])
+    assert re.match(r"Fix: use about \d+ chips or more, or fewer rows per batch\.", lines[4])
     with pytest.raises(ValueError, match=r"no layout divides evenly"):
         so.plan("gpt2", hardware="v5p", chips=8, batch_size=3, placements=["ddp"])
 

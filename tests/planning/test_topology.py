@@ -109,8 +109,8 @@ def test_a_report_reads_as_a_few_lines():
     report = AotReport("v6e:4x4", 1, {"data": 16, "tensor": 1}, memory, audit, 5e12, 7.0, 34 * 10**9, "")
     assert str(report).splitlines() == [
         "v6e:4x4, data=16: compiled in 7.0 s",
-        "5.00 GB of 34.0 GB a device (2.00 arguments, 3.00 temporary)",
-        "5.00 Tflop of inner products a device and step",
+        "5.00 GB of 34.0 GB per device (2.00 arguments, 3.00 temporary)",
+        "5.00 Tflop of inner products per device and step",
     ]
     assert (report.argument_bytes, report.temp_bytes, report.peak_bytes) == (2 * 10**9, 3 * 10**9, 5 * 10**9)
     assert report.to_json()["memory"]["hbm"] == 34 * 10**9

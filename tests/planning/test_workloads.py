@@ -28,14 +28,14 @@ def test_the_closed_form_is_the_trace(gated):
     params, batch = shape.abstract_params(), transformer.abstract_batch(shape, 4)
     traced = trace(transformer.model(shape), params, batch, rules=RULES)
     assert traced.block_flops == work.block_flops
-    assert traced.again_flops == work.again_flops
+    assert traced.recompute_flops == work.recompute_flops
     assert traced.ends_flops == work.ends_flops
-    assert traced.message == work.message
+    assert traced.boundary_bytes == work.boundary_bytes
     assert traced.num_parameters == work.num_parameters == shape.num_parameters
-    # out and down are split by row; q, kv and up by column
+    # out and down are sharded by row; q, kv and up by column
     assert traced.tensor_sums == work.tensor_sums == (2, 3)
     # at least what inner products need, at most what nothing recomputed keeps
-    assert work.message <= work.stage_kept.on(1) <= traced.kept.on(1)
+    assert work.boundary_bytes <= work.stage_residuals.on(1) <= traced.residuals.on(1)
 
 
 def test_the_trace_of_the_gpt_counts_its_weights():

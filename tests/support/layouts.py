@@ -11,7 +11,7 @@ import shardopt as so
 from shardopt.audit import inner_product_flops, memory
 from shardopt.models import layers as transformer
 from shardopt.planning import Layout, Transformer, trace
-from shardopt.planning.costs import by_axis, footprint, traffic
+from shardopt.planning.costs import by_axis, footprint, step_flops, traffic
 from shardopt.planning.layout import abstract_opt_state, place
 from shardopt.planning.models import RULES
 
@@ -58,11 +58,11 @@ LAYOUTS = {
 
 
 def predicted(layout, batch_size, shape=SHAPE):
-    """Return (workload, placed, footprint, bytes sent by axis) of the traced model."""
+    """Return (placed, footprint, bytes sent by axis) of the traced model."""
     work = trace(transformer.model(shape), shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
     placed = place(work, layout, abstract_opt_state(work, TX))
-    sent = traffic(work, layout, placed, batch_size=batch_size)
-    return work, placed, footprint(work, layout, placed, batch_size=batch_size), by_axis(sent, layout)
+    sent = by_axis(traffic(placed, batch_size=batch_size), layout.sizes)
+    return placed, footprint(placed, batch_size=batch_size), sent
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def compiled(layout, batch_size, shape=SHAPE):
 
 def disagreements(layout, batch_size):
     """Return in which respects prediction and compiled step differ: bytes held, bytes sent over an axis, flops."""
-    work, placed, held, sent = predicted(layout, batch_size)
+    placed, held, sent = predicted(layout, batch_size)
     program, table = compiled(layout, batch_size), layout.table()
     found, wrong = memory(program), []
 
@@ -96,8 +96,7 @@ def disagreements(layout, batch_size):
             wrong.append(f"sent over {axis}")
 
     if layout.pipeline == 1:
-        again = work.again_flops if layout.remat else 0
-        total = batch_size * (work.num_blocks * (3 * work.block_flops + again) + 3 * work.ends_flops)
-        if not math.isclose(total / layout.num_chips, inner_product_flops(program) or 0.0, rel_tol=0.05):
+        told = step_flops(placed.workload, layout, batch_size=batch_size)
+        if not math.isclose(told, inner_product_flops(program) or 0.0, rel_tol=0.05):
             wrong.append("flops")
     return wrong
