@@ -2,10 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.extras import require
+from shardopt.core.types import PyTree
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.planning.search import Prediction
 
 if TYPE_CHECKING:
@@ -24,13 +28,11 @@ _MEMORY = {
 }
 _AXES = {"tensor": "#a34d7c", "pipeline": "#218c6b", "data": "#33608c", "replica": "#b3882f"}
 _INK, _LINE = "#22272e", "#9aa2ad"
-_BAR = 0.38  # inches a layout
-_MOST = 40
-_BOXES = 64
+_MOST_BARS, _MOST_BOXES = 40, 64
 
 
 def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
-    """Draw the bytes of a device as stacked bars, one a layout, by what they are for.
+    """Draw the bytes per device as stacked bars, one per layout, by what they are for.
 
     Args:
       predictions: from `so.plan(...).ranked`, or `so.planning.predict`.
@@ -49,7 +51,7 @@ def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None
 
 
 def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Figure":
-    """Draw the bytes that a device sends in a step as stacked bars, one a layout, by mesh axis.
+    """Draw the bytes that a device sends in a step as stacked bars, one per layout, by mesh axis.
 
     Args:
       predictions: as for `plot_memory`.
@@ -82,50 +84,44 @@ def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None,
 
 
 def _memory(axes: "Axes", predictions: Sequence[Prediction], limit: float | None) -> None:
-    stacks = {name: [getattr(one.memory, name) / 1e9 for one in predictions] for name in _MEMORY}
-    _stack(axes, stacks, {name: label for name, (label, _) in _MEMORY.items()}, {n: c for n, (_, c) in _MEMORY.items()})
+    bars = [(*_MEMORY[name], [getattr(one.memory, name) / 1e9 for one in predictions]) for name in _MEMORY]
     if limit is not None:
         axes.axvline(limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used")
-    axes.set_xlabel("GB a device", color=_INK)
-    _label(axes, predictions)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+    _bars(axes, predictions, bars, "GB per device")
 
 
 def _traffic(axes: "Axes", predictions: Sequence[Prediction]) -> None:
     sent = [one.wire_bytes for one in predictions]
     used = [axis for axis in _AXES if any(axis in row for row in sent)]
-    stacks = {axis: [row.get(axis, 0.0) / 1e9 for row in sent] for axis in used}
-    _stack(axes, stacks, {axis: f"over {axis}" for axis in used}, _AXES)
-    axes.set_xlabel("GB sent by a device, a step", color=_INK)
-    _label(axes, predictions)
-    if used:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+    bars = [(f"over {axis}", _AXES[axis], [row.get(axis, 0.0) / 1e9 for row in sent]) for axis in used]
+    _bars(axes, predictions, bars, "GB sent per device and step")
 
 
-def _stack(axes: "Axes", stacks: dict[str, list[float]], labels: dict[str, str], colors: dict[str, str]) -> None:
-    left: list[float] = []
-    for name, values in stacks.items():
-        left = left or [0.0] * len(values)
-        axes.barh(range(len(values)), values, left=left, height=0.7, color=colors[name], label=labels[name])
+def _bars(
+    axes: "Axes", predictions: Sequence[Prediction], bars: list[tuple[str, str, list[float]]], label: str
+) -> None:
+    """Stack (name, colour, lengths) bars side by side, a row per prediction."""
+    left = [0.0] * len(predictions)
+    for name, color, values in bars:
+        axes.barh(range(len(values)), values, left=left, height=0.7, color=color, label=name)
         left = [start + value for start, value in zip(left, values, strict=True)]
-
-
-def _label(axes: "Axes", predictions: Sequence[Prediction]) -> None:
+    axes.set_xlabel(label, color=_INK)
     axes.set_yticks(range(len(predictions)), [str(one.layout) for one in predictions], fontsize=8, color=_INK)
     axes.set_ylim(len(predictions) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK, labelsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
 
 
-def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", Any]:
+def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
     require("matplotlib", extra="plot", who="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
-    if not 1 <= len(predictions) <= _MOST:
+    if not 1 <= len(predictions) <= _MOST_BARS:
         what = f"there are {len(predictions)} predictions to draw."
-        raise ValueError(format_error("plot", what, fix=f"pass between 1 and {_MOST}, such as plans.ranked[:10]."))
-    height = 1.7 + _BAR * len(predictions)
-    figure = Figure(figsize=(4.4 + 4.2 * columns, height), dpi=160, layout="constrained")
+        raise ValueError(format_error("plot", what, fix=f"pass between 1 and {_MOST_BARS}, such as plans.ranked[:10]."))
+    figure = Figure(figsize=(4.4 + 4.2 * columns, 1.7 + 0.38 * len(predictions)), dpi=160, layout="constrained")
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 
 
@@ -135,11 +131,11 @@ def _saved(figure: "Figure", path: Path) -> "Figure":
     return figure
 
 
-def plot_placement(opt: Any, abstract_params: Any = None, *, path: Path = None) -> "Figure":
-    """Draw where on the mesh each parameter leaf lives: a row a leaf, in it a strip an axis that splits it.
+def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: Path = None) -> "Figure":
+    """Draw where on the mesh each parameter leaf lives: a row per leaf, in it a strip per axis that shards it.
 
-    The boxes of the last strip are the shards; a grey row is whole on every device. The text beside it says how many devices hold each
-    shard. At most 64 boxes are drawn.
+    The boxes of the last strip are the shards; a grey row is replicated on every device. The text beside it says how
+    many devices hold each shard. At most 64 boxes are drawn.
 
     Args:
       opt: a strategy from `so.ddp`, `so.zero`, `so.fsdp` or `so.hybrid`.
@@ -160,11 +156,10 @@ def plot_placement(opt: Any, abstract_params: Any = None, *, path: Path = None) 
         names = _names(row.params)
         pieces = _strips(axes, at, [(name, shape[name]) for name in names])
         copies = opt.mesh.size // pieces
-        split = " x ".join(f"{name}={shape[name]}" for name in names) or "whole"
-        text = f"whole: {row.bytes_per_device:,} bytes on each of {plural(copies, 'device')}"
+        devices, sharding = plural(copies, "device"), " x ".join(f"{name}={shape[name]}" for name in names)
+        text = f"replicated: {row.bytes_per_device:,} bytes on each of {devices}"
         if names:
-            held = f"each on {plural(copies, 'device')}"
-            text = f"{split}: {plural(pieces, 'shard')} of {row.bytes_per_device:,} bytes, {held}"
+            text = f"{sharding}: {plural(pieces, 'shard')} of {row.bytes_per_device:,} bytes, each on {devices}"
         axes.text(1.01, at, text, va="center", fontsize=7, color=_INK)
     axes.set_yticks(range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows], fontsize=7, color=_INK)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -176,20 +171,20 @@ def plot_placement(opt: Any, abstract_params: Any = None, *, path: Path = None) 
     return _saved(figure, path)
 
 
-def _strips(axes: "Axes", at: int, split: list[tuple[str, int]]) -> int:
-    """Draw a leaf as a strip for each axis that splits it, each cutting the boxes of the strip above; how many shards."""
-    height, pieces = 0.72 / max(len(split), 1), 1
-    if not split:
+def _strips(axes: "Axes", at: int, sharding: list[tuple[str, int]]) -> int:
+    """Draw a leaf as a strip for each axis that shards it, each cutting the boxes of the strip above; return the shards."""
+    height, pieces = 0.72 / max(len(sharding), 1), 1
+    if not sharding:
         axes.broken_barh([(0, 1)], (at - 0.36, 0.72), facecolor=_LINE)
-    for i, (name, size) in enumerate(split):
+    for i, (name, size) in enumerate(sharding):
         pieces *= size
-        shown = min(pieces, _BOXES)
+        shown = min(pieces, _MOST_BOXES)
         boxes = [(piece / shown, 1 / shown) for piece in range(shown)]
         where = (at - 0.36 + i * height, height)
         axes.broken_barh(boxes, where, facecolor=_AXES[name], edgecolor="white", linewidth=0.8)
     return pieces
 
 
-def _names(spec: Any) -> list[str]:
+def _names(spec: PartitionSpec) -> list[str]:
     """Return the mesh axes of a spec, in the order of the dims."""
     return [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None]

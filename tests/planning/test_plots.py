@@ -47,7 +47,7 @@ def test_a_leaf_is_drawn_in_as_many_boxes_as_it_has_shards(mesh_of):
     texts = [text.get_text() for text in axes.texts]
     assert len(texts) == len(jax.tree.leaves(params))
     by_leaf = {label.get_text().split()[0]: text for label, text in zip(axes.get_yticklabels(), texts, strict=True)}
-    assert by_leaf["norm"] == "whole: 256 bytes on each of 8 devices"
+    assert by_leaf["norm"] == "replicated: 256 bytes on each of 8 devices"
     assert by_leaf["head"] == "tensor=2 x data=4: 8 shards of 8,192 bytes, each on 1 device"
     assert 8 in [len(strip.get_paths()) for strip in axes.collections]
 
