@@ -2,10 +2,15 @@
 
 import os
 
-# Most of the suite's time is LLVM's, for programs that run once: it need not optimise. What XLA makes of a program, its
-# collectives and buffers, is decided before, and stays as users have it.
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+# Most of the suite's time is that of compiling programs that run once, so code generation need not optimise. Collectives,
+# shardings and donated buffers are decided before it, and stay as users have them.
+FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",  # a third of the time to compile
+    "--xla_cpu_parallel_codegen_split_count=1",  # a worker has one core
+]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxtyping import install_import_hook
@@ -15,8 +20,24 @@ install_import_hook(["shardopt.collectives", "shardopt.models", "shardopt.data"]
 
 import jax
 import pytest
+from support.tiers import is_fast
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With -m fast, import only files that have fast tests: importing all takes as long as a tenth of the tier."""
+    if config.option.markexpr != "fast" or not collection_path.name.startswith("test_"):
+        return None
+    return True if not is_fast(collection_path) and "mark.fast" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    slow, fast = (lambda item: item.get_closest_marker("slow")), (lambda item: item.get_closest_marker("fast"))
+    for item in items:
+        if is_fast(item.path) and not slow(item) and not fast(item):
+            item.add_marker(pytest.mark.fast)
 
 
 def pytest_xdist_auto_num_workers(config):
