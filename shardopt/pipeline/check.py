@@ -53,27 +53,18 @@ def _missing(ticks: Ticks) -> Iterator[str]:
 
 def _too_early(ticks: Ticks) -> Iterator[str]:
     """Yield what runs before its input is there; inputs that never come are reported by `_missing` alone."""
-    passes = ticks.passes
+    passes, first = ticks.passes, {buffer: first for buffer, (first, _) in lifetimes(ticks).items()}
     needs = [
-        ("forward", "forward", -1, "input arrives"),
-        ("backward", "forward", 0, "forward runs"),
-        ("backward", "backward", 1, "cotangent arrives"),
-        ("weight", "backward", 0, "backward runs"),
+        ("forward", first["input"], "input arrives"),
+        ("backward", passes["forward"], "forward runs"),
+        ("backward", first["cotangent"], "cotangent arrives"),
+        ("weight", passes["backward"], "backward runs"),
     ]
-    for kind, source, step, event in needs:
-        if kind not in passes:
-            continue
-        use, latency = passes[kind], abs(step)
-        there = np.full_like(use, -1)
-        if step <= 0:
-            there[-step:] = passes[source][: len(use) + step]
-        else:
-            there[:-step] = passes[source][step:]
-        for v, m in np.argwhere((use >= 0) & (there >= 0) & (use < there + latency)):
-            yield (
-                f"{_PASS[kind]} of micro-batch {m} at virtual stage {v} is at tick {use[v, m]}, "
-                f"but its {event} at tick {there[v, m] + latency}"
-            )
+    for kind, there, event in needs:
+        use = passes.get(kind, there)
+        for v, m in np.argwhere((use >= 0) & (use < there)):
+            what = f"{_PASS[kind]} of micro-batch {m} at virtual stage {v} is at tick {use[v, m]}"
+            yield f"{what}, but its {event} at tick {there[v, m]}"
 
 
 def _clashes(ticks: Ticks) -> Iterator[str]:

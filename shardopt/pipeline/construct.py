@@ -91,7 +91,7 @@ class _Action(NamedTuple):
 
 
 def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name: str = "from_order") -> Schedule:
-    """Make a schedule in which every stage does one thing a tick, in a given order, as soon as it can.
+    """Make a schedule in which every stage does one thing per tick, in a given order, as soon as it can.
 
     Args:
       orders: for each stage what it does, in the words of a printed schedule: `F3` is the forward of micro-batch
@@ -151,11 +151,11 @@ def _check_complete(who: str, lists: list[list[_Action]]) -> None:
         raise ValueError(format_error(who, f"orders must list something to do, got {plural(len(lists), 'stage')}."))
     micro_batches = 1 + max(action.micro_batch for action in everything)
     chunks = 1 + max(action.chunk for action in everything)
+    sizes = f"{plural(micro_batches, 'micro-batch')} in {plural(chunks, 'chunk')}"
     if max(micro_batches, chunks) > sum(map(len, lists)):  # as many are missing: they need not all be listed
-        what = (
-            f"orders list {plural(sum(map(len, lists)), 'action')}, too few for {plural(micro_batches, 'micro-batch')}"
+        raise ValueError(
+            format_error(who, f"orders list {plural(sum(map(len, lists)), 'action')}, too few for {sizes}.")
         )
-        raise ValueError(format_error(who, f"{what} in {plural(chunks, 'chunk')}."))
     split = any(action.kind == "weight" for action in everything)
     kinds = [kind for kind in LETTERS if split or kind != "weight"]
     wanted = [_Action(kind, chunk, m) for kind in kinds for chunk in range(chunks) for m in range(micro_batches)]
@@ -168,7 +168,6 @@ def _check_complete(who: str, lists: list[list[_Action]]) -> None:
         if count != 1
     ]
     if faults:
-        sizes = f"{plural(micro_batches, 'micro-batch')} in {plural(chunks, 'chunk')}"
         what = f"every stage must list {', '.join(kinds)} of {sizes} once."
         raise ValueError(format_error(who, what, faults))
 

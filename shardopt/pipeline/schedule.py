@@ -143,7 +143,7 @@ class Schedule:
             for m, tick in enumerate(row)
         ):
             stage = ticks.stage_of[v]
-            start = max(free[stage], done[source(kind, v, m, ticks.num_virtual_stages)])
+            start = max(free[stage], done[source(kind, v, m, len(ticks.stage_of))])
             free[stage] = done[kind, v, m] = start + cost[kind]
         return max(free)
 

@@ -31,11 +31,6 @@ class Ticks(NamedTuple):
     weight: Table | None = None
 
     @property
-    def num_virtual_stages(self) -> int:
-        """V: stages times chunks."""
-        return len(self.stage_of)
-
-    @property
     def num_micro_batches(self) -> int:
         """M."""
         return len(self.forward[0])
@@ -43,7 +38,7 @@ class Ticks(NamedTuple):
     @property
     def num_chunks(self) -> int:
         """How many virtual stages live on each stage."""
-        return self.num_virtual_stages // self.num_stages
+        return len(self.stage_of) // self.num_stages
 
     @property
     def num_ticks(self) -> int:
@@ -202,9 +197,9 @@ def _messages(ticks: Ticks, kind: str, step: int, waiting: np.ndarray) -> dict[s
     when, stage = ticks.passes[kind], np.asarray(ticks.stage_of)
     came_by = np.full(when.shape, -1)
     received = np.full((ticks.num_ticks, ticks.num_stages, len(directions)), -1, np.int32)
-    for v in range(ticks.num_virtual_stages):
+    for v in range(len(stage)):
         sender = v - step
-        if 0 <= sender < ticks.num_virtual_stages:
+        if 0 <= sender < len(stage):
             came_by[v] = directions.index((stage[v] - stage[sender]) % ticks.num_stages)
             kept = waiting[v] >= 0
             received[when[sender, kept] + 1, stage[v], came_by[v, 0]] = waiting[v, kept]

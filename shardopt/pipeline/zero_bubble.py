@@ -13,18 +13,16 @@ from shardopt.pipeline.schedule import Schedule
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     """Split the backward in two, and put off the half that nobody waits for: ZB-H1.
 
-    The neighbour waits for the gradient of the input (B), but nobody for that of the weights (W). Stage s goes
-    through 1F1B with its W s passes behind its B. B thus reaches the first stage earlier, and the W that are left
-    over fill the drain. One pass per tick.
+    A neighbour waits for the gradient of the input (B), none for that of the weights (W). Stage s runs 1F1B with its W
+    s passes behind its B, so B reaches the first stage earlier, and the W left over fill the drain. One pass per tick.
 
     **Bubble**: (S - 1) / (3 M + S - 1) from M = S on, a third of 1F1B's asymptotically: a stage is idle for
     (S - 1)(F + B - W) instead of (S - 1)(F + B + W). Below, the time is 2 M + 2 S - 1 passes. The lockstep program
-    has the same bubble only if all three passes take equally long, since stages are at different ones on most
-    ticks; where they do not, `zero_bubble_lockstep` is faster.
+    has the same bubble only if F, B and W take equally long; where they do not, `zero_bubble_lockstep` is faster.
 
     **Memory**: each stage keeps min(M, S) activations until their W, as many as the first stage of `one_f_one_b`;
-    until their B, min(M, S - s). Messages wait, and B leaves something to W. All this gains only if W does not
-    run the forward again.
+    until their B, min(M, S - s). Messages wait, and B leaves something to W; nothing is gained if W runs the forward
+    again.
 
     Args:
       num_stages: S.
@@ -59,10 +57,9 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
 def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """Time forward and backward as `interleaved` does, and put weight gradients where they make no tick longer.
 
-    ZB-H1, ZB-V and DualPipe-V keep each stage busy at its own pace: at one moment stages do different kinds of
-    work. In a lockstep program, a tick that holds F on one stage and B on another takes max(F, B), and the gain is
-    lost as soon as the two differ. Here a tick is made of the same passes on every stage: F in the warm-up, F + B
-    or F + B + W in the middle, B + W or B in the drain, W at the end. A stage runs W
+    In ZB-H1, ZB-V and DualPipe-V stages are at different kinds of work at one moment. In a lockstep program a tick that
+    holds F on one stage and B on another takes max(F, B), and the gain is lost. Here a tick holds the same passes on
+    every stage: F in the warm-up, F + B or F + B + W in the middle, B + W or B in the drain, W at the end. A stage runs W
 
     - where the others have a pass that it has not: after its last F, after its last B; or else
     - where all do the same, so that the tick becomes longer for all of them at once.
@@ -74,10 +71,10 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
     program. With S=4, M=8 and B=2F=2W the program takes 38 F with one chunk, ZB-H1's 49 and `eager_one_f_one_b` 44.
 
     **Memory**: no stage keeps more than the first stage of `interleaved`, (v + 1) S - 1 activations of a chunk: W
-    lags behind B by some 2 s on stage s, which is what that stage has less between F and B. B leaves something to
-    W, which gains nothing if it has to run the forward again; no message waits.
+    lags some 2 s behind B on stage s, which keeps so much less between F and B. B leaves something to W; nothing is
+    gained if W runs the forward again. No message waits.
 
-    **Communication**: as `interleaved`, one permute each way; a V-shaped placement needs two and a local hand-over.
+    **Communication**: as `interleaved`.
 
     Args:
       num_stages: S.
