@@ -1,176 +1,31 @@
-"""The training loop."""
+"""`fit`: the training loop, and what it refuses before anything runs."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from shardopt.checkpoint import Checkpoints
 from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.core.errors import format_error, plural
-from shardopt.training.evaluation import Evaluation, call_evaluate
+from shardopt.core.types import PyTree, TrainState
+from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.training.evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training.loggers import Log, as_loggers, open_log, show_progress
 from shardopt.training.metrics import Meter, check_state, count_examples
 from shardopt.training.resume import END, Stream, begin, pack, written_out
 from shardopt.training.signals import SIGNALS, catch_signals, common_verdict
-
-# What `fit` knows of replicas that train apart: when the parameters they share change, and what has no sense beside it.
-
-
-class Rounds(NamedTuple):
-    """When replicas that train apart agree.
-
-    Attributes:
-      first: the first step after which the parameters that they share may have changed.
-      stride: steps from one agreement, on whatever part of the model, to the next.
-    """
-
-    first: int
-    stride: int
-
-
-def rounds_of(opt: Any) -> Rounds | None:
-    """Return when the replicas of `local_sgd` and `diloco` agree; None where they do so in every step."""
-    config: Any = getattr(opt, "config", None)
-    if not hasattr(config, "sync_every"):
-        return None
-    stride = config.sync_every // config.fragments
-    return Rounds(1 if config.warmup_steps else stride + config.delay, stride)
-
-
-def check_rounds(
-    opt: Any,
-    *,
-    num_steps: int,
-    evaluate: Any,
-    evaluate_every: int | None,
-    early_stopping: EarlyStopping | None,
-    checkpoints: Any,
-) -> None:
-    """Refuse a run in which replicas never agree, and one that early stopping ends whatever they learn.
-
-    Raises:
-      ValueError: if `num_steps` ends before the first agreement, or between two agreements there are more evaluations
-        than early stopping has patience for.
-    """
-    rounds = rounds_of(opt)
-    if rounds is None:
-        return
-    config = opt.config
-    who, how = config.strategy, f"sync_every={config.sync_every}"
-    how += f", fragments={config.fragments}" if config.fragments > 1 else ""
-    how += f", delay={config.delay}" if config.delay else ""
-    if 0 < num_steps < rounds.first:
-        what = f"num_steps={num_steps} ends before the replicas of {who} agree for the first time, at step {rounds.first} ({how})."
-        raise ValueError(format_error("fit", what, fix="train for as many steps at least, or make sync_every smaller."))
-    every = getattr(checkpoints, "every", None) if evaluate_every is None else evaluate_every
-    # Of another function, and of a training metric, it is not known that they stand still.
-    if early_stopping is None or every is None or not isinstance(evaluate, Evaluation):
-        return
-    most = max(rounds.first - 1, rounds.stride)
-    if early_stopping.metric.startswith(evaluate.prefix) and most // every > early_stopping.patience:
-        what = (
-            f"early_stopping would end any run: evaluated every {plural(every, 'step')}, {early_stopping.metric!r} stays "
-            f"as it is {most // every} times in a row, and patience={early_stopping.patience}. It is of the parameters "
-            f"that the replicas of {who} share, which change every {plural(rounds.stride, 'step')} ({how})."
-        )
-        fix = f"evaluate every {rounds.stride} steps, or have more patience, or make sync_every smaller."
-        raise ValueError(format_error("fit", what, fix=fix))
-
-
-# What `fit` refuses before anything runs.
-
-
-_CHECKPOINTS = ("directory", "resume", "due", "save", "wait", "latest", "restore")
-
-
-def check_arguments(
-    opt: Any,
-    state: Any,
-    batches: Any,
-    *,
-    num_steps: Any,
-    evaluate: Any,
-    evaluate_every: Any,
-    early_stopping: Any,
-    checkpoints: Any,
-    log: Any,
-    log_every: Any,
-    agree_every: Any,
-    progress: Any,
-) -> None:
-    """Refuse what cannot be trained with.
-
-    Raises:
-      TypeError: if an argument is of the wrong kind.
-      ValueError: if `num_steps` is negative or another count below 1, `evaluate_every` is given without `evaluate`,
-        the state was already donated to a step, or replicas that train apart agree too rarely for this run.
-    """
-    _check_optimizer_and_state(opt, state)
-    _check_batches(batches)
-    check_count("fit", "num_steps", num_steps, least=0)
-    check_count("fit", "log_every", log_every)
-    check_count("fit", "agree_every", agree_every)
-    if evaluate is not None and not callable(evaluate):
-        what = f"evaluate must be a callable (state) -> dict of numbers, got {type(evaluate).__name__}."
-        raise TypeError(
-            format_error("fit", what, fix="pass so.training.evaluation(opt, batches) or your own function.")
-        )
-    if evaluate_every is not None:
-        check_count("fit", "evaluate_every", evaluate_every)
-        if evaluate is None:
-            raise ValueError(format_error("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
-    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
-        what = f"early_stopping must be a so.EarlyStopping, got {type(early_stopping).__name__}."
-        raise TypeError(format_error("fit", what, fix='pass so.EarlyStopping("val_loss", patience=5).'))
-    if checkpoints is not None and (missing := [name for name in _CHECKPOINTS if not hasattr(checkpoints, name)]):
-        what = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing)}."
-        path = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
-        raise TypeError(format_error("fit", what, fix=f"pass so.Checkpoints({path}, every=100, keep=3)."))
-    as_loggers(log)
-    if not isinstance(progress, bool):
-        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
-    check_rounds(
-        opt,
-        num_steps=num_steps,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        early_stopping=early_stopping,
-        checkpoints=checkpoints,
-    )
-
-
-def _check_optimizer_and_state(opt: Any, state: Any) -> None:
-    if not (callable(getattr(opt, "step", None)) and callable(getattr(opt, "init", None))):
-        fix = "pass what so.ddp, so.zero or so.fsdp returns."
-        raise TypeError(format_error("fit", f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
-    if not all(hasattr(state, field) for field in ("step", "params", "opt_state")):
-        what = f"state must be a so.TrainState, got {type(state).__name__}."
-        raise TypeError(format_error("fit", what, fix="pass opt.init(params)."))
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-        what = "the state was already used: a step takes over the memory of the state it is given."
-        raise ValueError(
-            format_error("fit", what, fix="pass the state that the last step or fit returned, or a new one.")
-        )
-
-
-def _check_batches(batches: Any) -> None:
-    one_batch = isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array)
-    # Iterable alone knows only __iter__; a sequence (a torch-style dataset, a grain MapDataset) has __getitem__.
-    if one_batch or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
-        what = f"batches must be an iterable of batches, got {type(batches).__name__}."
-        fix = "pass a grain dataset, an iterator or a list; for one batch over and over itertools.repeat(batch)."
-        raise TypeError(format_error("fit", what, fix=fix))
 
 
 class FitResult(NamedTuple):
     """How a run ended.
 
     Attributes:
-      state: the last train state; of replicas that train apart synchronized, so that its parameters are their mean.
+      state: the last train state; with local updates synchronized, so that its parameters are the mean of all replicas.
       step: steps taken in all, earlier runs included.
       stopped: "completed" (num_steps reached), "early" (early stopping), "sigterm", "interrupted" (Ctrl-C) or
         "exhausted" (no more batches).
@@ -178,7 +33,7 @@ class FitResult(NamedTuple):
       best: `{"step": n, metric: value}`, the best that early stopping saw, earlier runs included; None without it.
     """
 
-    state: Any
+    state: TrainState
     step: int
     stopped: str
     history: list[dict[str, float]]
@@ -186,15 +41,15 @@ class FitResult(NamedTuple):
 
 
 def fit(
-    opt: Any,
-    state: Any,
-    batches: Iterable[Any],
+    opt: ShardedOptimizer,
+    state: TrainState,
+    batches: Iterable[PyTree],
     *,
     num_steps: int,
-    evaluate: Callable[[Any], Mapping[str, Any]] | None = None,
+    evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
     early_stopping: EarlyStopping | None = None,
-    checkpoints: Any = None,
+    checkpoints: Checkpoints | None = None,
     log: Log | Sequence[Log] | None = None,
     log_every: int = 10,
     agree_every: int = 10,
@@ -202,64 +57,51 @@ def fit(
 ) -> FitResult:
     """Train until `num_steps` steps have been taken in all, or something ends the run before.
 
-    Each step is state, metrics = opt.step(state, batch). The host looks at a step's loss while the device is already
-    at the next one, and waits for the device only where it must: for an evaluation, a checkpoint, early stopping on a
-    training metric, and at the end. So two steps are under way at the most: queues do not grow, neither in memory nor
-    on fake CPU devices, whose collectives deadlock when many steps wait for a thread.
+    Each step is state, metrics = opt.step(state, batch). The host looks at the loss of a step while the device is at the
+    next one, and waits only for an evaluation, a checkpoint, early stopping on a training metric, and the end. So at most
+    two steps are under way.
 
-    **Resuming.** With `checkpoints.resume` and a checkpoint newer than `state`, the run goes on from it: train state,
-    data position and early stopping, so that it equals an unbroken run (bit for bit on the same mesh). Data that
-    keeps its own state (a grain dataset or iterator: `get_state`, `set_state`) is put back by it; of any other a
-    fresh iterator must be passed, from which the batches already used are drawn and dropped. A state as new as the
-    last checkpoint is continued as it is, with the batches as they are. With several processes the position of the
-    first is restored on all.
+    **Resuming.** With `checkpoints.resume` and a checkpoint newer than `state`, train state, data position and early
+    stopping are restored; the run then equals an unbroken one (bit for bit on the same mesh). Data with `get_state` and
+    `set_state` (grain) is put back by its own state; of other data pass a fresh iterator, from which the batches already
+    used are drawn and dropped. With several processes the position of the first is restored on all.
 
-    **Ends.** At `num_steps`, early stopping, SIGTERM, a first Ctrl-C (a second one raises KeyboardInterrupt) and the
-    end of the batches, the step is finished, a checkpoint is saved and written out, and `fit` returns; signals are
-    noticed in the main thread only. A last evaluation runs too, unless a signal is in a hurry.
+    **Ends.** At `num_steps`, early stopping, SIGTERM, a first Ctrl-C (a second raises KeyboardInterrupt) and the end of
+    the batches, the step is finished, a last evaluation made (not after a signal), and a checkpoint written. Signals are
+    noticed in the main thread only.
 
-    **Replicas that train apart** (`local_sgd`, `diloco`). What is evaluated during the run is `state.params`, which they
-    agreed on last. The state that is returned is `opt.synchronize` of the last one: its parameters are the mean of all
-    replicas as they are now, and an evaluation made only because the run ends is of these. Checkpoints hold states that
-    are not synchronized, the last one too, with the metrics of their own `params`: so a resumed run equals an unbroken
-    one, where it was broken off in the middle of a round too. Whoever trains on from the state returned instead goes
-    on from the mean. A run that ends before the first agreement is refused, and so is early stopping that no agreement
-    could keep from ending the run, as far as it can be known: for metrics of `so.training.evaluation`.
+    **Local updates** (`local_sgd`, `diloco`). Evaluated during the run is `state.params`, as last synchronized. The state
+    returned is `opt.synchronize` of the last one, and so is what a last evaluation sees. Checkpoints hold states that are
+    not synchronized, so a resumed run equals an unbroken one.
 
-    **Several processes.** All call `fit` alike. Each must draw equally many batches. A verdict of one of them (a
-    signal, early stopping) stops all at the same step: they ask each other every `agree_every` steps and at each
-    evaluation. Progress and logs come from the first process only.
+    **Several processes.** All call `fit` alike and draw equally many batches. A signal or early stopping of one stops all
+    at the same step. The first process shows progress and writes logs.
 
     Args:
-      opt: what `so.ddp`, `so.zero` or `so.fsdp` returns.
-      state: the state to start from. It is used up: its memory goes to the next state.
+      opt: a strategy such as `so.ddp` or `so.fsdp`, or `so.local_sgd` or `so.diloco` of one.
+      state: the state to start from; its memory goes to the next state.
       batches: an iterable of batches, pytrees with leaves [global batch, ...]; drawn one at a time, never ahead.
       num_steps: the step count, as in `state.step`, to train to: from step 40 to 100 there are 60 steps to take.
-      evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`. It must not
-        donate the state, and runs on every process. Names that training reports are refused.
+      evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`; runs on every process
+        and must not donate the state.
       evaluate_every: steps between evaluations; by default one with each checkpoint. One is made at the end anyway.
-      early_stopping: when to stop for lack of improvement. It observes training metrics every `log_every` steps and
-        those of `evaluate` at each evaluation, other than one made only because the run ends.
-      checkpoints: a `so.Checkpoints`. A state that is not finite is never saved.
-      log: `log(step, metrics)`, or a sequence of such: `so.training.jsonl`, `so.training.tensorboard` or any
-        function. A metric that arrives later at the same step (a last evaluation) comes in a call of its own.
-      log_every: steps between reports. Metrics are those of `opt.step`, and steps_per_second and examples_per_second
-        since the report before, without compilation, evaluation and saving.
-      agree_every: steps between the questions of several processes to each other; without effect for one.
-      progress: show a progress bar on a terminal, lines elsewhere, on standard error. What is said about resuming
-        is printed in any case.
+      early_stopping: when to stop; observes training metrics every `log_every` steps, others at scheduled evaluations.
+      checkpoints: where to save; a state that is not finite is never saved.
+      log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
+      log_every: steps between reports of `opt.step`'s metrics, steps_per_second and examples_per_second.
+      agree_every: steps after which several processes ask each other whether to stop.
+      progress: show a bar on a terminal, lines elsewhere, on standard error; what is said about resuming is printed anyway.
 
     Returns:
       A `FitResult`.
 
     Raises:
-      NonFiniteLossError: if the loss is NaN or infinite, at the latest one step after, or if an update made the
-        state so, before it would be saved and at the end.
+      NonFiniteLossError: if the loss is NaN or infinite, at the latest one step after; or if an update made the state so.
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
-      ValueError: if a count is out of range, the state was donated before, the folder has checkpoints but
-        `checkpoints.resume` is not set, the batches cannot be put back to the saved position, a metric is not a
-        scalar, `evaluate` takes the name of a training metric, early stopping watches a metric that is not there, or
-        replicas that train apart agree too rarely for this run.
+      ValueError: if a count is out of range, the state was donated, the folder has checkpoints and `checkpoints.resume`
+        is not set, the batches cannot be put back, a metric is not a scalar, `evaluate` takes the name of a training
+        metric, early stopping watches no metric, or a run with local updates would end before the first synchronization,
+        or be ended by early stopping between two.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -284,7 +126,7 @@ def fit(
         agree_every=agree_every,
         progress=progress,
     )
-    apart = rounds_of(opt) is not None
+    local_updates = rounds_of(opt) is not None
     evaluation_scheduled = evaluate is not None and (evaluate_every is not None or checkpoints is not None)
     with ExitStack() as cleanup:
         received = cleanup.enter_context(catch_signals())
@@ -327,7 +169,7 @@ def fit(
             logging, measured = step % log_every == 0, {}
             saving = checkpoints is not None and checkpoints.due(step)
             scheduled = saving if evaluate_every is None else step % evaluate_every == 0
-            evaluating = evaluate is not None and (scheduled or (step == num_steps and not apart))
+            evaluating = evaluate is not None and (scheduled or (step == num_steps and not local_updates))
             late = meter.push(step, stream.drawn - 1, arriving, examples=count_examples(batch), wanted=logging)
             if late is not None:
                 report(*late)
@@ -351,12 +193,12 @@ def fit(
             stopped = common_verdict(received(), out_of_patience(early_stopping, seen), due=due)
 
         stopped = common_verdict(received(), stopped, due=True) or "completed"
-        last = opt.synchronize(state) if apart else state
+        last = opt.synchronize(state) if local_updates else state
         if metrics := meter.settle():  # empty if there was no step to take
             fresh = {} if history and history[-1]["step"] == step else metrics
             if evaluate is not None and not measured and stopped not in SIGNALS:
                 found = call_evaluate(evaluate, last, taken=metrics)
-                fresh, measured = fresh | found, {} if apart else found  # what is saved is not synchronized
+                fresh, measured = fresh | found, {} if local_updates else found  # what is saved is not synchronized
             if fresh:
                 report(step, fresh)
             check(metrics)
@@ -372,3 +214,129 @@ _REASON = {
     "interrupted": "interrupted from the keyboard",
     "sigterm": "SIGTERM",
 }
+
+_CHECKPOINTS = ("directory", "every", "resume", "due", "save", "wait", "latest", "restore")
+
+
+def check_arguments(
+    opt: ShardedOptimizer,
+    state: TrainState,
+    batches: Iterable[PyTree],
+    *,
+    num_steps: int,
+    evaluate: Evaluate | None,
+    evaluate_every: int | None,
+    early_stopping: EarlyStopping | None,
+    checkpoints: Checkpoints | None,
+    log: Log | Sequence[Log] | None,
+    log_every: int,
+    agree_every: int,
+    progress: bool,
+) -> None:
+    """Refuse what `fit` cannot train with.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if a value is wrong; see `fit`.
+    """
+    _check_optimizer_and_state(opt, state)
+    _check_batches(batches)
+    check_count("fit", "num_steps", num_steps, least=0)
+    check_count("fit", "log_every", log_every)
+    check_count("fit", "agree_every", agree_every)
+    if evaluate is not None and not callable(evaluate):
+        what = f"evaluate must be a callable (state) -> dict of numbers, got {type(evaluate).__name__}."
+        fix = "pass so.training.evaluation(opt, batches) or your own function."
+        raise TypeError(format_error("fit", what, fix=fix))
+    if evaluate_every is not None:
+        check_count("fit", "evaluate_every", evaluate_every)
+        if evaluate is None:
+            raise ValueError(format_error("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
+    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
+        what = f"early_stopping must be a so.EarlyStopping, got {type(early_stopping).__name__}."
+        raise TypeError(format_error("fit", what, fix='pass so.EarlyStopping("val_loss", patience=5).'))
+    if checkpoints is not None and (missing := [name for name in _CHECKPOINTS if not hasattr(checkpoints, name)]):
+        what = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing)}."
+        path = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
+        raise TypeError(format_error("fit", what, fix=f"pass so.Checkpoints({path}, every=100, keep=3)."))
+    as_loggers(log)
+    if not isinstance(progress, bool):
+        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
+    scheduled = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
+    _check_rounds(opt, num_steps, evaluate, scheduled, early_stopping)
+
+
+def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState) -> None:
+    if not (callable(getattr(opt, "step", None)) and callable(getattr(opt, "init", None))):
+        fix = "pass what so.ddp, so.zero or so.fsdp returns."
+        raise TypeError(format_error("fit", f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
+    if not all(hasattr(state, field) for field in ("step", "params", "opt_state")):
+        what = f"state must be a so.TrainState, got {type(state).__name__}."
+        raise TypeError(format_error("fit", what, fix="pass opt.init(params)."))
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        what = "the state was already used: a step takes over the memory of the state it is given."
+        fix = "pass the state that the last step or fit returned, or a new one."
+        raise ValueError(format_error("fit", what, fix=fix))
+
+
+def _check_batches(batches: Iterable[PyTree]) -> None:
+    one_batch = isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array)
+    # Iterable alone knows only __iter__; a sequence (a torch-style dataset, a grain MapDataset) has __getitem__.
+    if one_batch or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
+        what = f"batches must be an iterable of batches, got {type(batches).__name__}."
+        fix = "pass a grain dataset, an iterator or a list; for one batch over and over itertools.repeat(batch)."
+        raise TypeError(format_error("fit", what, fix=fix))
+
+
+class Rounds(NamedTuple):
+    """When replicas with local updates synchronize.
+
+    Attributes:
+      first: the first step after which the parameters that they share may have changed.
+      stride: steps from one synchronization, of whatever part of the model, to the next.
+    """
+
+    first: int
+    stride: int
+
+
+def rounds_of(opt: Any) -> Rounds | None:
+    """Return when the replicas of `local_sgd` and `diloco` synchronize; None where they do so in every step."""
+    config: Any = getattr(opt, "config", None)
+    if not hasattr(config, "sync_every"):
+        return None
+    stride = config.sync_every // config.fragments
+    return Rounds(1 if config.warmup_steps else stride + config.delay, stride)
+
+
+def _check_rounds(
+    opt: ShardedOptimizer,
+    num_steps: int,
+    evaluate: Evaluate | None,
+    evaluate_every: int | None,
+    early_stopping: EarlyStopping | None,
+) -> None:
+    """Refuse a run in which replicas never synchronize, and one that early stopping ends whatever they learn."""
+    rounds = rounds_of(opt)
+    if rounds is None:
+        return
+    config = opt.config
+    who, how = config.strategy, f"sync_every={config.sync_every}"
+    how += f", fragments={config.fragments}" if config.fragments > 1 else ""
+    how += f", delay={config.delay}" if config.delay else ""
+    if 0 < num_steps < rounds.first:
+        what = f"num_steps={num_steps} ends before the replicas of {who} first synchronize, at step {rounds.first} ({how})."
+        raise ValueError(format_error("fit", what, fix="train for as many steps at least, or make sync_every smaller."))
+    # Of another function, and of a training metric, it is not known that they stand still.
+    if early_stopping is None or evaluate_every is None or not isinstance(evaluate, Evaluation):
+        return
+    standing = max(rounds.first - 1, rounds.stride) // evaluate_every
+    if early_stopping.metric.startswith(evaluate.prefix) and standing > early_stopping.patience:
+        what = (
+            f"early_stopping would end any run: evaluated every {plural(evaluate_every, 'step')}, "
+            f"{early_stopping.metric!r} stays as it is {standing} times in a row, and patience={early_stopping.patience}. "
+            f"It is of the parameters that the replicas of {who} share, which change every {plural(rounds.stride, 'step')} "
+            f"({how})."
+        )
+        fix = f"evaluate every {rounds.stride} steps, or have more patience, or make sync_every smaller."
+        raise ValueError(format_error("fit", what, fix=fix))

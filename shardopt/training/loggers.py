@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
+from shardopt.core.errors import format_error
 from shardopt.core.extras import is_installed, require
 from shardopt.runtime.files import write_whole
 
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 Log = Callable[[int, Mapping[str, float]], None]
 
 
-def jsonl(path: str | os.PathLike) -> Log:
+def jsonl(path: str | os.PathLike[str]) -> Log:
     r"""Return a logger that appends one JSON object a line: `{"step": 10, "loss": 2.3, ...}`.
 
     The file holds one run. When the first line of a resumed run is written, lines of that step and later ones,
     which the broken run left behind, are dropped, and so is a line cut short by a kill. Every line is in the file when
-    the call returns, and a file that somebody deleted is made anew. JSON has no NaN or infinity: they are written as null.
+    the call returns, and a file that somebody deleted is made again. JSON has no NaN or infinity: they are written as null.
 
     Args:
       path: the file; its folder is made when needed.
@@ -46,13 +47,12 @@ def jsonl(path: str | os.PathLike) -> Log:
     """
     file = _path("jsonl", path)
     if file.is_dir():
-        raise ValueError(
-            f"jsonl: {str(file)!r} is a folder.\nFix: name a file in it, such as {str(file / 'metrics.jsonl')!r}."
-        )
+        fix = f"name a file in it, such as {str(file / 'metrics.jsonl')!r}."
+        raise ValueError(format_error("jsonl", f"{str(file)!r} is a folder.", fix=fix))
     return _JsonLines(file)
 
 
-def tensorboard(directory: str | os.PathLike) -> Log:
+def tensorboard(directory: str | os.PathLike[str]) -> Log:
     """Return a logger that writes TensorBoard scalars, one for each metric.
 
     After a resume TensorBoard is told to hide what the broken run wrote at later steps.
@@ -68,24 +68,24 @@ def tensorboard(directory: str | os.PathLike) -> Log:
     folder = _path("tensorboard", directory)
     require("tensorboardX", extra="tensorboard", who="tensorboard")
     if folder.is_file():
-        raise ValueError(f"tensorboard: {str(folder)!r} is a file.\nFix: name a folder.")
+        raise ValueError(format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder."))
     return _TensorBoard(folder)
 
 
-def as_loggers(log: Any) -> tuple[Log, ...]:
+def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
     """Return `log` as a tuple: it may be None, one logger or a sequence of them.
 
     Raises:
       TypeError: if a logger is not callable.
     """
-    several = isinstance(log, list | tuple) and not callable(log)
-    loggers: tuple[Any, ...] = () if log is None else tuple(log) if several else (log,)
-    if strange := [type(one).__name__ for one in loggers if not callable(one)]:
-        raise TypeError(
-            f"fit: log must be callables (step, metrics) -> None, got {', '.join(strange)}.\n"
-            "Fix: pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own."
-        )
-    return loggers
+    if log is None:
+        return ()
+    given = log if isinstance(log, list | tuple) and not callable(log) else (log,)
+    if strange := [type(one).__name__ for one in given if not callable(one)]:
+        what = f"log must be callables (step, metrics) -> None, got {', '.join(strange)}."
+        fix = "pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own."
+        raise TypeError(format_error("fit", what, fix=fix))
+    return tuple(one for one in given if callable(one))
 
 
 @contextmanager
@@ -175,7 +175,7 @@ class _TensorBoard:
             self._writer = None
 
 
-def _path(who: str, path: Any) -> Path:
+def _path(who: str, path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{who}: the path must be a string or a pathlib.Path, got {type(path).__name__}.")
     return Path(path)

@@ -1,89 +1,20 @@
-"""Metrics on their way from the device, looked at one step late so that the host never holds the device up."""
+"""Metrics on their way from the device, looked at one step late so that the host never delays the device."""
 
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from shardopt.checkpoint import Checkpoints
 from shardopt.core.errors import CheckpointError, NonFiniteLossError, format_error
-from shardopt.core.types import is_array_like
-
-# The two questions that keep a broken state out of a run: is the loss a number, are the parameters?
-
-
-def check_loss(loss: float, *, step: int, position: int, checkpoints: Any = None) -> None:
-    """Refuse a loss that is NaN or infinite.
-
-    Args:
-      loss: the loss of step `step`.
-      step: counted from 0.
-      position: how many batches were drawn before that step's.
-      checkpoints: where the last good state lies, to say so.
-
-    Raises:
-      NonFiniteLossError: if the loss is not finite.
-    """
-    if not math.isfinite(loss):
-        _fail(f"the loss became {loss}", step, position, checkpoints)
-
-
-def check_state(state: Any, metrics: Mapping[str, float], *, step: int, position: int, checkpoints: Any = None) -> None:
-    """Refuse a state that the last step spoiled although its loss, taken before the update, was finite.
-
-    Spoiled means NaN anywhere in the parameters or the optimizer state, or infinite parameters together with a
-    gradient norm that is not finite: infinities alone may be meant (a mask of -inf), and so may a gradient that is
-    not finite (`optax.apply_if_finite` skips it).
-
-    Args:
-      state: the state after the step.
-      metrics: those of the step, with "grad_norm" where it is reported.
-      step: the step that made the state, counted from 0.
-      position: how many batches were drawn before that step's.
-      checkpoints: where the last good state lies, to say so.
-
-    Raises:
-      NonFiniteLossError: if the state is spoiled.
-    """
-    grad_norm = metrics.get("grad_norm")
-    any_nan, any_infinite = jax.device_get(_damage((state.params, state.opt_state), state.params))
-    if any_nan or (any_infinite and grad_norm is not None and not math.isfinite(grad_norm)):
-        kind = "NaN" if any_nan else "infinite"
-        norm = "" if grad_norm is None else f" (its gradient norm was {grad_norm})"
-        _fail(f"the update made parameters or optimizer state {kind}{norm}", step, position, checkpoints)
-
-
-@jax.jit
-def _damage(everything: Any, params: Any) -> tuple[jax.Array, jax.Array]:
-    def any_of(test, tree):
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-        return jnp.stack([test(leaf).any() for leaf in leaves]).any() if leaves else jnp.zeros((), bool)
-
-    return any_of(jnp.isnan, everything), any_of(jnp.isinf, params)
-
-
-def _fail(what: str, step: int, position: int, checkpoints: Any) -> NoReturn:
-    saved = ["checkpoints: none were asked for"]
-    if checkpoints is not None:
-        saved = []
-        try:
-            checkpoints.wait()  # one may still be on its way to disk
-        except CheckpointError as error:
-            saved = [f"a checkpoint could not be written: {error}"]
-        latest = checkpoints.latest()
-        saved += [f"last checkpoint: {'none yet' if latest is None else f'step {latest}'}, in {checkpoints.directory}"]
-    fix = (
-        "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or look at the batch: "
-        f"next(itertools.islice(iter(batches), {position}, None)), with batches from their beginning."
-    )
-    where = f"{what} at step {step} (batch {position}, both counted from 0)."
-    raise NonFiniteLossError(format_error("fit", where, saved, fix), step=step, position=position)
+from shardopt.core.types import PyTree, TrainState, is_array_like
 
 
 class Meter:
-    """Takes the metrics of each step as device arrays, and gives them back as numbers once they have arrived.
+    """Takes the metrics of each step as device arrays, and returns them as numbers once they have arrived.
 
     `push` hands in a step just dispatched and settles the one before: its loss is checked, and if it was wanted
     all its metrics are fetched, in one transfer. `settle` does the same for the newest step, and so waits for the
@@ -93,7 +24,7 @@ class Meter:
     when the first step is done, so compilation does not count.
     """
 
-    def __init__(self, checkpoints: Any = None):
+    def __init__(self, checkpoints: Checkpoints | None = None):
         self._checkpoints = checkpoints
         self._pending: _Pending | None = None
         self._settled: dict[str, float] = {}
@@ -101,7 +32,7 @@ class Meter:
         self._steps = self._examples = 0
 
     def push(
-        self, step: int, position: int, metrics: Mapping[str, Any], *, examples: int, wanted: bool
+        self, step: int, position: int, metrics: Mapping[str, jax.Array], *, examples: int, wanted: bool
     ) -> tuple[int, dict[str, float]] | None:
         """Hand in a step and settle the one before.
 
@@ -147,7 +78,8 @@ class Meter:
         chosen = {"loss": pending.metrics["loss"]} | (dict(pending.metrics) if everything else {})
         fetched = jax.device_get(chosen)
         values = {name: fetched[name].item() for name in chosen}  # jax sorts dicts; the loss shall come first
-        check_loss(values["loss"], step=pending.step - 1, position=pending.position, checkpoints=self._checkpoints)
+        if not math.isfinite(loss := values["loss"]):
+            _fail(f"the loss became {loss}", pending.step - 1, pending.position, self._checkpoints)
         return values | self._speed(pending.examples, finished=everything)
 
     def _speed(self, examples: int, *, finished: bool) -> dict[str, float]:
@@ -166,17 +98,12 @@ class Meter:
 class _Pending(NamedTuple):
     step: int
     position: int
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, jax.Array]
     examples: int
     wanted: bool
 
 
-def count_examples(batch: Any) -> int:
-    """Return the first dim of the first leaf that has one: the global batch."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)
-
-
-def _check_metrics(metrics: Mapping[str, Any]) -> None:
+def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:
     strange = [
         f"metrics[{name!r}]: {f'shape {value.shape}' if is_array_like(value) else type(value).__name__}"
         for name, value in metrics.items()
@@ -185,3 +112,67 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
     if strange:
         fix = "reduce it to one number in the aux dict of loss_fn."
         raise ValueError(format_error("fit", "metrics must be scalars.", strange, fix))
+
+
+def count_examples(batch: PyTree) -> int:
+    """Return the first dim of the first leaf that has one: the global batch."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)
+
+
+def check_state(
+    state: TrainState,
+    metrics: Mapping[str, float],
+    *,
+    step: int,
+    position: int,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Refuse a state that the last step spoiled although its loss, taken before the update, was finite.
+
+    Spoiled means NaN anywhere in the parameters or the optimizer state, or infinite parameters together with a
+    gradient norm that is not finite: infinities alone may be meant (a mask of -inf), and so may a gradient that is
+    not finite (`optax.apply_if_finite` skips it).
+
+    Args:
+      state: the state after the step.
+      metrics: those of the step, with "grad_norm" where it is reported.
+      step: the step that made the state, counted from 0.
+      position: how many batches were drawn before that step's.
+      checkpoints: where the last good state lies, to say so.
+
+    Raises:
+      NonFiniteLossError: if the state is spoiled.
+    """
+    grad_norm = metrics.get("grad_norm")
+    any_nan, any_infinite = jax.device_get(_any_nan_or_infinite((state.params, state.opt_state), state.params))
+    if any_nan or (any_infinite and grad_norm is not None and not math.isfinite(grad_norm)):
+        kind = "NaN" if any_nan else "infinite"
+        norm = "" if grad_norm is None else f" (its gradient norm was {grad_norm})"
+        _fail(f"the update made parameters or optimizer state {kind}{norm}", step, position, checkpoints)
+
+
+@jax.jit
+def _any_nan_or_infinite(everything: PyTree, params: PyTree) -> tuple[jax.Array, jax.Array]:
+    def any_of(test, tree):
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        return jnp.stack([test(leaf).any() for leaf in leaves]).any() if leaves else jnp.zeros((), bool)
+
+    return any_of(jnp.isnan, everything), any_of(jnp.isinf, params)
+
+
+def _fail(what: str, step: int, position: int, checkpoints: Checkpoints | None) -> NoReturn:
+    saved = ["checkpoints: none were asked for"]
+    if checkpoints is not None:
+        saved = []
+        try:
+            checkpoints.wait()  # one may still be on its way to disk
+        except CheckpointError as error:
+            saved = [f"a checkpoint could not be written: {error}"]
+        latest = checkpoints.latest()
+        saved += [f"last checkpoint: {'none yet' if latest is None else f'step {latest}'}, in {checkpoints.directory}"]
+    fix = (
+        "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or look at the batch: "
+        f"next(itertools.islice(iter(batches), {position}, None)), with batches from their beginning."
+    )
+    where = f"{what} at step {step} (batch {position}, both counted from 0)."
+    raise NonFiniteLossError(format_error("fit", where, saved, fix), step=step, position=position)

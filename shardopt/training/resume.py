@@ -8,11 +8,89 @@ from typing import Any
 
 import jax
 
+from shardopt.checkpoint import Checkpoints
 from shardopt.core import early_stopping as stopping
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import CheckpointError, NonFiniteLossError, format_error, plural
+from shardopt.core.types import PyTree, TrainState
+from shardopt.engine.optimizer import ShardedOptimizer
 
-# Where a run is in its data: batches drawn one by one, and a position that a checkpoint can keep.
+
+def begin(
+    opt: ShardedOptimizer,
+    state: TrainState,
+    stream: "Stream",
+    rule: EarlyStopping | None,
+    checkpoints: Checkpoints | None,
+    say: Callable[[str], None],
+) -> tuple[TrainState, StoppingState]:
+    """Return the state to start from and what early stopping remembers; put the stream into its place.
+
+    A checkpoint is restored if `checkpoints.resume` is set and it is newer than the state, whose memory is freed first.
+    What is done is said.
+
+    Raises:
+      ValueError: if the folder has checkpoints and `checkpoints.resume` is not set, or the batches cannot be put back.
+    """
+    if checkpoints is None or (latest := checkpoints.latest()) is None:
+        return state, StoppingState()
+    if not checkpoints.resume:
+        what = f"{checkpoints.directory} already has checkpoints, the last of step {latest}."
+        fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
+        raise ValueError(format_error("fit", what, fix=fix))
+    step = int(state.step)
+    if latest <= step:
+        say(f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer.")
+        return state, StoppingState()
+    _free(state)
+    state, extra = checkpoints.restore(opt, step=latest)
+    return state, _resume(extra or {}, stream, rule, f"Resuming from step {latest} in {checkpoints.directory}", say)
+
+
+def _resume(
+    extra: Mapping[str, Any], stream: "Stream", rule: EarlyStopping | None, headline: str, say: Callable[[str], None]
+) -> StoppingState:
+    position, saved = extra.get("batches"), extra.get("early_stopping")
+    how = "the data from its beginning: the checkpoint holds no position"
+    if position is not None:
+        how = stream.restore(position)
+    say(f"{headline}, {how}.")
+    if rule is None:
+        return StoppingState()
+    state = None if saved is None else stopping.from_json(rule, saved)
+    if state is None:
+        say(f"Early stopping starts counting again: the checkpoint knows nothing of {rule.metric!r} ({rule.mode}).")
+    return state or StoppingState()
+
+
+def _free(state: TrainState) -> None:
+    """Free the device memory of a state that is not needed any more, so that two are never held."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()
+
+
+def pack(stream: "Stream", rule: EarlyStopping | None, state: StoppingState) -> dict[str, Any]:
+    """Return what a checkpoint keeps besides the train state, as JSON."""
+    return {"batches": stream.position(), "early_stopping": None if rule is None else stopping.to_json(rule, state)}
+
+
+@contextmanager
+def written_out(checkpoints: Checkpoints | None) -> Iterator[None]:
+    """Wait at the end for the checkpoint that is still being written, also where an error ends the run."""
+    try:
+        yield
+    except BaseException as error:
+        # All processes wait together: after an error of one of them it would wait for ever. A loss is the same on all.
+        together = jax.process_count() == 1 or isinstance(error, NonFiniteLossError)
+        if checkpoints is not None and together:
+            try:
+                checkpoints.wait()
+            except CheckpointError as failure:
+                error.add_note(str(failure))  # what went wrong first must stay in front
+        raise
+    if checkpoints is not None:
+        checkpoints.wait()
 
 
 END = object()
@@ -29,11 +107,11 @@ class Stream:
       drawn: how many batches were drawn since the data began, those before a restored checkpoint included.
     """
 
-    def __init__(self, batches: Iterable[Any]):
+    def __init__(self, batches: Iterable[PyTree]):
         self._iterator: Any = iter(batches)
         self.drawn = 0
 
-    def draw(self) -> Any:
+    def draw(self) -> PyTree:
         """Return the next batch, or `END`."""
         batch = next(self._iterator, END)
         self.drawn += batch is not END
@@ -59,9 +137,8 @@ class Stream:
                 self._iterator.set_state(_decode(position["state"]))
             except Exception as error:
                 what = f"the batches cannot be put back to their position after {plural(count, 'batch')}: {error}"
-                raise ValueError(
-                    format_error("fit", what, fix="pass batches made as in the run that saved it.")
-                ) from error
+                fix = "pass batches made as in the run that saved it."
+                raise ValueError(format_error("fit", what, fix=fix)) from error
             self.drawn = count
             return "the data from its saved state"
         while self.drawn < count:
@@ -83,86 +160,10 @@ def _encode(state: Any) -> dict[str, Any]:
         faithful = False
     if not faithful:
         what = f"the state of the batch iterator does not survive JSON: {state!r:.200}"
-        raise TypeError(
-            format_error("fit", what, fix="let get_state return bytes, or dicts, lists, strings and numbers.")
-        )
+        fix = "let get_state return bytes, or dicts, lists, strings and numbers."
+        raise TypeError(format_error("fit", what, fix=fix))
     return {"json": state}
 
 
 def _decode(saved: Mapping[str, Any]) -> Any:
     return base64.b64decode(saved["base64"]) if "base64" in saved else saved["json"]
-
-
-def begin(
-    opt: Any, state: Any, stream: Stream, rule: EarlyStopping | None, checkpoints: Any, say: Callable[[str], None]
-) -> tuple[Any, StoppingState]:
-    """Return the state to start from and what early stopping remembers; put the stream into its place.
-
-    A checkpoint is taken up if `checkpoints.resume` is set and it is newer than the state, whose memory is then freed
-    first. What is done is said.
-
-    Raises:
-      ValueError: if the folder has checkpoints and `checkpoints.resume` is not set, or the batches cannot be put back.
-    """
-    if checkpoints is None or (latest := checkpoints.latest()) is None:
-        return state, StoppingState()
-    if not checkpoints.resume:
-        what = f"{checkpoints.directory} already has checkpoints, the last of step {latest}."
-        fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
-        raise ValueError(format_error("fit", what, fix=fix))
-    step = int(state.step)
-    if latest <= step:
-        say(f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer.")
-        return state, StoppingState()
-    free(state)
-    state, extra = checkpoints.restore(opt, step=latest)
-    return state, _take_up(extra or {}, stream, rule, f"Resuming from step {latest} in {checkpoints.directory}", say)
-
-
-def pack(stream: Stream, rule: EarlyStopping | None, state: StoppingState) -> dict[str, Any]:
-    """Return what a checkpoint keeps besides the train state, as JSON."""
-    return {"batches": stream.position(), "early_stopping": None if rule is None else stopping.to_json(rule, state)}
-
-
-@contextmanager
-def written_out(checkpoints: Any) -> Iterator[None]:
-    """Wait at the end for the checkpoint that is still being written, also where an error ends the run."""
-    try:
-        yield
-    except BaseException as error:
-        # Waiting is something that all processes do together: after an error that only one of them has it would
-        # wait for ever. A loss is the same on all.
-        together = jax.process_count() == 1 or isinstance(error, NonFiniteLossError)
-        if checkpoints is not None and together:
-            try:
-                checkpoints.wait()
-            except CheckpointError as failure:
-                error.add_note(str(failure))  # what went wrong first must stay in front
-        raise
-    if checkpoints is not None:
-        checkpoints.wait()
-
-
-def free(state: Any) -> None:
-    """Give back the device memory of a state that is not needed any more, so that two are never held."""
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-            leaf.delete()
-
-
-def _take_up(
-    extra: dict[str, Any], stream: Stream, rule: EarlyStopping | None, headline: str, say: Callable[[str], None]
-) -> StoppingState:
-    position, saved = extra.get("batches"), extra.get("early_stopping")
-    how = (
-        "the data from its beginning: the checkpoint holds no position"
-        if position is None
-        else stream.restore(position)
-    )
-    say(f"{headline}, {how}.")
-    if rule is None:
-        return StoppingState()
-    state = None if saved is None else stopping.from_json(rule, saved)
-    if state is None:
-        say(f"Early stopping starts counting afresh: the checkpoint knows nothing of {rule.metric!r} ({rule.mode}).")
-    return state or StoppingState()

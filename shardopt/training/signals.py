@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests to finish the step, instead of sudden ends."""
+"""How a run is ended before its time: SIGTERM and SIGINT as requests to finish the step, and one verdict of all processes."""
 
 import signal
 import threading
@@ -10,19 +10,20 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# One verdict for all processes, so that they stop at the same step.
-
-
 VERDICTS = ("exhausted", "early", "interrupted", "sigterm")
 """How a run can end before its time; where verdicts differ, the later in this list wins."""
+
+SIGNALS = ("interrupted", "sigterm")
+"""Verdicts of a signal."""
+
+_VERDICTS = {signal.SIGTERM: "sigterm", signal.SIGINT: "interrupted"}
 
 
 def common_verdict(*verdicts: str | None, due: bool) -> str | None:
     """Return the weightiest verdict of all processes, or None if none has one.
 
-    With one process there is nobody to ask. With several, each call where `due` is true gathers one integer a
-    process, which waits for the steps under way; where it is false the answer is None, and who has a verdict
-    brings it again next time.
+    With several processes each call where `due` is true gathers one integer per process, which waits for the steps under
+    way; where it is false the answer is None, and a process with a verdict brings it again next time.
 
     Args:
       *verdicts: what this process wants: names from `VERDICTS`, or None.
@@ -34,12 +35,6 @@ def common_verdict(*verdicts: str | None, due: bool) -> str | None:
             return None
         code = int(np.max(multihost_utils.process_allgather(np.int32(code))))
     return None if code < 0 else VERDICTS[code]
-
-
-_VERDICTS = {signal.SIGTERM: "sigterm", signal.SIGINT: "interrupted"}
-
-SIGNALS = tuple(_VERDICTS.values())
-"""How a run ends that a signal has ended."""
 
 
 @contextmanager

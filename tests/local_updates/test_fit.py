@@ -64,7 +64,7 @@ def test_no_step_left_returns_the_mean_too(opt, new_params, new_batches, steps_o
 
 
 NEVER = (
-    "fit: num_steps={} ends before the replicas of {} agree for the first time, at step {} ({}).\n"
+    "fit: num_steps={} ends before the replicas of {} first synchronize, at step {} ({}).\n"
     "Fix: train for as many steps at least, or make sync_every smaller."
 )
 
@@ -80,7 +80,7 @@ def test_a_run_in_which_they_never_agree_is_refused(how, first, said, strategy_o
     opt = so.diloco(strategy_of("ddp"), **how)
     state, drawn = opt.init(new_params()), []
     batches = (drawn.append(True) or batch for batch in new_batches(6))
-    with pytest.raises(ValueError, match="first time") as caught:
+    with pytest.raises(ValueError, match="first synchronize") as caught:
         so.fit(opt, state, batches, num_steps=first - 1, progress=False)
     assert str(caught.value) == NEVER.format(first - 1, "diloco", first, said)
     assert drawn == []

@@ -125,7 +125,7 @@ def test_resuming_what_was_stopped_early_takes_no_step(opt, new_state, batches, 
     assert (patient.step, patient.stopped) == (20, "early")
 
 
-def test_other_metric_starts_afresh(opt, new_state, batches, memory, capsys):
+def test_other_metric_starts_again(opt, new_state, batches, memory, capsys):
     def evaluate(state):
         return {"a": 1.0, "b": -float(state.step)}
 
@@ -144,7 +144,7 @@ def test_other_metric_starts_afresh(opt, new_state, batches, memory, capsys):
     run(checkpoints := memory(4), "a", 8)
     result = run(memory(4, disk=checkpoints.disk, resume=True), "b", 24)
     assert (result.stopped, result.best) == ("completed", {"step": 24, "b": -24.0})
-    said = "Early stopping starts counting afresh: the checkpoint knows nothing of 'b' (min).\n"
+    said = "Early stopping starts counting again: the checkpoint knows nothing of 'b' (min).\n"
     assert said in capsys.readouterr().err
 
 
