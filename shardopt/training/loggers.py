@@ -19,7 +19,7 @@ from shardopt.runtime.files import write_whole
 if TYPE_CHECKING:
     from rich.console import Console
 
-Log = Callable[[int, Mapping[str, float]], None]
+Log = Callable[[int, Mapping[str, float]], object]
 
 
 def jsonl(path: str | os.PathLike[str]) -> Log:
