@@ -1,4 +1,4 @@
-"""What is sent, as the options say: replicas that train apart, reducers, and the refusal of what does not go together."""
+"""What is sent: local updates and reducers as the options name them, refusals, and the bytes of a step."""
 
 import dataclasses
 import functools
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 import shardopt as so
 from shardopt.cli.options import Communication, TrainOptions, read_call
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree
 from shardopt.mesh import data_axes
-
-# What a device sends in a step, read off the compiled programs, and what it would send under ddp.
-
 
 _INSIDE = ("tensor", "pipeline")
 """Axes over which ddp sends nothing of its own."""
@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
       sent: of this run; None where a loop of the program does not tell how often it runs.
       ddp: of `so.ddp` on this mesh: one fp32 all-reduce of the gradients that a device holds.
       axes: the axes that they are sent over.
-      steps: over how many steps the average is taken: 1, or those between two agreements of replicas.
+      steps: over how many steps the average is taken: 1, or those between two synchronizations of replicas.
     """
 
     sent: float | None
@@ -39,7 +39,7 @@ class Traffic(NamedTuple):
     steps: int
 
 
-def measure(opt: so.ShardedOptimizer, state: Any, batch: Any) -> Traffic:
+def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Traffic:
     """Read the traffic off the programs of this state and batch; programs that have run are not compiled again."""
     axes = tuple(axis for axis in data_axes(opt.mesh) if opt.mesh.shape[axis] > 1)
     size = math.prod(opt.mesh.shape[axis] for axis in axes)
@@ -80,24 +80,24 @@ def _agreeing(config: Any) -> list[int]:
     return [begin + (i + 1) * stride - (0 if config.delay else 1) for i in range(config.fragments)]
 
 
-def _cuts(spec: Any, mesh: Any) -> int:
-    """Return into how many parts tensor and pipeline cut a leaf."""
+def _cuts(spec: PartitionSpec, mesh: Mesh) -> int:
+    """Return into how many parts tensor and pipeline shard a leaf."""
     names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
     return math.prod(mesh.shape[name] for name in names if name in _INSIDE)
 
 
 def traffic_text(traffic: Traffic) -> str:
-    """Return in words what each device sends in a step, beside what ddp sends.
+    """Return in words what each device sends in a step, and what ddp would.
 
     Example:
       >>> print(traffic_text(Traffic(20_000.0, 1_000_000.0, ("replica", "data"), 50)))
       sent by each device over replica x data: 20 kB a step, 2.00% of the 1 MB of ddp
-      (read off the compiled programs; mean of the 50 steps from one agreement to the next)
+      (read off the compiled programs; mean of the 50 steps from one synchronization to the next)
     """
     where, ddp = f"sent by each device over {' x '.join(traffic.axes)}", size(round(traffic.ddp))
     if traffic.sent is None:
         return f"{where}: unknown, as a loop of the program does not tell how often it runs; ddp sends {ddp} a step"
-    spread = f"; mean of the {traffic.steps} steps from one agreement to the next" if traffic.steps > 1 else ""
+    spread = f"; mean of the {traffic.steps} steps from one synchronization to the next" if traffic.steps > 1 else ""
     share = f"{size(round(traffic.sent))} a step, {traffic.sent / traffic.ddp:.2%} of the {ddp} of ddp"
     return f"{where}: {share}\n(read off the compiled programs{spread})"
 
@@ -122,11 +122,11 @@ _REDUCERS: dict[str, Callable[..., so.reducers.Reducer]] = {
     "top_k": so.reducers.top_k,
     "power_sgd": so.reducers.power_sgd,
 }
-_APART = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "mix", "warmup_sync_steps")
-"""Options that mean something to replicas that train apart only."""
+_LOCAL_UPDATES = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "mix", "warmup_sync_steps")
+"""Options of local updates only."""
 
-_STEPPING = ("outer_lr", "outer_momentum", "fragments", "delay", "mix")
-"""Options that mean something to an outer optimizer only."""
+_OUTER = ("outer_lr", "outer_momentum", "fragments", "delay", "mix")
+"""Options of an outer optimizer only."""
 
 _REDUCING = {"reducer", "error_feedback", "reducer_warmup_steps"}
 
@@ -143,14 +143,14 @@ def check_communication(options: TrainOptions) -> None:
     asked = options.communication
     _check_numbers(asked)
     if asked.sync_every is None:
-        if given := _given(asked, _APART):
-            what = f"{plural(len(given), 'option')} for replicas that train apart, and no --sync-every."
-            fix = "leave out what is listed, or say how many steps they train apart: --sync-every 50."
+        if given := _given(asked, _LOCAL_UPDATES):
+            what = f"{plural(len(given), 'option')} for local updates, and no --sync-every."
+            fix = "leave out what is listed, or give the steps between synchronizations: --sync-every 50."
             raise ValueError(format_error("train", what, given, fix))
     elif asked.outer == "average":
-        if given := _given(asked, (*_STEPPING, "reducer")):
+        if given := _given(asked, (*_OUTER, "reducer")):
             what = f"{plural(len(given), 'option')} for an outer optimizer; --outer average has none."
-            fix = "leave out what is listed, or choose --outer sgd, which by itself averages too."
+            fix = "leave out what is listed, or choose --outer sgd, which averages by default too."
             raise ValueError(format_error("train", what, given, fix))
     elif asked.warmup_sync_steps is not None:
         what = "--warmup-sync-steps is for --outer average."
@@ -159,8 +159,10 @@ def check_communication(options: TrainOptions) -> None:
     placement = options.pipeline.placement or "fsdp" if options.where.strategy == "hybrid" else options.where.strategy
     good = placement in _OF_GRADIENTS if options.where.strategy == "hybrid" else placement == "ddp"
     if asked.reducer is not None and asked.sync_every is None and not good:
-        what = f"--reducer takes the mean of whole gradients, and {_words(options)} splits them or what they update."
-        fix = "choose --strategy ddp, or hybrid with --placement ddp or zero1; or send what replicas agree on: --sync-every."
+        what = (
+            f"--reducer takes the mean of replicated gradients, and {_words(options)} shards them or what they update."
+        )
+        fix = "choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer gradients instead: --sync-every."
         raise ValueError(format_error("train", what, fix=fix))
 
 
@@ -203,7 +205,7 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
 
 
 def combined(asked: Communication, strategy: so.ShardedOptimizer) -> so.ShardedOptimizer:
-    """Return the strategy, or its replicas training apart where that was asked for.
+    """Return the strategy, with local updates if they were asked for.
 
     Raises:
       ValueError: if steps, fragments and delay do not go together.
@@ -224,22 +226,22 @@ def combined(asked: Communication, strategy: so.ShardedOptimizer) -> so.ShardedO
 
 
 def outer_optimizer(asked: Communication) -> optax.GradientTransformation:
-    """Return what steps on how far the replicas came."""
+    """Return the outer optimizer, which steps on the mean update of the replicas."""
     rate, momentum, nesterov = _outer_numbers(asked)
     return optax.sgd(rate, momentum=momentum or None, nesterov=nesterov)
 
 
 def describe(asked: Communication) -> list[tuple[str, str]]:
-    """Return what there is to say of replicas that train apart and of reducers: a label and a line each."""
+    """Return what is shown of local updates and reducers: a label and a line each."""
     lines = []
     if asked.sync_every is not None:
         how = "their average" if asked.outer == "average" else _outer_text(asked)
-        lines.append(("replicas", f"apart for {plural(asked.sync_every, 'step')}, then {how}"))
+        lines.append(("replicas", f"synchronized every {plural(asked.sync_every, 'step')}, by {how}"))
         if (asked.fragments or 1) > 1 or asked.delay or asked.mix:
             parts = f"{plural(asked.fragments or 1, 'fragment')}, applied {plural(asked.delay or 0, 'step')} after"
             lines.append(("streaming", f"{parts}, replicas keep {asked.mix or 0:.0%} of their own"))
         if asked.warmup_sync_steps:
-            lines.append(("warm-up", f"{plural(asked.warmup_sync_steps, 'step')} of common gradients at first"))
+            lines.append(("warm-up", f"{plural(asked.warmup_sync_steps, 'step')} of averaged gradients at first"))
     if (reducer := make_reducer(asked)) is not None:
         what = "gradients" if asked.sync_every is None else "outer gradients"
         lines.append(("sent", f"{what} by {reducer.name}"))
@@ -250,12 +252,12 @@ def with_meaning(asked: Communication, options: TrainOptions) -> Communication:
     """Return saved options without those that have no meaning under what is asked for now."""
     now, drop = options.communication, set()
     if now.sync_every is None:
-        drop |= set(_APART)
+        drop |= set(_LOCAL_UPDATES)
         placement = options.pipeline.placement if options.where.strategy == "hybrid" else None
         if (placement or options.where.strategy) not in _OF_GRADIENTS or options.where.strategy == "zero1":
             drop |= _REDUCING
     elif now.outer == "average":
-        drop |= {*_STEPPING, *_REDUCING}
+        drop |= {*_OUTER, *_REDUCING}
     else:
         drop |= {"warmup_sync_steps"}
     if now.outer != asked.outer:
@@ -268,7 +270,7 @@ def with_meaning(asked: Communication, options: TrainOptions) -> Communication:
 
 
 def as_sent(options: TrainOptions, step: int) -> TrainOptions:
-    """Return the options of a run that sends as this one does at a step: exact means, or by its reducer alone."""
+    """Return the options of a run that sends in every step what this one sends at `step`: exact means, or reduced ones."""
     asked = options.communication
     calls = step // (asked.sync_every or 1)
     if calls >= (asked.reducer_warmup_steps or 0):
@@ -291,9 +293,8 @@ def _outer_text(asked: Communication) -> str:
 
 def _check_numbers(asked: Communication) -> None:
     for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps", "reducer_warmup_steps"):
-        number, least = getattr(asked, name), 0 if name == "delay" or "warmup" in name else 1
-        if number is not None and number < least:
-            raise ValueError(f"train: {_flag(name)} must be at least {least}, got {number}.")
+        if (number := getattr(asked, name)) is not None:
+            check_count("train", _flag(name), number, least=0 if name == "delay" or "warmup" in name else 1)
     if asked.outer_lr is not None and not asked.outer_lr > 0:
         raise ValueError(f"train: --outer-lr must be above 0, got {asked.outer_lr}.")
     if asked.outer_momentum is not None and not 0 <= asked.outer_momentum < 1:

@@ -1,201 +1,22 @@
-"""`shardopt plan`: every layout of a model on a machine, ranked, before the machine is rented."""
+"""The commands that need no device: `shardopt plan`, `shardopt audit` and `shardopt schedule`."""
 
 import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
+from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.audit import Audit, inner_product_flops
 from shardopt.cli.options import named, optimizer_named, parse_optimizer
-from shardopt.cli.strategy import parse_mesh
+from shardopt.cli.strategy import check_chunks, parse_mesh, schedule_builder
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.pipeline import Schedule
 from shardopt.planning import Plans, find_model, parse_topology
-
-# `shardopt schedule`: a pipeline schedule as text, numbers and a picture, without a device.
-
-
-_CHUNKED = ("interleaved", "zero_bubble_lockstep")
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleOptions:
-    """Show who does what when in a pipeline: ticks, idle time, activations kept."""
-
-    kind: Literal["gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_lockstep"] = (
-        "eager_one_f_one_b"
-    )
-    """Which schedule, by its name in so.schedules."""
-
-    stages: int = 4
-    """Places on the mesh axis pipeline."""
-
-    micro_batches: int = 8
-    """Parts of a batch that follow each other through the stages."""
-
-    chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of the model on each stage, for interleaved (by itself 2) and zero_bubble_lockstep (1)."""
-
-    json: bool = False
-    """Print JSON instead of text."""
-
-    png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Draw it into this file."""
-
-
-def schedule(options: ScheduleOptions) -> None:
-    """Print the schedule.
-
-    Raises:
-      ValueError: if the schedule refuses the sizes, or has no chunks.
-    """
-    table = make(options)
-    if options.png is not None:
-        table.plot(options.png)
-    print(json.dumps(numbers(table), indent=2) if options.json else str(table))
-
-
-def make(options: ScheduleOptions) -> Schedule:
-    """Return the schedule that the options name."""
-    builder = getattr(so.schedules, options.kind)
-    if options.kind in _CHUNKED:
-        chunks = options.chunks or (2 if options.kind == "interleaved" else 1)
-        return builder(options.stages, options.micro_batches, num_chunks=chunks)
-    if options.chunks not in (None, 1):
-        what = f"--chunks {options.chunks} is for schedules that have chunks; {options.kind} has one a stage."
-        fix = f"leave it out, or choose --kind {' or '.join(_CHUNKED)}."
-        raise ValueError(format_error("schedule", what, fix=fix))
-    return builder(options.stages, options.micro_batches)
-
-
-def numbers(table: Schedule) -> dict[str, object]:
-    """Return what is known of a schedule as plain numbers and lists."""
-    return {
-        "name": table.name,
-        "stages": table.num_stages,
-        "micro_batches": table.num_micro_batches,
-        "chunks": table.num_chunks,
-        "ticks": table.num_ticks,
-        "bubble": table.bubble_fraction,
-        "program_bubble": table.program_bubble_fraction,
-        "peak_activations": list(table.peak_activations),
-        "table": {name: column.tolist() for name, column in table.table().items()},
-    }
-
-
-# `shardopt audit`: what a compiled program sends and holds; of a file, or of a compile for TPUs that are not there.
-
-
-@dataclasses.dataclass(frozen=True)
-class AuditOptions:
-    """List the collectives of a compiled program, with their mesh axes, bytes and calls.
-
-    Either of a file, `shardopt audit step.hlo --mesh data=4,tensor=2`, that holds `compiled.as_text()`; or of a
-    published model compiled for a TPU, `shardopt audit --model llama3-8b --topology v5p:4x4x4`, which needs the extra
-    tpu, and no TPU.
-    """
-
-    program: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = None
-    """A file with the text of an optimised HLO module."""
-
-    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
-    """Mesh that the program was compiled for, outermost axis first; with --topology the sizes of all axes but data."""
-
-    model: str = "llama3-8b"
-    """Model to compile, with --topology: gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b."""
-
-    topology: Annotated[str | None, tyro.conf.arg(metavar="CHIP:AxBxC")] = None
-    """Chip and torus to compile for, such as v5p:4x4x4 or v6e:16x16."""
-
-    slices: int = 1
-    """How many of them."""
-
-    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
-    """What is split over data."""
-
-    rows: int = 1
-    """Sequences a device of the data axes."""
-
-    length: int = 1024
-    """Tokens of a sequence."""
-
-    json: bool = False
-    """Print JSON instead of a table."""
-
-
-def audit(options: AuditOptions) -> None:
-    """Print the audit.
-
-    Raises:
-      ValueError: if neither or both of a file and a topology are given, or one of them cannot be used.
-      OSError: if the file cannot be read.
-      ModuleNotFoundError: if libtpu is needed and not installed.
-    """
-    if (options.program is None) == (options.topology is None):
-        what = "there is nothing to audit." if options.program is None else "a file and --topology exclude each other."
-        fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
-        raise ValueError(format_error("audit", what, fix=fix))
-    if options.program is not None:
-        text = options.program.read_text()
-        found = so.audit(text, mesh=mesh_sizes(options.mesh) or None)
-        shown: Any = to_json(found) | {"flops": inner_product_flops(text)}
-        print(json.dumps(shown, indent=2) if options.json else str(found))
-        return
-    report = compile_model(options)
-    if options.json:
-        print(json.dumps(report.to_json() | {"audit": to_json(report.audit)}, indent=2))
-    else:
-        print(f"{report}\n\n{report.audit}")
-
-
-def compile_model(options: AuditOptions) -> so.planning.AotReport:
-    """Compile the model for the topology, each block rematerialised, weights gathered in bfloat16."""
-    import jax.numpy as jnp
-    import optax
-
-    from shardopt.models.layers import abstract_batch, model
-    from shardopt.planning.models import RULES
-
-    assert options.topology is not None
-    if options.rows < 1 or options.length < 1:
-        raise ValueError(f"audit: --rows and --length must be at least 1, got {options.rows} and {options.length}.")
-    shape = dataclasses.replace(find_model("audit", options.model), length=options.length)
-    sizes = {"tensor": 1, "replica": 1} | mesh_sizes(options.mesh)
-    _, dims = parse_topology(options.topology)
-    chips = math.prod(dims) * options.slices
-
-    def make(mesh: Any) -> so.ShardedOptimizer:
-        block_model, tx = model(shape, remat="full"), optax.adamw(1e-3)
-        rules = RULES if mesh.shape["tensor"] > 1 else ()
-        if options.strategy == "fsdp":
-            return so.fsdp(tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16)
-        if options.strategy == "ddp":
-            return so.ddp(tx, mesh, block_model, rules=rules)
-        return so.zero(tx, mesh, block_model, stage=int(options.strategy.removeprefix("zero")), rules=rules)
-
-    batch = abstract_batch(shape, options.rows * chips // sizes["tensor"])
-    return so.aot(make, shape.abstract_params(), batch, topology=options.topology, num_slices=options.slices, **sizes)
-
-
-def mesh_sizes(text: str | None) -> dict[str, int]:
-    """Return the sizes in a text such as "data=4,tensor=2"; of none, none."""
-    with named("audit"):
-        return {} if text is None else parse_mesh(text)
-
-
-def to_json(found: Audit) -> dict[str, Any]:
-    """Return an audit as plain numbers and words."""
-    return {
-        "program": found.name,
-        "mesh": found.mesh_shape,
-        "collectives": [one._asdict() | {"calls": one.calls} for one in found.collectives],
-        "by_axis": {" x ".join(axes or ("mixed",)): traffic._asdict() for axes, traffic in found.by_axis().items()},
-        "by_kind": {kind: traffic._asdict() for kind, traffic in found.by_kind().items()},
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,10 +40,10 @@ class PlanOptions:
     """Pods that the chips are spread over, joined by the data-centre network."""
 
     batch_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Sequences in a step, over all chips. By itself two a chip."""
+    """Sequences in a step, over all chips. By default two a chip."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Tokens of a sequence. By itself those the model was trained with."""
+    """Tokens of a sequence. By default those the model was trained with."""
 
     optimizer: str = "adamw"
     """Any optax optimizer with a learning rate, for the bytes of its state."""
@@ -243,12 +64,10 @@ def plan(options: PlanOptions) -> None:
     Raises:
       ValueError: if a name is unknown, a number out of range, or nothing fits.
     """
-    if options.top < 1:
-        raise ValueError(f"plan: --top must be at least 1, got {options.top}.")
+    check_count("plan", "--top", options.top)
     shape = find_model("plan", options.model)
     if options.length is not None:
-        if options.length < 1:
-            raise ValueError(f"plan: --length must be at least 1, got {options.length}.")
+        check_count("plan", "--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
     with named("plan"):
         name, arguments = parse_optimizer(options.optimizer)
@@ -302,3 +121,164 @@ def as_json(plans: Plans, top: int) -> str:
         "dropped": dropped[:top],
     }
     return json.dumps(found, indent=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditOptions:
+    """List the collectives of a compiled program, with their mesh axes, bytes and calls.
+
+    Either of a file, `shardopt audit step.hlo --mesh data=4,tensor=2`, that holds `compiled.as_text()`; or of a
+    published model compiled for a TPU, `shardopt audit --model llama3-8b --topology v5p:4x4x4`, which needs the extra
+    tpu, and no TPU.
+    """
+
+    program: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = None
+    """A file with the text of an optimised HLO module."""
+
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
+    """Mesh that the program was compiled for, outermost axis first; with --topology the sizes of all axes but data."""
+
+    model: str = "llama3-8b"
+    """Model to compile, with --topology: gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b."""
+
+    topology: Annotated[str | None, tyro.conf.arg(metavar="CHIP:AxBxC")] = None
+    """Chip and torus to compile for, such as v5p:4x4x4 or v6e:16x16."""
+
+    slices: int = 1
+    """How many of them."""
+
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
+    """What is sharded over data."""
+
+    rows: int = 1
+    """Sequences per device of the data axes."""
+
+    length: int = 1024
+    """Tokens of a sequence."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def audit(options: AuditOptions) -> None:
+    """Print the audit.
+
+    Raises:
+      ValueError: if neither or both of a file and a topology are given, or one of them cannot be used.
+      OSError: if the file cannot be read.
+      ModuleNotFoundError: if libtpu is needed and not installed.
+    """
+    if (options.program is None) == (options.topology is None):
+        what = "there is nothing to audit." if options.program is None else "a file and --topology exclude each other."
+        fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
+        raise ValueError(format_error("audit", what, fix=fix))
+    if options.program is not None:
+        text = options.program.read_text()
+        found = so.audit(text, mesh=mesh_sizes(options.mesh) or None)
+        shown = to_json(found) | {"flops": inner_product_flops(text)}
+        print(json.dumps(shown, indent=2) if options.json else str(found))
+        return
+    report = compile_model(options)
+    if options.json:
+        print(json.dumps(report.to_json() | {"audit": to_json(report.audit)}, indent=2))
+    else:
+        print(f"{report}\n\n{report.audit}")
+
+
+def to_json(found: Audit) -> dict[str, object]:
+    """Return an audit as plain numbers and words."""
+    return {
+        "program": found.name,
+        "mesh": found.mesh_shape,
+        "collectives": [one._asdict() | {"calls": one.calls} for one in found.collectives],
+        "by_axis": {" x ".join(axes or ("mixed",)): traffic._asdict() for axes, traffic in found.by_axis().items()},
+        "by_kind": {kind: traffic._asdict() for kind, traffic in found.by_kind().items()},
+    }
+
+
+def compile_model(options: AuditOptions) -> so.planning.AotReport:
+    """Compile the model for the topology, each block rematerialised, weights gathered in bfloat16."""
+    import jax.numpy as jnp
+    import optax
+
+    from shardopt.models.layers import abstract_batch, model
+    from shardopt.planning.models import RULES
+
+    assert options.topology is not None
+    check_count("audit", "--rows", options.rows)
+    check_count("audit", "--length", options.length)
+    shape = dataclasses.replace(find_model("audit", options.model), length=options.length)
+    sizes = {"tensor": 1, "replica": 1} | mesh_sizes(options.mesh)
+    _, dims = parse_topology(options.topology)
+    chips = math.prod(dims) * options.slices
+
+    def make(mesh: Mesh) -> so.ShardedOptimizer:
+        block_model, tx = model(shape, remat="full"), optax.adamw(1e-3)
+        rules = RULES if mesh.shape["tensor"] > 1 else ()
+        if options.strategy == "fsdp":
+            return so.fsdp(tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16)
+        if options.strategy == "ddp":
+            return so.ddp(tx, mesh, block_model, rules=rules)
+        return so.zero(tx, mesh, block_model, stage=int(options.strategy.removeprefix("zero")), rules=rules)
+
+    batch = abstract_batch(shape, options.rows * chips // sizes["tensor"])
+    return so.aot(make, shape.abstract_params(), batch, topology=options.topology, num_slices=options.slices, **sizes)
+
+
+def mesh_sizes(text: str | None) -> dict[str, int]:
+    """Return the sizes in a text such as "data=4,tensor=2"; of none, none."""
+    with named("audit"):
+        return {} if text is None else parse_mesh(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions:
+    """Show who does what when in a pipeline: ticks, idle time, activations kept."""
+
+    kind: Literal["gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_lockstep"] = (
+        "eager_one_f_one_b"
+    )
+    """Which schedule, by its name in so.schedules."""
+
+    stages: int = 4
+    """Places on the mesh axis pipeline."""
+
+    micro_batches: int = 8
+    """Parts of a batch that follow each other through the stages."""
+
+    chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Parts of the model on each stage, for interleaved (by default 2) and zero_bubble_lockstep (1)."""
+
+    json: bool = False
+    """Print JSON instead of text."""
+
+    png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Draw it into this file."""
+
+
+def schedule(options: ScheduleOptions) -> None:
+    """Print the schedule.
+
+    Raises:
+      ValueError: if the schedule refuses the sizes, or has no chunks.
+    """
+    check_chunks("schedule", "--kind", options.kind, options.chunks)
+    table = schedule_builder(options.kind, options.chunks)(options.stages, options.micro_batches)
+    if options.png is not None:
+        table.plot(options.png)
+    print(json.dumps(numbers(table), indent=2) if options.json else str(table))
+
+
+def numbers(table: Schedule) -> dict[str, object]:
+    """Return a schedule as plain numbers and lists."""
+    return {
+        "name": table.name,
+        "stages": table.num_stages,
+        "micro_batches": table.num_micro_batches,
+        "chunks": table.num_chunks,
+        "ticks": table.num_ticks,
+        "bubble": table.bubble_fraction,
+        "program_bubble": table.program_bubble_fraction,
+        "peak_activations": list(table.peak_activations),
+        "table": {name: column.tolist() for name, column in table.table().items()},
+    }

@@ -1,4 +1,4 @@
-"""The strategy that the options name, and the refusal of options that do not go together."""
+"""What the options name: devices, mesh and strategy, and the refusal of options that do not go together."""
 
 import dataclasses
 import functools
@@ -13,31 +13,34 @@ from jax.sharding import Mesh
 import shardopt as so
 from shardopt.cli.communication import check_communication, combined, make_reducer
 from shardopt.cli.options import Pipeline, TrainOptions
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.mesh import data_axes
 from shardopt.models import gpt
 from shardopt.pipeline import Schedule
 from shardopt.runtime.processes import num_processes
 
-# The devices of a command: real ones where there are some, else simulated on the CPU; and the mesh over them.
-
-
 _AXES = ("replica", "data", "tensor", "pipeline")
 
 _DIGITS = 18
-"""Nobody has so many devices that their number has more; and Python refuses to read thousands."""
+"""No number of devices has more; and Python refuses to read thousands."""
+
+_CHUNKS = {"interleaved": 2, "zero_bubble_lockstep": 1}
+"""Schedules that can have several chunks a stage, and how many they have by default."""
+
+_GATHER = ("fsdp", "zero3")
+"""Placements of hybrid that gather weights."""
 
 
 def start_devices(count: int) -> Sequence[Any]:
     """Start jax and return its devices: accelerators where there are some, else `count` simulated on the CPU.
 
-    Several processes have as many of them each.
+    Each of several processes has an equal share of those.
 
     Raises:
       ValueError: if `count` is below 1, or cannot be shared out evenly among the processes that are to simulate it.
     """
-    if count < 1:
-        raise ValueError(f"train: --devices must be at least 1, got {count}.")
+    check_count("train", "--devices", count)
     so.initialize()
     processes = num_processes()
     try:
@@ -62,9 +65,8 @@ def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False, repl
         count = replicas or 1
         if len(devices) % count:
             what = f"{len(devices)} devices cannot be shared evenly by --replicas {count}."
-            raise ValueError(
-                format_error("train", what, fix="choose another number of either, or name sizes with --mesh.")
-            )
+            fix = "choose another number of either, or name sizes with --mesh."
+            raise ValueError(format_error("train", what, fix=fix))
         pipeline = 2 if pipelined and len(devices) // count % 2 == 0 else 1
         rest = len(devices) // count // pipeline
         tensor = 2 if rest >= 4 and rest % 2 == 0 else 1
@@ -104,13 +106,6 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-_CHUNKS = {"interleaved": 2, "zero_bubble_lockstep": 1}
-"""Schedules that can have several chunks a stage, and how many they have by themselves."""
-
-_GATHER = ("fsdp", "zero3")
-"""Placements of hybrid that gather weights."""
-
-
 def check_strategy(options: TrainOptions) -> None:
     """Refuse options that do not go together, as far as they can be told before there are devices.
 
@@ -125,36 +120,71 @@ def check_strategy(options: TrainOptions) -> None:
         "--layers": options.model.layers,
     }
     for flag, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"train: {flag} must be at least 1, got {number}.")
+        if number is not None:
+            check_count("train", flag, number)
     if where.strategy != "hybrid" and (given := _given(pipeline)):
         what = f"{plural(len(given), 'option')} for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(format_error("train", what, given, "leave out what is listed, or choose --strategy hybrid."))
     check_communication(options)
     _check_gather_dtype(options)
-    schedule = _schedule_name(pipeline)
-    if (pipeline.chunks or 1) > 1 and schedule not in _CHUNKS:
-        what = f"--chunks {pipeline.chunks} is for schedules that have chunks; {schedule} has one a stage."
-        fix = f"leave it out, or choose --schedule {' or '.join(_CHUNKS)}."
-        raise ValueError(format_error("train", what, fix=fix))
+    check_chunks("train", "--schedule", _schedule_name(pipeline), pipeline.chunks)
+
+
+def _check_gather_dtype(options: TrainOptions) -> None:
+    strategy, placement = options.where.strategy, options.pipeline.placement or "fsdp"
+    if options.where.gather_dtype is None or strategy == "fsdp":
+        return
+    if strategy != "hybrid":
+        what = f"--gather-dtype is for fsdp, which gathers weights; {strategy} was asked for."
+        raise ValueError(format_error("train", what, fix="leave it out, or choose --strategy fsdp."))
+    if placement not in _GATHER:
+        what = f"--gather-dtype is for placements that gather weights; --placement {placement} does not."
+        raise ValueError(format_error("train", what, fix="leave it out, or choose --placement fsdp."))
+
+
+def _given(pipeline: Pipeline) -> list[str]:
+    """Return the flags that say something else than nothing."""
+    values = dataclasses.asdict(pipeline)
+    return [f"--{name}" + ("" if value is True else f" {value}") for name, value in values.items() if value]
+
+
+def check_chunks(who: str, flag: str, schedule: str, chunks: int | None) -> None:
+    """Refuse several chunks for a schedule that has one per stage.
+
+    Raises:
+      ValueError: if `chunks` is anything but None or 1, and the schedule has none.
+    """
+    if chunks not in (None, 1) and schedule not in _CHUNKS:
+        what = f"--chunks {chunks} is for schedules that have chunks; {schedule} has one a stage."
+        raise ValueError(format_error(who, what, fix=f"leave it out, or choose {flag} {' or '.join(_CHUNKS)}."))
+
+
+def schedule_builder(name: str, chunks: int | None) -> Callable[[int, int], Schedule]:
+    """Return the function of `so.schedules`, of stages and micro-batches, with as many chunks as asked."""
+    make = getattr(so.schedules, name)
+    return functools.partial(make, num_chunks=chunks or _CHUNKS[name]) if name in _CHUNKS else make
+
+
+def _schedule_name(pipeline: Pipeline) -> str:
+    return pipeline.schedule or "eager_one_f_one_b"
 
 
 def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     """Return the options with a number of layers, where none was given, that can be cut into stages.
 
     Raises:
-      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid; replicas are to train apart,
-        and there is one; or the layers that were given cannot be cut evenly.
+      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid; --sync-every is given and
+        there is one replica; or the layers that were given cannot be cut evenly.
     """
     where, stages = options.where, mesh.shape["pipeline"]
     asked = options.communication
     if asked.sync_every is not None and mesh.shape.get("replica", 1) < 2:
-        what = f"--sync-every {asked.sync_every} is for replicas that train apart, and there is one."
+        what = f"--sync-every {asked.sync_every} is for several replicas, and there is one."
         raise ValueError(format_error("train", what, fix="add --replicas 2, or leave --sync-every out."))
     if stages > 1 and where.strategy != "hybrid":
         what = f"pipeline={stages} is for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(format_error("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
-    chunks = _num_chunks(options.pipeline)
+    chunks = options.pipeline.chunks or _CHUNKS.get(_schedule_name(options.pipeline), 1)
     parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, parts)
     if layers % parts:
@@ -186,19 +216,21 @@ def make_base(
     *,
     reducer: so.reducers.Reducer | None = None,
 ) -> so.ShardedOptimizer:
-    """Return the strategy of ring 1 that the options name, by itself."""
+    """Return the strategy that the options name, without local updates."""
     where, pipeline = options.where, options.pipeline
     arguments = {"micro_batches": num_micro_batches(options, mesh), "rules": gpt.rules}
     if where.strategy == "hybrid":
-        placement = pipeline.placement or "fsdp"
-        schedule = _schedule(pipeline)
-        arguments |= {
-            "reducer": reducer,
-            "placement": placement,
-            "gather_dtype": where.gather_dtype,
-            "remat": pipeline.remat,
-        }
-        return so.hybrid(tx, mesh, model, schedule=schedule, **arguments)
+        return so.hybrid(
+            tx,
+            mesh,
+            model,
+            schedule=schedule_builder(_schedule_name(pipeline), pipeline.chunks),
+            reducer=reducer,
+            placement=pipeline.placement or "fsdp",
+            gather_dtype=where.gather_dtype,
+            remat=pipeline.remat,
+            **arguments,
+        )
     if where.strategy == "fsdp":
         return so.fsdp(tx, mesh, model, gather_dtype=where.gather_dtype, **arguments)
     if where.strategy == "ddp":
@@ -224,7 +256,6 @@ def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
     for count in candidates:
         if size % (devices * count) == 0:
             return count
-    # The fewest, for the remedy: what other batch would do.
     pieces = devices * candidates[-1]
     cut = f"{plural(devices, 'device')} along {' x '.join(axes)}"
     if candidates[-1] > 1:
@@ -238,35 +269,3 @@ def _nearest(count: int, pieces: int) -> str:
     """Return the multiples of `pieces` on both sides of `count`, or the first."""
     below = count // pieces * pieces
     return f"{below} or {below + pieces}" if below else str(pieces)
-
-
-def _given(pipeline: Pipeline) -> list[str]:
-    """Return the flags that say something else than nothing."""
-    values = dataclasses.asdict(pipeline)
-    return [f"--{name}" + ("" if value is True else f" {value}") for name, value in values.items() if value]
-
-
-def _check_gather_dtype(options: TrainOptions) -> None:
-    strategy, placement = options.where.strategy, options.pipeline.placement or "fsdp"
-    if options.where.gather_dtype is None or strategy == "fsdp":
-        return
-    if strategy != "hybrid":
-        what = f"--gather-dtype is for fsdp, which gathers weights; {strategy} was asked for."
-        raise ValueError(format_error("train", what, fix="leave it out, or choose --strategy fsdp."))
-    if placement not in _GATHER:
-        what = f"--gather-dtype is for placements that gather weights; --placement {placement} does not."
-        raise ValueError(format_error("train", what, fix="leave it out, or choose --placement fsdp."))
-
-
-def _schedule_name(pipeline: Pipeline) -> str:
-    return pipeline.schedule or "eager_one_f_one_b"
-
-
-def _num_chunks(pipeline: Pipeline) -> int:
-    return pipeline.chunks or _CHUNKS.get(_schedule_name(pipeline), 1)
-
-
-def _schedule(pipeline: Pipeline) -> Callable[[int, int], Schedule]:
-    name = _schedule_name(pipeline)
-    make = getattr(so.schedules, name)
-    return functools.partial(make, num_chunks=_num_chunks(pipeline)) if name in _CHUNKS else make

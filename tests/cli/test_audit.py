@@ -40,7 +40,7 @@ def test_json(capsys):
         ([__file__], "audit: this is not the text of an HLO module: it has no HloModule line."),
         (["--topology", "v9:2"], "aot: unknown topology 'v9:2'."),
         (["--topology", "v5e:2x4", "--model", "gpt9"], "audit: unknown model 'gpt9'."),
-        (["--topology", "v5e:2x4", "--rows", "0"], "audit: --rows and --length must be at least 1, got 0 and 1024."),
+        (["--topology", "v5e:2x4", "--rows", "0"], "audit: --rows must be at least 1, got 0."),
     ],
 )
 def test_refusals(capsys, words, message):

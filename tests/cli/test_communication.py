@@ -51,13 +51,13 @@ def quiet():
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory, quiet):
-    """Six steps of DiLoCo with H = 4: it ends between two agreements."""
+    """Six steps of DiLoCo with H = 4: it ends between two synchronizations."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     words = "--steps 6 --mesh data=2,tensor=2 --replicas 2 --sync-every 4 --reducer int8 --reducer-warmup-steps 1 --strategy ddp"
     return folder, run(*tiny, "--run-dir", folder, *words.split())
 
 
-def test_a_run_of_replicas_says_how_they_agree_and_what_they_send(finished):
+def test_a_run_with_local_updates_tells_how_they_synchronize_and_what_they_send(finished):
     folder, out = finished
     held, shard = 172_672, 86_656  # bytes of the parameters; of what tensor=2 leaves to a device
     config = gpt.GPTConfig(dim=32, num_layers=2)
@@ -66,9 +66,9 @@ def test_a_run_of_replicas_says_how_they_agree_and_what_they_send(finished):
     sent, ddp = shard + int8 / 4, 2 * 3 / 4 * shard  # data=2 every step, replica=2 every fourth; ddp over all four
     for piece in (
         "mesh       replica=2 x data=2 x tensor=2\n",
-        "apart for 4 steps, then nesterov, rate 0.7, momentum 0.9\n",
+        "synchronized every 4 steps, by nesterov, rate 0.7, momentum 0.9\n",
         "these are a replica's own; the parameters it shares and outer optimizer state come on top\n",
-        "(read off the compiled programs; mean of the 4 steps from one agreement to the next)\n",
+        "(read off the compiled programs; mean of the 4 steps from one synchronization to the next)\n",
     ):
         assert piece in out
     assert "outer gradients by error_feedback(warm_up(int8(block_size=256), steps=1)) " in " ".join(out.split())
@@ -78,7 +78,7 @@ def test_a_run_of_replicas_says_how_they_agree_and_what_they_send(finished):
 
 
 def test_what_writes_is_the_mean_of_the_replicas_as_they_are(finished, quiet):
-    """Two steps after they agreed; the last checkpoint has them apart, to go on from."""
+    """Two steps after a synchronization; the last checkpoint has a state of each replica, to go on from."""
     options, config = read_options(finished[0]), gpt.GPTConfig(dim=32, num_layers=2)
     mesh = mesh_of(options.where.mesh, jax.devices(), replicas=2)
     tx = make_optimizer(options.training.optimizer, learning_rate=1.0, steps=6, clip=options.training.clip)
@@ -99,7 +99,7 @@ def test_replicas_go_on_as_one_from_their_mean(finished, tmp_path, quiet):
     words = "--steps 7 --sync-every None --replicas None --mesh data=4,tensor=2"
     out = run("train", "--resume", "--run-dir", folder, *words.split())
     assert "Kept of step 6: parameters and optimizer state, the mean of 2 replicas.\n" in out
-    assert "error_feedback" not in out  # int8 was for what replicas agreed on
+    assert "error_feedback" not in out  # int8 was for the outer gradients
     assert "sent by each device over data: 130 kB a step, 100.01% of the 130 kB of ddp\n" in out
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged] == [4, 6, 7]
@@ -158,23 +158,23 @@ def ring_1_of(config):
             Communication(sync_every=6, outer="average", warmup_sync_steps=2),
             "local_sgd",
             (6, 2, 1, 0, 0.0),
-            "apart for 6 steps, then their average",
+            "synchronized every 6 steps, by their average",
         ),
         (
             Communication(sync_every=6, fragments=2, delay=1, mix=0.5),
             "diloco",
             (6, 0, 2, 1, 0.5),
-            "apart for 6 steps, then nesterov, rate 0.7, momentum 0.9",
+            "synchronized every 6 steps, by nesterov, rate 0.7, momentum 0.9",
         ),
         (
             Communication(sync_every=1, outer="sgd", outer_momentum=0.5),
             "diloco",
             (1, 0, 1, 0, 0.0),
-            "apart for 1 step, then sgd, rate 1, momentum 0.5",
+            "synchronized every 1 step, by sgd, rate 1, momentum 0.5",
         ),
     ],
 )
-def test_replicas_agree_as_asked(asked, strategy, how, line):
+def test_replicas_synchronize_as_asked(asked, strategy, how, line):
     inner = so.ddp(optax.sgd(0.1), so.make_mesh(replica=2), lambda params, batch: 0.0)
     config = combined(asked, inner).config
     assert config.strategy == strategy

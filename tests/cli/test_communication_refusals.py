@@ -5,9 +5,7 @@ import pytest
 
 from shardopt.cli import main
 
-GRADIENTS = (
-    "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1; or send what replicas agree on: --sync-every."
-)
+GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer gradients instead: --sync-every."
 
 
 @pytest.mark.parametrize(
@@ -15,13 +13,13 @@ GRADIENTS = (
     [
         (
             "--outer sgd --delay 1",
-            "train: 2 options for replicas that train apart, and no --sync-every.\n  --outer sgd\n  --delay 1\n"
-            "Fix: leave out what is listed, or say how many steps they train apart: --sync-every 50.",
+            "train: 2 options for local updates, and no --sync-every.\n  --outer sgd\n  --delay 1\n"
+            "Fix: leave out what is listed, or give the steps between synchronizations: --sync-every 50.",
         ),
         (
             "--replicas 2 --sync-every 4 --outer average --outer-lr 0.5 --reducer int8",
             "train: 2 options for an outer optimizer; --outer average has none.\n  --outer-lr 0.5\n  --reducer int8\n"
-            "Fix: leave out what is listed, or choose --outer sgd, which by itself averages too.",
+            "Fix: leave out what is listed, or choose --outer sgd, which averages by default too.",
         ),
         (
             "--replicas 2 --sync-every 4 --warmup-sync-steps 3",
@@ -29,7 +27,7 @@ GRADIENTS = (
         ),
         (
             "--sync-every 4",
-            "train: --sync-every 4 is for replicas that train apart, and there is one.\n"
+            "train: --sync-every 4 is for several replicas, and there is one.\n"
             "Fix: add --replicas 2, or leave --sync-every out.",
         ),
         ("--replicas 2 --sync-every 0", "train: --sync-every must be at least 1, got 0."),
@@ -60,11 +58,11 @@ GRADIENTS = (
         ),
         (
             "--reducer sign",
-            f"train: --reducer takes the mean of whole gradients, and fsdp splits them or what they update.\n{GRADIENTS}",
+            f"train: --reducer takes the mean of replicated gradients, and fsdp shards them or what they update.\n{GRADIENTS}",
         ),
         (
             "--reducer sign --strategy hybrid --placement zero2",
-            "train: --reducer takes the mean of whole gradients, and hybrid with --placement zero2 splits them or what "
+            "train: --reducer takes the mean of replicated gradients, and hybrid with --placement zero2 shards them or what "
             f"they update.\n{GRADIENTS}",
         ),
         (
