@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import shardopt as so
-from shardopt.models import layers as transformer
+from shardopt.models import transformer
 from shardopt.planning import Layout, find_model, parse_topology, predict
 from shardopt.planning.costs import step_flops
 from shardopt.planning.layout import stored_bytes

@@ -10,7 +10,7 @@ import optax
 
 import shardopt as so
 from shardopt.audit import inner_product_flops, memory
-from shardopt.models import layers as transformer
+from shardopt.models import transformer
 from shardopt.planning import Hardware, Layout, Transformer, predict, trace
 from shardopt.planning.costs import step_flops
 from shardopt.planning.models import RULES

@@ -201,7 +201,7 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
     import jax.numpy as jnp
     import optax
 
-    from shardopt.models.layers import abstract_batch, model
+    from shardopt.models.transformer import abstract_batch, model
     from shardopt.planning.models import RULES
 
     assert options.topology is not None

@@ -4,52 +4,13 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from shardopt.core.errors import format_error
 from shardopt.core.extras import require
-
-# Which files make up a corpus, in an order that depends on nothing but their paths.
-
-
-_NOT_LIBRARY = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
-)
-"""Left out of the standard library: what was installed beside it, tests, and generated tables.
-
-The tables are near copies of each other: split between training and validation they would leak.
-"""
-
-
-def python_sources() -> tuple[Path, list[Path]]:
-    """Return the folder of the Python standard library and its own source files."""
-    root = Path(os.__file__).parent
-    return root, [path for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
-
-
-def text_files(root: Path) -> list[Path]:
-    """Return the file itself, or the text files below a folder: neither hidden nor binary."""
-    if not root.is_dir():
-        return [root]
-    return [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)]
-
-
-def _walk(root: Path, skip: frozenset[str] | set[str]) -> Iterator[Path]:
-    """Yield the files below a folder in the order of their paths; symbolic links to folders are not followed."""
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    # By parts, as strings: how paths compare differs between systems.
-    yield from sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
-
-
-def _is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" in file.read(8192)
-
 
 if TYPE_CHECKING:
     import grain
@@ -86,6 +47,16 @@ class Corpus(NamedTuple):
             parts.append(_read(self.paths[file], begin - self.starts[file], stop - begin))
             begin, file = stop, file + 1
         return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _read(path: Path, start: int, count: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        found = file.read(count)
+    if len(found) < count:
+        what = f"{str(path)!r} is shorter than when the corpus was opened: {start + len(found)} bytes and no more."
+        raise OSError(format_error("data", what, fix="leave the text alone while a model trains on it."))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +118,43 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
     return Corpus(tuple(file for file, _ in sized), tuple(starts))
 
 
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+)
+"""Left out of the standard library: what was installed beside it, tests, and generated tables.
+
+The tables are near copies of each other: split between training and validation they would leak.
+"""
+
+
+def python_sources() -> tuple[Path, list[Path]]:
+    """Return the folder of the Python standard library and its own source files."""
+    root = Path(os.__file__).parent
+    return root, [path for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
+
+
+def text_files(root: Path) -> list[Path]:
+    """Return the file itself, or the text files below a folder: neither hidden nor binary."""
+    if not root.is_dir():
+        return [root]
+    return [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)]
+
+
+def _walk(root: Path, skip: frozenset[str] | set[str]) -> Iterator[Path]:
+    """Yield the files below a folder in the order of their paths; symbolic links to folders are not followed."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    # By parts, as strings: how paths compare differs between systems.
+    yield from sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(8192)
+
+
 def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Windows, Windows]:
     """Cut a corpus into training windows and, from its end, validation windows; no byte is in both.
 
@@ -179,6 +187,13 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
         )
         raise ValueError(format_error("data", what, fix="give more text, or choose shorter windows."))
     return sides
+
+
+def _cut(corpus: Corpus, validation: float) -> int:
+    wanted = round(corpus.num_bytes * (1 - validation))
+    nearest = min(corpus.starts, key=lambda start: abs(start - wanted))
+    near_enough = 2 * abs(nearest - wanted) <= min(wanted, corpus.num_bytes - wanted)
+    return nearest if near_enough else wanted
 
 
 def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterDataset":
@@ -239,7 +254,7 @@ def encode(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def decode(tokens: Any) -> str:
+def decode(tokens: ArrayLike) -> str:
     r"""Return the text that byte tokens spell, with U+FFFD for what is no UTF-8.
 
     Example:
@@ -247,20 +262,3 @@ def decode(tokens: Any) -> str:
       'hé'
     """
     return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
-
-
-def _cut(corpus: Corpus, validation: float) -> int:
-    wanted = round(corpus.num_bytes * (1 - validation))
-    nearest = min(corpus.starts, key=lambda start: abs(start - wanted))
-    near_enough = 2 * abs(nearest - wanted) <= min(wanted, corpus.num_bytes - wanted)
-    return nearest if near_enough else wanted
-
-
-def _read(path: Path, start: int, count: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        found = file.read(count)
-    if len(found) < count:
-        what = f"{str(path)!r} is shorter than when the corpus was opened: {start + len(found)} bytes and no more."
-        raise OSError(format_error("data", what, fix="leave the text alone while a model trains on it."))
-    return found

@@ -1,8 +1,8 @@
-"""A decoder-only GPT as pure functions: rotary positions, RMS norm, SwiGLU, blocks stacked and scanned."""
+"""A decoder-only GPT as pure functions: rotary positions, RMS norm, SwiGLU, blocks stacked and scanned; and its samples."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core.block_model import BlockModel
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import Weighted
+from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
 
-Params = dict[str, Any]
+Params = dict[str, PyTree]
+Batch = Mapping[str, Array | np.ndarray]
+Remat = str | Callable[..., bool] | None
 Tokens = Int[Array | np.ndarray, "B T"]
 
 rules = (
@@ -26,9 +28,9 @@ rules = (
     ("^blocks/mlp/down$", P("tensor", None)),
     ("^(embedding|head)$", P("tensor", None)),
 )
-"""Tensor rules: heads, hidden units and the vocabulary are split; each block then needs two sums over the axis.
+"""Tensor rules: heads, hidden units and the vocabulary are sharded; each block then needs two all-reduces over the axis.
 
-The first product of attention and mlp is split by column, the second by row (Shoeybi, Patwary, Puri, LeGresley,
+The first product of attention and mlp is sharded by column, the second by row (Shoeybi, Patwary, Puri, LeGresley,
 Casper and Catanzaro, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
 2019, section 3). Specs speak of one block, without the stacked dim.
 """
@@ -139,7 +141,7 @@ def num_parameters(config: GPTConfig) -> int:
     return V * D * (1 if config.tied else 2) + L * (4 * D * D + 3 * D * F + 2 * D) + D
 
 
-def model(config: GPTConfig, *, remat: Any = None) -> BlockModel:
+def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
     """Return the GPT as a `BlockModel`: the mean cross-entropy of the next token, in nats.
 
     A batch is a dict of "tokens", integers [B, T + 1], whose first T are the input and whose last T are the
@@ -160,13 +162,13 @@ def model(config: GPTConfig, *, remat: Any = None) -> BlockModel:
       True
     """
 
-    def embed(outer: Params, batch: Any) -> Float[Array, "B T D"]:
+    def embed(outer: Params, batch: Batch) -> Float[Array, "B T D"]:
         return embed_tokens(config, outer, _tokens_of(batch)[:, :-1])
 
     def block(one_block: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return apply_block(config, one_block, x)[0]
 
-    def loss(outer: Params, x: Float[Array, "B T D"], batch: Any) -> Float[Array, ""] | Weighted:
+    def loss(outer: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, ""] | Weighted:
         nats = layers.cross_entropy(logits_of(config, outer, x), _tokens_of(batch)[:, 1:])
         if "weights" not in batch:
             return jnp.mean(nats)
@@ -204,11 +206,122 @@ def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Flo
     return jnp.einsum("btd,vd->btv", layers.rms_norm(x, norm), head, preferred_element_type=wide)
 
 
-def _cast(tree: Any, config: GPTConfig) -> Any:
+def sample(
+    params: Params,
+    config: GPTConfig,
+    prompt: Tokens,
+    rng: jax.Array,
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Int[Array, "B S"]:
+    """Continue a prompt, one token after another, with keys and values cached.
+
+    Args:
+      params: the parameters, on one device or sharded.
+      config: the shape of the model.
+      prompt: token ids, at least one a row.
+      rng: a jax random key.
+      num_tokens: how many tokens to add.
+      temperature: what logits are divided by; 0 takes the likeliest token.
+      top_k: draw among this many likeliest tokens only; None among all.
+
+    Returns:
+      Token ids [B, T + num_tokens], the prompt first.
+
+    Raises:
+      ValueError: if the prompt is empty, the result is longer than `config.max_length`, num_tokens or
+        temperature is negative, or top_k is not between 1 and the vocabulary's size.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from shardopt.models import gpt
+      >>> config = GPTConfig(dim=32, num_layers=2)
+      >>> params = gpt.init(config, jax.random.key(0))
+      >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
+      (1, 5)
+    """
+    length = prompt.shape[1] + num_tokens
+    wrong = [
+        (prompt.shape[1] < 1, "prompt must hold at least one token a row"),
+        (num_tokens < 0, f"num_tokens must not be negative, got {num_tokens}"),
+        (temperature < 0, f"temperature must not be negative, got {temperature}"),
+        (
+            top_k is not None and not 1 <= top_k <= config.vocab_size,
+            f"top_k must be in 1 to {config.vocab_size}, got {top_k}",
+        ),
+        (
+            length > config.max_length,
+            f"{prompt.shape[1]} + {num_tokens} tokens are more than max_length={config.max_length}",
+        ),
+    ]
+    if problems := [message for is_wrong, message in wrong if is_wrong]:
+        raise ValueError(format_error("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems))
+    return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
+
+
+def empty_cache(params: Params, batch_size: int, length: int, dtype: DTypeLike | None = None) -> layers.KVCache:
+    """Return a cache for `advance`: zeros, key and value [L, batch_size, length, H, K]."""
+    qkv = params["blocks"]["attention"]["qkv"]
+    num_layers, _, _, num_heads, head_dim = qkv.shape
+    zeros = jnp.zeros((num_layers, batch_size, length, num_heads, head_dim), dtype or qkv.dtype)
+    return layers.KVCache(zeros, zeros)
+
+
+def advance(
+    params: Params, config: GPTConfig, tokens: Tokens, cache: layers.KVCache, start: Int[Array, ""]
+) -> tuple[Float[Array, "B T V"], layers.KVCache]:
+    """Return the logits after each of T tokens that stand at positions `start`, `start` + 1, ..., and the cache."""
+
+    def one(x, block_and_cache):
+        one_block, block_cache = block_and_cache
+        x, block_cache = apply_block(config, one_block, x, block_cache, start)
+        assert block_cache is not None
+        return x, block_cache
+
+    x, written = jax.lax.scan(one, embed_tokens(config, params, tokens), (params["blocks"], cache))
+    return logits_of(config, params, x), written
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
+def _sample(
+    params: Params,
+    config: GPTConfig,
+    prompt: Int[Array, "B T"],
+    rng: jax.Array,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+) -> Int[Array, "B S"]:
+    batch_size, prompt_length = prompt.shape
+    cache = empty_cache(params, batch_size, prompt_length + num_tokens, config.dtype)
+    logits, cache = advance(params, config, prompt, cache, jnp.int32(0))
+
+    def add_one(carry, i):
+        logits, cache = carry
+        token = _draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
+        logits, cache = advance(params, config, token[:, None], cache, prompt_length + i)
+        return (logits[:, -1], cache), token
+
+    _, added = jax.lax.scan(add_one, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
+    return jnp.concatenate([prompt, added.T], axis=1)
+
+
+def _draw(logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k: int | None) -> Int[Array, " B"]:
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if top_k is not None:
+        threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+    return jax.random.categorical(rng, logits / temperature).astype(jnp.int32)
+
+
+def _cast(tree: PyTree, config: GPTConfig) -> PyTree:
     return tree if config.dtype is None else jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
 
 
-def _tokens_of(batch: Any) -> Int[Array, "B S"]:
+def _tokens_of(batch: Batch) -> Int[Array, "B S"]:
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     wanted = "gpt: a batch is a dict with integer tokens [B, T + 1], T at least 1"
     if tokens is None:

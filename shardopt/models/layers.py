@@ -3,14 +3,11 @@
 Suffixes: B sequences, T positions, S cached positions, D width, H heads, K width of a head, F hidden units.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-from shardopt.core.block_model import BlockModel
-from shardopt.planning import Transformer
 
 
 class KVCache(NamedTuple):
@@ -101,7 +98,7 @@ def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, 
 def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Return -log softmax(logits)[target] in nats.
 
-    The target's logit is picked by a mask and a sum rather than an index, so that a vocabulary split over the
+    The target's logit is picked by a mask and a sum rather than an index, so that a vocabulary sharded over the
     tensor axis is reduced where it lies instead of being gathered.
     """
     is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
@@ -141,89 +138,3 @@ def _visible(positions: Array, length: int) -> Array:
 
 def _write(old: Array, new: Array, start: Array | int) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
-
-
-# The `BlockModel` of a `so.planning.Transformer`: grouped-query attention, so that published shapes can be compiled.
-
-
-Params = dict[str, Any]
-
-
-def model(shape: Transformer, *, remat: Any = None) -> BlockModel:
-    """Return the mean cross-entropy of the next token as a `BlockModel`, with the parameters of the shape.
-
-    A batch is a dict of "tokens", integers [B, T + 1]. Norms are RMS norms and positions rotary, or learned where the
-    shape has rows for them; without a gate the mlp is GELU. Weights are cast to the dtype of the shape. Attention is
-    XLA's own, which writes its scores to memory; `fused_attention` speaks of the formulas only.
-
-    Args:
-      shape: sizes and dtypes.
-      remat: what the backward pass recomputes, as in `BlockModel`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from shardopt.planning import Transformer
-      >>> sizes = dict(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden=64, vocab_size=256, length=16)
-      >>> shape = Transformer("tiny", **sizes, dtype=jnp.float32)
-      >>> params = init(shape, jax.random.key(0))
-      >>> loss = model(shape).loss_fn(params, {"tokens": jnp.arange(68).reshape(4, 17)})
-      >>> bool(abs(loss - jnp.log(256)) < 0.05)
-      True
-    """
-    T = shape.length
-
-    def embed(outer: Params, batch: Any) -> Any:
-        x = jnp.take(_cast(outer["embedding"], shape), batch["tokens"][:, :T], axis=0, mode="clip")
-        return x + _cast(outer["positions"], shape)[None, :T] if shape.positions else x
-
-    def block(weights: Params, x: Any) -> Any:
-        weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
-        x = x + _grouped_attend(shape, weights, rms_norm(x, weights["norms"][0]))
-        return x + _mlp(shape, weights, rms_norm(x, weights["norms"][1]))
-
-    def loss(outer: Params, x: Any, batch: Any) -> Any:
-        head = _cast(outer["embedding" if shape.tied else "head"], shape)
-        normed = rms_norm(x, _cast(outer["norm"], shape))
-        logits = jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.float32)
-        return jnp.mean(cross_entropy(logits, batch["tokens"][:, 1 : T + 1]))
-
-    return BlockModel(embed, block, loss, remat)
-
-
-def init(shape: Transformer, rng: jax.Array) -> Params:
-    """Draw parameters: normal with deviation 0.02, norms ones."""
-    shapes = shape.abstract_params()
-    leaves, treedef = jax.tree.flatten_with_path(shapes)
-    keys = jax.random.split(rng, len(leaves))
-
-    def one(path, leaf, key):
-        if "norm" in str(path[-1]):
-            return jnp.ones(leaf.shape, leaf.dtype)
-        return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
-
-    return treedef.unflatten([one(path, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)])
-
-
-def abstract_batch(shape: Transformer, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch."""
-    return {"tokens": jax.ShapeDtypeStruct((batch_size, shape.length + 1), jnp.int32)}
-
-
-def _grouped_attend(shape: Transformer, weights: Params, x: Any) -> Any:
-    query = jnp.einsum("btd,dhk->bthk", x, weights["q"])
-    key, value = jnp.split(jnp.einsum("btd,dgk->btgk", x, weights["kv"]), 2, axis=-1)
-    if not shape.positions:
-        at = jnp.arange(x.shape[1])
-        query, key = rotate(query, at, 500_000.0), rotate(key, at, 500_000.0)
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return jnp.einsum("bthk,hkd->btd", mixed, weights["out"])
-
-
-def _mlp(shape: Transformer, weights: Params, x: Any) -> Any:
-    up = jnp.einsum("btd,dcf->cbtf", x, weights["up"])
-    hidden = jax.nn.silu(up[0]) * up[1] if shape.gated else jax.nn.gelu(up[0])
-    return jnp.einsum("btf,fd->btd", hidden, weights["down"])
-
-
-def _cast(leaf: Any, shape: Transformer) -> Any:
-    return leaf.astype(shape.dtype)

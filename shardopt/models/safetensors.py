@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ import numpy as np
 
 from shardopt.core.errors import format_error
 from shardopt.core.extras import require
-from shardopt.models.gpt import GPTConfig, Params
+from shardopt.core.types import leaves_with_paths
+from shardopt.models.gpt import GPTConfig, Params, init
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _EPSILON = 1e-6
@@ -56,27 +57,16 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
         what = "the parameters are on devices of several processes."
         fix = "save a checkpoint, restore it in one process, and export from there."
         raise ValueError(format_error("export_safetensors", what, fix=fix))
-    host, L, D = jax.tree.map(np.asarray, params), config.num_layers, config.dim
-    blocks = host["blocks"]
-    tensors = {"model.embed_tokens.weight": host["embedding"], "model.norm.weight": host["norm"]}
-    if not config.tied:
-        tensors["lm_head.weight"] = host["head"]
-    for i in range(L):
-        block, attention, mlp = f"model.layers.{i}", blocks["attention"], blocks["mlp"]
-        tensors[f"{block}.input_layernorm.weight"] = attention["norm"][i]
-        tensors[f"{block}.post_attention_layernorm.weight"] = mlp["norm"][i]
-        for c, name in enumerate("qkv"):
-            tensors[f"{block}.self_attn.{name}_proj.weight"] = attention["qkv"][i, :, c].reshape(D, D).T
-        tensors[f"{block}.self_attn.o_proj.weight"] = attention["out"][i].reshape(D, D).T
-        for c, name in enumerate(("gate", "up")):
-            tensors[f"{block}.mlp.{name}_proj.weight"] = mlp["up"][i, :, c].T
-        tensors[f"{block}.mlp.down_proj.weight"] = mlp["down"][i].T
+    leaves = {path: np.asarray(leaf) for path, leaf in leaves_with_paths(params)}
+    tensors = {}
+    for name, place in _llama_tensors(config).items():
+        tensor = leaves[place.path][place.at]
+        tensors[name] = np.ascontiguousarray(tensor.reshape(place.shape[::-1]).T if place.at else tensor)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-    dtype = str(host["embedding"].dtype)
-    (folder / _CONFIG).write_text(json.dumps(_llama(config, dtype), indent=2) + "\n")
+    described = _llama_config(config, str(leaves["embedding"].dtype))
+    (folder / _CONFIG).write_text(json.dumps(described, indent=2) + "\n")
     return folder
 
 
@@ -98,39 +88,44 @@ def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTCo
     from safetensors.numpy import load_file
 
     folder = Path(directory)
-    said = json.loads((folder / _CONFIG).read_text())
-    config = _config_of(folder, said)
-    tensors, L, H, K = load_file(folder / _WEIGHTS), config.num_layers, config.num_heads, config.head_dim
-    _check_tensors(folder, tensors, config)
-    embedding = tensors["model.embed_tokens.weight"]
-    config = dataclasses.replace(config, param_dtype=getattr(jnp, embedding.dtype.name))
-
-    def stack(name: str) -> np.ndarray:
-        return np.stack([tensors[f"model.layers.{i}.{name}.weight"].T for i in range(L)])
-
-    D, qkv = config.dim, [stack(f"self_attn.{name}_proj") for name in "qkv"]
-    params: dict[str, Any] = {
-        "embedding": embedding,
-        "blocks": {
-            "attention": {
-                "norm": stack("input_layernorm"),
-                "qkv": np.stack(qkv, axis=2).reshape(L, D, 3, H, K),
-                "out": stack("self_attn.o_proj").reshape(L, H, K, D),
-            },
-            "mlp": {
-                "norm": stack("post_attention_layernorm"),
-                "up": np.stack([stack("mlp.gate_proj"), stack("mlp.up_proj")], axis=2),
-                "down": stack("mlp.down_proj"),
-            },
-        },
-        "norm": tensors["model.norm.weight"],
-    }
-    if not config.tied:
-        params["head"] = tensors["lm_head.weight"]
-    return params, config
+    config = _config_of(folder, json.loads((folder / _CONFIG).read_text()))
+    tensors, places = load_file(folder / _WEIGHTS), _llama_tensors(config)
+    _check_tensors(folder, tensors, places)
+    config = dataclasses.replace(config, param_dtype=getattr(jnp, tensors["model.embed_tokens.weight"].dtype.name))
+    abstract = jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
+    leaves = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in leaves_with_paths(abstract)}
+    for name, place in places.items():
+        leaf = leaves[place.path]
+        leaf[place.at] = tensors[name].T.reshape(leaf[place.at].shape) if place.at else tensors[name]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values()), config
 
 
-def _llama(config: GPTConfig, dtype: str) -> dict[str, Any]:
+class _Place(NamedTuple):
+    """Where the GPT has a tensor of a Llama: `leaf[at]`, in blocks transposed; and the shape of the tensor."""
+
+    path: str
+    at: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+
+
+def _llama_tensors(config: GPTConfig) -> dict[str, _Place]:
+    D, F, V = config.dim, config.hidden, config.vocab_size
+    places = {"embed_tokens": _Place("embedding", (), (V, D)), "norm": _Place("norm", (), (D,))}
+    for i in range(config.num_layers):
+        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+        places[f"layers.{i}.input_layernorm"] = _Place("blocks/attention/norm", (i,), (D,))
+        places[f"layers.{i}.post_attention_layernorm"] = _Place("blocks/mlp/norm", (i,), (D,))
+        for c, name in enumerate("qkv"):
+            places[f"{attention}.{name}_proj"] = _Place("blocks/attention/qkv", (i, slice(None), c), (D, D))
+        places[f"{attention}.o_proj"] = _Place("blocks/attention/out", (i,), (D, D))
+        for c, name in enumerate(("gate", "up")):
+            places[f"{mlp}.{name}_proj"] = _Place("blocks/mlp/up", (i, slice(None), c), (F, D))
+        places[f"{mlp}.down_proj"] = _Place("blocks/mlp/down", (i,), (D, F))
+    head = {} if config.tied else {"lm_head.weight": _Place("head", (), (V, D))}
+    return {f"model.{name}.weight": place for name, place in places.items()} | head
+
+
+def _llama_config(config: GPTConfig, dtype: str) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -185,22 +180,13 @@ def _config_of(folder: Path, said: dict[str, Any]) -> GPTConfig:
     )
 
 
-def _check_tensors(folder: Path, tensors: dict[str, np.ndarray], config: GPTConfig) -> None:
-    D, F, V = config.dim, config.hidden, config.vocab_size
-    block = {f"self_attn.{name}_proj": (D, D) for name in "qkvo"} | {"mlp.down_proj": (D, F)}
-    block |= {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D)}
-    block |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
-    wanted: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-    wanted |= {} if config.tied else {"lm_head.weight": (V, D)}
-    wanted |= {
-        f"model.layers.{i}.{name}.weight": shape for i in range(config.num_layers) for name, shape in block.items()
-    }
+def _check_tensors(folder: Path, tensors: dict[str, np.ndarray], wanted: dict[str, _Place]) -> None:
     wrong = [f"{name}: missing" for name in wanted if name not in tensors]
     wrong += [f"{name}: not part of a gpt" for name in tensors if name not in wanted]
     wrong += [
-        f"{name}: shape {tensors[name].shape}, must be {shape}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
+        f"{name}: shape {tensors[name].shape}, must be {place.shape}"
+        for name, place in wanted.items()
+        if name in tensors and tensors[name].shape != place.shape
     ]
     if wrong:
         raise ValueError(format_error("import_safetensors", f"the tensors in {folder / _WEIGHTS} do not fit.", wrong))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.collectives import all_gather, per_device, reduce_scatter
-from shardopt.models import layers as transformer
+from shardopt.models import transformer
 from shardopt.planning import Transformer
 
 steps = importlib.import_module("shardopt.collectives.all_gather")  # as an attribute, the function of that name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardopt.models import gpt, sample
-from shardopt.models.sampling import advance, empty_cache
+from shardopt.models.gpt import advance, empty_cache
 
 CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, max_length=40)
 

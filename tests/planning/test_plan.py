@@ -10,7 +10,7 @@ import pytest
 from support.layouts import SHAPE
 
 import shardopt as so
-from shardopt.models import layers as transformer
+from shardopt.models import transformer
 from shardopt.planning import HARDWARE, Hardware, Layout, Transfer, find_hardware, predict
 from shardopt.planning.costs import seconds
 

@@ -10,7 +10,7 @@ import pytest
 
 import shardopt as so
 from shardopt.audit import Audit, Memory
-from shardopt.models import layers as transformer
+from shardopt.models import transformer
 from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
 from shardopt.planning.aot import AotReport, _compile, _without_a_tpu
 from shardopt.planning.layout import stored_bytes

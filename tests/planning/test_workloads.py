@@ -9,8 +9,7 @@ import pytest
 from support.layouts import SHAPE
 
 import shardopt as so
-from shardopt.models import gpt
-from shardopt.models import layers as transformer
+from shardopt.models import gpt, transformer
 from shardopt.planning import MODELS, Transformer, count_flops, find_model, trace
 from shardopt.planning.models import RULES
 

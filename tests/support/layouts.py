@@ -9,7 +9,7 @@ import optax
 
 import shardopt as so
 from shardopt.audit import inner_product_flops, memory
-from shardopt.models import layers as transformer
+from shardopt.models import transformer
 from shardopt.planning import Layout, Transformer, trace
 from shardopt.planning.costs import by_axis, footprint, step_flops, traffic
 from shardopt.planning.layout import abstract_opt_state, place
