@@ -7,7 +7,17 @@ Over slow links `local_sgd` and `diloco` combine replicas of any of these; `asyn
 from shardopt import checkpoint, parameter_server, planning, reducers, training, transforms
 from shardopt.audit import audit
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
-from shardopt.core import BlockModel, CheckpointError, NonFiniteLossError, TrainState, Updated, Weighted
+from shardopt.core import (
+    BlockModel,
+    CheckpointError,
+    CheckpointInUseError,
+    DamagedCheckpointError,
+    NonFiniteLossError,
+    StepNotFoundError,
+    TrainState,
+    Updated,
+    Weighted,
+)
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
@@ -22,11 +32,14 @@ from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_h
 __all__ = [
     "BlockModel",
     "CheckpointError",
+    "CheckpointInUseError",
     "Checkpoints",
+    "DamagedCheckpointError",
     "EarlyStopping",
     "FitResult",
     "NonFiniteLossError",
     "ShardedOptimizer",
+    "StepNotFoundError",
     "TrainState",
     "Updated",
     "Weighted",

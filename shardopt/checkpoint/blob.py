@@ -12,19 +12,17 @@ import hashlib
 import json
 import struct
 import sys
-from typing import Any
 
 import jax
 import numpy as np
 
+from shardopt.checkpoint.read import check_target, fill
 from shardopt.checkpoint.record import Meta, describe_state, from_json, to_json
-from shardopt.checkpoint.replicas import as_stored, carry_over
-from shardopt.checkpoint.restore import check_match, target_state
-from shardopt.checkpoint.save import check_step
 from shardopt.checkpoint.store import Leaf, check_leaves, describe, dtype_of, place, plain, unplain
 from shardopt.checkpoint.tree import leaves_by_path
-from shardopt.core.errors import CheckpointError, format_error
-from shardopt.core.types import TrainState
+from shardopt.checkpoint.write import check_step
+from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
+from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
 
 _MAGIC, _VERSION = b"shardopt", 1
@@ -32,7 +30,7 @@ _PRELUDE = struct.Struct("<8sIIQQ")
 _ALIGN, _DIGEST = 64, hashlib.sha256().digest_size
 
 
-def to_bytes(opt: ShardedOptimizer, state: TrainState) -> bytes:
+def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
     """Return a training state as bytes: strategy, mesh, tree, all values, and a checksum over everything.
 
     The whole state is gathered to the host, leaf by leaf; for more than fits there use `save`. With several
@@ -71,49 +69,51 @@ def to_bytes(opt: ShardedOptimizer, state: TrainState) -> bytes:
 
 
 def from_bytes(
-    opt: ShardedOptimizer, data: bytes | bytearray | memoryview, *, abstract_params: Any = None
-) -> TrainState:
-    """Return the training state that `to_bytes` packed, placed as `opt` places it.
+    target: ShardedOptimizer | PyTree, data: bytes | bytearray | memoryview, *, abstract_params: PyTree = None
+) -> PyTree:
+    """Return the training state that `to_bytes` packed, placed as `target` places it.
 
     Nothing is placed before everything is checked: length, magic, version, checksum, header, every leaf's key
     path, shape and dtype.
 
     Args:
-      opt: any strategy on any mesh.
+      target: an optimizer of any strategy on any mesh, or an abstract state; see `restore`.
       data: what `to_bytes` returned.
-      abstract_params: the parameters, where `opt` has not seen them; see `restore`.
+      abstract_params: the parameters, where an optimizer has not seen them; see `restore`.
 
     Raises:
-      TypeError: if `data` is not bytes, one after another.
-      CheckpointError: if `data` is damaged, of another format, or of another model. It is a ValueError.
+      TypeError: if `data` is not bytes, one after another, or `target` is neither an optimizer nor an abstract state.
+      DamagedCheckpointError: if `data` is damaged, or was not made by `to_bytes`.
+      CheckpointError: if it is of another format or of another model. It is a ValueError.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
       >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
       >>> opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn)
       >>> data = so.to_bytes(opt, opt.init({"w": jnp.ones((64, 32))}))
-      >>> split = so.fsdp(optax.adam(0.1), so.make_mesh(), loss_fn)
-      >>> so.from_bytes(split, data).params["w"].addressable_shards[0].data.shape
+      >>> sharded = so.fsdp(optax.adam(0.1), so.make_mesh(), loss_fn)
+      >>> so.from_bytes(sharded, data).params["w"].addressable_shards[0].data.shape
       (8, 32)
     """
+    who = "from_bytes"
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(format_error("from_bytes", f"data must be bytes, got {type(data).__name__}."))
+        raise TypeError(format_error(who, f"data must be bytes, got {type(data).__name__}."))
     view = memoryview(data)
     if not view.c_contiguous:
-        raise TypeError(format_error("from_bytes", "data must be contiguous bytes.", fix="pass bytes(data)."))
+        raise TypeError(format_error(who, "data must be contiguous bytes.", fix="pass bytes(data)."))
+    check_target(who, target, abstract_params)
     meta, raws = _unpack(view.cast("B") if view.nbytes else memoryview(b""))
-    target = target_state("from_bytes", opt, meta, abstract_params)
-    what = f"the state of step {meta.step}"
-    readable, changes = as_stored("from_bytes", what, meta.leaves, target)
-    check_match("from_bytes", what, meta.leaves, readable)
-    wanted = leaves_by_path(readable)
     hosts = dict(zip(meta.leaves, raws, strict=True))
-    leaves = []
-    for path, leaf in wanted.items():
-        stored = plain(leaf)
-        host = _array(hosts[path], stored.shape, stored.dtype)
-        leaves.append(unplain(place(stored, host.__getitem__), describe(leaf)))
-    return carry_over(jax.tree.unflatten(jax.tree.structure(target), leaves), changes)
+
+    def read(like: PyTree) -> PyTree:
+        leaves = []
+        for path, leaf in leaves_by_path(like).items():
+            stored = plain(leaf)
+            host = _array(hosts[path], stored.shape, stored.dtype)
+            leaves.append(unplain(place(stored, host.__getitem__), describe(leaf)))
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    return fill(who, f"the state of step {meta.step}", meta, target, abstract_params, read)
 
 
 def _layout(sizes: list[int]) -> tuple[list[list[int]], int]:
@@ -125,7 +125,7 @@ def _layout(sizes: list[int]) -> tuple[list[list[int]], int]:
     return spans, offset
 
 
-def _on_host(leaf: Any) -> np.ndarray:
+def _on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         from jax.experimental import multihost_utils
 
@@ -137,7 +137,7 @@ def _raw(array: np.ndarray) -> bytes:
     return (array.byteswap() if sys.byteorder == "big" else array).tobytes()
 
 
-def _array(raw: memoryview, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _array(raw: memoryview, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     array = np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
     return array.byteswap() if sys.byteorder == "big" else array
 
@@ -146,17 +146,18 @@ def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
     """Check the bytes from the outside in; return the record and the bytes of each leaf."""
     least = _PRELUDE.size + _DIGEST
     if len(data) < least:
-        raise _refusal(f"data is {len(data)} bytes long, the least that to_bytes returns is {least}.")
+        raise _damaged(f"data is {len(data)} bytes long, the least that to_bytes returns is {least}.")
     magic, version, zero, header_length, total = _PRELUDE.unpack(data[: _PRELUDE.size])
     if magic != _MAGIC:
-        raise _refusal(f"data does not begin with {_MAGIC!r} but with {bytes(magic)!r}.")
+        raise _damaged(f"data does not begin with {_MAGIC!r} but with {bytes(magic)!r}.")
     if version != _VERSION:
+        what = f"data has format version {version}, this version of shardopt reads {_VERSION}."
         fix = "use the version of shardopt that wrote it, or a newer one."
-        raise _refusal(f"data has format version {version}, this version of shardopt reads {_VERSION}.", fix=fix)
+        raise CheckpointError(format_error("from_bytes", what, fix=fix))
     if total != len(data):
-        raise _refusal(f"data is {len(data)} bytes long, {total} were written.")
+        raise _damaged(f"data is {len(data)} bytes long, {total} were written.")
     if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
-        raise _refusal("the bytes are not those that were written (their SHA-256 differs).")
+        raise _damaged("the bytes are not those that were written (their SHA-256 differs).")
     body = data[_PRELUDE.size : -_DIGEST]
     try:
         header = json.loads(bytes(body[:header_length]))
@@ -166,9 +167,9 @@ def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _refusal(f"the header does not make sense ({type(error).__name__}: {error}).") from error
+        raise _damaged(f"the header does not make sense ({type(error).__name__}: {error}).") from error
     if zero or not fits:
-        raise _refusal("the header does not fit the data.")
+        raise _damaged("the header does not fit the data.")
     return meta, [body[header_length + offset :][:size] for offset, size in spans]
 
 
@@ -177,7 +178,6 @@ def _size(leaf: Leaf) -> int:
     return stored.size * np.dtype(stored.dtype).itemsize
 
 
-def _refusal(
-    what: str, fix: str = "read the data again from where it came from, or use another copy."
-) -> CheckpointError:
-    return CheckpointError(format_error("from_bytes", what, fix=fix))
+def _damaged(what: str) -> DamagedCheckpointError:
+    fix = "read the data again from where it came from, or use another copy."
+    return DamagedCheckpointError(format_error("from_bytes", what, fix=fix))

@@ -4,82 +4,42 @@ import contextlib
 import logging
 import math
 import os
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from shardopt.checkpoint import store
 from shardopt.checkpoint.multihost import on_primary_process, raise_together
+from shardopt.checkpoint.read import load
 from shardopt.checkpoint.record import read_meta
-from shardopt.checkpoint.restore import load
-from shardopt.checkpoint.run_folder import committed, discard, remove_stale, run_folder, step_folder, surplus
-from shardopt.checkpoint.run_lock import Claim, is_of_deletion, let_go, lost, make_ready, take, take_anew, until_deleted
-from shardopt.checkpoint.save import check_step, failed, start
+from shardopt.checkpoint.run_folder import (
+    FilesGoneError,
+    RunLock,
+    check_writable,
+    committed,
+    discard,
+    remove_stale,
+    run_folder,
+    step_folder,
+)
+from shardopt.checkpoint.tree import Json
+from shardopt.checkpoint.write import check_step, start_write, write_error
 from shardopt.core.arguments import check_count
-from shardopt.core.errors import CheckpointError, format_error
+from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
+from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
 
-# Which checkpoints stay: the newest and the best; the others are deleted.
-
-
-def best_step(who: str, directory: Path, metric: str | None, mode: str) -> int | None:
-    """Return the step with the best metric (of equals the earliest), or None where nothing competes.
-
-    Raises:
-      CheckpointError: if the record of a checkpoint cannot be read: it may be the best.
-    """
-    values, unread = _metrics(who, directory, metric)
-    if unread:
-        what = f"the best step in {directory} by {metric!r} cannot be told."
-        fix = "bring the file back from a copy, or delete the folder of its step."
-        raise CheckpointError(format_error(who, what, list(unread.values()), fix=fix))
-    return _best(values, mode)
-
-
-def rotate(who: str, directory: Path, step: int, *, keep: int | None, metric: str | None, mode: str) -> None:
-    """Delete what is no longer to be kept, now that `step` was written. What may be the best is kept, and said to be.
-
-    Raises:
-      CheckpointError: if a step cannot be deleted.
-    """
-    values, unread = _metrics(who, directory, metric)
-    for old in surplus(committed(directory), keep, _best(values, mode)):
-        if old in unread:
-            text = "%s: step %d in %s is kept, because it may be the best by %r: %s"
-            logging.getLogger(__name__).warning(text, who, old, directory, metric, unread[old])
-            continue
-        try:
-            discard(directory, old)
-        except OSError as error:
-            what = f"step {step} was written, but step {old} in {directory} could not be deleted ({error})."
-            raise CheckpointError(format_error(who, what, fix="delete it, or give the job the right to.")) from error
-
-
-def _metrics(who: str, directory: Path, metric: str | None) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the metric of each step that has it, and what is wrong with the records that cannot be read."""
-    values: dict[int, float] = {}
-    unread: dict[int, str] = {}
-    if metric is None:
-        return values, unread
-    for step in committed(directory):
-        try:
-            values[step] = float(read_meta(who, step_folder(directory, step)).metrics.get(metric, math.nan))
-        except CheckpointError as error:
-            unread[step] = str(error).partition("\n")[0].removeprefix(f"{who}: ")
-    return {step: value for step, value in values.items() if not math.isnan(value)}, unread
-
-
-def _best(values: dict[int, float], mode: str) -> int | None:
-    sign = 1.0 if mode == "min" else -1.0
-    return min(values, key=lambda step: (sign * values[step], step), default=None)
-
-
 _WHO = "Checkpoints"
+_LOG = logging.getLogger(__name__)
+
+_TRIES, _PAUSE = 5, 0.1
+"""How often, and after how many seconds, what fails because files vanish is tried again: deleting takes a while."""
 
 
 class Checkpoints:
@@ -92,8 +52,8 @@ class Checkpoints:
     when a program ends without `close` is lost (and said to be), and only earlier checkpoints remain.
 
     From its construction to `close` it is the only writer of the folder: a second one, in whatever process, is
-    refused, and a writer that died, however it died, is followed without ado. If somebody deletes the folder meanwhile, the
-    next `save` makes it anew and says so: earlier checkpoints are gone, the run is not.
+    refused; the lock of a writer that died is no obstacle. If somebody deletes the folder meanwhile, the next `save`
+    makes it again and says so: earlier checkpoints are gone, the run is not.
 
     With several processes all construct it and call its methods in the same order; process 0 does the deleting.
 
@@ -138,12 +98,14 @@ class Checkpoints:
           best: a metric's name: the best checkpoint by it is kept as well. Checkpoints saved without this metric,
             or with a NaN, do not compete.
           mode: "min" or "max".
-          resume: whether `fit` goes on from the newest checkpoint in the folder; it refuses to start anew beside one.
+          resume: whether `fit` goes on from the newest checkpoint in the folder; without, it refuses to start
+            beside one.
 
         Raises:
           TypeError: if an argument is of the wrong kind.
           ValueError: if `every` or `keep` is below 1, or `mode` is neither "min" nor "max".
-          CheckpointError: if another job writes to the folder, or it cannot be written to.
+          CheckpointInUseError: if another job writes to the folder.
+          CheckpointError: if it cannot be written to.
         """
         check_count(_WHO, "every", every)
         if keep is not None:
@@ -152,11 +114,11 @@ class Checkpoints:
             raise ValueError(format_error(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
         self.directory = run_folder(_WHO, directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
-        self._claim: Claim | None = None
-        self._pid = os.getpid()
-        self._release: Callable[[], Any] = lambda: None
+        self._pid, self._closed = os.getpid(), False
         self._pending: Future[None] | None = None
-        on_primary_process(self._open)
+        self._lock = RunLock(_WHO, self.directory)
+        weakref.finalize(self, self._lock.release)
+        on_primary_process(self._lock.acquire)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._writer = store.Writer()
 
@@ -166,11 +128,11 @@ class Checkpoints:
 
     def save(
         self,
-        state: Any,
+        state: PyTree,
         *,
         step: int,
-        metrics: dict[str, Any] | None = None,
-        extra: dict[str, Any] | None = None,
+        metrics: Mapping[str, ArrayLike] | None = None,
+        extra: dict[str, Json] | None = None,
     ) -> None:
         """Copy a state to the host and write it in the background; wait for an earlier write first.
 
@@ -186,14 +148,17 @@ class Checkpoints:
           TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
           ValueError: if the state was donated, or `step` is negative.
           CheckpointError: if an earlier write failed; if this one cannot begin; if the folder was replaced by another
-            job's or unmounted; if it holds later steps than this one.
+            job's or unmounted; if it holds later steps than this one; after `close`.
         """
         number = check_step(_WHO, step, state)
         failure = self._settled()
-        if on_primary_process(lambda: until_deleted(lambda: self._made_ready(number))):
+        if on_primary_process(lambda: self._prepare(number)):
             failure = None  # what was being written went with the folder
-        raise_together(failure, unless=is_of_deletion)
-        finish = start(_WHO, self._writer, self.directory, state, self._ours, step=number, metrics=metrics, extra=extra)
+        raise_together(failure, unless=FilesGoneError)
+        is_held = self._lock.is_held
+        finish = start_write(
+            _WHO, self._writer, self.directory, state, is_held, step=number, metrics=metrics, extra=extra
+        )
         self._pending = self._thread.submit(self._finish, finish, number)
 
     def wait(self) -> None:
@@ -206,17 +171,17 @@ class Checkpoints:
             raise_together(self._settled())
 
     def close(self) -> None:
-        """Wait, then let go of the folder. Closing twice is harmless.
+        """Wait, then leave the folder to others. Closing twice is harmless.
 
         Raises:
-          CheckpointError: if the last write failed; the folder is let go of all the same.
+          CheckpointError: if the last write failed; the folder is released all the same.
         """
         try:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._release()
-            self._claim = None
+            self._lock.release()
+            self._closed = True
             self._writer.close()
 
     def steps(self) -> list[int]:
@@ -231,15 +196,20 @@ class Checkpoints:
         """Return the step with the best metric (of equals the earliest), or None where nothing competes.
 
         Raises:
-          CheckpointError: if the record of a checkpoint cannot be read: it may be the best. While training it is kept,
-            whatever `keep` says, and a warning is logged.
+          DamagedCheckpointError: if the record of a checkpoint cannot be read: it may be the best. While training it
+            is kept, whatever `keep` says, and a warning is logged.
         """
-        return best_step(_WHO, self.directory, self.best, self.mode)
+        values, unread = _metrics(self.directory, self.best)
+        if unread:
+            what = f"the best step in {self.directory} by {self.best!r} cannot be told."
+            fix = "bring the file back from a copy, or delete the folder of its step."
+            raise DamagedCheckpointError(format_error(_WHO, what, list(unread.values()), fix=fix))
+        return _best(values, self.mode)
 
-    def restore(self, opt: ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(self, target: ShardedOptimizer | PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Json]]:
         """Return the state of a checkpoint, by default the newest, and its `extra`; see `shardopt.restore`."""
         self.wait()
-        state, meta = load(_WHO, self.directory, opt, step=step)
+        state, meta = load(_WHO, self.directory, target, step=step)
         return state, meta.extra
 
     def __enter__(self) -> "Checkpoints":
@@ -257,18 +227,6 @@ class Checkpoints:
         if failure is not None:
             error.add_note(str(failure))  # what went wrong first must stay in front
 
-    def _open(self) -> None:
-        self._hold(take(_WHO, self.directory))
-
-    def _hold(self, claim: Claim) -> None:
-        self._release()
-        self._claim = claim
-        self._release = weakref.finalize(self, let_go, claim)
-
-    def _ours(self) -> bool:
-        """Return whether the folder is still the one that this writer took; on process 0."""
-        return self._claim is not None and not lost(self._claim)
-
     def _settled(self) -> BaseException | None:
         """Wait for the write under way, and return what went wrong with it here."""
         pending, self._pending = self._pending, None
@@ -276,31 +234,94 @@ class Checkpoints:
             return None  # a fork does not have the thread that writes
         return pending.exception()
 
-    def _made_ready(self, step: int) -> bool:
-        """Make room in the folder; make it anew if it was deleted, and return whether it was."""
-        if self._claim is None:
+    def _prepare(self, step: int) -> bool:
+        """Make room for a step; make the folder again if it was deleted, and return whether it was."""
+        if self._closed:
             raise CheckpointError(format_error(_WHO, "save was called after close.", fix="make a new Checkpoints."))
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._make_ready(step)
+            except FilesGoneError:  # somebody is deleting: try again until that is over
+                if not left:
+                    raise
+                time.sleep(_PAUSE)
+        raise AssertionError
+
+    def _make_ready(self, step: int) -> bool:
         try:
-            if self._ours():
-                make_ready(_WHO, self.directory, step)
-                return False
-            self._hold(take_anew(_WHO, self.directory, self._claim, step))
-            text = "%s: %s was deleted while the job ran. It is made anew for step %d; checkpoints before it are gone."
-            logging.getLogger(__name__).warning(text, _WHO, self.directory, step)
-            make_ready(_WHO, self.directory, step)
+            again = not self._lock.is_held()
+            if again:
+                self._lock.acquire_again(step)
+                text = "%s: %s was deleted while the job ran. It is made again for step %d; checkpoints before it are gone."
+                _LOG.warning(text, _WHO, self.directory, step)
+            if later := [other for other in committed(self.directory) if other > step]:
+                what = f"step {step} cannot be saved: {self.directory} holds later ones ({', '.join(map(str, later[-8:]))})."
+                fix = "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
+                raise CheckpointError(format_error(_WHO, what, fix=fix))
+            remove_stale(self.directory)
+            check_writable(self.directory, step)
         except OSError as error:
-            raise failed(_WHO, self.directory, step, error) from error
-        return True
+            raise write_error(_WHO, self.directory, step, error) from error
+        return again
 
     def _finish(self, finish: Callable[[], None], step: int) -> None:
         """Commit and rotate, on the thread."""
         try:
             finish()
             if jax.process_index() == 0:
-                rotate(_WHO, self.directory, step, keep=self.keep, metric=self.best, mode=self.mode)
+                _rotate(self.directory, step, keep=self.keep, metric=self.best, mode=self.mode)
         except CheckpointError as error:
-            logging.getLogger(__name__).error("%s", error)  # said now, in case nobody ever waits
+            _LOG.error("%s", error)  # said now, in case nobody ever waits
             with contextlib.suppress(OSError):
-                if jax.process_index() == 0 and self._ours():
+                if jax.process_index() == 0 and self._lock.is_held():
                     remove_stale(self.directory)  # a full disk is everybody's: what cannot be finished makes room
             raise
+
+
+def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
+    """Return the steps that are neither among the newest `keep` nor the best.
+
+    Example:
+      >>> surplus([10, 20, 30, 40], keep=2, best=10)
+      [20]
+    """
+    newest = set(steps if keep is None else steps[-keep:])
+    return [step for step in steps if step not in newest and step != best]
+
+
+def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None, mode: str) -> None:
+    """Delete what is no longer to be kept, now that `step` was written. What may be the best is kept, and said to be.
+
+    Raises:
+      CheckpointError: if a step cannot be deleted.
+    """
+    values, unread = _metrics(directory, metric)
+    for old in surplus(committed(directory), keep, _best(values, mode)):
+        if old in unread:
+            text = "%s: step %d in %s is kept, because it may be the best by %r: %s"
+            _LOG.warning(text, _WHO, old, directory, metric, unread[old])
+            continue
+        try:
+            discard(directory, old)
+        except OSError as error:
+            what = f"step {step} was written, but step {old} in {directory} could not be deleted ({error})."
+            raise CheckpointError(format_error(_WHO, what, fix="delete it, or give the job the right to.")) from error
+
+
+def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dict[int, str]]:
+    """Return the metric of each step that has it, and what is wrong with the records that cannot be read."""
+    values: dict[int, float] = {}
+    unread: dict[int, str] = {}
+    if metric is None:
+        return values, unread
+    for step in committed(directory):
+        try:
+            values[step] = float(read_meta(_WHO, step_folder(directory, step)).metrics.get(metric, math.nan))
+        except CheckpointError as error:
+            unread[step] = str(error).partition("\n")[0].removeprefix(f"{_WHO}: ")
+    return {step: value for step, value in values.items() if not math.isnan(value)}, unread
+
+
+def _best(values: dict[int, float], mode: str) -> int | None:
+    sign = 1.0 if mode == "min" else -1.0
+    return min(values, key=lambda step: (sign * values[step], step), default=None)

@@ -1,13 +1,50 @@
-"""Several processes that must come to one verdict, so that none goes on alone and waits for ever."""
+"""Several processes come to one verdict: none goes on alone and waits for the others."""
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from shardopt.core.errors import CheckpointError
+
+T = TypeVar("T", bound=bool | int | str | list | None)
+
+
+def on_primary_process(action: Callable[[], T]) -> T:
+    """Run the action on process 0 alone; every process returns its value, which is JSON, or raises what it raised."""
+    if jax.process_count() == 1:
+        return action()
+    value = failure = None
+    if jax.process_index() == 0:
+        try:
+            value = action()
+        except Exception as error:
+            failure = error
+    value, told = json.loads(exchange(json.dumps([value, _describe(failure)]))[0])
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise _error(*told)
+    return value
+
+
+def raise_together(failure: BaseException | None, *, unless: type[CheckpointError] | None = None) -> None:
+    """Raise this process's failure, or that of another process; all must call it.
+
+    Args:
+      failure: this process's, if it has one.
+      unless: nothing is raised if the failure of any process is of this kind.
+    """
+    told = [json.loads(text) for text in exchange(json.dumps(_describe(failure)))]
+    errors = [_error(*one) for one in told if one is not None]
+    if unless is not None and any(isinstance(error, unless) for error in errors):
+        return
+    if failure is not None:
+        raise failure
+    if errors:
+        raise errors[0]
 
 
 def exchange(text: str) -> list[str]:
@@ -20,42 +57,8 @@ def exchange(text: str) -> list[str]:
     sizes = multihost_utils.process_allgather(np.array([mine.size], np.int32)).ravel()
     padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
     padded[: mine.size] = mine
-    rows = multihost_utils.process_allgather(padded)
-    return [rows[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
-
-
-def on_primary_process(action: Callable[[], Any]) -> Any:
-    """Run the action on process 0 alone; every process returns its JSON value, or raises what it raised there."""
-    if jax.process_count() == 1:
-        return action()
-    failure, told = None, {}
-    if jax.process_index() == 0:
-        try:
-            told = {"value": action()}
-        except Exception as error:
-            failure, told = error, {"error": str(error)}
-    told = json.loads(exchange(json.dumps(told))[0])
-    if failure is not None:
-        raise failure
-    if "error" in told:
-        raise CheckpointError(told["error"])
-    return told["value"]
-
-
-def raise_together(failure: BaseException | None, *, unless: Callable[[str], bool] = lambda text: False) -> None:
-    """Raise this process's failure, or CheckpointError if another process has one; all must call it.
-
-    Args:
-      failure: this process's, if it has one.
-      unless: given the message of each process; if it returns True for one of them nothing is raised.
-    """
-    told = exchange("" if failure is None else str(failure))
-    if any(map(unless, told)):
-        return
-    if failure is not None:
-        raise failure
-    if other := next(filter(None, told), None):
-        raise CheckpointError(other)
+    texts = multihost_utils.process_allgather(padded)
+    return [texts[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
 
 
 def share(sizes: dict[str, int]) -> list[str]:
@@ -68,3 +71,13 @@ def share(sizes: dict[str, int]) -> list[str]:
         if rank == jax.process_index():
             mine.append(name)
     return mine
+
+
+def _describe(failure: BaseException | None) -> tuple[str, str] | None:
+    return None if failure is None else (type(failure).__name__, str(failure))
+
+
+def _error(kind: str, message: str) -> CheckpointError:
+    """Return the error of another process, of the same kind where that is one of checkpoints."""
+    kinds = {one.__name__: one for one in CheckpointError.__subclasses__()}
+    return kinds.get(kind, CheckpointError)(message)

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint besides its numbers: `shardopt.json` in the step's folder."""
+"""What is known of a checkpoint besides its numbers: the record, `shardopt.json`, and the manifest, `MANIFEST.json`."""
 
 import hashlib
 import importlib.metadata
@@ -6,112 +6,20 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from shardopt.checkpoint.multihost import exchange, share
 from shardopt.checkpoint.store import Leaf, describe, dtype_of
-from shardopt.checkpoint.tree import LeafPath, check_structure, describe_structure, leaves_by_path
-from shardopt.core.errors import CheckpointError, format_error
+from shardopt.checkpoint.tree import Json, LeafPath, check_structure, describe_structure, leaves_by_path
+from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
+from shardopt.core.types import PyTree
 
-# The manifest: size and SHA-256 of every file of a checkpoint, so that no damaged byte is ever loaded.
-
-
-MANIFEST_NAME = "MANIFEST.json"
-_MANIFEST_FORMAT = 1
-
-
-def write_manifest(folder: Path, digests: dict[str, str]) -> None:
-    """Write the manifest of a folder, whose files have these digests, and see it onto the disk."""
-    files = {name: {"size": (folder / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
-    with (folder / MANIFEST_NAME).open("w") as file:
-        file.write(_render({"format": _MANIFEST_FORMAT, "files": files}))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of all files in a folder, by their path inside it."""
-    return {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in folder.rglob("*")
-        if path.is_file() and path != folder / MANIFEST_NAME
-    }
-
-
-def digest(path: Path, sync: bool = False) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; `sync` sees its bytes onto the disk first."""
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def verify(folder: Path) -> list[str]:
-    """Compare a folder with its manifest; return a line for every file that is missing or changed.
-
-    All processes must call it: each reads its share of the bytes, and all return the same list.
-    """
-    files, complaints = _read(folder)
-    if not complaints:
-        complaints = _damaged_sizes(folder, files)
-    if not complaints:
-        sizes = {name: record["size"] for name, record in files.items()}
-        complaints = [line for name in share(sizes) for line in _damaged_bytes(folder, name, files[name])]
-    heard = exchange(json.dumps(complaints))
-    return sorted({line for text in heard for line in json.loads(text)})
-
-
-def _render(body: dict[str, Any]) -> str:
-    # The manifest vouches for itself as well: a digest over its own body.
-    own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"manifest": body, "sha256": own}, indent=1, sort_keys=True) + "\n"
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    where = f"{folder.name}/{MANIFEST_NAME}"
-    try:
-        text = (folder / MANIFEST_NAME).read_bytes().decode()
-        body = json.loads(text)["manifest"]
-        if text != _render(body):
-            return {}, [f"{where}: its bytes are not those that were written"]
-        if body["format"] != _MANIFEST_FORMAT:
-            return {}, [f"{where}: format {body['format']}, this version of shardopt reads {_MANIFEST_FORMAT}"]
-        return body["files"], []
-    except FileNotFoundError:
-        return {}, [f"{where}: missing"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        return {}, [f"{where}: cannot be read ({type(error).__name__})"]
-
-
-def _damaged_sizes(folder: Path, files: dict[str, Any]) -> list[str]:
-    there = file_sizes(folder)
-    lines = []
-    for name, record in files.items():
-        if name not in there:
-            lines.append(f"{folder.name}/{name}: missing")
-        elif there[name] != record["size"]:
-            lines.append(f"{folder.name}/{name}: {there[name]} bytes, {record['size']} were written")
-    return lines
-
-
-def _damaged_bytes(folder: Path, name: str, record: dict[str, Any]) -> list[str]:
-    where = f"{folder.name}/{name}"
-    try:
-        found = digest(folder / name)
-    except OSError as error:
-        return [f"{where}: cannot be read ({error.strerror})"]
-    if found == record["sha256"]:
-        return []
-    return [
-        f"{where}: its bytes are not those that were written (SHA-256 {found[:8]}..., not {record['sha256'][:8]}...)"
-    ]
-
-
-RECORD_NAME = "shardopt.json"
-_RECORD_FORMAT = 1
+RECORD_NAME, MANIFEST_NAME = "shardopt.json", "MANIFEST.json"
+_RECORD_FORMAT, _MANIFEST_FORMAT = 1, 1
 
 
 class Meta(NamedTuple):
@@ -129,19 +37,15 @@ class Meta(NamedTuple):
     step: int
     mesh_shape: dict[str, int]
     leaves: dict[LeafPath, Leaf]
-    params: Any
+    params: Json
     metrics: dict[str, float]
-    extra: dict[str, Any]
+    extra: dict[str, Json]
 
 
 def describe_state(
-    state: Any, step: int, metrics: Mapping[str, Any] | None = None, extra: dict[str, Any] | None = None
+    state: PyTree, step: int, metrics: Mapping[str, ArrayLike] | None = None, extra: dict[str, Json] | None = None
 ) -> Meta:
-    """Return the record of a state.
-
-    Raises:
-      TypeError: if `extra` cannot be written as JSON, or a metric is not a number.
-    """
+    """Return the record of a state; TypeError if `extra` cannot be written as JSON, or a metric is not a number."""
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
@@ -163,24 +67,40 @@ def describe_state(
     )
 
 
-def to_json(meta: Meta) -> dict[str, Any]:
+def write_meta(folder: Path, meta: Meta) -> None:
+    """Write the record into a step's folder."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in to_json(meta).items()]
+    (folder / RECORD_NAME).write_text("{\n" + ",\n".join(lines) + "\n}\n")  # one line a field: for people too
+
+
+def read_meta(who: str, folder: Path) -> Meta:
+    """Read the record of a step's folder; see `from_json`."""
+    where = f"{folder.name}/{RECORD_NAME}"
+    try:
+        record = json.loads((folder / RECORD_NAME).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(who, f"{where} cannot be read", error) from error
+    return from_json(who, where, record)
+
+
+def to_json(meta: Meta) -> dict[str, Json]:
     """Return the record as JSON, with the versions that wrote it."""
     leaves = {"/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)} for path, leaf in meta.leaves.items()}
     return {"format": _RECORD_FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
 
 
-def from_json(who: str, where: str, record: Any) -> Meta:
+def from_json(who: str, where: str, record: Json) -> Meta:
     """Return the record that `to_json` wrote.
 
     Raises:
-      CheckpointError: if it is of another format, or not a record at all.
+      DamagedCheckpointError: if it is not a record.
+      CheckpointError: if it is of another format.
     """
     try:
         if record["format"] != _RECORD_FORMAT:
             what = f"{where} has format {record['format']}, this version of shardopt reads {_RECORD_FORMAT}."
-            raise CheckpointError(
-                format_error(who, what, fix="use the version of shardopt that wrote it, or a newer one.")
-            )
+            fix = "use the version of shardopt that wrote it, or a newer one."
+            raise CheckpointError(format_error(who, what, fix=fix))
         leaves = {tuple(path.split("/")): _leaf(leaf) for path, leaf in record["leaves"].items()}
         step, params = record["step"], record["params"]
         if not _is_count(step):
@@ -196,32 +116,98 @@ def from_json(who: str, where: str, record: Any) -> Meta:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        what = f"{where} is not a record of a checkpoint ({type(error).__name__}: {error})."
-        raise CheckpointError(format_error(who, what, fix="bring the file back from a copy.")) from error
+        raise _damaged(who, f"{where} is not a record of a checkpoint", error) from error
 
 
-def write_meta(folder: Path, meta: Meta) -> None:
-    """Write the record into a step's folder."""
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in to_json(meta).items()]
-    (folder / RECORD_NAME).write_text("{\n" + ",\n".join(lines) + "\n}\n")  # one line a field: for people too
+def write_manifest(folder: Path, digests: dict[str, str]) -> None:
+    """Write size and SHA-256 of the files of a folder, so that no damaged byte is ever loaded, and sync it to disk."""
+    files = {name: {"size": (folder / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
+    with (folder / MANIFEST_NAME).open("w") as file:
+        file.write(_render({"format": _MANIFEST_FORMAT, "files": files}))
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def read_meta(who: str, folder: Path) -> Meta:
-    """Read the record of a step's folder.
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of all files in a folder, by their path inside it."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path != folder / MANIFEST_NAME
+    }
 
-    Raises:
-      CheckpointError: if it cannot be read, is of another format, or not a record at all.
+
+def digest(path: Path, sync: bool = False) -> str:
+    """Return the SHA-256 of a file, in hexadecimal; `sync` syncs its bytes to disk first."""
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(folder: Path) -> list[str]:
+    """Compare a folder with its manifest; return a line for every file that is missing or changed.
+
+    All processes must call it: each reads its share of the bytes, and all return the same list.
     """
-    where = f"{folder.name}/{RECORD_NAME}"
+    files, damage = _read_manifest(folder)
+    damage = damage or _damaged_sizes(folder, files)
+    if not damage:
+        sizes = {name: record["size"] for name, record in files.items()}
+        damage = [line for name in share(sizes) for line in _damaged_bytes(folder, name, files[name])]
+    return sorted({line for text in exchange(json.dumps(damage)) for line in json.loads(text)})
+
+
+def _render(body: dict[str, Json]) -> str:
+    # The manifest has a digest over its own body as well.
+    own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"manifest": body, "sha256": own}, indent=1, sort_keys=True) + "\n"
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, Json], list[str]]:
+    where = f"{folder.name}/{MANIFEST_NAME}"
     try:
-        record = json.loads((folder / RECORD_NAME).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        what = f"{where} cannot be read ({type(error).__name__}: {error})."
-        raise CheckpointError(format_error(who, what, fix="bring the file back from a copy.")) from error
-    return from_json(who, where, record)
+        text = (folder / MANIFEST_NAME).read_bytes().decode()
+        body = json.loads(text)["manifest"]
+        if text != _render(body):
+            return {}, [f"{where}: its bytes are not those that were written"]
+        if body["format"] != _MANIFEST_FORMAT:
+            return {}, [f"{where}: format {body['format']}, this version of shardopt reads {_MANIFEST_FORMAT}"]
+        return body["files"], []
+    except FileNotFoundError:
+        return {}, [f"{where}: missing"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        return {}, [f"{where}: cannot be read ({type(error).__name__})"]
 
 
-def _leaf(record: Any) -> Leaf:
+def _damaged_sizes(folder: Path, files: dict[str, Json]) -> list[str]:
+    there = file_sizes(folder)
+    lines = []
+    for name, record in files.items():
+        if name not in there:
+            lines.append(f"{folder.name}/{name}: missing")
+        elif there[name] != record["size"]:
+            lines.append(f"{folder.name}/{name}: {there[name]} bytes, {record['size']} were written")
+    return lines
+
+
+def _damaged_bytes(folder: Path, name: str, record: Json) -> list[str]:
+    where = f"{folder.name}/{name}"
+    try:
+        found, written = digest(folder / name), record["sha256"]
+    except OSError as error:
+        return [f"{where}: cannot be read ({error.strerror})"]
+    if found == written:
+        return []
+    return [f"{where}: its bytes are not those that were written (SHA-256 {found[:8]}..., not {written[:8]}...)"]
+
+
+def _damaged(who: str, what: str, error: Exception) -> DamagedCheckpointError:
+    what = f"{what} ({type(error).__name__}: {error})."
+    return DamagedCheckpointError(format_error(who, what, fix="bring the file back from a copy."))
+
+
+def _leaf(record: Json) -> Leaf:
     shape, dtype = record["shape"], record["dtype"]
     if not isinstance(shape, list) or not all(map(_is_count, shape)) or not isinstance(dtype, str):
         raise ValueError(f"a leaf is {record!r:.80}")
@@ -234,21 +220,21 @@ def _num_params(leaves: Mapping[LeafPath, Leaf]) -> int:
     return sum(path[0] == "params" for path in leaves)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Json) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    sizes = {name: np.asarray(value) for name, value in metrics.items()}
+def _as_numbers(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
+    values = {name: np.asarray(value) for name, value in metrics.items()}
     strange = [
         f"{name}: {value.dtype}{list(value.shape)}"
-        for name, value in sizes.items()
+        for name, value in values.items()
         if value.ndim or value.dtype.kind not in "biufV"
     ]
     if strange:
         fix = "save scalars only, for instance jnp.mean of them."
         raise TypeError(format_error("checkpoint", "metrics must be numbers.", strange, fix=fix))
-    return {name: float(value) for name, value in sizes.items()}
+    return {name: float(value) for name, value in values.items()}
 
 
 def _versions() -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The only file that calls orbax: a state goes out as nested dicts of arrays, and comes back shard by shard."""
+"""How leaves are stored, and the only file that calls orbax: nested dicts of arrays out, and back shard by shard."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,20 @@ from jax.sharding import NamedSharding
 
 from shardopt.checkpoint.tree import leaves_by_path, nest, show, unnest
 from shardopt.core.errors import format_error
-from shardopt.core.types import is_array_like
+from shardopt.core.types import PyTree, is_array_like
 
-# One leaf: what is recorded of it, and how typed random keys are kept as plain integers.
+ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+A = TypeVar("A", jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+_ITEM = "state"
+"""The folder of the arrays in a step's folder; for `orbax.checkpoint.CheckpointManager`, the name of the item."""
+
+_BARRIERS = 2
+"""How often orbax has all processes wait while it writes: when each has written, and when the first has finished."""
+
+_CHUNK_BYTES = 16 * 2**20
+"""Arrays are stored in chunks of at most this size, so that reading a shard of an array that was saved replicated
+takes memory for the shard and not for the array."""
 
 
 class Leaf(NamedTuple):
@@ -27,22 +38,18 @@ class Leaf(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-def describe(leaf: Any) -> Leaf:
+def describe(leaf: ArrayLeaf) -> Leaf:
     """Return the record of a concrete or abstract leaf."""
     if not _is_key(leaf):
         return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
     # key_impl wants an array, and takes a traced one: so abstract keys can be asked as well.
-    seen: list[Any] = []
+    seen: list[object] = []
     jax.eval_shape(lambda key: seen.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return Leaf(tuple(leaf.shape), f"key<{seen[0]}>")
 
 
-def dtype_of(leaf: Leaf) -> Any:
-    """Return the dtype that a record speaks of.
-
-    Raises:
-      ValueError: if it is not one that an array on a device can have.
-    """
+def dtype_of(leaf: Leaf) -> np.dtype:
+    """Return the dtype that a record speaks of; ValueError if it is not one that an array on a device can have."""
     if implementation := _implementation(leaf):
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
@@ -54,7 +61,7 @@ def dtype_of(leaf: Leaf) -> Any:
     return dtype
 
 
-def plain(leaf: Any) -> Any:
+def plain(leaf: A) -> A:
     """Return what is stored of an array, concrete or abstract: the integers of a typed key, else itself."""
     if not _is_key(leaf):
         return leaf
@@ -64,28 +71,23 @@ def plain(leaf: Any) -> Any:
         if isinstance(sharding, NamedSharding):  # the spec speaks of the leading dims, the integers of a key follow
             sharding = NamedSharding(sharding.mesh, sharding.spec)
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-    return jax.random.key_data(leaf)
+    return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def unplain(data: Any, leaf: Leaf) -> Any:
+def unplain(data: jax.Array, leaf: Leaf) -> jax.Array:
     """Return the array whose stored form is `data`."""
     implementation = _implementation(leaf)
     return jax.random.wrap_key_data(data, impl=implementation) if implementation else data
 
 
-def place(target: jax.ShapeDtypeStruct, read: Callable[[Any], np.ndarray]) -> jax.Array:
+def place(target: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.Array:
     """Return a global array with the target's sharding, from `read(index)` for each shard held here."""
     # Copied, because a CPU array may otherwise live on in memory that belongs to the caller.
     return jax.make_array_from_callback(target.shape, target.sharding, lambda index: np.array(read(index)))
 
 
-def check_leaves(who: str, tree: Any) -> None:
-    """Refuse leaves that cannot be stored.
-
-    Raises:
-      TypeError: if a leaf is not an array.
-      ValueError: if an array was donated to a step, and so deleted.
-    """
+def check_leaves(who: str, tree: PyTree) -> None:
+    """Refuse leaves that cannot be stored: TypeError if one is not an array, ValueError if one was donated to a step."""
     leaves = leaves_by_path(tree)
     if strange := [f"{show(path)}: {type(leaf).__name__}" for path, leaf in leaves.items() if not is_array_like(leaf)]:
         fix = "make them arrays (jnp.asarray), or keep them out of the state."
@@ -96,7 +98,7 @@ def check_leaves(who: str, tree: Any) -> None:
         raise ValueError(format_error(who, "these arrays of the state were deleted, probably donated.", gone, fix=fix))
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: ArrayLeaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -104,41 +106,31 @@ def _implementation(leaf: Leaf) -> str:
     return leaf.dtype[4:-1] if leaf.dtype.startswith("key<") and leaf.dtype.endswith(">") else ""
 
 
-_ITEM = "state"
-"""The folder of the arrays in a step's folder; for `orbax.checkpoint.CheckpointManager`, the name of the item."""
-
-_MEETINGS = 2
-"""How often orbax has all processes wait while it writes: when each has written, and when the first has finished."""
-
-_CHUNK_BYTES = 16 * 2**20
-"""Arrays are stored in chunks of at most this size, so that reading a shard of an array that was saved whole
-takes memory for the shard and not for the array."""
-
-
 class Writer:
     """An orbax checkpointer that writes in the background; with several processes none waits for one that failed.
 
-    While it writes orbax has all processes wait for each other, and one that fails does not come: the others would wait
-    for twenty minutes. Here it comes all the same, to as many meetings as are left.
+    While it writes orbax has all processes wait for each other, and one that fails does not come: the others would
+    wait for twenty minutes. Here it comes all the same, to as many barriers as are left.
     """
 
     def __init__(self):
         import orbax.checkpoint as ocp
 
-        self._folder, self._met = "", 0
+        self._folder, self._passed = "", 0
         # By itself it also writes how arrays were cut, into a folder that all but the first wait for: for ten minutes,
         # where somebody deleted it. It is not needed: a checkpoint can be read without.
         handlers = [(jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))]
         handlers += [(kind, ocp.type_handlers.get_type_handler(kind)) for kind in (np.ndarray, np.number)]
         registry = ocp.type_handlers.create_type_handler_registry(*handlers)
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
-        self._orbax = ocp.AsyncCheckpointer(handler, async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet))
+        options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
 
-    def start(self, folder: Path, state: Any) -> None:
+    def start(self, folder: Path, state: PyTree) -> None:
         """Copy the state to the host and begin to write it to a new folder; all processes must call it."""
         import orbax.checkpoint as ocp
 
-        self._folder, self._met = str(folder), 0
+        self._folder, self._passed = str(folder), 0
         leaves = {path: plain(leaf) for path, leaf in leaves_by_path(state).items()}
         nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})  # orbax takes no empty arrays
         how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), nested)
@@ -150,16 +142,16 @@ class Writer:
             self._orbax.wait_until_finished()
         except Exception as error:
             failures.append(error)
-        while self._met < _MEETINGS:
-            self._meet()
+        while self._passed < _BARRIERS:
+            self._barrier()
 
     def close(self) -> None:
         """Wait, and end the threads."""
         self._orbax.close()
 
-    def _meet(self, **_: Any) -> None:
-        self._met += 1
-        barrier(f"{self._folder}.orbax-{self._met}")
+    def _barrier(self, **_: object) -> None:
+        self._passed += 1
+        barrier(f"{self._folder}.orbax-{self._passed}")
 
 
 def barrier(name: str) -> None:
@@ -169,12 +161,10 @@ def barrier(name: str) -> None:
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=20 * 60 * 1000)
 
 
-def read_arrays(folder: Path, target: Any) -> Any:
-    """Return the target's pytree, filled from a step's folder; each process reads the shards of its own devices.
+def read_arrays(folder: Path, target: PyTree) -> PyTree:
+    """Fill a pytree of `jax.ShapeDtypeStruct` with shardings, known to fit, from a step's folder.
 
-    Args:
-      folder: the step's folder.
-      target: pytree of `jax.ShapeDtypeStruct` with shardings, known to fit what is stored.
+    Each process reads the shards of its own devices.
     """
     import orbax.checkpoint as ocp
 
@@ -188,7 +178,7 @@ def read_arrays(folder: Path, target: Any) -> Any:
         ),
         nested,
     )
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_gigabytes_at_once(filled))
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_gigabytes_at_once(filled.values()))
     with ocp.Checkpointer(handler) as reader:
         found = reader.restore(folder / _ITEM, ocp.args.PyTreeRestore(item=nested, restore_args=how))
     arrays = dict(zip(filled, unnest(found, list(filled)), strict=True))
@@ -199,7 +189,7 @@ def read_arrays(folder: Path, target: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def _gigabytes_at_once(leaves: dict[Any, Any]) -> int:
+def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:
     """Bound the host memory of reads in flight; one read, rounded up to chunks, must always fit."""
-    largest = max((leaf.size * leaf.dtype.itemsize for leaf in leaves.values()), default=0)
+    largest = max((leaf.size * leaf.dtype.itemsize for leaf in leaves), default=0)
     return max(4, math.ceil(2 * largest / 1e9))

@@ -1,5 +1,11 @@
-"""A pytree's structure as JSON, so that a checkpoint can be restored where the parameters were never seen."""
+"""Pytrees as text: key paths as names, and structure as JSON, to restore where the parameters were never seen.
 
+`opt_state[0].mu["blocks"]["qkv"]` is stored as opt_state -> 0 -> mu -> blocks -> qkv.
+"""
+
+import functools
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote
@@ -7,15 +13,16 @@ from urllib.parse import quote, unquote
 import jax
 
 from shardopt.core.errors import CheckpointError, format_error
+from shardopt.core.types import PyTree
 
-# Key paths as names: `opt_state[0].mu["blocks"]["qkv"]` is stored as opt_state -> 0 -> mu -> blocks -> qkv.
-
+Json = Any
+"""What `json.loads` returns: dicts, lists, strings, numbers, booleans, None."""
 
 LeafPath = tuple[str, ...]
 """The escaped names from the root to a leaf."""
 
 
-def leaves_by_path(tree: Any) -> dict[LeafPath, Any]:
+def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     """Return the leaves of a tree under their paths, in the order of `jax.tree.leaves`.
 
     Raises:
@@ -37,9 +44,9 @@ def leaves_by_path(tree: Any) -> dict[LeafPath, Any]:
     return found
 
 
-def nest(leaves: dict[LeafPath, Any]) -> dict[str, Any]:
+def nest(leaves: dict[LeafPath, Any]) -> dict[str, PyTree]:
     """Return nested dicts that hold each leaf under its path."""
-    root: dict[str, Any] = {}
+    root: dict[str, PyTree] = {}
     for path, leaf in leaves.items():
         node = root
         for name in path[:-1]:
@@ -48,16 +55,9 @@ def nest(leaves: dict[LeafPath, Any]) -> dict[str, Any]:
     return root
 
 
-def unnest(nested: dict[str, Any], paths: list[LeafPath]) -> list[Any]:
+def unnest(nested: dict[str, PyTree], paths: list[LeafPath]) -> list[Any]:
     """Return what nested dicts hold under the given paths, in their order."""
-
-    def find(path):
-        node = nested
-        for name in path:
-            node = node[name]
-        return node
-
-    return [find(path) for path in paths]
+    return [functools.reduce(operator.getitem, path, nested) for path in paths]
 
 
 def show(path: LeafPath) -> str:
@@ -76,11 +76,11 @@ def unescape(name: str) -> str:
     return "" if name == "%" else unquote(name)
 
 
-_BUILDERS = {"dict": dict, "list": list, "tuple": tuple, "none": type(None)}
+_CONTAINERS = {dict: "dict", list: "list", tuple: "tuple", type(None): "none"}
 """The containers that can be rebuilt from their name and children alone."""
 
 
-def describe_structure(treedef: Any) -> Any:
+def describe_structure(treedef: Any) -> Json:
     """Return a tree structure as JSON: "*" for a leaf, else {"node": kind, "children": [...]}, dicts with their keys.
 
     Example:
@@ -93,77 +93,63 @@ def describe_structure(treedef: Any) -> Any:
         return "*"
     kind, detail = node
     children = [describe_structure(child) for child in treedef.children()]
-    name = next((name for name, builder in _BUILDERS.items() if builder is kind), None)
-    if name == "dict" and not all(isinstance(key, str | int) and not isinstance(key, bool) for key in detail):
+    name = _CONTAINERS.get(kind)
+    if name == "dict" and not all(map(_is_key, detail)):
         name = None  # JSON would turn other keys into strings
     if name is None:
         return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
     return {"node": name, "children": children} | ({"keys": list(detail)} if name == "dict" else {})
 
 
-def check_structure(description: Any, num_leaves: int) -> None:
-    """Refuse what `describe_structure` cannot have written of a tree with so many leaves.
-
-    Raises:
-      ValueError: if it is of another form, or speaks of another number of leaves.
-    """
-    if (found := _count(description)) != num_leaves:
+def check_structure(description: Json, num_leaves: int) -> None:
+    """Refuse what `describe_structure` cannot have written of a tree with so many leaves, by a ValueError."""
+    leaves = itertools.count()
+    _build(description, leaves, set())
+    if (found := next(leaves)) != num_leaves:
         raise ValueError(f"the structure of params has {found} leaves, {num_leaves} are listed")
 
 
-def rebuild(who: str, description: Any, leaves: list[Any]) -> Any:
+def rebuild(who: str, description: Json, leaves: list[Any]) -> PyTree:
     """Return the tree that `describe_structure` described, with these leaves.
 
     Raises:
       CheckpointError: if it holds other containers than dict, list, tuple and None.
     """
-    if foreign := sorted(set(_foreign(description))):
+    foreign: set[str] = set()
+    tree = _build(description, iter(leaves), foreign)
+    if foreign:
         what = (
             "opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these types."
         )
         fix = "pass abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or opt.specs first."
-        raise CheckpointError(format_error(who, what, foreign, fix=fix))
-    remaining = iter(leaves)
-    return _build(description, remaining)
+        raise CheckpointError(format_error(who, what, sorted(foreign), fix=fix))
+    return tree
 
 
-def _build(description: Any, leaves: Iterator[Any]) -> Any:
-    if description == "*":
-        return next(leaves)
-    children = [_build(child, leaves) for child in description["children"]]
-    match description["node"]:
-        case "none":
+def _build(description: Json, leaves: Iterator[Any], foreign: set[str]) -> PyTree:
+    """Build a described tree; note the names of containers that cannot be built, for which lists stand in."""
+
+    def build(children: list[Json]) -> list[PyTree]:
+        return [_build(child, leaves, foreign) for child in children]
+
+    match description:
+        case "*":
+            return next(leaves)
+        case {"node": "none", "children": []}:
             return None
-        case "dict":
-            return dict(zip(description["keys"], children, strict=True))
-        case kind:
-            return _BUILDERS[kind](children)
+        case {"node": "list", "children": list(children)}:
+            return build(children)
+        case {"node": "tuple", "children": list(children)}:
+            return tuple(build(children))
+        case {"node": "dict", "children": list(children), "keys": list(keys)} if all(map(_is_key, keys)) and len(
+            set(keys)
+        ) == len(keys) == len(children):
+            return dict(zip(keys, build(children), strict=True))
+        case {"node": str(node), "children": list(children)} if node not in _CONTAINERS.values():
+            foreign.add(node)
+            return build(children)
+    raise ValueError(f"the structure of params has {description!r:.80}")
 
 
-def _count(description: Any) -> int:
-    if description == "*":
-        return 1
-    if not isinstance(description, dict) or not isinstance(description.get("node"), str):
-        raise ValueError(f"the structure of params has {description!r:.80}")
-    node, children = description["node"], description.get("children")
-    keys = description.get("keys", []) if node == "dict" else None
-    simple = all(isinstance(key, str | int) and not isinstance(key, bool) for key in keys or ())
-    if (
-        not isinstance(children, list)
-        or (node == "none" and children)
-        or (
-            keys is not None
-            and not (isinstance(keys, list) and simple and len(set(keys)) == len(keys) == len(children))
-        )
-    ):
-        raise ValueError(f"the structure of params has {description!r:.80}")
-    return sum(map(_count, children))
-
-
-def _foreign(description: Any) -> Iterator[str]:
-    if description == "*":
-        return
-    if description["node"] not in _BUILDERS:
-        yield description["node"]
-    for child in description["children"]:
-        yield from _foreign(child)
+def _is_key(key: object) -> bool:
+    return isinstance(key, str | int) and not isinstance(key, bool)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardopt as so
+from shardopt.checkpoint.read import check_match, load
 from shardopt.checkpoint.record import Meta, read_meta
-from shardopt.checkpoint.restore import check_match, load
 from shardopt.checkpoint.run_folder import committed, step_folder
 from shardopt.checkpoint.store import Leaf, describe, dtype_of
 from shardopt.checkpoint.tree import LeafPath, leaves_by_path, nest, unescape
 from shardopt.cli.options import TrainOptions, from_json, to_json
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import wide_dtype
+from shardopt.core.types import merge_replicas
 from shardopt.engine.compression import CompressedOptState
 from shardopt.local_updates.state import PerReplica, Replicas
 from shardopt.runtime.files import write_whole
@@ -33,7 +33,7 @@ class CarryingCheckpoints(so.Checkpoints):
     """Checkpoints that can be restored to another arrangement of replicas and reducers.
 
     Where what is stored fits, it is restored as it is. Else parameters and optimizer state are kept: of replicas that
-    trained apart their mean (of integers the maximum), for replicas that are to train apart a copy each. What outer
+    trained apart what `merge_replicas` makes of them, for replicas that are to train apart a copy each. What outer
     optimizers and reducers remember begins anew.
 
     Attributes:
@@ -49,21 +49,23 @@ class CarryingCheckpoints(so.Checkpoints):
         super().__init__(*where, **how)
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
-    def restore(self, opt: so.ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Return the state of a checkpoint in the form of `opt`, and its `extra`."""
+    def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return the state of a checkpoint in the form of `target`, and its `extra`."""
         self.wait()
         chosen = self.latest() if step is None else step
         if chosen not in self.steps():
-            return super().restore(opt, step=step)
+            return super().restore(target, step=step)
         meta = read_meta("train", step_folder(self.directory, chosen))
-        wanted = {path: describe(leaf) for path, leaf in leaves_by_path(opt.abstract_state()).items()}
+        wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
         if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
-            return super().restore(opt, step=step)
+            return super().restore(target, step=step)
         try:
-            return super().restore(opt, step=step)
+            return super().restore(target, step=step)
+        except so.DamagedCheckpointError:
+            raise
         except so.CheckpointError:  # another form: if that is all, what can be kept is kept
-            base, extra = _read_base(self, opt, meta)
-        state, note = _expand(opt, base)
+            base, extra = _read_base(self, target, meta)
+        state, note = _expand(target, base)
         rows = _num_rows(meta.leaves)
         mean = f", the mean of {plural(rows, 'replica')}" if rows else ""
         self.say(f"Kept of step {chosen}: parameters and optimizer state{mean}{note}.")
@@ -98,15 +100,12 @@ def _read_base(checkpoints: CarryingCheckpoints, opt: so.ShardedOptimizer, meta:
             for path, leaf in meta.leaves.items()
         }
     )
-    # An optimizer that wants exactly what is there: all of it is read, checked as ever.
-    state, meta = load(
-        "train", checkpoints.directory, opt._replace(abstract_state=lambda _=None: target), step=meta.step
-    )
+    state, meta = load("train", checkpoints.directory, target, step=meta.step)  # exactly what is there
     stored = leaves_by_path(state)
     kept = {path: stored[where[path]] for path in wanted}
 
     def merge(leaves):
-        return [_mean(leaf) if path in has_rows else leaf for path, leaf in leaves.items()]
+        return [merge_replicas(leaf) if path in has_rows else leaf for path, leaf in leaves.items()]
 
     placed = [leaf.sharding for leaf in wanted.values()]
     leaves = jax.jit(lambda leaves: merge(dict(zip(wanted, leaves, strict=True))), out_shardings=placed)(
@@ -133,12 +132,6 @@ def _stored(leaf: Leaf, has_row: bool, sharding: Any, mesh: Any) -> jax.ShapeDty
     elif sharding is None and leaf.shape and leaf.shape[0] % mesh.size == 0:
         spec = PartitionSpec(mesh.axis_names)
     return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf), sharding=NamedSharding(mesh, spec))
-
-
-def _mean(leaf: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.max(leaf, axis=0)
-    return jnp.mean(leaf, axis=0, dtype=wide_dtype(leaf.dtype)).astype(leaf.dtype)
 
 
 def _expand(opt: so.ShardedOptimizer, base: Any) -> tuple[Any, str]:

@@ -1,13 +1,22 @@
 """What everything else stands on: the train state, the optimizer contract, losses, errors."""
 
 from shardopt.core.block_model import BlockModel
-from shardopt.core.errors import CheckpointError, NonFiniteLossError
+from shardopt.core.errors import (
+    CheckpointError,
+    CheckpointInUseError,
+    DamagedCheckpointError,
+    NonFiniteLossError,
+    StepNotFoundError,
+)
 from shardopt.core.types import TrainState, Updated, Weighted
 
 __all__ = [
     "BlockModel",
     "CheckpointError",
+    "CheckpointInUseError",
+    "DamagedCheckpointError",
     "NonFiniteLossError",
+    "StepNotFoundError",
     "TrainState",
     "Updated",
     "Weighted",

@@ -22,6 +22,18 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be used (damaged, incomplete, of another model), or could not be written."""
 
 
+class StepNotFoundError(CheckpointError):
+    """There is no checkpoint of the step that was asked for, or none at all."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint, or what `to_bytes` made, is not what was written: a file or a part is missing, cut or changed."""
+
+
+class CheckpointInUseError(CheckpointError):
+    """Another process, or another `Checkpoints` of this one, is writing to the folder."""
+
+
 def format_error(who: str, what: str, offenders: Sequence[str] = (), fix: str = "") -> str:
     """Format an error: `who: what`, one indented line an offender (at most eight), `Fix: ...`."""
     lines = [f"{who}: {what}"]

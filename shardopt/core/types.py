@@ -100,3 +100,27 @@ def wide_dtype(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4:
         return jnp.dtype(dtype)
     return jnp.dtype(jnp.float32)
+
+
+def merge_replicas(stacked: jax.Array, axis: int = 0) -> jax.Array:
+    """Return the one value that stands for those of several replicas: the rule where their number changes.
+
+    - Floating and complex leaves: the mean, computed in fp32 at least. It is what replicas agree on; and of
+      error-feedback memories it is the mean that the next reduction adds to that of the gradients, so none is lost.
+    - Integers and booleans: the maximum, as of `Updated`. Counts of steps are equal anyway.
+    - Typed random keys, which have no order: the first.
+
+    Args:
+      stacked: the values of the replicas along `axis`.
+      axis: which dim goes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> merge_replicas(jnp.array([[1.0, 2.0], [3.0, 6.0]])).tolist(), int(merge_replicas(jnp.array([4, 5])))
+      ([2.0, 4.0], 5)
+    """
+    if jnp.issubdtype(stacked.dtype, jnp.inexact):
+        return jnp.mean(stacked, axis, dtype=wide_dtype(stacked.dtype)).astype(stacked.dtype)
+    if jnp.issubdtype(stacked.dtype, jax.dtypes.prng_key):
+        return jax.lax.index_in_dim(stacked, 0, axis, keepdims=False)
+    return jnp.max(stacked, axis)

@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -231,7 +230,7 @@ def load_snapshot(who: str, checkpoints: Any, server: Server, params: PyTree, st
     (device,) = jax.tree.leaves(params)[0].devices()
     here = jax.sharding.SingleDeviceSharding(device)
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state)
-    found, extra = checkpoints.restore(SimpleNamespace(abstract_state=lambda *_: target), step=step)
+    found, extra = checkpoints.restore(target, step=step)
     if "server" not in extra:
         what = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."
         raise CheckpointError(format_error(who, what, fix="choose another folder."))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, path_text
+from shardopt.core.types import PyTree, merge_replicas, path_text
 from shardopt.reducers.axis import AxisName, axis_names
 
 Leaf = Any
@@ -102,7 +102,7 @@ def stored_state(state: PyTree) -> PyTree:
 
 
 def resize_state(state: PyTree, axis_size: int) -> PyTree:
-    """Carry a state in the stored form over to another axis size: each device gets the mean of the error memories.
+    """Return a state in the stored form for another axis size: each device gets the mean of the error memories.
 
     What the next reduce adds to the mean of the gradients is the mean of the memories, so nothing is lost.
 
@@ -129,10 +129,10 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
         fix = "make it again with init_state, or use so.zero or so.ddp, whose state can be resharded."
         raise ValueError(format_error("resize_state", what, tied, fix))
 
-    def mean(leaf):
-        return jnp.broadcast_to(jnp.mean(leaf, axis=0, keepdims=True), (int(axis_size), *leaf.shape[1:]))
+    def merge(leaf: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(merge_replicas(leaf), (int(axis_size), *leaf.shape[1:]))
 
-    return _map(state, mean, lambda leaf: leaf)
+    return _map(state, merge, lambda leaf: leaf)
 
 
 def _is_marked(node: object) -> bool:

@@ -11,7 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
-from shardopt.core.errors import CheckpointError, format_error
+from shardopt.core.errors import CheckpointInUseError, format_error
 
 # Files that are there whole or not at all.
 
@@ -82,7 +82,7 @@ def acquire_lock(who: str, directory: Path, *, name: str = LOCK_NAME, instead: s
       instead: what to do where the other writer is to live on, for the message.
 
     Raises:
-      CheckpointError: if another writer lives.
+      CheckpointInUseError: if another writer lives.
       OSError: if the folder cannot be written to.
     """
     path = directory / name
@@ -99,7 +99,7 @@ def acquire_lock(who: str, directory: Path, *, name: str = LOCK_NAME, instead: s
             return lock
         except BlockingIOError as error:
             release_lock(lock)
-            raise CheckpointError(_refusal(who, path, instead)) from error
+            raise CheckpointInUseError(_refusal(who, path, instead)) from error
         except BaseException:
             release_lock(lock)
             raise
@@ -109,12 +109,12 @@ def holds_lock(lock: Lock) -> bool:
     """Return whether the lock still stands for the lock file of the folder, which may have been deleted.
 
     Raises:
-      CheckpointError: in a fork of the process that took the lock.
+      CheckpointInUseError: in a fork of the process that took the lock.
       OSError: if that cannot be told.
     """
     if lock.pid != os.getpid():
         what = f"{lock.path.parent} is written to by process {lock.pid}, and this one, {os.getpid()}, is a fork of it."
-        raise CheckpointError(format_error(lock.who, what, fix="write in the process that began to."))
+        raise CheckpointInUseError(format_error(lock.who, what, fix="write in the process that began to."))
     if lock.descriptor is None:
         return False
     try:

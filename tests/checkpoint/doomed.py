@@ -8,9 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from shardopt.checkpoint import Checkpoints
-from shardopt.checkpoint import run_folder as steps
-from shardopt.checkpoint import save as write
+from shardopt.checkpoint import Checkpoints, run_folder, write
 from shardopt.core.errors import CheckpointError
 
 
@@ -37,7 +35,7 @@ def main(how, folder):
         case "publish":
             write.publish = die
         case "rotating":
-            steps.shutil.rmtree = die
+            run_folder.shutil.rmtree = die
         case "replacing":
             rename = Path.rename
             Path.rename = lambda self, to: die() if self.name == ".saving-1" else rename(self, to)

@@ -68,7 +68,7 @@ def test_all_dtypes_keys_and_empty_arrays(make_opt, same):
         jnp.int32(4), tree, optax.adam(0.1).init(tree["bfloat16"]), jax.random.key_data(jax.random.key(0))
     )
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
-    found = from_bytes(opt._replace(abstract_state=lambda: wanted), to_bytes(opt, state))
+    found = from_bytes(wanted, to_bytes(opt, state))
     assert found.params["key"].dtype == tree["key"].dtype
     assert np.array_equal(jax.random.key_data(found.params.pop("key")), jax.random.key_data(tree.pop("key")))
     assert same(found, state)
@@ -85,7 +85,7 @@ def test_what_was_packed_is_nobodys_memory(trained, packed, steps_on, same):
     assert again == packed
 
 
-def test_two_hundred_corruptions_are_refused(packed, trained, complaint_of):
+def test_two_hundred_corruptions_are_refused(packed, trained):
     opt, draw, seen = trained[0], np.random.default_rng(5), set()
     for number in range(200):
         kind = ("flip", "cut", "extend", "swap")[number % 4]
@@ -105,8 +105,8 @@ def test_two_hundred_corruptions_are_refused(packed, trained, complaint_of):
                 first, second = data[at : at + length], data[other : other + length]
                 data[at : at + length], data[other : other + length] = second, first
         assert data != packed
-        message = complaint_of(lambda data=bytes(data): from_bytes(opt, data))
-        assert message.startswith("from_bytes: ")
+        with pytest.raises(so.CheckpointError, match=r"^from_bytes: "):
+            from_bytes(opt, bytes(data))
         seen.add(kind)
     assert seen == {"flip", "cut", "extend", "swap"}
 
@@ -165,7 +165,8 @@ def test_rewriting_alone_changes_nothing(packed):
 )
 def test_what_is_not_a_blob(spoil, message, packed, trained, complaint_of):
     expected = message.format(len(packed), len(packed) + 1)
-    assert complaint_of(lambda: from_bytes(trained[0], spoil(packed))) == f"{expected}\n{COPY}"
+    said = complaint_of(lambda: from_bytes(trained[0], spoil(packed)), so.DamagedCheckpointError)
+    assert said == f"{expected}\n{COPY}"
 
 
 def test_another_version(packed, trained, complaint_of):
@@ -181,7 +182,7 @@ def test_dtypes_that_are_none_are_refused(dtype, packed, trained, complaint_of):
     def change(header):
         header["state"]["leaves"]["params/layer/0"]["dtype"] = dtype
 
-    message = complaint_of(lambda: from_bytes(trained[0], rewritten(packed, change)))
+    message = complaint_of(lambda: from_bytes(trained[0], rewritten(packed, change)), so.DamagedCheckpointError)
     assert message.startswith("from_bytes: the header is not a record of a checkpoint (ValueError: ")
 
 

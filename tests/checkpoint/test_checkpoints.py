@@ -12,8 +12,8 @@ import pytest
 
 import shardopt as so
 from shardopt.checkpoint import Checkpoints, restore, save
-from shardopt.checkpoint.run_folder import surplus
-from shardopt.checkpoint.save import failed
+from shardopt.checkpoint.checkpoints import surplus
+from shardopt.checkpoint.write import write_error
 
 UNTOUCHED = "Fix: make room, then save again; checkpoints that were committed before are untouched."
 
@@ -94,7 +94,7 @@ def test_the_best_is_not_guessed_where_a_record_cannot_be_read(damage, tmp_path,
             checkpoints.wait()
         whole = file.read_text()
         file.unlink() if text is None else file.write_text(text)
-        assert complaint_of(checkpoints.best_step) == (
+        assert complaint_of(checkpoints.best_step, so.DamagedCheckpointError) == (
             f"Checkpoints: the best step in {tmp_path} by 'val' cannot be told.\n"
             f"  2/shardopt.json cannot be read ({reason.format(file=file)}).\n"
             "Fix: bring the file back from a copy, or delete the folder of its step."
@@ -135,7 +135,7 @@ def test_a_full_disk_is_told_wherever_it_is_said(error, cause, tmp_path):
         (error, f"{type(error).__name__}: {cause}"),
         (wrapped, f"RuntimeError: the writer failed ... {reason}"),
     ):
-        assert str(failed("save", tmp_path, 1, one)) == (
+        assert str(write_error("save", tmp_path, 1, one)) == (
             f"save: step 1 could not be written to {tmp_path} ({said}).\n"
             "Fix: make room, then save again; checkpoints that were committed before are untouched."
         )
@@ -199,7 +199,7 @@ def test_a_fork_of_the_job_neither_saves_nor_waits(tmp_path, monkeypatch, compla
         checkpoints._pending = pending  # which never ends
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: 7)
-            assert complaint_of(lambda: checkpoints.save(small(1), step=1)) == (
+            assert complaint_of(lambda: checkpoints.save(small(1), step=1), so.CheckpointInUseError) == (
                 f"Checkpoints: {tmp_path} is written to by process {own}, and this one, 7, is a fork of it.\n"
                 "Fix: write in the process that began to."
             )
@@ -226,7 +226,7 @@ def full_disk():
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardopt.checkpoint.save.digest", no_room)
+        patch.setattr("shardopt.checkpoint.write.digest", no_room)
         yield
 
 

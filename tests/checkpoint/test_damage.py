@@ -7,7 +7,14 @@ import jax
 import numpy as np
 import pytest
 
+import shardopt as so
 from shardopt.checkpoint import Checkpoints, restore, save
+
+
+@pytest.fixture
+def damage_of(complaint_of):
+    """Return a function that calls what must find damage, and returns the whole message."""
+    return lambda action: complaint_of(action, so.DamagedCheckpointError)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +91,13 @@ def delete(path):
 
 @pytest.mark.parametrize("damage", [flip, cut, grow, delete])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained, complaint_of):
+def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained, damage_of):
     victim = find(run / "3", kind)
     reason = damage(victim)
     if kind == "manifest" and damage is not delete:
         # Of its own text the manifest knows only that it has changed; it may not even be JSON any more.
         reason = "(its bytes are not those that were written|cannot be read)"
-    message = complaint_of(lambda: restore(run, trained[0]))
+    message = damage_of(lambda: restore(run, trained[0]))
     lines = message.split("\n")
     assert lines[0] == f"restore: step 3 in {run} is damaged."
     name = f"  {victim.relative_to(run)}: "
@@ -100,40 +107,40 @@ def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained,
     assert lines[2:] == [REMEDY.format(run=run, back=2)]
 
 
-def test_all_damage_is_listed_and_the_older_whole_step_is_found(run, trained, complaint_of, same):
+def test_all_damage_is_listed_and_the_older_whole_step_is_found(run, trained, damage_of, same):
     opt, state = trained
     data, record = find(run / "3", "data"), find(run / "3", "record")
     flip(data)
     record.unlink()
     cut(find(run / "2", "index"))
     with Checkpoints(run, 1, 3) as checkpoints:
-        message = complaint_of(lambda: checkpoints.restore(opt))
+        message = damage_of(lambda: checkpoints.restore(opt))
     assert message == (
         f"Checkpoints: step 3 in {run} is damaged.\n  3/shardopt.json: missing\n{REMEDY.format(run=run, back=1)}"
     )
     assert same(restore(run, opt, step=1), state())
 
 
-def test_an_explicit_step_is_checked_as_well(run, trained, complaint_of):
+def test_an_explicit_step_is_checked_as_well(run, trained, damage_of):
     cut(find(run / "1", "record"))
-    assert complaint_of(lambda: restore(run, trained[0], step=1)).endswith(
+    assert damage_of(lambda: restore(run, trained[0], step=1)).endswith(
         "\nFix: bring the files back from a copy; no earlier step is whole."
     )
 
 
-def test_nothing_is_read_from_a_damaged_checkpoint(run, trained, complaint_of, monkeypatch):
+def test_nothing_is_read_from_a_damaged_checkpoint(run, trained, damage_of, monkeypatch):
     flip(find(run / "3", "data"))
     monkeypatch.setattr("shardopt.checkpoint.store.read_arrays", None)
-    monkeypatch.setattr("shardopt.checkpoint.restore.read_meta", None)
-    assert complaint_of(lambda: restore(run, trained[0])).startswith(f"restore: step 3 in {run} is damaged.\n")
+    monkeypatch.setattr("shardopt.checkpoint.read.read_meta", None)
+    assert damage_of(lambda: restore(run, trained[0])).startswith(f"restore: step 3 in {run} is damaged.\n")
 
 
-def test_a_forged_manifest_is_noticed(run, trained, complaint_of):
+def test_a_forged_manifest_is_noticed(run, trained, damage_of):
     path = find(run / "3", "manifest")
     body = json.loads(path.read_text())
     del body["manifest"]["files"]["state/_METADATA"]
     path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
-    assert complaint_of(lambda: restore(run, trained[0])) == (
+    assert damage_of(lambda: restore(run, trained[0])) == (
         f"restore: step 3 in {run} is damaged.\n  3/MANIFEST.json: its bytes are not those that were written\n{REMEDY.format(run=run, back=2)}"
     )
 
@@ -157,7 +164,7 @@ def test_a_checkpoint_of_a_newer_format_says_so(run, trained, complaint_of):
     )
 
 
-def test_random_bytes_anywhere(run, trained, complaint_of):
+def test_random_bytes_anywhere(run, trained, damage_of):
     """Thirty flips at random places of random files, weighted by nothing: each is found."""
     draw = np.random.default_rng(0)
     files = sorted(path for path in (run / "3").rglob("*") if path.is_file())
@@ -167,6 +174,6 @@ def test_random_bytes_anywhere(run, trained, complaint_of):
         data = bytearray(before)
         data[draw.integers(len(data))] ^= 1 << int(draw.integers(8))
         victim.write_bytes(data)
-        assert f"  {victim.relative_to(run)}: " in complaint_of(lambda: restore(run, trained[0]))
+        assert f"  {victim.relative_to(run)}: " in damage_of(lambda: restore(run, trained[0]))
         victim.write_bytes(before)
     assert jax.tree.leaves(restore(run, trained[0]))

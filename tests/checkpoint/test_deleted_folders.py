@@ -1,4 +1,4 @@
-"""A folder that somebody deletes under the job that writes to it: made anew where that can only be right."""
+"""A folder that somebody deletes under the job that writes to it: made again where that can only be right."""
 
 import errno
 import os
@@ -8,11 +8,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from shardopt.checkpoint import Checkpoints, save
-from shardopt.checkpoint import save as write
-from shardopt.checkpoint.run_lock import is_of_deletion
-from shardopt.checkpoint.save import failed
-from shardopt.core import CheckpointError
+from shardopt.checkpoint import Checkpoints, save, write
+from shardopt.checkpoint.run_folder import FilesGoneError
+from shardopt.core import CheckpointError, CheckpointInUseError
 
 STALE = OSError(errno.ESTALE, "Stale file handle")
 
@@ -22,7 +20,7 @@ def small(value):
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty folder", "no folder above it"])
-def test_a_folder_deleted_under_the_job_is_made_anew(left, tmp_path, caplog):
+def test_a_folder_deleted_under_the_job_is_made_again(left, tmp_path, caplog):
     folder = tmp_path / "runs" / "a"
     with Checkpoints(folder, 1, 2) as checkpoints:
         checkpoints.save(small(1), step=1)
@@ -33,18 +31,18 @@ def test_a_folder_deleted_under_the_job_is_made_anew(left, tmp_path, caplog):
         checkpoints.save(small(2), step=2)
         checkpoints.save(small(3), step=3)
     assert caplog.messages == [
-        f"Checkpoints: {folder} was deleted while the job ran. It is made anew for step 2; checkpoints before it are gone."
+        f"Checkpoints: {folder} was deleted while the job ran. It is made again for step 2; checkpoints before it are gone."
     ]
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "2", "3"]
     Checkpoints(folder, 1, 2).close()  # both locks are let go of
 
 
-def test_a_folder_made_anew_is_locked_as_the_first_was(tmp_path, complaint_of):
+def test_a_folder_made_again_is_locked_as_the_first_was(tmp_path, complaint_of):
     folder = tmp_path / "run"
     with Checkpoints(folder, 1, 2) as checkpoints:
         shutil.rmtree(folder)
         checkpoints.save(small(2), step=2)
-        assert complaint_of(lambda: Checkpoints(folder, 1, 2)).startswith(
+        assert complaint_of(lambda: Checkpoints(folder, 1, 2), CheckpointInUseError).startswith(
             f"Checkpoints: {folder} is already being written to by this very process, since "
         )
 
@@ -62,15 +60,15 @@ def test_a_folder_replaced_by_another_job_is_left_to_it(tmp_path, complaint_of):
         )
         shutil.rmtree(folder)
         with Checkpoints(folder, 1, 2):
-            assert complaint_of(lambda: checkpoints.save(small(2), step=2)).startswith(
+            assert complaint_of(lambda: checkpoints.save(small(2), step=2), CheckpointInUseError).startswith(
                 f"Checkpoints: {folder} is already being written to by this very process, since "
             )
 
 
-def test_a_folder_that_is_no_longer_mounted_is_not_made_anew_beneath(tmp_path, complaint_of):
+def test_a_folder_that_is_no_longer_mounted_is_not_made_again_beneath(tmp_path, complaint_of):
     folder = tmp_path / "mount" / "runs" / "a"
     with Checkpoints(folder, 1, 2) as checkpoints:
-        checkpoints._claim = checkpoints._claim._replace(device=-1)  # as if it had been on another file system
+        checkpoints._lock._device = -1  # as if it had been on another file system
         shutil.rmtree(folder.parent)
         assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
             f"Checkpoints: step 2 cannot be saved: {folder} is gone, and {tmp_path / 'mount'} is on another file system "
@@ -86,12 +84,12 @@ def test_a_folder_deleted_on_another_machine(left, tmp_path, monkeypatch, compla
     with Checkpoints(folder, 1, 2) as checkpoints, monkeypatch.context() as patch:
         checkpoints.save(small(1), step=1)
         checkpoints.wait()
-        stale = {checkpoints._claim.folder, checkpoints._claim.lock.descriptor}
+        stale = {checkpoints._lock._folder, checkpoints._lock._lock.descriptor}
         patch.setattr(os, "fstat", lambda one: (_ for _ in ()).throw(STALE) if one in stale else fstat(one))
         if left == "nothing":
             shutil.rmtree(folder)
             checkpoints.save(small(2), step=2)
-            assert f"{folder} was deleted while the job ran. It is made anew for step 2" in caplog.text
+            assert f"{folder} was deleted while the job ran. It is made again for step 2" in caplog.text
         else:
             assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
                 f"Checkpoints: step 2 cannot be saved: {folder} was replaced while the job ran, by one with other "
@@ -100,12 +98,12 @@ def test_a_folder_deleted_on_another_machine(left, tmp_path, monkeypatch, compla
         patch.setattr(
             Path, "stat", lambda path, **how: (_ for _ in ()).throw(STALE) if path == folder else stat(path, **how)
         )
-        message = str(failed("Checkpoints", folder, 3, ValueError("Error writing\nUNKNOWN: Stale file handle")))
-        assert message == (
+        error = write.write_error("Checkpoints", folder, 3, ValueError("Error writing\nUNKNOWN: Stale file handle"))
+        assert str(error) == (
             f"Checkpoints: step 3 could not be written to {folder} (ValueError: Error writing ... Stale file handle).\n"
-            f"Fix: {folder} was deleted, with what was in it; save again, and it is made anew."
+            f"Fix: {folder} was deleted, with what was in it; save again, and it is made again."
         )
-        assert is_of_deletion(message)
+        assert isinstance(error, FilesGoneError)
 
 
 def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path, monkeypatch, complaint_of, caplog):
@@ -138,14 +136,14 @@ def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, mon
     with Checkpoints(folder, 1, 1) as checkpoints:
         before(monkeypatch, "write_meta", lambda: shutil.rmtree(folder))
         checkpoints.save(small(1), step=1)
-        assert complaint_of(checkpoints.wait) == (
+        assert complaint_of(checkpoints.wait, FilesGoneError) == (
             f"Checkpoints: step 1 could not be written to {folder} (FileNotFoundError: [Errno 2] No such file or "
             f"directory: '{folder}/.saving-1/shardopt.json').\nFix: {folder} was deleted, with what was in it; save again, "
-            "and it is made anew."
+            "and it is made again."
         )
 
 
-def test_a_folder_deleted_during_a_write_is_made_anew_by_the_next_save(tmp_path, monkeypatch, caplog):
+def test_a_folder_deleted_during_a_write_is_made_again_by_the_next_save(tmp_path, monkeypatch, caplog):
     folder = tmp_path / "run"
     with Checkpoints(folder, 1, 2) as checkpoints:
         with monkeypatch.context() as patch:
@@ -155,7 +153,7 @@ def test_a_folder_deleted_during_a_write_is_made_anew_by_the_next_save(tmp_path,
         checkpoints.save(small(2), step=2)
     assert [message.split("\n")[0].split(" (")[0] for message in caplog.messages] == [
         f"Checkpoints: step 1 could not be written to {folder}",
-        f"Checkpoints: {folder} was deleted while the job ran. It is made anew for step 2; checkpoints before it are gone.",
+        f"Checkpoints: {folder} was deleted while the job ran. It is made again for step 2; checkpoints before it are gone.",
     ]
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "2"]
 
@@ -189,32 +187,26 @@ def test_files_that_vanish_before_the_lock_does_are_a_deletion_too(tmp_path, mon
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "2"]
 
 
-def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(monkeypatch):
-    from shardopt.checkpoint.run_lock import until_deleted
+@pytest.mark.parametrize(("kind", "tries"), [(FilesGoneError, 5), (CheckpointError, 1)])
+def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(kind, tries, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardopt.checkpoint.checkpoints._PAUSE", 0)
+    tried = []
 
-    def failing(*messages):
-        left = list(messages)
+    def fail(step):
+        tried.append(step)
+        if len(tried) <= failures:
+            raise kind("it failed")
+        return False
 
-        def action():
-            if left:
-                raise CheckpointError(left.pop(0))
-            return "done"
-
-        return action, left
-
-    monkeypatch.setattr("shardopt.checkpoint.run_lock._PAUSE", 0)
-    gone = (
-        "Checkpoints: step 1 could not be written to /a (FileNotFoundError: [Errno 2] No such file or directory: 'b')."
-    )
-    assert until_deleted(failing(*[gone] * 4)[0]) == "done"
-    for messages, tries in (
-        ([gone] * 9, 5),
-        (["Checkpoints: the disk is full.\nFix: No such file or directory"] * 2, 1),
-    ):
-        action, left = failing(*messages)
-        with pytest.raises(CheckpointError):
-            until_deleted(action)
-        assert len(messages) - len(left) == tries
+    with Checkpoints(tmp_path, 1, 2) as checkpoints:
+        monkeypatch.setattr(checkpoints, "_make_ready", fail)
+        failures = 9
+        with pytest.raises(kind, match="it failed"):
+            checkpoints._prepare(1)
+        assert tried == [1] * tries
+        tried.clear()
+        failures = tries - 1
+        assert checkpoints._prepare(2) is False
 
 
 def test_a_folder_that_is_only_half_deleted_is_gone_on_with(tmp_path, caplog):
@@ -225,5 +217,5 @@ def test_a_folder_that_is_only_half_deleted_is_gone_on_with(tmp_path, caplog):
         checkpoints.wait()
         (folder / ".lock").unlink()
         checkpoints.save(small(2), step=2)
-    assert "It is made anew for step 2" in caplog.text
+    assert "It is made again for step 2" in caplog.text
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "1", "2"]

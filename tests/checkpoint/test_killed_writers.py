@@ -36,14 +36,13 @@ def remains(tmp_path_factory):
 
 
 @pytest.fixture
-def read(make_opt):
+def read():
     """Return a function that restores what the writers save, as its factor."""
-    opt = make_opt(so.ddp, data=1)
-    on = jax.sharding.NamedSharding(opt.mesh, jax.sharding.PartitionSpec())
+    on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {"a": jax.ShapeDtypeStruct((500_000,), jnp.float32, sharding=on)}
 
     def factor(folder, step=None):
-        found = np.asarray(restore(folder, opt._replace(abstract_state=lambda: target), step=step)["a"])
+        found = np.asarray(restore(folder, target, step=step)["a"])
         np.testing.assert_array_equal(found, np.arange(500_000, dtype=np.float32) * found[1])
         return found[1]
 
@@ -106,9 +105,9 @@ def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path, complaint_
             rf"Checkpoints: {tmp_path} is already being written to by process {pid} on {os.uname().nodename}, "
             r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\nFix: stop that job, or use another directory\."
         )
-        message = complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1))
+        message = complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.CheckpointInUseError)
         assert re.fullmatch(refused, message)
-        message = complaint_of(lambda: so.checkpoint.save(tmp_path, {"a": jnp.ones(2)}, step=5))
+        message = complaint_of(lambda: so.save(tmp_path, {"a": jnp.ones(2)}, step=5), so.CheckpointInUseError)
         assert re.fullmatch(refused.replace("Checkpoints", "save"), message)
         assert read(tmp_path) == 1  # who only reads is never refused
     finally:
@@ -123,7 +122,7 @@ def test_a_writer_in_the_same_process_is_refused_until_the_first_is_closed(tmp_p
     assert re.fullmatch(
         rf"Checkpoints: {tmp_path} is already being written to by this very process, since [\d: -]+\.\n"
         r"Fix: close\(\) the other Checkpoints first, or use another directory\.",
-        complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1)),
+        complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.CheckpointInUseError),
     )
     first.close()
     Checkpoints(tmp_path, every=1, keep=1)  # never closed, only forgotten: gone with the object

@@ -54,7 +54,8 @@ def test_both_processes_see_the_same(run):
         assert found["moved"] is True
         assert found["blob"] is True
         assert found["left"] == [5, 6, 7]
-    damaged = first["spoiled"].split("\n")
+    kind, message = first["spoiled"]
+    damaged = message.split("\n")
     assert damaged[0] == f"restore: step 2 in {folder}/spoiled is damaged."
     assert len(damaged) == 7
     assert all(": its bytes are not those that were written (SHA-256 " in line for line in damaged[1:-1])
@@ -62,25 +63,33 @@ def test_both_processes_see_the_same(run):
         "Fix: bring the files back from a copy, or go back to step 1, which is whole (pass step=1, or delete "
         f"{folder}/spoiled/2)."
     )
+    assert kind == "DamagedCheckpointError"
+    assert [first[key][0] for key in ("nowhere", "second writer")] == ["StepNotFoundError", "CheckpointInUseError"]
     for key in ("spoiled", "nowhere", "second writer"):
         assert first[key] == second[key]
-        assert first[key] is not None
 
 
 def test_a_failure_in_one_process_is_heard_in_both(run):
     folder, first, second = run
     where = f"Checkpoints: step 8 could not be written to {folder}/run"
-    assert second["failed write"].startswith(f"{where} (OSError: [Errno 5] Input/output error).\n")
-    assert first["failed write"].startswith(f"{where} (OSError: process 1 failed; its message has the reason).\n")
+    assert second["failed write"][1].startswith(f"{where} (OSError: [Errno 5] Input/output error).\n")
+    assert first["failed write"][1].startswith(f"{where} (OSError: process 1 failed; its message has the reason).\n")
 
 
 def test_a_failure_of_orbax_in_one_process_does_not_let_the_other_wait(run):
     """It would wait for twenty minutes, in a barrier of its own."""
     folder, first, second = run
     where = f"Checkpoints: step 1 could not be written to {folder}/failing"
-    own = f"{where} (OSError: [Errno 28] No space left on device).\nFix: make room, then save again; {UNTOUCHED}"
+    kind = "CheckpointError"
+    own = [
+        kind,
+        f"{where} (OSError: [Errno 28] No space left on device).\nFix: make room, then save again; {UNTOUCHED}",
+    ]
     told = [
-        f"{where} (OSError: process {who} failed; its message has the reason).\nFix: remove the cause, then save again; {UNTOUCHED}"
+        [
+            kind,
+            f"{where} (OSError: process {who} failed; its message has the reason).\nFix: remove the cause, then save again; {UNTOUCHED}",
+        ]
         for who in range(2)
     ]
     assert first["writers"] == [own, told[1], told[1], [], [2]]

@@ -135,7 +135,7 @@ def test_all_dtypes_keys_and_empty_arrays(tmp_path, make_opt, same):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", NamedSharding(opt.mesh, P()))),
         tree,
     )
-    found = restore(tmp_path, opt._replace(abstract_state=lambda: wanted))
+    found = restore(tmp_path, wanted)
     integers = lambda tree: {k: jax.random.key_data(v) if k.startswith("key") else v for k, v in tree.items()}  # noqa: E731
     assert same(integers(found), integers(tree))
     assert found["keys"].dtype == tree["keys"].dtype
@@ -252,28 +252,67 @@ def test_parameters_that_cannot_be_rebuilt_are_asked_for(tmp_path, make_opt, com
     assert same(restore(tmp_path, opt, abstract_params=params), jax.tree.map(np.array, state))
 
 
+def test_an_abstract_state_is_filled_as_it_is_placed(saved, make_opt, new_params, complaint_of, same):
+    folder, values, _ = saved("fsdp-8")
+    opt = make_opt(so.zero, data=4)
+    wanted = opt.abstract_state(new_params())
+    found = restore(folder, wanted)
+    assert same(found, values)
+    assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    with so.Checkpoints(folder, 1, None) as checkpoints:
+        assert same(checkpoints.restore(wanted)[0], values)
+    other = jax.ShapeDtypeStruct((), jnp.float32, sharding=wanted.step.sharding)
+    assert complaint_of(lambda: restore(folder, wanted._replace(step=other))) == (
+        f"restore: step 2 in {folder} does not fit the abstract state: 0 leaves missing, 0 left over, 1 different.\n"
+        "  step: the checkpoint holds int32[], the abstract state wants float32[]\n"
+        "Fix: pass an abstract state of the form that was saved."
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "listed"),
+    [
+        (None, ""),
+        ("opt", "  target: str\n"),
+        ({"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": np.ones(2)}, "  b: ndarray\n  w: ShapeDtypeStruct\n"),
+    ],
+)
+def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_of):
+    what = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
+    fix = "Fix: pass opt, or opt.abstract_state(abstract_params)."
+    assert complaint_of(lambda: restore(tmp_path, target), TypeError) == f"restore: {what}\n{listed}{fix}"
+    assert complaint_of(lambda: so.from_bytes(target, b""), TypeError) == f"from_bytes: {what}\n{listed}{fix}"
+
+
+def test_an_abstract_state_has_its_parameters_already(tmp_path, trained, complaint_of):
+    wanted = trained[0].abstract_state()
+    message = complaint_of(lambda: restore(tmp_path, wanted, abstract_params=wanted.params), TypeError)
+    assert message == "restore: abstract_params are for an optimizer, not for an abstract state."
+
+
 def test_what_is_not_there(tmp_path, trained, complaint_of):
     opt, state = trained
+    missing = lambda *args, **how: complaint_of(lambda: restore(*args, **how), so.StepNotFoundError)  # noqa: E731
     nowhere = tmp_path / "nowhere"
-    assert complaint_of(lambda: restore(nowhere, opt)) == (
+    assert missing(nowhere, opt) == (
         f"restore: there is no checkpoint in {nowhere}, which does not exist.\n"
         "Fix: pass the folder that was given to save or Checkpoints."
     )
-    assert complaint_of(lambda: restore(tmp_path, opt)) == (
+    assert missing(tmp_path, opt) == (
         f"restore: there is no checkpoint in {tmp_path}.\nFix: pass the folder that was given to save or Checkpoints."
     )
     save(tmp_path, state(), step=5)
     (tmp_path / ".saving-7.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "08").mkdir()
-    assert complaint_of(lambda: restore(tmp_path, opt, step=6)) == (
+    assert missing(tmp_path, opt, step=6) == (
         f"restore: there is no step 6 in {tmp_path}.\nFix: choose one of the steps 5, or leave step out for the newest."
     )
-    assert complaint_of(lambda: restore(tmp_path, opt, step=7)) == (
+    assert missing(tmp_path, opt, step=7) == (
         f"restore: there is no step 7 in {tmp_path}: its save was interrupted.\n"
         "Fix: choose one of the steps 5, or leave step out for the newest."
     )
-    assert complaint_of(lambda: restore(tmp_path / "5", opt)) == (
+    assert missing(tmp_path / "5", opt) == (
         f"restore: {tmp_path}/5 is the folder of one step, not of a run.\nFix: pass {str(tmp_path)!r} and step=5."
     )
     assert int(restore(tmp_path, opt).step) == 3

@@ -117,9 +117,8 @@ def test_bad_arguments(arguments, kind, message, tmp_path, complaint_of):
 def test_a_file_where_the_folder_should_be(tmp_path, complaint_of):
     (tmp_path / "run").write_text("I am a file")
     assert complaint_of(lambda: save(tmp_path / "run", {"a": jnp.ones(2)}, step=1)) == (
-        f"save: step 1 could not be written to {tmp_path}/run (FileExistsError: [Errno 17] File exists: "
-        f"'{tmp_path}/run').\n"
-        "Fix: remove the cause, then save again; checkpoints that were committed before are untouched."
+        f"save: {tmp_path}/run cannot be written to (FileExistsError: File exists).\n"
+        "Fix: choose a folder that you may write to."
     )
 
 
@@ -135,11 +134,11 @@ def test_no_backend_and_no_orbax_at_import():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_states_without_parameters_and_with_little_else(tmp_path, make_opt):
+def test_states_without_parameters_and_with_little_else(tmp_path):
     state = {"opt": optax.adam(0.1).init(jnp.ones(3))}
     save(tmp_path, state, step=0)
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    found = restore(tmp_path, make_opt()._replace(abstract_state=lambda: wanted))
+    found = restore(tmp_path, wanted)
     assert jax.tree.structure(found) == jax.tree.structure(state)
 
 

@@ -48,7 +48,7 @@ def test_one_of_two_jobs_is_refused_and_a_dead_one_is_no_obstacle(start, tmp_pat
     assert winner.poll() is None
     _, said = loser.communicate()
     assert loser.returncode == 1
-    refusal = re.search(r"CheckpointError: (Checkpoints: .*\n.*)\n", said)[1]
+    refusal = re.search(r"CheckpointInUseError: (Checkpoints: .*\n.*)\n", said)[1]
     named = re.fullmatch(
         rf"Checkpoints: {tmp_path}/run is already being written to by process (\w+) on (.*), since (.*)\.\n"
         r"Fix: stop that job, or use another directory\.",

@@ -15,8 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
-from shardopt.checkpoint import save as write
+from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes, write
 
 
 def loss_fn(params, batch):
@@ -44,7 +43,7 @@ def complaint_of(action):
     try:
         action()
     except so.CheckpointError as error:
-        return str(error)
+        return type(error).__name__, str(error)
     return None
 
 

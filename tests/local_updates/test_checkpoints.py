@@ -161,7 +161,7 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
     )
     assert len(lines) == 7
     assert lines[-1] == (
-        "Fix: restore on as many devices as it was saved from; or start the optimizer anew on its parameters: "
+        "Fix: restore on as many devices as it was saved from; or start the optimizer again on its parameters: "
         "new_opt.init(restore(directory, old_opt).params)."
     )
     assert same(so.from_bytes(make(2), data), make(2).init(new_params()))

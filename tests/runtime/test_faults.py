@@ -164,6 +164,6 @@ def test_the_checkpoints_of_four_are_deleted(start, unbroken, tmp_path, draw):
     assert time.monotonic() - deleted < unbroken[1] + ENDS_WITHIN
     text = "".join(said)
     assert job.wait() == 0, text
-    assert re.search(rf"{folder} was deleted while the job ran\. It is made anew for step \d+0; ", text), text
+    assert re.search(rf"{folder} was deleted while the job ran\. It is made again for step \d+0; ", text), text
     assert same(tmp_path, unbroken[0])
     assert sorted(path.name for path in folder.iterdir() if path.name.isdecimal()) == [str(STEPS - 20), str(STEPS)]

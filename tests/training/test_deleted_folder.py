@@ -35,7 +35,7 @@ def test_a_folder_deleted_under_a_run(opt, new_state, batches, same, tmp_path, c
         data = slowly(threading.Thread(target=delete))
         result = fit(opt, new_state(), data, num_steps=40, checkpoints=checkpoints, progress=False)
     assert (result.step, result.stopped) == (40, "completed")
-    assert any(f"{folder} was deleted while the job ran. It is made anew for step" in line for line in caplog.messages)
+    assert any(f"{folder} was deleted while the job ran. It is made again for step" in line for line in caplog.messages)
     unbroken = fit(opt, new_state(), batches, num_steps=40, progress=False)
     assert same(result.state, unbroken.state)
     assert same(restore(folder, opt), unbroken.state)

@@ -1,0 +1,63 @@
+"""What stands for several replicas where their number changes: one rule, for every dtype and every way to restore."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardopt as so
+from shardopt.core.types import merge_replicas
+from shardopt.local_updates.state import PerReplica
+
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+KEYS = jax.random.split(jax.random.key(3), 2)
+RULE = {
+    "floating: the mean": (jnp.array([[1.0, 2.0], [3.0, 6.0]]), [2.0, 4.0]),
+    "bfloat16: the mean, summed wider": (jnp.ones((512, 1), jnp.bfloat16), [1.0]),
+    "complex: the mean": (jnp.array([[1j], [3.0]]), [1.5 + 0.5j]),
+    "signed: the maximum": (jnp.array([[-4, 5], [-1, 2]]), [-1, 5]),
+    "unsigned: the maximum": (jnp.array([[4, 5], [1, 7]], jnp.uint8), [4, 7]),
+    "booleans: the maximum": (jnp.array([[False, True], [False, False]]), [False, True]),
+}
+
+
+@pytest.mark.parametrize("rule", RULE)
+def test_one_rule_for_every_dtype(rule):
+    stacked, merged = RULE[rule]
+    found = merge_replicas(stacked)
+    assert found.dtype == stacked.dtype
+    assert found.tolist() == merged
+    assert merge_replicas(stacked.T, axis=1).tolist() == merged
+
+
+def test_of_random_keys_the_first_is_taken():
+    assert jnp.array_equal(jax.random.key_data(merge_replicas(KEYS)), jax.random.key_data(KEYS[0]))
+
+
+@pytest.mark.parametrize("how", ["folder", "bytes"])
+@pytest.mark.parametrize("new", [1, 3])
+def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
+    own = PerReplica({rule: stacked for rule, (stacked, _) in RULE.items()} | {"keys": KEYS})
+    state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, own, jnp.zeros(2, jnp.uint32))
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state)
+    stack = lambda leaf: jax.ShapeDtypeStruct((new, *leaf.shape[1:]), leaf.dtype, sharding=HERE)  # noqa: E731
+    wanted = placed._replace(opt_state=jax.tree.map(stack, own))
+    if how == "folder":
+        so.save(tmp_path, state)
+        found = so.restore(tmp_path, wanted)
+    else:
+        found = so.from_bytes(wanted, so.to_bytes(make_opt(), state))
+    for name, leaf in found.opt_state.value.items():
+        merged = merge_replicas(own.value[name])
+        assert leaf.shape == (new, *merged.shape)
+        for replica in leaf:
+            assert jnp.array_equal(*map(as_numbers, (replica, merged)))
+
+
+def as_numbers(leaf):
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def test_error_feedback_memory_follows_it():
+    memory = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}
+    found = so.reducers.resize_state(so.reducers.ErrorFeedback(memory), axis_size=3)
+    assert found.value["w"].tolist() == [[2.0, 4.0]] * 3
