@@ -1,4 +1,4 @@
-"""One collective of a compiled program, with its bytes."""
+"""One collective of a compiled program: who takes part, over which mesh axes, and its bytes."""
 
 import itertools
 import math
@@ -11,202 +11,8 @@ import numpy as np
 from shardopt.audit.hlo_text import Instruction, arrays, attributes, elements, nbytes
 from shardopt.audit.walk import Found, crosses_slices
 
-# Who talks to whom: the forms in which HLO writes replica groups, as positions in the device assignment.
-
-
 Groups = tuple[tuple[int, ...], ...]
-
-
-def replica_groups(attributes: Mapping[str, str], *, replicas: int, partitions: int, has_global_flag: bool) -> Groups:
-    """Return the groups of a collective as positions in the device assignment, replica-major.
-
-    What an id means depends on the instruction. With `use_global_device_ids=true` it is such a position. With a
-    channel but without that flag, operations that could have it (`has_global_flag`: all-reduce, all-gather,
-    reduce-scatter) number replicas and reach over all partitions, while the others number partitions within each
-    replica. Without a channel an id is a replica, and each partition is on its own.
-
-    Args:
-      attributes: those of the instruction, as text.
-      replicas: of the module, usually 1.
-      partitions: of the module.
-      has_global_flag: whether the operation knows `use_global_device_ids`.
-    """
-    is_global = attributes.get("use_global_device_ids") == "true"
-    on_channel = "channel_id" in attributes
-    if is_global:
-        count = replicas * partitions
-    elif on_channel and not has_global_flag:
-        count = partitions
-    else:
-        count = replicas
-    groups = read_groups(attributes.get("replica_groups", "{}"), count)
-    if is_global:
-        return groups
-    positions = np.arange(replicas * partitions).reshape(replicas, partitions)
-    if on_channel and has_global_flag:
-        return tuple(tuple(positions[list(group)].ravel().tolist()) for group in groups)
-    if on_channel:
-        return tuple(tuple(row[list(group)].tolist()) for row in positions for group in groups)
-    return tuple(tuple(column[list(group)].tolist()) for column in positions.T for group in groups)
-
-
-def permute_pairs(attributes: Mapping[str, str], *, replicas: int, partitions: int) -> Groups:
-    """Return the (source, target) pairs of a collective-permute as positions, those to oneself left out."""
-    pairs = read_groups(attributes.get("source_target_pairs", "{}"), 0)
-    positions = np.arange(replicas * partitions).reshape(replicas, partitions)
-    rows = positions if "channel_id" in attributes else positions.T
-    return tuple((int(row[s]), int(row[t])) for row in rows for s, t in pairs if s != t)
-
-
-def read_groups(text: str, count: int) -> Groups:
-    """Read `{{0,1},{2,3}}`, `{}` (all of `count`), `[2,4]<=[4,2]T(1,0)` or `mesh['a'=2,'b'=4] {'a'}`.
-
-    Example:
-      >>> read_groups("[2,4]<=[4,2]T(1,0)", 8)
-      ((0, 2, 4, 6), (1, 3, 5, 7))
-      >>> read_groups("mesh['data'=2,'tensor'=4] {'data'}", 8)
-      ((0, 4), (1, 5), (2, 6), (3, 7))
-    """
-    text = text.strip()
-    if text.startswith("["):
-        return _rows(_iota(text))
-    if text.startswith("mesh"):
-        return _rows(_mesh_axes(text))
-    groups = tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,\s]*)\}", text[1:-1]))
-    return groups or (tuple(range(count)),)
-
-
-_IOTA = re.compile(r"^\[(?P<out>[\d,]+)\](<=)?(\[(?P<dims>[\d,]+)\])?(T\((?P<order>[\d,]+)\))?$")
-_MESH = re.compile(r"^mesh\[(?P<axes>.*?)\](, device_ids=\((?P<ids>.*)\))? \{(?P<over>.*)\}$")
-
-
-def _iota(text: str) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: count up in the shape on the right, transpose, reshape to the shape on the left."""
-    found = _IOTA.match(text.replace(" ", ""))
-    if not found:
-        raise ValueError(f"audit: cannot read the replica groups {text!r}.")
-    out = _integers(found["out"])
-    numbers = np.arange(math.prod(out)).reshape(_integers(found["dims"]) if found["dims"] else out)
-    if found["order"]:
-        numbers = numbers.transpose(_integers(found["order"]))
-    return numbers.reshape(out) if found["dims"] else numbers
-
-
-def _mesh_axes(text: str) -> np.ndarray:
-    """`mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: named axes, or parts of an axis as (size before it)size."""
-    found = _MESH.match(text)
-    if not found:
-        raise ValueError(f"audit: cannot read the replica groups {text!r}.")
-    sizes = {name.strip(" '\""): int(size) for name, size in (part.rsplit("=", 1) for part in found["axes"].split(","))}
-    ids = np.arange(math.prod(sizes.values()))
-    if found["ids"]:
-        ids = _iota(found["ids"]) if found["ids"].startswith("[") else np.array(_integers(found["ids"]))
-    over = [_axis_part(part, sizes) for part in found["over"].split(",") if part.strip()]
-    shape, grouped = [], {}
-    for axis, size in sizes.items():  # cut every axis at the borders of its parts
-        borders = {1, size} | {b for name, before, part in over if name == axis for b in (before, before * part)}
-        ordered = sorted(borders)
-        for low, high in itertools.pairwise(ordered):
-            grouped[axis, low] = len(shape)
-            shape.append(high // low)
-        if len(ordered) == 1:
-            grouped[axis, 1] = len(shape)
-            shape.append(1)
-    last = [grouped[axis, before] for axis, before, _ in over]
-    first = [dim for dim in range(len(shape)) if dim not in last]
-    members = math.prod(shape[dim] for dim in last)
-    return ids.reshape(shape).transpose(first + last).reshape(-1, members)
-
-
-def _axis_part(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
-    name, colon, part = text.strip().rpartition(":(")
-    if not colon:
-        name = text.strip(" '\"")
-        return name, 1, sizes[name]
-    before, size = part.split(")")
-    return name.strip(" '\""), int(before), int(size)
-
-
-def _rows(array: np.ndarray) -> Groups:
-    return tuple(tuple(row) for row in array.reshape(array.shape[0], -1).tolist())
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part.strip()]
-
-
-# Replica groups back to the mesh axes that they span.
-
-
-def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Return the mesh axes that every group spans whole, in mesh order; None if the groups are no such product.
-
-    Args:
-      groups: positions in the mesh, which is flattened with its last axis fastest.
-      sizes: mesh axis to size.
-
-    Example:
-      >>> axes_of_groups(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
-      ('data',)
-      >>> axes_of_groups(((0, 3), (1, 2)), {"data": 2, "tensor": 2}) is None
-      True
-    """
-    names = tuple(sizes)
-    found: set[tuple[str, ...]] = set()
-    for group in groups:
-        coordinates = _coordinates(group, sizes)
-        moving = (coordinates != coordinates[:, :1]).any(axis=1)
-        axes = tuple(name for name, moves in zip(names, moving, strict=True) if moves)
-        if len(set(group)) != np.prod([sizes[axis] for axis in axes], dtype=int):
-            return None
-        found.add(axes)
-    return found.pop() if len(found) == 1 else None
-
-
-def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
-    """Return the mesh axis of which every group is a part, cut as a mesh with more axes would cut it; else None.
-
-    Such are the groups of one step of a collective that goes over an axis in several: neighbours first, then every other.
-
-    Args:
-      groups: positions in the mesh, which is flattened with its last axis fastest.
-      sizes: mesh axis to size.
-
-    Example:
-      >>> axis_of_parts(((0, 1), (2, 3)), {"data": 4}), axis_of_parts(((0, 2), (1, 3)), {"data": 4})
-      ('data', 'data')
-      >>> axis_of_parts(((0, 3), (1, 2)), {"data": 4}) is None
-      True
-    """
-    names = tuple(sizes)
-    found: set[tuple[int, int, int]] = set()
-    for group in groups:
-        coordinates = _coordinates(tuple(sorted(group)), sizes)
-        moving = np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1))
-        if len(moving) != 1:
-            return None
-        places, count = coordinates[moving[0]], len(group)
-        stride = int(places[1] - places[0])
-        first = places[0] // (stride * count) * stride * count + places[0] % stride
-        if (places != first + stride * np.arange(count)).any():
-            return None
-        found.add((int(moving[0]), stride, count))
-    if len(found) != 1:
-        return None
-    ((axis, stride, count),) = found
-    size = sizes[names[axis]]
-    return names[axis] if count < size and size % (stride * count) == 0 else None
-
-
-def axes_of_pairs(pairs: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which any (source, target) pair moves, in mesh order."""
-    source, target = (_coordinates(ends, sizes) for ends in zip(*pairs, strict=True))
-    moving = (source != target).any(axis=1)
-    return tuple(name for name, moves in zip(sizes, moving, strict=True) if moves)
-
-
-def _coordinates(positions: tuple[int, ...], sizes: Mapping[str, int]) -> np.ndarray:
-    return np.stack(np.unravel_index(np.array(positions), tuple(sizes.values())))
+"""Positions in the device assignment, by group."""
 
 
 class Collective(NamedTuple):
@@ -341,3 +147,192 @@ def _wire_bytes(kind: str, size: int, n: int) -> int:
 
 def _op_name(words: Mapping[str, str]) -> str:
     return words.get("metadata", "").partition('op_name="')[2].partition('"')[0]
+
+
+def replica_groups(attributes: Mapping[str, str], *, replicas: int, partitions: int, has_global_flag: bool) -> Groups:
+    """Return the groups of a collective as positions in the device assignment, replica-major.
+
+    What an id means depends on the instruction. With `use_global_device_ids=true` it is such a position. With a
+    channel but without that flag, operations that could have it (`has_global_flag`: all-reduce, all-gather,
+    reduce-scatter) number replicas and reach over all partitions, while the others number partitions within each
+    replica. Without a channel an id is a replica, and each partition is on its own.
+
+    Args:
+      attributes: those of the instruction, as text.
+      replicas: of the module, usually 1.
+      partitions: of the module.
+      has_global_flag: whether the operation knows `use_global_device_ids`.
+    """
+    is_global = attributes.get("use_global_device_ids") == "true"
+    on_channel = "channel_id" in attributes
+    if is_global:
+        count = replicas * partitions
+    elif on_channel and not has_global_flag:
+        count = partitions
+    else:
+        count = replicas
+    groups = read_groups(attributes.get("replica_groups", "{}"), count)
+    if is_global:
+        return groups
+    positions = np.arange(replicas * partitions).reshape(replicas, partitions)
+    if on_channel and has_global_flag:
+        return tuple(tuple(positions[list(group)].ravel().tolist()) for group in groups)
+    if on_channel:
+        return tuple(tuple(row[list(group)].tolist()) for row in positions for group in groups)
+    return tuple(tuple(column[list(group)].tolist()) for column in positions.T for group in groups)
+
+
+def permute_pairs(attributes: Mapping[str, str], *, replicas: int, partitions: int) -> Groups:
+    """Return the (source, target) pairs of a collective-permute as positions, those to oneself left out."""
+    pairs = read_groups(attributes.get("source_target_pairs", "{}"), 0)
+    positions = np.arange(replicas * partitions).reshape(replicas, partitions)
+    rows = positions if "channel_id" in attributes else positions.T
+    return tuple((int(row[s]), int(row[t])) for row in rows for s, t in pairs if s != t)
+
+
+def read_groups(text: str, count: int) -> Groups:
+    """Read `{{0,1},{2,3}}`, `{}` (all of `count`), `[2,4]<=[4,2]T(1,0)` or `mesh['a'=2,'b'=4] {'a'}`.
+
+    Example:
+      >>> read_groups("[2,4]<=[4,2]T(1,0)", 8)
+      ((0, 2, 4, 6), (1, 3, 5, 7))
+      >>> read_groups("mesh['data'=2,'tensor'=4] {'data'}", 8)
+      ((0, 4), (1, 5), (2, 6), (3, 7))
+    """
+    text = text.strip()
+    if text.startswith("["):
+        return _rows(_iota(text))
+    if text.startswith("mesh"):
+        return _rows(_mesh_axes(text))
+    groups = tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,\s]*)\}", text[1:-1]))
+    return groups or (tuple(range(count)),)
+
+
+_IOTA = re.compile(r"^\[(?P<out>[\d,]+)\](<=)?(\[(?P<dims>[\d,]+)\])?(T\((?P<order>[\d,]+)\))?$")
+_MESH = re.compile(r"^mesh\[(?P<axes>.*?)\](, device_ids=\((?P<ids>.*)\))? \{(?P<over>.*)\}$")
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]<=[4,2]T(1,0)`: count up in the shape on the right, transpose, reshape to the shape on the left."""
+    found = _IOTA.match(text.replace(" ", ""))
+    if not found:
+        raise ValueError(f"audit: cannot read the replica groups {text!r}.")
+    out = _integers(found["out"])
+    numbers = np.arange(math.prod(out)).reshape(_integers(found["dims"]) if found["dims"] else out)
+    if found["order"]:
+        numbers = numbers.transpose(_integers(found["order"]))
+    return numbers.reshape(out) if found["dims"] else numbers
+
+
+def _mesh_axes(text: str) -> np.ndarray:
+    """`mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: named axes, or parts of an axis as (size before it)size."""
+    found = _MESH.match(text)
+    if not found:
+        raise ValueError(f"audit: cannot read the replica groups {text!r}.")
+    sizes = {name.strip(" '\""): int(size) for name, size in (part.rsplit("=", 1) for part in found["axes"].split(","))}
+    ids = np.arange(math.prod(sizes.values()))
+    if found["ids"]:
+        ids = _iota(found["ids"]) if found["ids"].startswith("[") else np.array(_integers(found["ids"]))
+    over = [_axis_part(part, sizes) for part in found["over"].split(",") if part.strip()]
+    shape, grouped = [], {}
+    for axis, size in sizes.items():  # cut every axis at the borders of its parts
+        borders = {1, size} | {b for name, before, part in over if name == axis for b in (before, before * part)}
+        ordered = sorted(borders)
+        for low, high in itertools.pairwise(ordered):
+            grouped[axis, low] = len(shape)
+            shape.append(high // low)
+        if len(ordered) == 1:
+            grouped[axis, 1] = len(shape)
+            shape.append(1)
+    last = [grouped[axis, before] for axis, before, _ in over]
+    first = [dim for dim in range(len(shape)) if dim not in last]
+    members = math.prod(shape[dim] for dim in last)
+    return ids.reshape(shape).transpose(first + last).reshape(-1, members)
+
+
+def _axis_part(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
+    name, colon, part = text.strip().rpartition(":(")
+    if not colon:
+        name = text.strip(" '\"")
+        return name, 1, sizes[name]
+    before, size = part.split(")")
+    return name.strip(" '\""), int(before), int(size)
+
+
+def _rows(array: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in array.reshape(array.shape[0], -1).tolist())
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part.strip()]
+
+
+def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Return the mesh axes that every group spans whole, in mesh order; None if the groups are no such product.
+
+    Args:
+      groups: positions in the mesh, which is flattened with its last axis fastest.
+      sizes: mesh axis to size.
+
+    Example:
+      >>> axes_of_groups(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
+      ('data',)
+      >>> axes_of_groups(((0, 3), (1, 2)), {"data": 2, "tensor": 2}) is None
+      True
+    """
+    names = tuple(sizes)
+    found: set[tuple[str, ...]] = set()
+    for group in groups:
+        coordinates = _coordinates(group, sizes)
+        moving = (coordinates != coordinates[:, :1]).any(axis=1)
+        axes = tuple(name for name, moves in zip(names, moving, strict=True) if moves)
+        if len(set(group)) != np.prod([sizes[axis] for axis in axes], dtype=int):
+            return None
+        found.add(axes)
+    return found.pop() if len(found) == 1 else None
+
+
+def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
+    """Return the mesh axis of which every group is a part, cut as a mesh with more axes would cut it; else None.
+
+    Such are the groups of one step of a collective that goes over an axis in several: neighbours first, then every other.
+
+    Args:
+      groups: positions in the mesh, which is flattened with its last axis fastest.
+      sizes: mesh axis to size.
+
+    Example:
+      >>> axis_of_parts(((0, 1), (2, 3)), {"data": 4}), axis_of_parts(((0, 2), (1, 3)), {"data": 4})
+      ('data', 'data')
+      >>> axis_of_parts(((0, 3), (1, 2)), {"data": 4}) is None
+      True
+    """
+    names = tuple(sizes)
+    found: set[tuple[int, int, int]] = set()
+    for group in groups:
+        coordinates = _coordinates(tuple(sorted(group)), sizes)
+        moving = np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1))
+        if len(moving) != 1:
+            return None
+        places, count = coordinates[moving[0]], len(group)
+        stride = int(places[1] - places[0])
+        first = places[0] // (stride * count) * stride * count + places[0] % stride
+        if (places != first + stride * np.arange(count)).any():
+            return None
+        found.add((int(moving[0]), stride, count))
+    if len(found) != 1:
+        return None
+    ((axis, stride, count),) = found
+    size = sizes[names[axis]]
+    return names[axis] if count < size and size % (stride * count) == 0 else None
+
+
+def axes_of_pairs(pairs: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes along which any (source, target) pair moves, in mesh order."""
+    source, target = (_coordinates(ends, sizes) for ends in zip(*pairs, strict=True))
+    moving = (source != target).any(axis=1)
+    return tuple(name for name, moves in zip(sizes, moving, strict=True) if moves)
+
+
+def _coordinates(positions: tuple[int, ...], sizes: Mapping[str, int]) -> np.ndarray:
+    return np.stack(np.unravel_index(np.array(positions), tuple(sizes.values())))

@@ -129,9 +129,6 @@ def _end_of(text: str) -> int:
     return len(text)
 
 
-# Shapes as HLO writes them, and their bytes.
-
-
 def elements(shape: str) -> list[str]:
     """Return the members of a tuple shape, one level deep; an array is its own only member."""
     shape = shape.strip()
