@@ -79,12 +79,12 @@ def test_the_schedule_is_valid_and_trains_as_one_device(space, mesh_of):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_the_strategy_splits_every_leaf_and_is_fsdp(space, mesh_of):
-    mine = space["split_all"](optax.adam(0.01), mesh_of(data=4), loss_fn)
+def test_the_strategy_shards_every_leaf_and_is_fsdp(space, mesh_of):
+    mine = space["shard_all"](optax.adam(0.01), mesh_of(data=4), loss_fn)
     known = so.fsdp(optax.adam(0.01), mesh_of(data=4), loss_fn)  # its leaf is too small to be split
     np.testing.assert_allclose(losses_of(mine), losses_of(known), rtol=1e-5)
     assert [opt.config.report().params_bytes for opt in (mine, known)] == [32 * 8, 32 * 8 * 4]
-    assert mine.config.strategy == "split_all"
+    assert mine.config.strategy == "shard_all"
 
 
 def test_the_files_it_sends_people_to_are_there():

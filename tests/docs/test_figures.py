@@ -1,0 +1,130 @@
+"""The figures in the pages are those of the results files, and of the schedules."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import shardopt as so
+
+ROOT = Path(__file__).parents[2]
+
+
+def page(name):
+    return re.sub(r"\s+", " ", (ROOT / "docs" / name).read_text())
+
+
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+
+
+def rows(name, heading):
+    """Return the cells of the table whose header line begins with this."""
+    lines = (ROOT / "docs" / name).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
+    end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : end]]
+
+
+def test_the_table_of_schedules_is_what_they_say():
+    found = rows("pipeline.md", "schedule")
+    assert len(found) == 7
+    for name, chunks, table, program, kept in found:
+        options = {"num_chunks": int(chunks)} if chunks != "1" else {}
+        schedule = getattr(so.schedules, name.strip("`"))(4, 8, **options)
+        assert (table, program) == (f"{schedule.bubble_fraction:.1%}", f"{schedule.program_bubble_fraction:.1%}"), name
+        assert int(kept) == max(schedule.peak_activations), name
+
+
+def test_losses_of_compressed_runs():
+    contenders = results("convergence")["contenders"]
+    names = {"`exact(jnp.bfloat16)`": "bf16", "`int8()`": "int8"}
+    for reducer, *told in rows("benchmarks.md", "reducer"):
+        keys = [f"{names.get(reducer, reducer.strip('`'))}, {how}" for how in ("error feedback", "none", "no warm-up")]
+        assert told == [f"{contenders[key]['ratio']:.3f}" if key in contenders else "" for key in keys]
+        assert [len(contenders[key]["losses"]) for key in keys if key in contenders][:2] == [3, 1]
+    text = page("benchmarks.md")
+    for start, name in (
+        ("outer momentum ends at ", "DiLoCo"),
+        ("published 0.9 at ", "DiLoCo (momentum 0.9)"),
+        ("Streaming DiLoCo at ", "Streaming DiLoCo"),
+        ("Local SGD at ", "Local SGD"),
+    ):
+        assert f"{start}{contenders[name]['ratio']:.3f}" in text
+
+
+def test_ratios_of_times():
+    text = page("benchmarks.md")
+    overhead, peers = results("overhead"), results("peers")["cpu"]["128x4"]
+    ddp, fsdp = (overhead[name]["median_ratio"] for name in ("ddp", "fsdp"))
+    assert f"median ratio {ddp:.3f} for ddp, {fsdp:.3f} for fsdp" in text
+    beyond = results("import_time")["shardopt beyond jax"]["seconds, median"]
+    assert f"takes {beyond:.2f} s beyond jax's own import" in text
+
+    def against(rival, group="processes"):
+        return [value for key, value in peers[group]["speed_ratios"].items() if re.search(f"/ {rival}", key)]
+
+    ddp, zero1, fsdp = against("torch")
+    assert f"at {ddp:.2f} (ddp), {zero1:.2f} (zero1) and {fsdp:.2f} (fsdp) of torch's speed" in text
+    low, high = min(against("jax")), max(against("jax"))
+    assert f"{low:.1f} to {high:.1f} times as fast as jax by hand" in text
+    low, high = min(against("maxtext")), max(against("maxtext"))
+    assert f"{low:.1f} to {high:.1f} times as fast as MaxText" in text
+    assert {f"{value:.1f}" for value in against("levanter")} == {"2.2"}
+    assert "2.2 times as fast as Levanter" in text
+    ddp, zero1, fsdp = against("torch", "devices")
+    assert f"it is {ddp:.2f} (ddp), {zero1:.2f} (zero1) and {fsdp:.2f} (fsdp) of torch's speed" in text
+
+
+def test_work_of_pipelines():
+    text, found = page("benchmarks.md"), results("pipeline")
+    work = {name: row["of_plain"] for name, row in found["time"].items() if isinstance(row, dict)}
+    recomputing = [ratio for name, ratio in work.items() if re.fullmatch(r"(?!autodiff).*, recomputing", name)]
+    keeping = [ratio for name, ratio in work.items() if name.endswith(", keeping") and not name.startswith("plain")]
+    assert f"at most {max(recomputing):.2f} of the same model's" in text
+    assert f"{min(keeping):.2f} to {max(keeping):.2f}" in text
+    assert max(row["ratio"] for row in found["program"].values()) < 1.004
+
+
+def test_asynchronous_runs():
+    text = page("benchmarks.md")
+    slow = results("stragglers")["runs"]["one slower"]["None"]
+    told = (
+        f"{slow['ratio']:.2f} times the pushes",
+        f"(formula {slow['formula_ratio']:.2f}, simulator {slow['simulated_ratio']:.2f}",
+    )
+    islands = results("async_local_sgd")["summary"]["asynchronous"]
+    told += (f"(x {islands['loss']:.3f}, three seeds)", f"in {islands['seconds']:.2f} of its time")
+    told += (f"in {results('server')['apply']['adamw']['ratio']:.2f} times the time of optax alone",)
+    for words in told:
+        assert words in text, words
+
+
+def test_what_the_tpu_compiler_says():
+    compiled, found = results("pod")["compiles"], rows("planning.md", "model")
+    assert len(found) == 16
+    cells = {tuple(row[3:]) for row in found}
+    for one in compiled:
+        seconds = f"{one['compile_seconds']:.0f}"
+        if one.get("compile_cpu_seconds"):
+            seconds += f" ({one['compile_cpu_seconds']:.0f})"
+        memory = f"{one['peak_bytes'] / 1e9:.2f} of {one['hbm_bytes'] / 1e9:.0f}"
+        ratios = f"{one['arguments_ratio']:.4f}", f"{one['memory_ratio']:.3f}", f"{one['flops_ratio']:.3f}"
+        assert (seconds, memory, *ratios) in cells or one["name"] == "llama3-8b v5p:4x4x4 replica=2 tensor=1", one[
+            "name"
+        ]
+
+
+def test_predictions():
+    text, pod = page("planning.md"), results("pod")
+    for held_out, told in ((False, "20 of 21"), (True, "10 of 10")):
+        ratios = [row["memory_ratio"] for row in pod["memory"] if row["held_out"] is held_out]
+        worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+        assert f"median {statistics.median(ratios):.3f}, worst {worst:.3f} | 10%: {told}" in text
+    for row in pod["published"]:
+        cells = f"{row['predicted']:.1%} | {row['published']:.1%} | {row['ratio']:.2f}"
+        assert f"| {row['name']} | {cells} |" in text
+    for row in pod["diloco"]:
+        pairs = zip(row["predicted_gbit"], row["paper_gbit"], strict=True)
+        assert f"| {row['name']} | {' | '.join(f'{ours:.3g} / {theirs:g}' for ours, theirs in pairs)} |" in text
+    assert sum(row["within_a_rung"] for row in pod["diloco"]) == 72
