@@ -103,7 +103,7 @@ def bytes_per_step(opt: so.ShardedOptimizer, batch: Any) -> float:
     if (fragments := getattr(opt.config, "fragments", None)) is None:
         return sent(0)
     # In the second H steps: a fragment is due after every H / fragments steps, and sent in the next step if delayed.
-    due = [H + (f + 1) * H // fragments - (0 if opt.config.delay else 1) for f in range(fragments)]
+    due = [H + (f + 1) * H // fragments - (0 if opt.config.local_updates.delay else 1) for f in range(fragments)]
     return sum(map(sent, due)) / H + sent(0) * (H - fragments) / H
 
 

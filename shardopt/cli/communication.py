@@ -17,6 +17,7 @@ from shardopt.cli.options import Communication, TrainOptions, read_call
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
+from shardopt.engine.config import SyncConfig
 from shardopt.mesh import data_axes
 
 _INSIDE = ("tensor", "pipeline")
@@ -57,10 +58,10 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
             return None
         return sum(one.wire_bytes * (one.calls or 0) for one in counted)
 
-    steps = getattr(opt.config, "sync_every", 1)
-    if steps == 1:
+    sync = opt.config.local_updates
+    if sync is None or sync.sync_every == 1:
         return Traffic(sent(_quiet(opt)), ddp, axes, 1)
-    agreeing = [sent(step) for step in _agreeing(opt.config)]
+    steps, agreeing = sync.sync_every, [sent(step) for step in _agreeing(sync)]
     between = [sent(_quiet(opt))] * (steps - len(agreeing))
     known = [one for one in (*agreeing, *between) if one is not None]
     return Traffic(sum(known) / steps if len(known) == steps else None, ddp, axes, steps)
@@ -68,16 +69,14 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
 
 def _quiet(opt: so.ShardedOptimizer) -> int:
     """Return a step in which replicas that train apart send nothing, if there is one."""
-    config = opt.config
-    if not hasattr(config, "sync_every"):
-        return 0
-    return config.warmup_steps + config.sync_every + (1 if config.delay else 0)
+    sync = opt.config.local_updates
+    return 0 if sync is None else sync.warmup_steps + sync.sync_every + (1 if sync.delay else 0)
 
 
-def _agreeing(config: Any) -> list[int]:
+def _agreeing(sync: SyncConfig) -> list[int]:
     """Return the steps of one round that send something: after each stride, or in the step after if it may take long."""
-    begin, stride = config.warmup_steps + config.sync_every, config.sync_every // config.fragments
-    return [begin + (i + 1) * stride - (0 if config.delay else 1) for i in range(config.fragments)]
+    begin = sync.warmup_steps + sync.sync_every
+    return [begin + (i + 1) * sync.stride - (0 if sync.delay else 1) for i in range(sync.fragments)]
 
 
 def _cuts(spec: PartitionSpec, mesh: Mesh) -> int:

@@ -11,7 +11,6 @@ import jax
 from shardopt.cli.communication import Traffic, describe, size, traffic_text
 from shardopt.cli.options import TrainOptions
 from shardopt.cli.run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
-from shardopt.cli.strategy import base_config
 from shardopt.core.errors import plural
 from shardopt.pipeline import Schedule
 
@@ -75,7 +74,7 @@ def show_run(screen: "Console", options: TrainOptions, opt: Any, config: Any, wi
 
     from shardopt.models.gpt import num_parameters
 
-    training, model, inner = options.training, options.model, base_config(opt)
+    training, model, inner = options.training, options.model, opt.config
     text = "Python's standard library" if training.data is None else str(training.data)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")

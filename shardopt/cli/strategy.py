@@ -238,11 +238,6 @@ def make_base(
     return so.zero(tx, mesh, model, stage=int(where.strategy.removeprefix("zero")), **arguments)
 
 
-def base_config(opt: so.ShardedOptimizer) -> Any:
-    """Return the configuration of a strategy, of replicas that train apart that of each."""
-    return getattr(opt.config, "inner", opt.config)
-
-
 def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
     """Return how many there are: as asked, else twice as many as stages, or as many; one without a pipeline.
 

@@ -24,7 +24,7 @@ from shardopt.cli.run_folder import (
     read_metrics,
     write_options,
 )
-from shardopt.cli.strategy import base_config, check_strategy, fitted, make_base, make_strategy, mesh_of, start_devices
+from shardopt.cli.strategy import check_strategy, fitted, make_base, make_strategy, mesh_of, start_devices
 from shardopt.models import gpt, sample
 from shardopt.pipeline import Schedule
 
@@ -83,7 +83,7 @@ def train(options: TrainOptions) -> None:
     ) as checkpoints:
         if jax.process_index() == 0:  # now that the folder is ours
             write_options(options, corpus.num_bytes)
-            write_schedule(base_config(opt).schedule, run.run_dir / SCHEDULE)
+            write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
         result = so.fit(
             opt,
             state,

@@ -1,8 +1,8 @@
 """Collectives over trees, and the one convention for gradients inside `shard_map`."""
 
-from shardopt.collectives.all_gather import all_gather, reduce_scatter
 from shardopt.collectives.buckets import BUCKET_BYTES, SMALL_BUCKET_BYTES
 from shardopt.collectives.per_device import all_reduce, per_device, shard_by_shard
+from shardopt.collectives.shards import all_gather, reduce_scatter
 
 __all__ = [
     "BUCKET_BYTES",

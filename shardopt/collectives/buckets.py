@@ -20,9 +20,9 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def all_gather_buckets(
-    xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any], *, joined: int
+    xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any], *, bucket_bytes: int
 ) -> list[Any]:
-    """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of `joined` whole bytes."""
+    """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of `bucket_bytes` whole bytes."""
     n = jax.lax.axis_size(axis)
 
     def several(some: list[Any], dims: list[int]) -> list[Any]:
@@ -30,11 +30,11 @@ def all_gather_buckets(
         parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
         return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
 
-    return _by_group(xs, dims, joined // n, lambda x, dim: gather(x, axis, dim), several)
+    return _by_group(xs, dims, bucket_bytes // n, lambda x, dim: gather(x, axis, dim), several)
 
 
 def reduce_scatter_buckets(
-    xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any], *, joined: int
+    xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any], *, bucket_bytes: int
 ) -> list[Any]:
     """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each such group."""
     n = jax.lax.axis_size(axis)
@@ -45,7 +45,7 @@ def reduce_scatter_buckets(
         parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
         return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
 
-    return _by_group(xs, dims, joined, lambda x, dim: scatter(x, axis, dim), several)
+    return _by_group(xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), several)
 
 
 def all_reduce_buckets(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:

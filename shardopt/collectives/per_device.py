@@ -1,8 +1,8 @@
 """The per-device view, and the convention for what a gradient means in it.
 
 Inside `per_device` **a gradient is local**: that of this device's own loss, whether the parameter is a copy or a
-shard, and nothing is summed until somebody asks for it. Each gradient is then reduced exactly once: by `sum_over`,
-or by `scatter_sum` (which is also what the backward pass of `gather` does).
+shard, and nothing is summed until somebody asks for it. Each gradient is then reduced exactly once: by `all_reduce`,
+or by `reduce_scatter` (which is also what the backward pass of `all_gather` does).
 
 `jax.shard_map` offers two conventions. With `check_vma=True` the gradient of a replicated parameter arrives already
 summed, so a further `psum` makes it N times too large; with `check_vma=False` it arrives local. We take the second,
@@ -11,36 +11,38 @@ zeros), although the same loss runs on one device.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives.buckets import all_reduce_buckets
+from shardopt.core.types import PyTree
 
 TENSOR = "tensor"
 
 
-def per_device(f: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
     """Return `f` in the per-device view of every mesh axis but tensor, which stays with the partitioner.
 
     Args:
       f: a function of local shards. Gradients taken inside it are local (see the module).
       mesh: the mesh.
-      in_specs: how the arguments are split over the manual axes; tensor is not named.
+      in_specs: how the arguments are sharded over the manual axes; tensor is not named.
       out_specs: likewise for the results. An axis that is not named must hold equal values along it.
     """
     manual = frozenset(mesh.axis_names) - {TENSOR}
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
-def all_reduce(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[PartitionSpec] | None = None) -> list[Any]:
+def all_reduce(
+    leaves: Sequence[jax.Array], axes: Sequence[str], specs: Sequence[PartitionSpec] | None = None
+) -> list[jax.Array]:
     """Sum local arrays over mesh axes.
 
     Args:
       leaves: local arrays.
       axes: mesh axis names; with none the leaves are returned as they are.
-      specs: how each leaf is split over the tensor axis; by default none is.
+      specs: how each leaf is sharded over the tensor axis; by default none is.
     """
     if not axes:
         return list(leaves)
@@ -49,8 +51,8 @@ def all_reduce(leaves: Sequence[Any], axes: Sequence[str], specs: Sequence[Parti
 
 
 def shard_by_shard(
-    f: Callable[[list[Any]], list[Any]], leaves: Sequence[Any], specs: Sequence[PartitionSpec]
-) -> list[Any]:
+    f: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
+) -> list[jax.Array]:
     """Apply a collective to leaves in a nested region that is manual over the tensor axis as well.
 
     The partitioner does not split a manual collective over an axis that is left to it: it would gather the operand
@@ -59,7 +61,7 @@ def shard_by_shard(
     Args:
       f: maps arrays to as many arrays, not moving their tensor split.
       leaves: local arrays.
-      specs: how each leaf is split over the tensor axis.
+      specs: how each leaf is sharded over the tensor axis.
     """
     if not leaves:
         return []

@@ -20,6 +20,8 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
 
 
 PyTree = Any
+TreeDef = Any
+"""The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not take for a type."""
 
 
 class TrainState(NamedTuple):

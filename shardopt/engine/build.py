@@ -1,43 +1,29 @@
-"""From a recipe to the contract: init, step and the rest, for every ring-1 strategy alike."""
+"""From a config to the contract: init, step and the rest, for every strategy and combinator alike."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState
-from shardopt.engine.batch import batch_sharding, check_batch, place_batch
-from shardopt.engine.config import Placement, StrategyConfig, check_config
-from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.engine.state import check_placement, check_state, init_state
-from shardopt.engine.step import CompiledStep, StepCache, abstract_params, limit_in_flight
+from shardopt.engine.config import StrategyConfig, check_config
+from shardopt.engine.inputs import (
+    batch_sharding,
+    check_batch,
+    check_params,
+    check_placement,
+    check_state,
+    copied,
+    is_init_fn,
+    place_batch,
+    typed_key,
+)
+from shardopt.engine.layout import Layout
+from shardopt.engine.optimizer import InitFn, ShardedOptimizer
+from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, first_step, limit_in_flight
+from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
-from shardopt.pipeline import Schedule
-from shardopt.reducers import Reducer
-
-
-class Config(NamedTuple):
-    """How a strategy was built. `report(abstract_params=None)` gives the placement of every leaf.
-
-    `schedule` is None where micro-batches run one after another, without a pipeline. `recipe` is what the strategy was
-    built from, for combinators over strategies.
-    """
-
-    strategy: str
-    mesh_shape: dict[str, int]
-    placement: Placement
-    micro_batches: int
-    rules: Any
-    min_shard_elements: int
-    gather_dtype: str | None
-    frozen: tuple[str, ...]
-    schedule: Schedule | None
-    remat: bool
-    reducer: Reducer | None
-    recipe: StrategyConfig
-    report: Callable[..., Report]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,106 +34,131 @@ class BatchFn:
     process, or jax arrays that are global already.
 
     Attributes:
-      run: what a call does.
-      lower: `lower(state, batch) -> jax.stages.Lowered`, also for abstract arguments.
+      prepare: checks a state and a batch, and returns the program and its arguments.
+      limit: keeps calls from piling up.
     """
 
-    run: Callable[[TrainState, PyTree], Any]
-    lower: Callable[[TrainState, PyTree], Any]
+    prepare: Callable[[TrainState, PyTree], tuple[Program, tuple[PyTree, PyTree]]]
+    limit: Callable[[PyTree], PyTree]
 
-    def __call__(self, state: TrainState, batch: PyTree) -> Any:
+    def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Run on a state and a batch."""
-        return self.run(state, batch)
+        program, args = self.prepare(state, batch)
+        return self.limit(program(*args))
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        program, args = self.prepare(state, batch)
+        return program.lower(*args)
 
 
-def build(recipe: StrategyConfig) -> ShardedOptimizer:
-    """Check the recipe and return its optimizer; nothing is compiled before parameters are seen."""
-    recipe = check_config(recipe)
-    programs, paced = StepCache(recipe), limit_in_flight(recipe)
+def build(
+    config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step
+) -> ShardedOptimizer:
+    """Check the config and return its optimizer; nothing is compiled before parameters are seen.
 
-    def init(params: Any, rng: jax.Array | None = None) -> TrainState:
-        """Create the train state, split, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
-        return init_state(recipe, programs, params, rng)
+    Args:
+      config: what was asked for.
+      compile_step: makes the programs for one parameter structure.
+    """
+    config = check_config(config)
+    cache, limit, sharding = StepCache(config, compile_step), limit_in_flight(config), batch_sharding(config)
+    checked: set[int] = set()
 
-    def specs(abstract: PyTree) -> TrainState:
+    def of(abstract_params: PyTree) -> CompiledStep:
+        return cache.last() if abstract_params is None else cache.of(check_params(config, abstract_params))
+
+    def prepare(state: TrainState, batch: PyTree) -> tuple[CompiledStep, PyTree]:
+        check_state(config, state)
+        check_batch(config, batch)
+        compiled = cache.of(state.params)
+        if id(compiled) not in checked:  # once: what a step returns lives where it should
+            check_placement(config, compiled.abstract, compiled.shardings, state)
+            checked.add(id(compiled))
+        return compiled, place_batch(batch, sharding)
+
+    def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        compiled, placed = prepare(state, batch)
+        return compiled.step, (state, placed)
+
+    def prepare_evaluate(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        compiled, placed = prepare(state, batch)
+        return compiled.evaluate, (state.params, placed)
+
+    def synchronize(state: TrainState) -> TrainState:
+        """Return the state once all copies of it are there and equal; nothing is donated."""
+        check_state(config, state)
+        return jax.block_until_ready(cache.of(state.params).synchronize(state))
+
+    def specs(abstract_params: PyTree) -> TrainState:
         """Return where every leaf of the train state lives, as `PartitionSpec`, without allocating anything."""
-        return programs.of(abstract_params(recipe, abstract)).layout.specs
+        return cache.of(check_params(config, abstract_params)).specs
 
-    def abstract_state(abstract: PyTree = None) -> TrainState:
+    def abstract_state(abstract_params: PyTree = None) -> TrainState:
         """Return the train state as `jax.ShapeDtypeStruct` with shardings, by default of the parameters last seen."""
-        program = programs.last() if abstract is None else programs.of(abstract_params(recipe, abstract))
+        compiled = of(abstract_params)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            program.layout.abstract,
-            program.shardings,
+            compiled.abstract,
+            compiled.shardings,
         )
 
-    def make_report(abstract: PyTree = None) -> Report:
-        """Return the placement of every leaf, by default of the parameters last seen."""
-        program = programs.last() if abstract is None else programs.of(abstract_params(recipe, abstract))
-        layout, split = program.layout, recipe.placement
+    def make_report(abstract_params: PyTree = None) -> Report:
+        """Return the placement of every leaf (within a replica), by default of the parameters last seen."""
+        layout, sharded = of(abstract_params).layout, config.placement
         return report(
             layout.plans,
             layout.specs,
             layout.abstract,
-            mesh=recipe.mesh,
-            params_split=split.params,
-            state_split=split.opt_state,
-            min_shard_elements=recipe.min_shard_elements,
+            mesh=config.mesh,
+            params_split=sharded.params,
+            state_split=sharded.opt_state,
+            min_shard_elements=config.min_shard_elements,
         )
 
     return ShardedOptimizer(
-        init=init,
-        step=_on_batch(recipe, programs, lambda program, state: (program.step, state), paced),
-        evaluate=_on_batch(recipe, programs, lambda program, state: (program.evaluate, state.params), paced),
-        synchronize=jax.block_until_ready,
+        init=make_init(config, cache),
+        step=BatchFn(prepare_step, limit),
+        evaluate=BatchFn(prepare_evaluate, limit),
+        synchronize=synchronize,
         specs=specs,
         abstract_state=abstract_state,
-        wrapped=recipe.tx,
-        mesh=recipe.mesh,
-        config=Config(
-            strategy=recipe.who,
-            mesh_shape=dict(recipe.mesh.shape),
-            placement=recipe.placement,
-            micro_batches=recipe.micro_batches,
-            rules=recipe.rules,
-            min_shard_elements=recipe.min_shard_elements,
-            gather_dtype=None if recipe.gather_dtype is None else str(jnp.dtype(recipe.gather_dtype)),
-            frozen=tuple(recipe.frozen),
-            schedule=recipe.schedule,
-            remat=recipe.remat,
-            reducer=recipe.reducer,
-            recipe=recipe,
-            report=make_report,
-        ),
+        wrapped=config.tx,
+        mesh=config.mesh,
+        config=config._replace(report=make_report),
     )
 
 
-def _on_batch(
-    recipe: StrategyConfig,
-    programs: StepCache,
-    choose: Callable[[CompiledStep, TrainState], tuple[Any, PyTree]],
-    paced: Callable[[Any], Any],
-) -> BatchFn:
-    """Make the function of a program's part: `choose(program, state)` gives it and what of the state it takes."""
-    sharding = batch_sharding(recipe)
-    known: set[int] = set()
+def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
+    """Return `init`: the first train state, created sharded, sharing no buffer with what the user holds."""
 
-    def prepare(state: TrainState, batch: PyTree) -> tuple[Any, PyTree, PyTree]:
-        check_state(recipe, state)
-        check_batch(recipe, batch)
-        program = programs.of(state.params)
-        if id(program) not in known:  # once: what a step returns lives where it should
-            check_placement(recipe, program.layout, program.shardings, state)
-            known.add(id(program))
-        return *choose(program, state), place_batch(batch, sharding)
+    def init(params: PyTree, rng: jax.Array | None = None) -> TrainState:
+        """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
+        key = typed_key(config, rng)
+        if is_init_fn(params):
+            given = key if rng is None else rng
+            compiled = cache.of(check_params(config, jax.eval_shape(params, given)))
+            placed = init_program(config, compiled, params)(given)
+        else:
+            compiled = cache.of(check_params(config, params))
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+                fix = "pass arrays, or a function and a key: init(init_fn, rng)."
+                raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
+            # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
+            copy = jax.jit(on_mesh(config.mesh, copied), out_shardings=compiled.shardings.params)
+            placed = copy(jax.device_put(params, compiled.shardings.params))
+        # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
+        init_opt_state = on_mesh(config.mesh, lambda params: copied(compiled.init_opt_state(params)))
+        opt_state = jax.jit(init_opt_state, out_shardings=compiled.shardings.opt_state)(placed)
+        step, rng_data = first_step(compiled.shardings, key)
+        return TrainState(step, placed, opt_state, rng_data)
 
-    def run(state: TrainState, batch: PyTree) -> Any:
-        jitted, taken, placed = prepare(state, batch)
-        return paced(jitted(taken, placed))
+    return init
 
-    def lower(state: TrainState, batch: PyTree) -> Any:
-        jitted, taken, placed = prepare(state, batch)
-        return jitted.lower(taken, placed)
 
-    return BatchFn(run, lower)
+def init_program(
+    config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]
+) -> jax.stages.Wrapped:
+    """Return the jitted `init_fn` whose result is created sharded: each device makes its own shard."""
+    make = on_mesh(config.mesh, lambda rng: copied(init_fn(rng)))
+    return jax.jit(make, out_shardings=compiled.shardings.params)

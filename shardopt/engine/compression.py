@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def compression_plan(
     return CompressionPlan(named_leaves, mesh, tuple(axes), shapes, tensor, shards)
 
 
-def local_shape(mesh: Mesh, leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+def local_shape(mesh: Mesh, leaf: LeafPlan, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     """Return the shape that each device holds of a leaf."""
     shape = list(leaf.shape)
     for dim, entry in enumerate(spec):
@@ -117,7 +117,7 @@ def manual_specs(plan: CompressionPlan) -> PyTree:
     return jax.tree.map(drop, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def compress_mean(plan: CompressionPlan, leaves: Sequence[Any], state: PyTree) -> tuple[list[Any], PyTree]:
+def compress_mean(plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyTree) -> tuple[list[jax.Array], PyTree]:
     """Return the means over the axes of the plan, and the new state; call it in the per-device view.
 
     It runs in a nested region that is manual over tensor too, so that what crosses the wire is what the reducer
@@ -145,7 +145,7 @@ def compress_mean(plan: CompressionPlan, leaves: Sequence[Any], state: PyTree) -
     )
 
 
-def _if_finite_everywhere(plan: CompressionPlan, means: Sequence[Any], new: PyTree, old: PyTree) -> PyTree:
+def _if_finite_everywhere(plan: CompressionPlan, means: Sequence[jax.Array], new: PyTree, old: PyTree) -> PyTree:
     """Return the new state, or the old one if any shard of any mean has a NaN or inf: a step is skipped as a whole."""
     if not jax.tree.leaves(new) or not means:
         return new

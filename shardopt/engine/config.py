@@ -1,9 +1,10 @@
-"""What a ring-1 strategy was asked for, checked before anything else happens."""
+"""What a strategy was asked for, checked before anything else happens: one config, from which all follows."""
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh
@@ -11,21 +12,28 @@ from jax.sharding import AxisType, Mesh
 from shardopt.core.arguments import check_count
 from shardopt.core.block_model import as_block_model
 from shardopt.core.errors import format_error
-from shardopt.core.types import LossFn, Rules
-from shardopt.engine.optimizer import check_optimizer
-from shardopt.mesh import AXES, data_axes
+from shardopt.core.types import LossFn, PyTree, Rules
+from shardopt.engine.axes import TABLE, Axes, axes_of
+from shardopt.mesh import AXES
+from shardopt.partition import Report
 from shardopt.partition.rules import check_rules
 from shardopt.pipeline import Schedule
 from shardopt.reducers import Reducer
 from shardopt.reducers.reducer import check_reducer
 
-# The placement table: what each strategy splits over the data axis.
+
+class ReportFn(Protocol):
+    """`report(abstract_params=None)`."""
+
+    def __call__(self, abstract_params: PyTree = None) -> Report:
+        """Return the placement of every leaf, by default of the parameters last seen."""
+        ...
 
 
 class Placement(NamedTuple):
-    """Whether parameters, gradients and optimizer state are split over data (True) or whole (False).
+    """The placement table: whether parameters, gradients and optimizer state are sharded over data, or replicated.
 
-    Everything that a ring-1 strategy does follows from these three switches:
+    What a strategy does follows from these three switches:
 
     - `params`: they are gathered inside the differentiated function, so the backward pass reduce-scatters.
     - `grads` but not `params`: each micro-batch's gradient is reduce-scattered.
@@ -53,15 +61,61 @@ PLACEMENTS = {"ddp": DDP, "zero1": ZERO_1, "zero2": ZERO_2, "zero3": ZERO_3, "fs
 """By the names that `hybrid` takes."""
 
 
+class SyncConfig(NamedTuple):
+    """How replicas that train apart agree; see `diloco` for what each means.
+
+    Attributes:
+      outer: the outer optimizer.
+      sync_every: H, steps between two agreements on the same fragment.
+      warmup_steps: steps at first in which gradients are averaged over replicas.
+      fragments: P, into how many parts the model is cut, which agree at different steps.
+      delay: steps from when a fragment is sent to when it is applied.
+      mix: the share of its own parameters that a replica keeps, from 0 to 1.
+      reducer: how outer gradients cross the wire; None for an exact mean.
+    """
+
+    outer: optax.GradientTransformation
+    sync_every: int
+    warmup_steps: int = 0
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    reducer: Reducer | None = None
+
+    @property
+    def stride(self) -> int:
+        """Steps from one agreement, on whatever fragment, to the next."""
+        return self.sync_every // self.fragments
+
+
+def _no_report(abstract_params: PyTree = None) -> Report:
+    raise NotImplementedError("the report is that of a built strategy: opt.config.report().")
+
+
 class StrategyConfig(NamedTuple):
     """The checked arguments of a strategy; see `fsdp` and `hybrid` for what each means.
 
-    Without a schedule micro-batches run one after another on every device. With `apart` nothing is averaged over the
-    replica axis: parameters and optimizer state have a first dim, one row a replica. With `warm` as well gradients are,
-    and the rows stay equal.
+    Attributes:
+      strategy: the function that the user called, for messages.
+      tx: the optax transformation.
+      mesh: the mesh, with every axis that strategies name, and Auto ones.
+      loss_fn: the loss, or a `BlockModel`.
+      placement: what is sharded over data.
+      micro_batches: into how many pieces each device cuts its rows.
+      rules: what is split over tensor.
+      min_shard_elements: leaves with fewer elements stay replicated over data.
+      gather_dtype: what parameters are cast to before they are gathered; None for what they are.
+      frozen: regexes of key paths that are not trained.
+      schedule: of a pipeline; None where micro-batches run one after another on every device.
+      remat: whether a pipeline keeps only the input of each chunk.
+      reducer: how gradients cross the wire; None for an exact mean.
+      local_updates: how replicas that train apart agree; None in a synchronous strategy. With it each replica has
+        parameters and optimizer state of its own, stacked along a first dim.
+      sync_gradients: whether gradients are averaged over replicas that have parameters of their own, as in a warm-up.
+      report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
 
-    who: str
+    strategy: str
     tx: optax.GradientTransformation
     mesh: Mesh
     loss_fn: LossFn
@@ -69,66 +123,95 @@ class StrategyConfig(NamedTuple):
     micro_batches: int = 1
     rules: Rules = ()
     min_shard_elements: int = 1
-    gather_dtype: Any = None
+    gather_dtype: jax.typing.DTypeLike | None = None
     frozen: Sequence[str] = ()
     schedule: Schedule | None = None
     remat: bool = False
     reducer: Reducer | None = None
-    apart: bool = False
-    warm: bool = False
+    local_updates: SyncConfig | None = None
+    sync_gradients: bool = False
+    report: ReportFn = _no_report
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that gradients are averaged over: data, and replica unless replicas train apart."""
-        return ("data",) if self.apart and not self.warm else data_axes(self.mesh)
+    def mesh_shape(self) -> dict[str, int]:
+        """Mesh axis name -> size."""
+        return dict(self.mesh.shape)
 
     @property
-    def rows(self) -> tuple[str, ...]:
-        """What comes first in the specs of values of which each replica has its own: ("replica",), or nothing."""
-        return ("replica",) if self.apart else ()
+    def per_replica(self) -> bool:
+        """Whether each replica has parameters of its own."""
+        return self.local_updates is not None
+
+    @property
+    def axes(self) -> Axes:
+        """What each mesh axis splits, and which gradients are summed over it."""
+        return axes_of(
+            self.mesh,
+            pipelined=self.schedule is not None,
+            per_replica=self.per_replica,
+            sync_gradients=self.sync_gradients,
+        )
+
+    @property
+    def num_pieces(self) -> int:
+        """Into how many pieces the batch of one gradient is cut: devices along the rows' axes times micro-batches."""
+        return self.axes.num_shares * self.micro_batches
 
 
-def check_config(recipe: StrategyConfig) -> StrategyConfig:
-    """Return the recipe, its mesh with Auto axes, or refuse it.
+def check_config(config: StrategyConfig) -> StrategyConfig:
+    """Return the config with its arguments as they are stored, its mesh with Auto axes, or refuse it.
 
     Raises:
       TypeError: if the optimizer, mesh, loss, rules, or a number is of the wrong kind.
       ValueError: if a number is out of range, the mesh lacks data or has an idle axis, or a rule cannot be used.
     """
-    who = recipe.who
-    check_optimizer(who, recipe.tx)
-    mesh = check_mesh(who, recipe.mesh, pipelined=recipe.schedule is not None)
-    if as_block_model(recipe.loss_fn) is None and not callable(recipe.loss_fn):
+    who = config.strategy
+    check_optimizer(who, config.tx)
+    mesh = check_mesh(who, config.mesh, pipelined=config.schedule is not None)
+    model = as_block_model(config.loss_fn)
+    if model is None and not callable(config.loss_fn):
         what = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
-        raise TypeError(f"{who}: {what}, got {type(recipe.loss_fn).__name__}.")
-    check_count(who, "micro_batches", recipe.micro_batches, least=1)
-    check_count(who, "min_shard_elements", recipe.min_shard_elements, least=1)
+        raise TypeError(f"{who}: {what}, got {type(config.loss_fn).__name__}.")
+    check_count(who, "micro_batches", config.micro_batches, least=1)
+    check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
+    if config.reducer is not None:
+        _check_reducer(who, config)
     # Stored as checked: an iterator would be empty by the time it is used.
-    if recipe.reducer is not None:
-        _check_reducer(who, recipe)
-    rules = recipe.rules if callable(recipe.rules) else _as_tuple(recipe.rules)
+    rules = config.rules if callable(config.rules) else _as_tuple(config.rules)
     check_rules(rules, who=who)
-    frozen = _check_frozen(who, recipe.frozen)
-    _check_gather_dtype(who, recipe.gather_dtype)
-    model = as_block_model(recipe.loss_fn)
+    frozen = _check_frozen(who, config.frozen)
+    gather_dtype = _check_gather_dtype(who, config.gather_dtype)
     if model is not None and not (model.remat in (None, "full") or callable(model.remat)):
         what = f"BlockModel.remat must be None, 'full' or a jax.checkpoint policy, got {model.remat!r}."
         raise ValueError(format_error(who, what, fix="policies are in jax.checkpoint_policies."))
-    return recipe._replace(mesh=mesh, rules=rules, frozen=frozen)
+    return config._replace(mesh=mesh, rules=rules, frozen=frozen, gather_dtype=gather_dtype)
 
 
-def _check_reducer(who: str, recipe: StrategyConfig) -> None:
-    check_reducer(who, recipe.reducer)
-    if recipe.placement.grads:
+def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
+    """Refuse what is not an optax gradient transformation.
+
+    Raises:
+      TypeError: if `tx` has no callable `init` and `update`.
+    """
+    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
+            "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
+        )
+
+
+def _check_reducer(who: str, config: StrategyConfig) -> None:
+    check_reducer(who, config.reducer)
+    if config.placement.grads:
         what = "a reducer takes the mean of whole gradients, and this placement splits them."
         raise ValueError(format_error(who, what, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 
-def _as_tuple(rules: Any) -> Any:
+def _as_tuple(rules: Rules) -> Rules:
     return rules if isinstance(rules, str | dict) or not isinstance(rules, Iterable) else tuple(rules)
 
 
-def _check_frozen(who: str, frozen: Any) -> tuple[str, ...]:
+def _check_frozen(who: str, frozen: Sequence[str]) -> tuple[str, ...]:
     patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else tuple(frozen)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{who}: frozen must be a sequence of regular expressions, got {frozen!r}.")
@@ -144,9 +227,9 @@ def _check_frozen(who: str, frozen: Any) -> tuple[str, ...]:
     return patterns
 
 
-def _check_gather_dtype(who: str, dtype: Any) -> None:
+def _check_gather_dtype(who: str, dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
     if dtype is None:
-        return
+        return None
     try:
         floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
@@ -154,9 +237,10 @@ def _check_gather_dtype(who: str, dtype: Any) -> None:
     if not floating:
         what = f"gather_dtype must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
         raise ValueError(format_error(who, what, fix="use jnp.bfloat16, or None to gather what is stored."))
+    return jnp.dtype(dtype)
 
 
-def check_mesh(who: str, mesh: Any, *, pipelined: bool) -> Mesh:
+def check_mesh(who: str, mesh: Mesh, *, pipelined: bool) -> Mesh:
     """Return the mesh with every axis that strategies name, and Auto ones, or refuse it."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
@@ -164,7 +248,7 @@ def check_mesh(who: str, mesh: Any, *, pipelined: bool) -> Mesh:
         if axis not in mesh.axis_names:
             what = f"the mesh has axes {mesh.axis_names}, none of them {axis!r}."
             raise ValueError(format_error(who, what, fix=f"make the mesh with so.make_mesh({axis}=...)."))
-    known = {"replica", "data", "tensor"} | ({"pipeline"} if pipelined else set())
+    known = {axis for axis, row in TABLE.items() if pipelined or row.splits != "blocks"}
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in known:
             what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."

@@ -1,7 +1,7 @@
-"""The per-device view: gather, differentiate each micro-batch, reduce once."""
+"""The per-device view: differentiate the loss of each micro-batch, and reduce the gradient once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,60 +9,183 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives import per_device
 from shardopt.core.types import PyTree, wide_dtype
+from shardopt.engine.axes import SHARD
 from shardopt.engine.compression import compress_mean, manual_specs
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
-from shardopt.engine.loss import LossParts, cut, local_loss, num_pieces, step_key
+from shardopt.engine.loss import LossParts, cut, local_loss, step_key
 from shardopt.engine.pipelined import pipelined_gradients, pipelined_losses, stored_order
-from shardopt.engine.reductions import all_reduce_grads, all_reduce_outer, reduce_scatter_grads, scale, sum_parts
-from shardopt.mesh import data_axes
+from shardopt.engine.reductions import all_reduce_grads, reduce_scatter_grads, scale, sum_parts
 from shardopt.partition import LeafPlan
 
-# Gradients of one micro-batch after another, in a scan.
+
+class Gradients(NamedTuple):
+    """What one global batch gives.
+
+    Attributes:
+      grads: the gradient of the loss of the union batch; None for frozen leaves.
+      loss: that loss, scalar.
+      metrics: name -> mean over the union batch.
+      updates: key path -> new value of a frozen leaf.
+      reducer: the new state of the reducer that the gradient went through, or None.
+    """
+
+    grads: PyTree
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    updates: dict[str, jax.Array]
+    reducer: PyTree
+
+
+def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
+    """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the global view.
+
+    With T_i, W_i the total and weight of the loss on device and micro-batch i (a plain mean has W_i = 1), the
+    gradient is that of sum_i T_i / sum_i W_i. What is differentiated and summed is T_i / n, with n the number of
+    pieces, and the sum is multiplied by n / sum_i W_i at the end, in fp32 at least: half-precision gradients then
+    are of the size of the mean's all the way, and no weight is rounded to half precision.
+
+    Where replicas train apart, parameters, gradients, loss and metrics are stacked, one a replica.
+    """
+    axes = config.axes
+    differentiate = micro_batch_gradients if config.schedule is None else pipelined_gradients
+    compression = layout.compression
+
+    def local(params, batch, step, rng, reducer_state):
+        params = [_unstacked(config, x) for x in params]
+        grads, parts = differentiate(config, layout, params, batch, step, rng)
+        parts = sum_parts(parts, axes)
+        factor = config.num_pieces / parts.loss.weight
+        if compression is None:
+            grads = [scale(grad, factor) for grad in _sum(config, layout, grads)]
+        else:
+            grads = all_reduce_grads(
+                grads, layout.trained, [axes.gradient(p, done=axes.summed) for p in layout.trained]
+            )
+            # The mean over N devices of N times a device's part of the sum.
+            grads = [scale(grad, factor * compression.size) for grad in grads]
+            grads, reducer_state = compress_mean(compression, grads, reducer_state)
+        if config.schedule is not None:
+            grads = stored_order(config.schedule, layout, grads)
+        return *jax.tree.map(lambda x: _stacked(config, x), (grads, parts)), reducer_state
+
+    state_specs = None if compression is None else manual_specs(compression)
+    run = per_device(
+        local,
+        config.mesh,
+        in_specs=(*_in_specs(config, layout), state_specs),
+        out_specs=(grad_specs(config, layout), axes.stack(), state_specs),
+    )
+
+    def gradients(params, batch, step, rng, reducer_state=None):
+        grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
+        return Gradients(layout.merge([None] * len(layout.plans), grads), *_divide(parts), parts.updates, state)
+
+    return gradients
+
+
+def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+    """Return `loss(params, batch, step=None, rng=None) -> (loss, metrics)` of the union batch.
+
+    With a step and rng it is the very function that `make_gradients` differentiates, with the same keys and
+    micro-batches; without them the loss gets no key.
+    """
+    losses = micro_batch_losses if config.schedule is None else pipelined_losses
+
+    def local(params, batch, step, rng):
+        return sum_parts(losses(config, layout, params, batch, step, rng), config.axes)
+
+    run = per_device(local, config.mesh, in_specs=_in_specs(config, layout), out_specs=PartitionSpec())
+
+    def loss(params, batch, step=None, rng=None):
+        return _divide(run(layout.treedef.flatten_up_to(params), batch, step, rng))
+
+    return loss
+
+
+def grad_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
+    """Return how gradients of the trainable leaves are sharded over all but tensor: as the optimizer state, if reduced so."""
+    sharded = config.placement.opt_state and layout.compression is None
+    return [config.axes.stack(plan.data_spec(split=sharded)) for plan in layout.trained]
+
+
+def _sum(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
+    """Reduce-scatter over the axis that a leaf's gradient is sharded over, unless done, and all-reduce over the others."""
+    sharded = config.placement
+    if sharded.opt_state and not sharded.grads:
+        grads = reduce_scatter_grads(grads, layout.trained)
+    done = [(SHARD,) if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
+    over = [config.axes.gradient(plan, done=one) for plan, one in zip(layout.trained, done, strict=True)]
+    return all_reduce_grads(grads, layout.trained, over)
+
+
+def _unstacked(config: StrategyConfig, x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[1:]) if config.per_replica else x
+
+
+def _stacked(config: StrategyConfig, x: jax.Array) -> jax.Array:
+    return x[None] if config.per_replica else x
+
+
+def _divide(parts: LossParts) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the loss and metrics: totals divided by weights."""
+    divide = lambda one: one.total / one.weight  # noqa: E731
+    return divide(parts.loss), {name: divide(one) for name, one in parts.metrics.items()}
+
+
+def _in_specs(config: StrategyConfig, layout: Layout) -> tuple[list[PartitionSpec], *tuple[PartitionSpec, ...]]:
+    """Return how (params, batch, step, rng) come into the per-device view."""
+    params = [config.axes.stack(plan.data_spec(split=config.placement.params)) for plan in layout.plans]
+    return params, PartitionSpec(config.axes.rows), PartitionSpec(), PartitionSpec()
 
 
 def micro_batch_gradients(
-    recipe: StrategyConfig, layout: Layout, params: list[Any], batch: PyTree, step: Any, rng: Any
-) -> tuple[list[Any], LossParts]:
+    config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
+) -> tuple[list[jax.Array], LossParts]:
     """Return the local gradients of the trained leaves, summed over micro-batches, and parts [micro_batches, ...].
 
     Where the placement splits gradients they come reduce-scattered over data.
     """
     trained = [i for i, plan in enumerate(layout.plans) if plan.trainable]
-    plans, pieces, split = [layout.plans[i] for i in trained], num_pieces(recipe), recipe.placement
+    plans, pieces, split = [layout.plans[i] for i in trained], config.num_pieces, config.placement
 
     def total(train_leaves, micro_batch, key):
-        parts = local_loss(recipe, layout, layout.merge(params, train_leaves), micro_batch, key)
+        parts = local_loss(config, layout, layout.merge(params, train_leaves), micro_batch, key)
         return parts.loss.total / pieces, parts
 
     def one_micro_batch(micro_batch, index):
-        key = step_key(recipe, step, rng, index)
+        key = step_key(config, step, rng, index)
         grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key)
         return reduce_scatter_grads(grads, plans) if split.grads and not split.params else grads, parts
 
-    return _accumulate(one_micro_batch, batch, recipe.micro_batches, plans)
+    return _accumulate(one_micro_batch, batch, config.micro_batches, plans)
 
 
 def micro_batch_losses(
-    recipe: StrategyConfig, layout: Layout, params: list[Any], batch: PyTree, step: Any, rng: Any
+    config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
 ) -> LossParts:
     """Return the parts of the local loss, [micro_batches, ...]; no keys if rng is None."""
     tree = layout.treedef.unflatten(params)
 
     @jax.checkpoint  # a line search differentiates this: one micro-batch at a time then, too
     def one_micro_batch(micro_batch, index):
-        key = None if rng is None else step_key(recipe, step, rng, index)
-        return local_loss(recipe, layout, tree, micro_batch, key)
+        key = None if rng is None else step_key(config, step, rng, index)
+        return local_loss(config, layout, tree, micro_batch, key)
 
     def body(_, micro_batch_and_index):
         return None, one_micro_batch(*micro_batch_and_index)
 
-    if recipe.micro_batches == 1:
+    if config.micro_batches == 1:
         return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
-    return jax.lax.scan(body, None, cut(batch, recipe.micro_batches))[1]
+    return jax.lax.scan(body, None, cut(batch, config.micro_batches))[1]
 
 
-def _accumulate(one_micro_batch: Callable[..., Any], batch: PyTree, count: int, plans: Sequence[LeafPlan]) -> Any:
+def _accumulate(
+    one_micro_batch: Callable[[PyTree, jax.Array], tuple[list[jax.Array], LossParts]],
+    batch: PyTree,
+    count: int,
+    plans: Sequence[LeafPlan],
+) -> tuple[list[jax.Array], LossParts]:
     """Sum gradients over micro-batches in a scan, in fp32 at least; parts come stacked [count, ...]."""
     if count == 1:
         grads, parts = one_micro_batch(batch, jnp.int32(0))
@@ -81,114 +204,3 @@ def _accumulate(one_micro_batch: Callable[..., Any], batch: PyTree, count: int, 
     zeros = keep([jnp.zeros(one.shape, wide_dtype(one.dtype)) for one in shapes])
     sums, parts = jax.lax.scan(body, zeros, micro_batches)
     return [total.astype(one.dtype) for total, one in zip(sums, shapes, strict=True)], parts
-
-
-class Gradients(NamedTuple):
-    """What one global batch gives: the gradient (None for frozen leaves) and loss of the union batch.
-
-    `reducer` is the new state of the reducer that the gradient went through, or None.
-    """
-
-    grads: PyTree
-    loss: Any
-    metrics: dict[str, Any]
-    updates: dict[str, Any]
-    reducer: PyTree
-
-
-def make_gradients(recipe: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
-    """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the global view.
-
-    With T_i, W_i the total and weight of the loss on device and micro-batch i (a plain mean has W_i = 1), the
-    gradient is that of sum_i T_i / sum_i W_i. What is differentiated and summed is T_i / n, with n the number of
-    pieces, and the sum is multiplied by n / sum_i W_i at the end, in fp32 at least: half-precision gradients then
-    are of the size of the mean's all the way, and no weight is rounded to half precision.
-
-    Where replicas train apart, parameters, gradients, loss and metrics have a first dim, one row a replica.
-    """
-    plans = [plan for plan in layout.plans if plan.trainable]
-    axes, pieces, split = recipe.axes, num_pieces(recipe), recipe.placement
-    pipelined = recipe.schedule is not None
-    differentiate = pipelined_gradients if pipelined else micro_batch_gradients
-    through = layout.reducer
-
-    def sums(params, batch, step, rng, reducer_state):
-        grads, parts = differentiate(recipe, layout, params, batch, step, rng)
-        parts = sum_parts(parts, axes, pipelined=pipelined)
-        factor = pieces / parts.loss.weight
-        if through is not None:
-            # The mean over N devices of N times a device's part of the sum.
-            grads = [scale(grad, factor * through.size) for grad in all_reduce_outer(grads, plans, pipelined=pipelined)]
-            grads, reducer_state = compress_mean(through, grads, reducer_state)
-        else:
-            if split.opt_state and not split.grads:
-                grads = reduce_scatter_grads(grads, plans)
-            grads = all_reduce_grads(grads, plans, axes, split=split.opt_state, pipelined=pipelined)
-            grads = [scale(grad, factor) for grad in grads]
-        if pipelined:
-            grads = stored_order(recipe, layout, grads)
-        return grads, parts, reducer_state
-
-    def local(params, *rest):
-        if not recipe.apart:
-            return sums(params, *rest)
-        grads, parts, reducer_state = sums([x.reshape(x.shape[1:]) for x in params], *rest)
-        return *jax.tree.map(lambda x: x[None], (grads, parts)), reducer_state
-
-    state_specs = None if through is None else manual_specs(through)
-    run = per_device(
-        local,
-        recipe.mesh,
-        in_specs=(*_in_specs(recipe, layout), state_specs),
-        out_specs=(grad_specs(recipe, layout), PartitionSpec(*recipe.rows), state_specs),
-    )
-
-    def gradients(params, batch, step, rng, reducer_state=None):
-        grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
-        return Gradients(layout.merge([None] * len(layout.plans), grads), *finish(parts), state)
-
-    return gradients
-
-
-def make_loss(recipe: StrategyConfig, layout: Layout) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Return `loss(params, batch, step=None, rng=None) -> (loss, metrics)` of the union batch.
-
-    With a step and rng it is the very function that `make_gradients` differentiates, with the same keys and
-    micro-batches; without them the loss gets no key.
-    """
-    axes, pipelined = recipe.axes, recipe.schedule is not None
-    losses = pipelined_losses if pipelined else micro_batch_losses
-
-    def local(params, batch, step, rng):
-        return sum_parts(losses(recipe, layout, params, batch, step, rng), axes, pipelined=pipelined)
-
-    run = per_device(local, recipe.mesh, in_specs=_in_specs(recipe, layout), out_specs=PartitionSpec())
-
-    def loss(params, batch, step=None, rng=None):
-        return finish(run(layout.treedef.flatten_up_to(params), batch, step, rng))[:2]
-
-    return loss
-
-
-def grad_specs(recipe: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
-    """Return how gradients of the trainable leaves are split over all but tensor: as the optimizer state, if reduced so."""
-    split = recipe.placement.opt_state and layout.reducer is None
-    return [PartitionSpec(*recipe.rows, *plan.data_spec(split=split)) for plan in layout.plans if plan.trainable]
-
-
-def batch_spec(recipe: StrategyConfig) -> PartitionSpec:
-    """Return the spec of every batch leaf: its first dim over replica and data."""
-    return PartitionSpec(data_axes(recipe.mesh))
-
-
-def finish(parts: LossParts) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Divide totals by weights: (loss, metrics, updates)."""
-    divide = lambda one: one.total / one.weight  # noqa: E731
-    return divide(parts.loss), {name: divide(one) for name, one in parts.metrics.items()}, parts.updates
-
-
-def _in_specs(recipe: StrategyConfig, layout: Layout) -> tuple[Any, ...]:
-    """How (params, batch, step, rng) come into the per-device view."""
-    whole = PartitionSpec()
-    params = [PartitionSpec(*recipe.rows, *plan.data_spec(split=recipe.placement.params)) for plan in layout.plans]
-    return params, batch_spec(recipe), whole, whole

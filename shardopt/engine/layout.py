@@ -1,16 +1,16 @@
-"""Where every leaf of a train state lives, worked out once for a parameter structure."""
+"""Where every leaf of a train state lives, worked out once per parameter structure."""
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.core.block_model import BLOCKS, as_block_model
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import PyTree, TrainState, leaves_with_paths
+from shardopt.core.types import PyTree, TrainState, TreeDef, leaves_with_paths
 from shardopt.engine.compression import (
     CompressedOptState,
     CompressionPlan,
@@ -22,6 +22,8 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.partition import LeafPlan, plan_leaves, state_specs
 from shardopt.pipeline import Schedule
 
+_Leaf = TypeVar("_Leaf")
+
 
 class Layout(NamedTuple):
     """The placement of one parameter structure.
@@ -31,122 +33,122 @@ class Layout(NamedTuple):
       plans: a `LeafPlan` a leaf, in that order.
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
-      reducer: how gradients go through the recipe's reducer; None without one.
+      compression: how gradients go through the config's reducer; None without one.
     """
 
-    treedef: Any
+    treedef: TreeDef
     plans: tuple[LeafPlan, ...]
     abstract: TrainState
     specs: TrainState
-    reducer: CompressionPlan | None = None
+    compression: CompressionPlan | None = None
+
+    @property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """The plans of the trainable leaves."""
+        return tuple(plan for plan in self.plans if plan.trainable)
 
     def trainable(self, params: PyTree) -> PyTree:
         """Return the parameters with None in place of the frozen leaves."""
         return _trainable(self.treedef, self.plans, params)
 
-    def merge(self, leaves: Sequence[Any], trained: Sequence[Any]) -> PyTree:
+    def merge(self, leaves: Sequence[_Leaf | None], trained: Sequence[_Leaf]) -> PyTree:
         """Return `leaves` as a parameter tree, with `trained` in the places of the trainable ones."""
         new = iter(trained)
         merged = [next(new) if plan.trainable else leaf for leaf, plan in zip(leaves, self.plans, strict=True)]
         return self.treedef.unflatten(merged)
 
 
-def make_layout(recipe: StrategyConfig, abstract_params: PyTree) -> Layout:
-    """Place a parameter structure as the recipe says; touches no device."""
-    if as_block_model(recipe.loss_fn) is not None:
-        _check_blocks(recipe, abstract_params)
-    if recipe.schedule is not None:
-        _check_stages(recipe, recipe.schedule, abstract_params)
+def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
+    """Place a parameter structure as the config says; touches no device."""
+    if as_block_model(config.loss_fn) is not None:
+        _check_blocks(config, abstract_params)
+    if config.schedule is not None:
+        _check_stages(config, config.schedule, abstract_params)
     plans = plan_leaves(
         abstract_params,
-        who=recipe.who,
-        mesh=recipe.mesh,
-        rules=recipe.rules,
-        stacked=as_block_model(recipe.loss_fn) is not None,
-        pipelined=recipe.schedule is not None,
-        min_shard_elements=recipe.min_shard_elements,
-        is_trainable=lambda path: not any(re.search(pattern, path) for pattern in recipe.frozen),
+        who=config.strategy,
+        mesh=config.mesh,
+        rules=config.rules,
+        stacked=as_block_model(config.loss_fn) is not None,
+        pipelined=config.schedule is not None,
+        min_shard_elements=config.min_shard_elements,
+        is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.frozen),
     )
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
-    _check_frozen(recipe, flat)
+    _check_frozen(config, flat)
     trainable = _trainable(treedef, flat, abstract_params)
-    opt_state = jax.eval_shape(recipe.tx.init, trainable)
+    opt_state = jax.eval_shape(config.tx.init, trainable)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
-    split = recipe.placement.opt_state
+    split = config.placement.opt_state
     opt_specs = state_specs(
         opt_state,
         list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
         split=split,
-        data_size=recipe.mesh.shape["data"],
-        min_shard_elements=recipe.min_shard_elements,
+        data_size=config.mesh.shape["data"],
+        min_shard_elements=config.min_shard_elements,
     )
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    param_specs = treedef.unflatten([plan.spec(split=recipe.placement.params) for plan in flat])
-    through = _reducer_plan(recipe, flat)
-    if through is not None:
-        opt_state = CompressedOptState(opt_state, jax.eval_shape(lambda: init_compression(through)))
-        opt_specs = CompressedOptState(opt_specs, compression_specs(through))
+    param_specs = treedef.unflatten([plan.spec(split=config.placement.params) for plan in flat])
+    compression = None
+    if config.reducer is not None:
+        trained = [plan for plan in flat if plan.trainable]
+        compression = compression_plan(config.reducer, config.mesh, config.axes.summed, trained, split=False)
+        opt_state = CompressedOptState(opt_state, jax.eval_shape(lambda: init_compression(compression)))
+        opt_specs = CompressedOptState(opt_specs, compression_specs(compression))
     return Layout(
         treedef,
         flat,
         abstract=TrainState(step, abstract_params, opt_state, key),
         specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
-        reducer=through,
+        compression=compression,
     )
 
 
-def _reducer_plan(recipe: StrategyConfig, plans: Sequence[LeafPlan]) -> CompressionPlan | None:
-    if recipe.reducer is None:
-        return None
-    trained = [plan for plan in plans if plan.trainable]
-    return compression_plan(recipe.reducer, recipe.mesh, recipe.axes, trained, split=False)
-
-
-def shardings(mesh: Any, specs: PyTree) -> PyTree:
+def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
     """Return a tree of `NamedSharding` from one of `PartitionSpec`."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
-def _trainable(treedef: Any, plans: Sequence[LeafPlan], params: PyTree) -> PyTree:
+def _trainable(treedef: TreeDef, plans: Sequence[LeafPlan], params: PyTree) -> PyTree:
     leaves = zip(treedef.flatten_up_to(params), plans, strict=True)
     return treedef.unflatten([leaf if plan.trainable else None for leaf, plan in leaves])
 
 
-def _check_blocks(recipe: StrategyConfig, params: PyTree) -> None:
+def _check_blocks(config: StrategyConfig, params: PyTree) -> None:
     fix = 'pass {"blocks": leaves stacked [L, ...], **outer}; jax.tree.map(lambda *x: jnp.stack(x), *blocks) stacks.'
     if not isinstance(params, Mapping) or BLOCKS not in params:
         what = "the parameters of a BlockModel must be a dict with 'blocks'."
-        raise ValueError(format_error(recipe.who, what, fix=fix))
+        raise ValueError(format_error(config.strategy, what, fix=fix))
     leaves = leaves_with_paths(params[BLOCKS])
     counts = {leaf.shape[:1] for _, leaf in leaves}
     if len(counts) != 1 or counts == {()} or isinstance(params[BLOCKS], list | tuple):
         what = "the leaves of 'blocks' must be stacked along a first dim of one length."
         raise ValueError(
-            format_error(recipe.who, what, [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves], fix)
+            format_error(config.strategy, what, [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves], fix)
         )
 
 
-def _check_stages(recipe: StrategyConfig, schedule: Schedule, params: PyTree) -> None:
+def _check_stages(config: StrategyConfig, schedule: Schedule, params: PyTree) -> None:
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     stages, chunks = schedule.num_stages, schedule.num_chunks
     if num_blocks == 0:
         what = f"there are no blocks to cut into {plural(stages, 'stage')}."
-        raise ValueError(format_error(recipe.who, what, fix="stack at least one block a stage and chunk."))
+        raise ValueError(format_error(config.strategy, what, fix="stack at least one block a stage and chunk."))
     if num_blocks % (stages * chunks):
         cut = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {stages * chunks}"
         what = f"{plural(num_blocks, 'block')} cannot be cut evenly into {cut}, remainder {num_blocks % (stages * chunks)}."
         fix = f"use a multiple of {stages * chunks} blocks, or another pipeline size or number of chunks."
-        raise ValueError(format_error(recipe.who, what, fix=fix))
+        raise ValueError(format_error(config.strategy, what, fix=fix))
 
 
-def _check_frozen(recipe: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
-    idle = [repr(one) for one in recipe.frozen if not any(re.search(one, plan.path) for plan in plans)]
+def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
+    idle = [repr(one) for one in config.frozen if not any(re.search(one, plan.path) for plan in plans)]
     if idle:
         known = ", ".join(plan.path for plan in plans[:8])
         what = f"{plural(len(idle), 'pattern')} of frozen matched no parameter."
-        raise ValueError(format_error(recipe.who, what, idle, f"match a key path, such as: {known}."))
+        raise ValueError(format_error(config.strategy, what, idle, f"match a key path, such as: {known}."))
     if not any(plan.trainable for plan in plans):
         what = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
-        raise ValueError(format_error(recipe.who, what, fix="pass floating leaves that frozen does not match."))
+        raise ValueError(format_error(config.strategy, what, fix="pass floating leaves that frozen does not match."))

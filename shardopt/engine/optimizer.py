@@ -1,11 +1,71 @@
-"""The contract that every strategy returns."""
+"""The contract that every strategy returns: pure functions over a mesh, and how they were configured."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import optax
 from jax.sharding import Mesh
+
+from shardopt.core.types import PyTree, TrainState
+from shardopt.engine.config import StrategyConfig
+
+Metrics = dict[str, jax.Array]
+
+
+class InitFn(Protocol):
+    """`init(params, rng=None)` or `init(init_fn, rng)`."""
+
+    def __call__(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
+        """Return the first train state, created sharded."""
+        ...
+
+
+class StepFn(Protocol):
+    """`step(state, batch)`; batch leaves are [global batch, ...]."""
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Return the next train state, and loss, gradient norm and metrics of the batch. Donates `state`."""
+        ...
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class EvaluateFn(Protocol):
+    """`evaluate(state, batch)`; batch leaves are [global batch, ...]."""
+
+    def __call__(self, state: TrainState, batch: PyTree) -> Metrics:
+        """Return the loss and metrics of a batch: no gradient, no random key, nothing donated."""
+        ...
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class SynchronizeFn(Protocol):
+    """`synchronize(state)`."""
+
+    def __call__(self, state: TrainState) -> TrainState:
+        """Return the state once all copies of it are there and equal."""
+        ...
+
+
+class SpecsFn(Protocol):
+    """`specs(abstract_params)`."""
+
+    def __call__(self, abstract_params: PyTree) -> TrainState:
+        """Return where every leaf of the train state lives, as `PartitionSpec`; allocates nothing."""
+        ...
+
+
+class AbstractStateFn(Protocol):
+    """`abstract_state(abstract_params=None)`."""
+
+    def __call__(self, abstract_params: PyTree = None) -> TrainState:
+        """Return the train state as `jax.ShapeDtypeStruct` with shardings."""
+        ...
 
 
 class ShardedOptimizer(NamedTuple):
@@ -17,8 +77,8 @@ class ShardedOptimizer(NamedTuple):
         gives the `jax.stages.Lowered` program, also for abstract arguments.
       evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
         nothing donated.
-      synchronize: `synchronize(state) -> state`, once all copies of the state are there and equal. In ring 1 they
-        are equal after every step, so this waits for the devices.
+      synchronize: `synchronize(state) -> state`, once all copies of the state are there and equal. In a synchronous
+        strategy they are equal after every step, so this waits for the devices.
       specs: `specs(abstract_params) -> TrainState` of `PartitionSpec`, without allocating anything.
       abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct` that carry
         their `NamedSharding`: what a checkpoint is restored into. Without an argument it speaks of the
@@ -28,15 +88,15 @@ class ShardedOptimizer(NamedTuple):
       config: how the strategy was built, with `config.report()`.
     """
 
-    init: Callable[..., Any]
-    step: Callable[..., Any]
-    evaluate: Callable[..., Any]
-    synchronize: Callable[..., Any]
-    specs: Callable[..., Any]
-    abstract_state: Callable[..., Any]
+    init: InitFn
+    step: StepFn
+    evaluate: EvaluateFn
+    synchronize: SynchronizeFn
+    specs: SpecsFn
+    abstract_state: AbstractStateFn
     wrapped: optax.GradientTransformation
     mesh: Mesh
-    config: Any
+    config: StrategyConfig
 
     @property
     def world_size(self) -> int:
@@ -48,16 +108,3 @@ class ShardedOptimizer(NamedTuple):
         """The position in the mesh, from 0 to `world_size - 1`, of this process's first device."""
         here = jax.process_index()
         return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
-
-
-def check_optimizer(who: str, tx: Any) -> None:
-    """Refuse what is not an optax gradient transformation.
-
-    Raises:
-      TypeError: if `tx` has no callable `init` and `update`.
-    """
-    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(
-            f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
-            "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
-        )

@@ -1,7 +1,5 @@
 """Gradients of micro-batches that go through a pipeline, each device running the blocks of its stage."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +7,7 @@ from shardopt.core.block_model import BLOCKS, as_block_model, call
 from shardopt.core.types import PyTree
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
-from shardopt.engine.loss import LossParts, all_gather_leaves, cut, loss_parts, num_pieces, step_key
+from shardopt.engine.loss import LossParts, all_gather_leaves, cut, loss_parts, step_key
 from shardopt.engine.reductions import reduce_scatter_grads
 from shardopt.pipeline import Schedule
 from shardopt.pipeline.executor import execute, forward_only
@@ -18,38 +16,104 @@ from shardopt.pipeline.stage import StageFns
 from shardopt.remat.gathered_block import leaves_like
 from shardopt.remat.split_backward import floating
 
-# A `BlockModel` as what a pipeline runs: functions of lists of arrays and of the number of a micro-batch.
+
+def pipelined_gradients(
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array | None,
+) -> tuple[list[jax.Array], LossParts]:
+    """Return what `micro_batch_gradients` returns: of the blocks of this stage, and of the ends that it holds.
+
+    Outer parameters are gathered once a step, and their gradients scattered once; those of blocks are gathered and
+    scattered where they are used, as without a pipeline.
+    """
+    schedule = config.schedule
+    assert schedule is not None
+    blocks, outer = _block_and_outer(layout)
+    trained_blocks = [i for i in blocks if layout.plans[i].trainable]
+    trained_outer = [i for i in outer if layout.plans[i].trainable]
+    fns = _stage_fns(config, layout, params, batch, step, rng)
+    sums = execute(
+        schedule,
+        fns,
+        to_schedule(schedule, [params[i] for i in blocks], [layout.plans[i].tensor for i in blocks]),
+        remat=config.remat,
+        block_specs=[layout.plans[i].tensor for i in trained_blocks],
+        outer_specs=[layout.plans[i].tensor for i in trained_outer],
+    )
+    grads = {i: grad.astype(layout.plans[i].dtype) for i, grad in zip(trained_blocks, sums.blocks, strict=True)}
+    outer_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_outer, sums.outer, strict=True)]
+    if config.placement.grads:
+        outer_grads = reduce_scatter_grads(outer_grads, [layout.plans[i] for i in trained_outer])
+    grads |= dict(zip(trained_outer, outer_grads, strict=True))
+    return [grads[i] for i in sorted(grads)], sums.parts
 
 
-def block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
+def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
+    """Return gradients, reduced, in the order in which blocks are stored: the model's."""
+    plans = layout.trained
+    blocks = [i for i, plan in enumerate(plans) if plan.stacked]
+    result = list(grads)
+    moved = to_model(schedule, [grads[i] for i in blocks], [plans[i].tensor for i in blocks])
+    for i, grad in zip(blocks, moved, strict=True):
+        result[i] = grad
+    return result
+
+
+def pipelined_losses(
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array | None,
+) -> LossParts:
+    """Return what `micro_batch_losses` returns; zeros but on the stage of the last block."""
+    schedule = config.schedule
+    assert schedule is not None
+    blocks, _ = _block_and_outer(layout)
+    fns = _stage_fns(config, layout, params, batch, step, rng)
+    weights = to_schedule(schedule, [params[i] for i in blocks], [layout.plans[i].tensor for i in blocks])
+    return forward_only(schedule, fns, weights)
+
+
+def _block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
     """Return which leaves belong to blocks, and which are outer."""
     blocks = [i for i, plan in enumerate(layout.plans) if plan.stacked]
     return blocks, [i for i, plan in enumerate(layout.plans) if not plan.stacked]
 
 
-def parts_of_model(
-    recipe: StrategyConfig, layout: Layout, params: list[Any], batch: PyTree, step: Any, rng: Any
+def _stage_fns(
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array | None,
 ) -> StageFns:
     """Write the model as functions of lists and micro-batch numbers.
 
     The outer parameters are gathered here, once for all micro-batches; their gradients are those of the whole.
     """
-    model, split = as_block_model(recipe.loss_fn), recipe.placement
+    model, split = as_block_model(config.loss_fn), config.placement
     assert model is not None
-    gathers = split.params or recipe.gather_dtype is not None
-    blocks, outer_indices = block_and_outer(layout)
+    gathers = split.params or config.gather_dtype is not None
+    blocks, outer_indices = _block_and_outer(layout)
     plans = layout.treedef.unflatten(layout.plans)
     block_treedef, num_blocks = jax.tree.structure(plans[BLOCKS]), layout.plans[blocks[0]].shape[0]
-    micro_batches, _ = cut(batch, recipe.micro_batches)
-    rows, pieces = jax.tree.leaves(micro_batches)[0].shape[1], num_pieces(recipe)
+    micro_batches, _ = cut(batch, config.micro_batches)
+    rows, pieces = jax.tree.leaves(micro_batches)[0].shape[1], config.num_pieces
 
     whole = [params[i] for i in outer_indices]
     trained = [place for place, i in enumerate(outer_indices) if layout.plans[i].trainable]
     if gathers:
-        whole = all_gather_leaves(recipe, whole, [layout.plans[i] for i in outer_indices])
+        whole = all_gather_leaves(config, whole, [layout.plans[i] for i in outer_indices])
 
     def outer_with(leaves):
-        new, all_leaves = list(whole), [None] * len(layout.plans)
+        new, all_leaves = list(whole), list(params)
         for place, leaf in zip(trained, leaves, strict=True):
             new[place] = leaf
         for i, leaf in zip(outer_indices, new, strict=True):
@@ -60,7 +124,7 @@ def parts_of_model(
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), micro_batches)
 
     def key_of(m):
-        return None if rng is None else step_key(recipe, step, rng, m)
+        return None if rng is None else step_key(config, step, rng, m)
 
     def embed_tree(leaves, m):
         return call(model.embed, key_of(m), num_blocks, outer_with(leaves), rows_of(m))
@@ -71,7 +135,7 @@ def parts_of_model(
 
     def loss_of(leaves, m, x):
         returned = call(model.loss, key_of(m), num_blocks + 1, outer_with(leaves), x_treedef.unflatten(x), rows_of(m))
-        return loss_parts(recipe.who, returned, rows)
+        return loss_parts(config.strategy, returned, rows)
 
     def embed_grads(m, dx):
         def floats(leaves):
@@ -95,14 +159,14 @@ def parts_of_model(
         *leaves, number, m = given
         weights = block_treedef.unflatten(leaves)
         if gathers:
-            weights = all_gather_leaves(recipe, weights, plans[BLOCKS], of_block=True)
+            weights = all_gather_leaves(config, weights, plans[BLOCKS], of_block=True)
 
         def run(weights, x):
             return call(model.block, key_of(m), number, weights, x)
 
         if model.remat not in (None, "full"):
             run = jax.checkpoint(run, policy=model.remat)
-        return leaves_like(recipe.who, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
+        return leaves_like(config.strategy, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
 
     def reduce(dw):
         if not split.grads or split.params:
@@ -119,58 +183,3 @@ def parts_of_model(
         reduce=reduce,
         remat_blocks=model.remat == "full",
     )
-
-
-def pipelined_gradients(
-    recipe: StrategyConfig, layout: Layout, params: list[Any], batch: PyTree, step: Any, rng: Any
-) -> tuple[list[Any], LossParts]:
-    """Return what `micro_batch_gradients` returns: of the blocks of this stage, and of the ends that it holds.
-
-    Outer parameters are gathered once a step, and their gradients scattered once; those of blocks are gathered and
-    scattered where they are used, as without a pipeline.
-    """
-    schedule, split = _schedule(recipe), recipe.placement
-    blocks, outer = block_and_outer(layout)
-    trained_blocks = [i for i in blocks if layout.plans[i].trainable]
-    trained_outer = [i for i in outer if layout.plans[i].trainable]
-    parts = parts_of_model(recipe, layout, params, batch, step, rng)
-    sums = execute(
-        schedule,
-        parts,
-        to_schedule(schedule, [params[i] for i in blocks], [layout.plans[i].tensor for i in blocks]),
-        remat=recipe.remat,
-        block_specs=[layout.plans[i].tensor for i in trained_blocks],
-        outer_specs=[layout.plans[i].tensor for i in trained_outer],
-    )
-    grads = {i: grad.astype(layout.plans[i].dtype) for i, grad in zip(trained_blocks, sums.blocks, strict=True)}
-    outer_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_outer, sums.outer, strict=True)]
-    if split.grads:
-        outer_grads = reduce_scatter_grads(outer_grads, [layout.plans[i] for i in trained_outer])
-    grads |= dict(zip(trained_outer, outer_grads, strict=True))
-    return [grads[i] for i in sorted(grads)], sums.parts
-
-
-def stored_order(recipe: StrategyConfig, layout: Layout, grads: list[Any]) -> list[Any]:
-    """Return gradients, reduced, in the order in which blocks are stored: the model's."""
-    plans = [plan for plan in layout.plans if plan.trainable]
-    blocks = [i for i, plan in enumerate(plans) if plan.stacked]
-    result = list(grads)
-    moved = to_model(_schedule(recipe), [grads[i] for i in blocks], [plans[i].tensor for i in blocks])
-    for i, grad in zip(blocks, moved, strict=True):
-        result[i] = grad
-    return result
-
-
-def pipelined_losses(
-    recipe: StrategyConfig, layout: Layout, params: list[Any], batch: PyTree, step: Any, rng: Any
-) -> LossParts:
-    """Return what `micro_batch_losses` returns; zeros but on the stage of the last block."""
-    blocks, _ = block_and_outer(layout)
-    parts = parts_of_model(recipe, layout, params, batch, step, rng)
-    weights = to_schedule(_schedule(recipe), [params[i] for i in blocks], [layout.plans[i].tensor for i in blocks])
-    return forward_only(_schedule(recipe), parts, weights)
-
-
-def _schedule(recipe: StrategyConfig) -> Schedule:
-    assert recipe.schedule is not None
-    return recipe.schedule

@@ -1,147 +1,144 @@
-"""A recipe compiled for a parameter structure: the jitted step and evaluation, made when first needed."""
+"""The train step of a strategy: differentiate, update, gather; compiled per parameter structure when first needed."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.audit.collective import read_collective
-from shardopt.audit.hlo_text import parse
-from shardopt.audit.walk import collectives_of
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
-from shardopt.engine.batch import batch_sharding
-from shardopt.engine.compression import CompressedOptState
+from shardopt.core.types import PyTree, TrainState, abstract
+from shardopt.engine.compile import check_no_deadlock
+from shardopt.engine.compression import CompressedOptState, init_compression
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients, make_loss
+from shardopt.engine.inputs import batch_sharding
 from shardopt.engine.layout import Layout, make_layout, shardings
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
 from shardopt.mesh import on_mesh
-from shardopt.runtime.host_memory import trim_malloc
 
-# Compiling before the first call, so that what the compiler took is given back before the program needs its own.
-
-
-class AotCompiled:
-    """A jitted function, the same in all but one thing: its first call compiles, gives host memory back, then runs.
-
-    Called as it is, jax would compile and run in one go: what compiling took and what the step takes, one on top of
-    the other, would be the most that the process ever holds. jax keeps what was compiled ahead, and runs just that.
-    """
-
-    def __init__(self, jitted: Any):
-        self.jitted, self.lower = jitted, jitted.lower
-        self._compiled = False
-
-    def __call__(self, *args: Any) -> Any:
-        """Return what the jitted function returns."""
-        if not self._compiled and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
-            compile_ahead(self.jitted, *args)
-            self._compiled = True
-        return self.jitted(*args)
+Metrics = dict[str, jax.Array]
+_Result = TypeVar("_Result", Metrics, tuple[TrainState, Metrics])
 
 
-def compile_ahead(jitted: Any, *args: Any) -> Any:
-    """Return a jitted function compiled for arguments, host memory given back."""
-    lowered = jitted.lower(*args)
-    trim_malloc()  # what initialisation took, and smaller programs
-    compiled = lowered.compile()
-    trim_malloc()
-    return compiled
+class Program(Protocol):
+    """A function that is compiled when it is first called."""
 
+    def __call__(self, state: PyTree, batch: PyTree, /) -> PyTree:
+        """Run it on a train state, or its parameters, and a batch."""
+        ...
 
-# A compiled step that is looked through before it runs, where running it could never end.
-
-
-def check_no_deadlock(recipe: StrategyConfig, jitted: Any) -> Any:
-    """Return a jitted function that compiles ahead of its first call, and refuses to run what would wait for ever.
-
-    Inside a stage's branch, collectives over tensor have groups, so that no other stage is waited for. A permute has
-    none: on CPU every device must come to it, and a stage that is idle, or at another kind of work, does not. The
-    partitioner puts one into a block that shifts or cuts a dim split over tensor; nothing but the compiled program
-    tells. Elsewhere a permute is between its pairs alone.
-    """
-    on_cpu = recipe.mesh.devices.flat[0].platform == "cpu"
-    if recipe.schedule is None or recipe.mesh.shape["tensor"] == 1 or not on_cpu:
-        return AotCompiled(jitted)
-    return _Guarded(recipe.who, recipe.mesh, jitted)
-
-
-class _Guarded:
-    """Compiles once for each kind of arguments, and keeps what passed."""
-
-    def __init__(self, who: str, mesh: Mesh, jitted: Any):
-        self.who, self.mesh, self.jitted, self.lower = who, mesh, jitted, jitted.lower
-        self._passed: dict[Any, Any] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(args)
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return self.jitted(*args)
-        key = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in self._passed:
-            compiled = compile_ahead(self.jitted, *args)
-            _check(self.who, self.mesh, compiled.as_text())
-            self._passed[key] = compiled
-        return self._passed[key](*args)
-
-
-def _check(who: str, mesh: Mesh, text: str) -> None:
-    permutes = [one for one in collectives_of(parse(text)) if one.conditional and one.kind == "collective-permute"]
-    read = [read_collective(one, mesh.shape, replicas=1, partitions=mesh.size) for one in permutes]
-    # Those over pipeline are our own, in branches that all stages take together (a line search has such).
-    places = {_place(one.op_name) for one in read if one is not None and (one.axes is None or "tensor" in one.axes)}
-    if not places:
-        return
-    what = "the partitioner moves data over tensor by permutes inside of stages, which other stages never come to."
-    fix = (
-        "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a "
-        "weight of their own (as shardopt/models/layers.py does), or change the rule."
-    )
-    raise ValueError(format_error(who, what, sorted(places), fix))
-
-
-def _place(op_name: str) -> str:
-    return op_name.rpartition("closed_call/")[2] or "a collective-permute without a name"
+    def lower(self, state: PyTree, batch: PyTree, /) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        ...
 
 
 class CompiledStep(NamedTuple):
-    """A recipe compiled for one parameter structure.
+    """A strategy for one parameter structure: where its train state lives, and its programs.
 
     Attributes:
-      layout: where every leaf lives.
-      shardings: the same as a train state of `NamedSharding`.
-      step: jitted `(state, batch) -> (state, metrics)`, donating the state.
-      evaluate: jitted `(params, batch) -> metrics`.
+      layout: where every leaf lives; where replicas train apart, within one of them.
+      abstract: the train state as shapes and dtypes.
+      specs: the train state as `PartitionSpec`.
+      shardings: the same as `NamedSharding`.
+      init_opt_state: `params -> opt_state`, the first optimizer state, in the global view.
+      step: `(state, batch) -> (state, metrics)`, donating the state.
+      evaluate: `(params, batch) -> metrics`.
+      synchronize: `state -> state`, all copies of it equal.
     """
 
     layout: Layout
+    abstract: TrainState
+    specs: TrainState
     shardings: TrainState
-    step: Any
-    evaluate: Any
+    init_opt_state: Callable[[PyTree], PyTree]
+    step: Program
+    evaluate: Program
+    synchronize: Callable[[TrainState], TrainState]
+
+
+def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
+    """Return the programs of a synchronous strategy."""
+    gradients, loss = make_gradients(config, layout), make_loss(config, layout)
+    on_state, compression = shardings(config.mesh, layout.specs), layout.compression
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        def value_fn(params: PyTree) -> jax.Array:
+            return loss(params, batch, state.step, state.rng)[0]
+
+        opt_state, reducer_state = state.opt_state if compression is not None else (state.opt_state, None)
+        found = gradients(state.params, batch, state.step, state.rng, reducer_state)
+        params, opt_state = apply_update(config, layout, state.params, opt_state, found, value_fn)
+        params = all_gather_params(config, layout, params)
+        if compression is not None:
+            opt_state = CompressedOptState(opt_state, found.reducer)
+        metrics = {"loss": found.loss, "grad_norm": gradient_norm(config, layout, found.grads), **found.metrics}
+        return TrainState(state.step + 1, params, opt_state, state.rng), metrics
+
+    jitted = jax.jit(
+        on_mesh(config.mesh, step),
+        in_shardings=(on_state, batch_sharding(config)),
+        out_shardings=(on_state, NamedSharding(config.mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+    return CompiledStep(
+        layout=layout,
+        abstract=layout.abstract,
+        specs=layout.specs,
+        shardings=on_state,
+        init_opt_state=functools.partial(init_opt_state, config, layout),
+        step=check_no_deadlock(config, jitted),
+        evaluate=compile_evaluate(config, layout),
+        synchronize=jax.block_until_ready,
+    )
+
+
+def init_opt_state(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:
+    """Return the first optimizer state, and that of a reducer beside it."""
+    opt_state = config.tx.init(layout.trainable(params))
+    return (
+        opt_state if layout.compression is None else CompressedOptState(opt_state, init_compression(layout.compression))
+    )
+
+
+def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
+    """Return `(params, batch) -> metrics`, the loss and metrics of a batch without a random key."""
+    loss = make_loss(config, layout)
+
+    def evaluate(params: PyTree, batch: PyTree) -> Metrics:
+        value, metrics = loss(params, batch)
+        return {"loss": value, **metrics}
+
+    on_params = shardings(config.mesh, layout.specs.params)
+    everywhere = NamedSharding(config.mesh, PartitionSpec())
+    jitted = jax.jit(
+        on_mesh(config.mesh, evaluate), in_shardings=(on_params, batch_sharding(config)), out_shardings=everywhere
+    )
+    return check_no_deadlock(config, jitted)
 
 
 class StepCache:
-    """The programs of a recipe, one a parameter structure; remembers the last one asked for."""
+    """The compiled steps of a strategy, one per parameter structure; it remembers which was asked for last."""
 
-    def __init__(self, recipe: StrategyConfig):
-        self.recipe = recipe
-        self._made: dict[Any, CompiledStep] = {}
+    def __init__(self, config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep]):
+        self._config, self._compile = config, compile_step
+        self._made: dict[Hashable, CompiledStep] = {}
         self._last: CompiledStep | None = None
 
     def of(self, params: PyTree) -> CompiledStep:
-        """Return the program for parameters as jax holds them, or as `abstract_params` gives them."""
+        """Return the step for parameters as jax holds them, or as `abstract_params` gives them."""
         leaves, treedef = jax.tree.flatten(params)
         key = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._made:
-            self._made[key] = _make_program(self.recipe, make_layout(self.recipe, abstract(params)))
+            self._made[key] = self._compile(self._config, make_layout(self._config, abstract(params)))
         self._last = self._made[key]
         return self._last
 
     def last(self) -> CompiledStep:
-        """Return the program last asked for.
+        """Return the step last asked for.
 
         Raises:
           ValueError: if there is none.
@@ -149,82 +146,30 @@ class StepCache:
         if self._last is None:
             what = "no parameters have been seen yet, so nothing can be said of their placement."
             fix = "call opt.init or opt.specs first, or pass the abstract parameters (jax.eval_shape gives them)."
-            raise ValueError(format_error(self.recipe.who, what, fix=fix))
+            raise ValueError(format_error(self._config.strategy, what, fix=fix))
         return self._last
 
 
-def abstract_params(recipe: StrategyConfig, params: PyTree) -> PyTree:
-    """Return parameters as shapes and dtypes.
-
-    Raises:
-      TypeError: if they are a train state, or a leaf is not an array or a number.
-    """
-    if isinstance(params, TrainState):
-        fix = "pass its .params."
-        raise TypeError(format_error(recipe.who, "parameters were expected, got a TrainState.", fix=fix))
-    strange = [
-        f"{path}: {type(leaf).__name__}"
-        for path, leaf in leaves_with_paths(params)
-        if not is_array_like(leaf) and not isinstance(leaf, int | float)
-    ]
-    if strange:
-        what = "parameters must be a pytree of arrays."
-        fix = "split the rest off, for instance with equinox.partition(model, equinox.is_array) or flax.nnx.split."
-        raise TypeError(format_error(recipe.who, what, strange, fix))
-    return abstract(params)
-
-
-def limit_in_flight(recipe: StrategyConfig) -> Callable[[Any], Any]:
+def limit_in_flight(config: StrategyConfig) -> Callable[[_Result], _Result]:
     """Return what lets at most two calls be under way on CPU, and does nothing elsewhere.
 
     Fake devices share one thread pool: hundreds of queued programs with collectives can leave no thread for the
     device that the others wait for, and XLA ends the process after 40 seconds.
     """
-    previous: list[Any] = [None]
+    previous: list[Metrics | None] = [None]
 
-    def wait(result: Any) -> Any:
+    def wait(result: _Result) -> _Result:
         metrics = result[1] if isinstance(result, tuple) else result
         if not isinstance(metrics["loss"], Tracer):
             jax.block_until_ready(previous[0])
             previous[0] = metrics
         return result
 
-    return wait if recipe.mesh.devices.flat[0].platform == "cpu" else lambda result: result
+    return wait if config.mesh.devices.flat[0].platform == "cpu" else lambda result: result
 
 
-def _make_program(recipe: StrategyConfig, layout: Layout) -> CompiledStep:
-    gradients, loss = make_gradients(recipe, layout), make_loss(recipe, layout)
-    on_state, on_batch = shardings(recipe.mesh, layout.specs), batch_sharding(recipe)
-    everywhere = NamedSharding(recipe.mesh, PartitionSpec())
-
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-        def value_fn(params):
-            return loss(params, batch, state.step, state.rng)[0]
-
-        opt_state, reducer_state = state.opt_state, None
-        if layout.reducer is not None:
-            opt_state, reducer_state = opt_state
-        found = gradients(state.params, batch, state.step, state.rng, reducer_state)
-        params, opt_state = apply_update(recipe, layout, state.params, opt_state, found, value_fn)
-        params = all_gather_params(recipe, layout, params)
-        if layout.reducer is not None:
-            opt_state = CompressedOptState(opt_state, found.reducer)
-        metrics = {"loss": found.loss, "grad_norm": gradient_norm(recipe, layout, found.grads), **found.metrics}
-        return TrainState(state.step + 1, params, opt_state, state.rng), metrics
-
-    def evaluate(params: PyTree, batch: PyTree) -> dict[str, Any]:
-        value, metrics = loss(params, batch)
-        return {"loss": value, **metrics}
-
-    jitted_step = jax.jit(
-        on_mesh(recipe.mesh, step),
-        in_shardings=(on_state, on_batch),
-        out_shardings=(on_state, everywhere),
-        donate_argnums=0,
-    )
-    jitted_evaluate = jax.jit(
-        on_mesh(recipe.mesh, evaluate), in_shardings=(on_state.params, on_batch), out_shardings=everywhere
-    )
-    return CompiledStep(
-        layout, on_state, check_no_deadlock(recipe, jitted_step), check_no_deadlock(recipe, jitted_evaluate)
-    )
+def first_step(shardings: TrainState, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return step 0 and the key data that the steps fold."""
+    # Folded, so that the steps do not draw what init_fn drew.
+    data = jax.random.key_data(jax.random.fold_in(key, 0))
+    return jax.device_put((jnp.zeros((), jnp.int32), data), (shardings.step, shardings.rng))

@@ -1,8 +1,7 @@
-"""The global view: one optax update, placed by sharding constraints."""
+"""The global view: one optax update, placed by sharding constraints; the all-gather after it; the gradient's norm."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,90 +11,67 @@ from jax.sharding import PartitionSpec
 from shardopt.collectives import BUCKET_BYTES, all_gather, all_reduce, per_device
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, wide_dtype
+from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import Gradients, grad_specs
 from shardopt.engine.layout import Layout, shardings
 
-# The norm of a gradient whose leaves are split: one sum for each set of axes, not one a leaf.
-
-
-def gradient_norm(recipe: StrategyConfig, layout: Layout, grads: PyTree) -> Any:
-    """Return the Euclidean norm of all leaves together, summed in fp32 at least; a row each of replicas that train apart.
-
-    In the per-device view: the partitioner would sum leaf by leaf, and between processes on CPU each is a round trip.
-    """
-    specs = grad_specs(recipe, layout)
-
-    def local(leaves):
-        totals: dict[tuple[str, ...], Any] = {}
-        for leaf, spec in zip(leaves, specs, strict=True):
-            axes = tuple(axis for axis in spec if axis is not None and axis not in recipe.rows)
-            total = jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype)))))
-            totals[axes] = totals[axes] + total if axes in totals else total
-        square = sum(all_reduce([total], axes)[0] for axes, total in totals.items())
-        return jnp.sqrt(square).reshape([1 for _ in recipe.rows])
-
-    run = per_device(local, recipe.mesh, in_specs=(specs,), out_specs=PartitionSpec(*recipe.rows))
-    return run(jax.tree.leaves(grads))
-
 
 def apply_update(
-    recipe: StrategyConfig,
+    config: StrategyConfig,
     layout: Layout,
     params: PyTree,
     opt_state: PyTree,
-    step: Gradients,
-    value_fn: Callable[[PyTree], Any],
+    found: Gradients,
+    value_fn: Callable[[PyTree], jax.Array],
 ) -> tuple[PyTree, PyTree]:
-    """Return (new params, new optimizer state), the params as `make_whole` takes them.
+    """Return (new params, new optimizer state), the params as `all_gather_params` takes them.
 
     Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own shard.
     The wrapped transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they
     always do. Line searches get `value_fn`, the loss of this batch at other parameters.
     """
-    state_split = layout.merge(
-        [None] * len(layout.plans),
-        [plan.spec(split=recipe.placement.opt_state) for plan in layout.plans if plan.trainable],
-    )
-    place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(recipe.mesh, specs))  # noqa: E731
-    grads, shards = place(step.grads, state_split), place(layout.trainable(params), state_split)
+    sharded = config.placement.opt_state
+    where = layout.merge([None] * len(layout.plans), [plan.spec(split=sharded) for plan in layout.trained])
+    place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))  # noqa: E731
+    grads, shards = place(found.grads, where), place(layout.trainable(params), where)
     frozen = layout.treedef.flatten_up_to(params)
     extra = {
-        "value": step.loss,
+        "value": found.loss,
         "grad": grads,
         "value_fn": lambda at: value_fn(layout.merge(frozen, jax.tree.leaves(at))),
     }
-    updates, opt_state = recipe.tx.update(grads, opt_state, shards, **_taken(recipe.tx.update, extra))
+    updates, opt_state = config.tx.update(grads, opt_state, shards, **_taken(config.tx.update, extra))
     shards = optax.apply_updates(shards, updates)
-    new = layout.merge(frozen, jax.tree.leaves(place(shards, state_split)))
-    new = _replace_updated(recipe, layout, new, step.updates)
-    opt_specs = layout.specs.opt_state if layout.reducer is None else layout.specs.opt_state.optimizer
+    new = layout.merge(frozen, jax.tree.leaves(place(shards, where)))
+    new = _replace_updated(config, layout, new, found.updates)
+    opt_specs = layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer
     return new, place(opt_state, opt_specs)
 
 
-def all_gather_params(recipe: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:
-    """Bring updated parameters to where they live: for ZeRO 1 and 2 gather what was updated split.
+def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:
+    """Bring updated parameters to where they live: for ZeRO 1 and 2, gather what was updated sharded.
 
     In the per-device view: the partitioner would gather leaf by leaf, and between processes on CPU each is a round trip.
     """
-    rows, split = recipe.rows, recipe.placement
-    if split.opt_state and not split.params:
-        plans = [plan for plan in layout.plans if plan.trainable]
-        dims = [None if plan.dim is None else plan.dim + len(rows) for plan in plans]
-        tensor = [PartitionSpec(*[None for _ in rows], *plan.tensor) for plan in plans]
+    axes, sharded = config.axes, config.placement
+    if sharded.opt_state and not sharded.params:
+        first = len(axes.stacked)
+        dims = [None if plan.dim is None else plan.dim + first for plan in layout.trained]
+        tensor = [PartitionSpec(*[None] * first, *plan.tensor) for plan in layout.trained]
         run = per_device(
-            lambda leaves: all_gather(leaves, dims, tensor, axis="data", joined=BUCKET_BYTES),
-            recipe.mesh,
-            in_specs=([PartitionSpec(*rows, *plan.data_spec(split=True)) for plan in plans],),
-            out_specs=[PartitionSpec(*rows, *plan.data_spec(split=False)) for plan in plans],
+            lambda leaves: all_gather(leaves, dims, tensor, axis=SHARD, bucket_bytes=BUCKET_BYTES),
+            config.mesh,
+            in_specs=([axes.stack(plan.data_spec(split=True)) for plan in layout.trained],),
+            out_specs=[axes.stack(plan.data_spec(split=False)) for plan in layout.trained],
         )
-        whole = run(jax.tree.leaves(layout.trainable(params)))
-        params = layout.merge(layout.treedef.flatten_up_to(params), whole)
-    specs = layout.treedef.unflatten([PartitionSpec(*rows, *plan.spec(split=split.params)) for plan in layout.plans])
-    return jax.lax.with_sharding_constraint(params, shardings(recipe.mesh, specs))
+        replicated = run(jax.tree.leaves(layout.trainable(params)))
+        params = layout.merge(layout.treedef.flatten_up_to(params), replicated)
+    specs = layout.treedef.unflatten([axes.stack(plan.spec(split=sharded.params)) for plan in layout.plans])
+    return jax.lax.with_sharding_constraint(params, shardings(config.mesh, specs))
 
 
-def _taken(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+def _taken(update: Callable[..., tuple[PyTree, PyTree]], extra: dict[str, PyTree]) -> dict[str, PyTree]:
     """Return those extra arguments that an optax update takes: all, some or none."""
     parameters = inspect.signature(update).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -103,7 +79,7 @@ def _taken(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name in parameters}
 
 
-def _replace_updated(recipe: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, Any]) -> PyTree:
+def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]) -> PyTree:
     if not updates:
         return params
     frozen = {plan.path: plan for plan in layout.plans if not plan.trainable}
@@ -115,7 +91,7 @@ def _replace_updated(recipe: StrategyConfig, layout: Layout, params: PyTree, upd
     ]
     if problems:
         fix = "return so.Updated with the parameters' own nesting, for leaves named by frozen= or of integer type."
-        raise ValueError(format_error(recipe.who, "so.Updated does not fit the parameters.", problems, fix))
+        raise ValueError(format_error(config.strategy, "so.Updated does not fit the parameters.", problems, fix))
     leaves = layout.treedef.flatten_up_to(params)
     return layout.treedef.unflatten(
         [
@@ -123,3 +99,24 @@ def _replace_updated(recipe: StrategyConfig, layout: Layout, params: PyTree, upd
             for leaf, plan in zip(leaves, layout.plans, strict=True)
         ]
     )
+
+
+def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.Array:
+    """Return the Euclidean norm of all leaves together, summed in fp32 at least; stacked where replicas train apart.
+
+    In the per-device view, one sum for each set of axes that leaves are sharded over: the partitioner would sum leaf by
+    leaf, and between processes on CPU each is a round trip.
+    """
+    specs, stacked = grad_specs(config, layout), config.axes.stacked
+
+    def local(leaves):
+        totals: dict[tuple[str, ...], jax.Array] = {}
+        for leaf, spec in zip(leaves, specs, strict=True):
+            axes = tuple(axis for axis in spec if axis is not None and axis not in stacked)
+            total = jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype)))))
+            totals[axes] = totals[axes] + total if axes in totals else total
+        square = sum(all_reduce([total], axes)[0] for axes, total in totals.items())
+        return jnp.sqrt(square).reshape([1 for _ in stacked])
+
+    run = per_device(local, config.mesh, in_specs=(specs,), out_specs=config.axes.stack())
+    return run(jax.tree.leaves(grads))

@@ -2,9 +2,9 @@
 
 import optax
 
+from shardopt.engine.config import SyncConfig
 from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.local_updates.build import build
-from shardopt.local_updates.config import check_mix, check_outer, check_strategy, check_sync
+from shardopt.local_updates.build import combine
 from shardopt.reducers import Reducer
 
 
@@ -84,20 +84,6 @@ def diloco(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1;
       Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, algorithm 2.
     """
-    who = "diloco"
-    check_sync(who, sync_every=sync_every, fragments=fragments, delay=delay)
-    check_mix(who, mix)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    check_outer(who, outer, reducer)
-    check_strategy(who, strategy)
-    return build(
-        who,
-        strategy,
-        fragments=fragments,
-        reducer=reducer,
-        outer=outer,
-        sync_every=sync_every,
-        warmup_steps=0,
-        delay=delay,
-        mix=float(mix),
-    )
+    sync = SyncConfig(outer, sync_every, fragments=fragments, delay=delay, mix=mix, reducer=reducer)
+    return combine("diloco", strategy, sync)

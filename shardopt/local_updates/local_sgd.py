@@ -2,9 +2,9 @@
 
 import optax
 
+from shardopt.engine.config import SyncConfig
 from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.local_updates.build import build
-from shardopt.local_updates.config import check_strategy, check_sync
+from shardopt.local_updates.build import combine
 
 
 def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int = 0) -> ShardedOptimizer:
@@ -55,17 +55,4 @@ def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int 
       Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large Mini-Batches, Use
       Local SGD", 2020 (post-local SGD).
     """
-    who = "local_sgd"
-    check_sync(who, sync_every=sync_every, warmup_steps=warmup_steps)
-    check_strategy(who, strategy, warmup_steps=warmup_steps)
-    return build(
-        who,
-        strategy,
-        fragments=1,
-        reducer=None,
-        outer=optax.sgd(1.0),
-        sync_every=sync_every,
-        warmup_steps=warmup_steps,
-        delay=0,
-        mix=0.0,
-    )
+    return combine("local_sgd", strategy, SyncConfig(optax.sgd(1.0), sync_every, warmup_steps=warmup_steps))

@@ -1,12 +1,12 @@
 """What replicas that train apart carry from step to step, and where it lives."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.core.types import PyTree, TrainState
@@ -17,72 +17,15 @@ from shardopt.engine.compression import (
     compression_specs,
     init_compression,
 )
-from shardopt.engine.config import StrategyConfig
+from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.layout import Layout
 from shardopt.partition import LeafPlan, state_specs
-
-# Fragments: the parts of a model that replicas agree on at different steps, by depth, strided.
-
-
-class Fragment(NamedTuple):
-    """A part of the model.
-
-    Attributes:
-      number: f, from 0.
-      stride: P, how many fragments there are.
-      leaves: which leaves of the parameters have a part in it, in order.
-    """
-
-    number: int
-    stride: int
-    leaves: tuple[int, ...]
-
-
-def make_fragments(recipe: StrategyConfig, plans: Sequence[LeafPlan], count: int) -> tuple[Fragment, ...]:
-    """Deal the trained parameters out: blocks f, f + P, f + 2P, ... of each stage, and other leaves in turn.
-
-    Neighbouring blocks thus agree at different times, which Streaming DiLoCo found better than runs of blocks.
-    """
-    trained = [i for i, plan in enumerate(plans) if plan.trainable]
-    whole = [i for i in trained if not plans[i].stacked]
-    turn = {i: place % count for place, i in enumerate(whole)}
-
-    def has(i, number):
-        if plans[i].stacked:
-            return number < _blocks_of_stage(recipe, plans[i])
-        return turn[i] == number
-
-    return tuple(Fragment(f, count, tuple(i for i in trained if has(i, f))) for f in range(count))
-
-
-def fragment_shape(recipe: StrategyConfig, plan: LeafPlan, fragment: Fragment) -> tuple[int, ...]:
-    """Return the shape of a leaf's part in a fragment, over all stages."""
-    if not plan.stacked:
-        return plan.shape
-    blocks = _blocks_of_stage(recipe, plan)
-    stages = plan.shape[0] // blocks
-    return (stages * len(range(fragment.number, blocks, fragment.stride)), *plan.shape[1:])
-
-
-def take(fragment: Fragment, plan: LeafPlan, leaf: Any) -> Any:
-    """Return a local leaf's part in a fragment."""
-    return leaf[fragment.number :: fragment.stride] if plan.stacked else leaf
-
-
-def put(fragment: Fragment, plan: LeafPlan, leaf: Any, part: Any) -> Any:
-    """Return the local leaf with its part in a fragment replaced."""
-    return leaf.at[fragment.number :: fragment.stride].set(part) if plan.stacked else part
-
-
-def _blocks_of_stage(recipe: StrategyConfig, plan: LeafPlan) -> int:
-    return plan.shape[0] // (recipe.mesh.shape["pipeline"] if plan.pipelined else 1)
-
 
 REPLICA = "replica"
 
 
 class PerReplica(NamedTuple):
-    """State whose leaves are [replicas, ...], split over the replica axis.
+    """State whose leaves are [replicas, ...], sharded over the replica axis.
 
     Attributes:
       value: a tree.
@@ -107,7 +50,7 @@ class Replicas(NamedTuple):
     optimizer: PerReplica
     inner_reducer: PyTree
     outer: tuple[PyTree, ...]
-    pending: tuple[list[Any], ...]
+    pending: tuple[PyTree, ...]
     reducer: tuple[PyTree, ...] | None
 
 
@@ -124,111 +67,161 @@ class Delayed(NamedTuple):
     before: PyTree
 
 
-class SyncConfig(NamedTuple):
-    """How replicas agree.
+class Fragment(NamedTuple):
+    """A part of the model.
 
     Attributes:
-      outer: the outer optimizer.
-      sync_every: H, steps between two agreements of the same fragment.
-      warmup_steps: steps at first in which gradients are averaged over replicas.
-      delay: steps from when a fragment is sent to when it is applied.
-      mix: the share of its own parameters that a replica keeps.
-      fragments: the parts of the model that agree together.
-      reducers: how each fragment's outer gradients cross the wire; empty for an exact mean.
+      number: f, from 0.
+      stride: P, how many fragments there are.
+      leaves: which leaves of the parameters have a part in it, in order.
     """
 
-    outer: optax.GradientTransformation
-    sync_every: int
-    warmup_steps: int
-    delay: int
-    mix: float
+    number: int
+    stride: int
+    leaves: tuple[int, ...]
+
+
+class LocalLayout(NamedTuple):
+    """How replicas agree on one parameter structure.
+
+    Attributes:
+      config: of the combinator.
+      layout: the layout of one replica.
+      fragments: the parts of the model that agree together.
+      compressions: how each fragment's outer gradients cross the wire; empty for an exact mean.
+    """
+
+    config: StrategyConfig
+    layout: Layout
     fragments: tuple[Fragment, ...]
-    reducers: tuple[CompressionPlan, ...]
+    compressions: tuple[CompressionPlan, ...]
+
+    @property
+    def sync(self) -> SyncConfig:
+        """How replicas agree."""
+        assert self.config.local_updates is not None
+        return self.config.local_updates
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return self.config.mesh.shape[REPLICA]
 
 
-def rows(spec: PartitionSpec) -> PartitionSpec:
-    """Return the spec of a leaf with a first dim of one row a replica."""
-    return PartitionSpec(REPLICA, *spec)
-
-
-def reducer_plans(recipe: StrategyConfig, layout: Layout, reducer: Any, fragments: tuple[Fragment, ...]) -> Any:
-    """Return how the outer gradients of each fragment go through a reducer; nothing without one."""
-    if reducer is None:
-        return ()
-    parts = [fragment_plans(recipe, layout, fragment) for fragment in fragments]
-    split = recipe.placement.params
-    return tuple(compression_plan(reducer, recipe.mesh, (REPLICA,), part, split=split) for part in parts)
-
-
-def fragment_plans(recipe: StrategyConfig, layout: Layout, fragment: Fragment) -> list[LeafPlan]:
-    """Return plans of the leaves of a fragment, with the shapes that they have in it."""
-    plans = [layout.plans[i] for i in fragment.leaves]
-    return [dataclasses.replace(plan, shape=fragment_shape(recipe, plan, fragment)) for plan in plans]
-
-
-def abstract_state(recipe: StrategyConfig, layout: Layout, sync: SyncConfig) -> tuple[TrainState, TrainState]:
-    """Return the train state as shapes and as specs."""
-    replicas = recipe.mesh.shape[REPLICA]
-    stack = lambda leaf: jax.ShapeDtypeStruct((replicas, *leaf.shape), leaf.dtype)  # noqa: E731
-    base, specs = layout.abstract, layout.specs
-    inner, inner_specs, wire, wire_specs = base.opt_state, specs.opt_state, None, None
-    if layout.reducer is not None:
-        (inner, wire), (inner_specs, wire_specs) = inner, inner_specs
-    parts = [fragment_plans(recipe, layout, fragment) for fragment in sync.fragments]
-    shapes = [[jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans] for plans in parts]
-    outer = tuple(jax.eval_shape(sync.outer.init, leaves) for leaves in shapes)
-    split = recipe.placement.params
-    state = Replicas(
-        params=PerReplica(jax.tree.map(stack, base.params)),
-        optimizer=PerReplica(jax.tree.map(stack, inner)),
-        inner_reducer=wire,
-        outer=outer,
-        pending=tuple(shapes) if sync.delay else (),
-        reducer=tuple(_kept(sync, jax.eval_shape(lambda plan=plan: init_compression(plan))) for plan in sync.reducers)
-        or None,
+def make_local_layout(config: StrategyConfig, layout: Layout) -> LocalLayout:
+    """Cut the model into fragments, and plan how each crosses the wire."""
+    local = LocalLayout(config, layout, (), ())
+    fragments = make_fragments(config, layout.plans, local.sync.fragments)
+    if local.sync.reducer is None:
+        return local._replace(fragments=fragments)
+    sharded = config.placement.params
+    parts = [fragment_plans(local, fragment) for fragment in fragments]
+    compressions = (
+        compression_plan(local.sync.reducer, config.mesh, (REPLICA,), part, split=sharded) for part in parts
     )
+    return local._replace(fragments=fragments, compressions=tuple(compressions))
+
+
+def make_fragments(config: StrategyConfig, plans: Sequence[LeafPlan], count: int) -> tuple[Fragment, ...]:
+    """Deal the trained parameters out: blocks f, f + P, f + 2P, ... of each stage, and other leaves in turn.
+
+    Neighbouring blocks thus agree at different times, which Streaming DiLoCo found better than runs of blocks.
+    """
+    trained = [i for i, plan in enumerate(plans) if plan.trainable]
+    whole = [i for i in trained if not plans[i].stacked]
+    turn = {i: place % count for place, i in enumerate(whole)}
+
+    def has(i, number):
+        if plans[i].stacked:
+            return number < _blocks_of_stage(config, plans[i])
+        return turn[i] == number
+
+    return tuple(Fragment(f, count, tuple(i for i in trained if has(i, f))) for f in range(count))
+
+
+def fragment_shape(config: StrategyConfig, plan: LeafPlan, fragment: Fragment) -> tuple[int, ...]:
+    """Return the shape of a leaf's part in a fragment, over all stages."""
+    if not plan.stacked:
+        return plan.shape
+    blocks = _blocks_of_stage(config, plan)
+    stages = plan.shape[0] // blocks
+    return (stages * len(range(fragment.number, blocks, fragment.stride)), *plan.shape[1:])
+
+
+def take(fragment: Fragment, plan: LeafPlan, leaf: jax.Array) -> jax.Array:
+    """Return a local leaf's part in a fragment."""
+    return leaf[fragment.number :: fragment.stride] if plan.stacked else leaf
+
+
+def put(fragment: Fragment, plan: LeafPlan, leaf: jax.Array, part: jax.Array) -> jax.Array:
+    """Return the local leaf with its part in a fragment replaced."""
+    return leaf.at[fragment.number :: fragment.stride].set(part) if plan.stacked else part
+
+
+def _blocks_of_stage(config: StrategyConfig, plan: LeafPlan) -> int:
+    return plan.shape[0] // (config.mesh.shape["pipeline"] if plan.pipelined else 1)
+
+
+def fragment_plans(local: LocalLayout, fragment: Fragment) -> list[LeafPlan]:
+    """Return plans of the leaves of a fragment, with the shapes that they have in it."""
+    plans = [local.layout.plans[i] for i in fragment.leaves]
+    return [dataclasses.replace(plan, shape=fragment_shape(local.config, plan, fragment)) for plan in plans]
+
+
+def first_opt_state(local: LocalLayout, params: PyTree, opt_state: PyTree, parts: list[list[jax.Array]]) -> Replicas:
+    """Return the optimizer state of replicas that are all equal.
+
+    Args:
+      local: how they agree.
+      params: the shared parameters.
+      opt_state: the first optimizer state of one replica.
+      parts: the shared parameters by fragment.
+    """
+    stack = lambda x: jnp.broadcast_to(x, (local.replicas, *x.shape))  # noqa: E731
+    optimizer, wire = opt_state if isinstance(opt_state, CompressedOptState) else (opt_state, None)
+    delayed, outer = local.sync.delay > 0, local.sync.outer
+    states = [init_compression(plan) for plan in local.compressions]
+    return Replicas(
+        params=PerReplica(jax.tree.map(stack, params)),
+        optimizer=PerReplica(jax.tree.map(stack, optimizer)),
+        inner_reducer=wire,
+        outer=tuple(outer.init(part) for part in parts),
+        pending=tuple([jnp.zeros_like(x) for x in part] for part in parts) if delayed else (),
+        reducer=tuple(Delayed(state, state) if delayed else state for state in states) or None,
+    )
+
+
+def abstract_state(local: LocalLayout) -> tuple[TrainState, TrainState]:
+    """Return the train state as shapes and as specs."""
+    base, specs, sharded = local.layout.abstract, local.layout.specs, local.config.placement.params
+    delayed, stack = local.sync.delay > 0, local.config.axes.stack
+    parts = [fragment_plans(local, fragment) for fragment in local.fragments]
+    shapes = [[jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans] for plans in parts]
+    state = jax.eval_shape(functools.partial(first_opt_state, local), base.params, base.opt_state, shapes)
+    compressed = isinstance(specs.opt_state, CompressedOptState)
+    optimizer, wire = specs.opt_state if compressed else (specs.opt_state, None)
+    states = [compression_specs(plan) for plan in local.compressions]
     where = Replicas(
-        params=PerReplica(_map_specs(rows, specs.params)),
-        optimizer=PerReplica(_map_specs(rows, inner_specs)),
-        inner_reducer=wire_specs,
-        outer=tuple(_outer_specs(recipe, one, plans) for one, plans in zip(outer, parts, strict=True)),
-        pending=tuple([plan.spec(split=split) for plan in plans] for plans in parts) if sync.delay else (),
-        reducer=tuple(_kept(sync, compression_specs(plan)) for plan in sync.reducers) or None,
+        params=PerReplica(_map_specs(stack, specs.params)),
+        optimizer=PerReplica(_map_specs(stack, optimizer)),
+        inner_reducer=wire,
+        outer=tuple(_outer_specs(local.config, one, plans) for one, plans in zip(state.outer, parts, strict=True)),
+        pending=tuple([plan.spec(split=sharded) for plan in plans] for plans in parts) if delayed else (),
+        reducer=tuple(Delayed(one, one) if delayed else one for one in states) or None,
     )
     return base._replace(opt_state=state), specs._replace(opt_state=where)
 
 
-def first_state(
-    recipe: StrategyConfig, layout: Layout, sync: SyncConfig, state: TrainState, parts: list[list[Any]]
-) -> Replicas:
-    """Return the first state of replicas that are all equal; `parts` are the shared parameters by fragment."""
-    replicas = recipe.mesh.shape[REPLICA]
-    stack = lambda x: jnp.broadcast_to(x, (replicas, *x.shape))  # noqa: E731
-    inner = state.opt_state.optimizer if isinstance(state.opt_state, CompressedOptState) else state.opt_state
-    return Replicas(
-        params=PerReplica(jax.tree.map(stack, state.params)),
-        optimizer=PerReplica(jax.tree.map(stack, inner)),
-        inner_reducer=None if layout.reducer is None else init_compression(layout.reducer),
-        outer=tuple(sync.outer.init(one) for one in parts),
-        pending=tuple([jnp.zeros_like(x) for x in one] for one in parts) if sync.delay else (),
-        reducer=tuple(_kept(sync, init_compression(plan)) for plan in sync.reducers) or None,
-    )
-
-
-def _kept(sync: SyncConfig, state: PyTree) -> PyTree:
-    return Delayed(state, state) if sync.delay else state
-
-
-def _outer_specs(recipe: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -> PyTree:
+def _outer_specs(config: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -> PyTree:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(list(range(len(plans))))]
     return state_specs(
         state,
         list(zip(paths, plans, strict=True)),
-        split=recipe.placement.params,
-        data_size=recipe.mesh.shape["data"],
-        min_shard_elements=recipe.min_shard_elements,
+        split=config.placement.params,
+        data_size=config.mesh.shape["data"],
+        min_shard_elements=config.min_shard_elements,
     )
 
 
-def _map_specs(f: Any, specs: PyTree) -> PyTree:
+def _map_specs(f: Callable[[PartitionSpec], PartitionSpec], specs: PyTree) -> PyTree:
     return jax.tree.map(f, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -13,8 +13,8 @@ import optax
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
-from shardopt.engine.config import StrategyConfig
-from shardopt.engine.optimizer import ShardedOptimizer, check_optimizer
+from shardopt.engine.config import check_optimizer
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.parameter_server.arguments import check_max_staleness
 from shardopt.parameter_server.async_sgd import check_shared
 from shardopt.parameter_server.optimizer import AsyncOptimizer, OnRay, RunSpec, check_backend, make_replay, make_run
@@ -113,7 +113,7 @@ def _copy(params: PyTree) -> PyTree:
 
 def _check_held(who: str, opt: ShardedOptimizer, params: PyTree, held: list[Any]) -> None:
     """Refuse new values of frozen leaves: islands have no common value for them, and they would be lost."""
-    frozen = opt.config.recipe.frozen
+    frozen = opt.config.frozen
     paths = [
         (path, index)
         for index, (path, leaf) in enumerate(leaves_with_paths(params))
@@ -244,8 +244,8 @@ def _check_islands(strategies: Any) -> list[ShardedOptimizer]:
     if not strategies:
         raise ValueError(format_error(WHO, "strategies must be at least 1, got none.", fix=fix))
     for number, one in enumerate(strategies):
-        if not isinstance(one, ShardedOptimizer) or not isinstance(getattr(one.config, "recipe", None), StrategyConfig):
-            given = getattr(getattr(one, "config", None), "strategy", type(one).__name__)
+        if not isinstance(one, ShardedOptimizer) or one.config.local_updates is not None:
+            given = one.config.strategy if isinstance(one, ShardedOptimizer) else type(one).__name__
             raise TypeError(
                 format_error(WHO, f"strategies[{number}] must be a strategy of ring 1, got {given}.", fix=fix)
             )

@@ -11,7 +11,7 @@ import optax
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted, wide_dtype
-from shardopt.engine.optimizer import check_optimizer
+from shardopt.engine.config import check_optimizer
 from shardopt.parameter_server import clock as clocks
 from shardopt.parameter_server.clock import Clock, PersistentMap
 from shardopt.parameter_server.log import Event

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardopt.core.block_model import as_block_model, call, run_blocks, takes_rng
 from shardopt.core.errors import format_error
 from shardopt.core.types import LossFn, PyTree
-from shardopt.engine.batch import batch_sharding, check_batch, place_batch
 from shardopt.engine.config import DDP, StrategyConfig, check_config
+from shardopt.engine.inputs import batch_sharding, check_batch, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import data_axes, on_mesh
 from shardopt.parameter_server.sparse import check_matches, is_rows, shrink

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -300,13 +300,10 @@ class Rounds(NamedTuple):
     stride: int
 
 
-def rounds_of(opt: Any) -> Rounds | None:
-    """Return when the replicas of `local_sgd` and `diloco` synchronize; None where they do so in every step."""
-    config: Any = getattr(opt, "config", None)
-    if not hasattr(config, "sync_every"):
-        return None
-    stride = config.sync_every // config.fragments
-    return Rounds(1 if config.warmup_steps else stride + config.delay, stride)
+def rounds_of(opt: ShardedOptimizer) -> Rounds | None:
+    """Return when the replicas of `local_sgd` and `diloco` agree; None where they do so in every step."""
+    sync = opt.config.local_updates
+    return None if sync is None else Rounds(1 if sync.warmup_steps else sync.stride + sync.delay, sync.stride)
 
 
 def _check_rounds(
@@ -317,13 +314,12 @@ def _check_rounds(
     early_stopping: EarlyStopping | None,
 ) -> None:
     """Refuse a run in which replicas never synchronize, and one that early stopping ends whatever they learn."""
-    rounds = rounds_of(opt)
-    if rounds is None:
+    rounds, sync = rounds_of(opt), opt.config.local_updates
+    if rounds is None or sync is None:
         return
-    config = opt.config
-    who, how = config.strategy, f"sync_every={config.sync_every}"
-    how += f", fragments={config.fragments}" if config.fragments > 1 else ""
-    how += f", delay={config.delay}" if config.delay else ""
+    who, how = opt.config.strategy, f"sync_every={sync.sync_every}"
+    how += f", fragments={sync.fragments}" if sync.fragments > 1 else ""
+    how += f", delay={sync.delay}" if sync.delay else ""
     if 0 < num_steps < rounds.first:
         what = f"num_steps={num_steps} ends before the replicas of {who} first synchronize, at step {rounds.first} ({how})."
         raise ValueError(format_error("fit", what, fix="train for as many steps at least, or make sync_every smaller."))

@@ -130,8 +130,10 @@ def test_a_reducer_is_the_one_asked_for_and_where_it_was_asked_for(asked, feedba
     check_strategy(options)
     mesh = mesh_of(options.where.mesh, jax.devices())
     config = make_strategy(options, optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig())).config
-    assert config.reducer.name == name
-    assert ring_1_of(config).reducer is (None if where == "replicas" else config.reducer)
+    sent, other = config.reducer, config.local_updates and config.local_updates.reducer
+    if where == "replicas":
+        sent, other = other, sent
+    assert (sent.name, other) == (name, None)
     what = "outer gradients" if where == "replicas" else "gradients"
     assert describe(options.communication)[-1] == ("sent", f"{what} by {name}")
 
@@ -145,10 +147,6 @@ def test_a_reducer_can_warm_up_inside_its_error_feedback():
         options = TrainOptions(communication=dataclasses.replace(asked, sync_every=sync_every))
         assert as_sent(options, taken_over).communication == Communication(sync_every=sync_every, reducer="sign")
         assert as_sent(options, taken_over - 1).communication == Communication(sync_every=sync_every)
-
-
-def ring_1_of(config):
-    return getattr(config, "inner", config)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +176,8 @@ def test_replicas_synchronize_as_asked(asked, strategy, how, line):
     inner = so.ddp(optax.sgd(0.1), so.make_mesh(replica=2), lambda params, batch: 0.0)
     config = combined(asked, inner).config
     assert config.strategy == strategy
-    assert (config.sync_every, config.warmup_steps, config.fragments, config.delay, config.mix) == how
+    sync = config.local_updates
+    assert (sync.sync_every, sync.warmup_steps, sync.fragments, sync.delay, sync.mix) == how
     assert describe(asked)[0] == ("replicas", line)
 
 

@@ -45,17 +45,17 @@ def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
     for whole, x in zip(run(leaves()), leaves(), strict=True):
         np.testing.assert_array_equal(whole, x)
     assert sent == ["all-gather"] * 2, "one a dtype"
-    f = lambda xs: all_gather(xs, DIMS, SPECS, axis="data", joined=0)  # noqa: E731
+    f = lambda xs: all_gather(xs, DIMS, SPECS, axis="data", bucket_bytes=0)  # noqa: E731
     _, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     assert sent == ["all-gather"] * 5
 
 
-@pytest.mark.parametrize(("joined", "sums"), [(SMALL_BUCKET_BYTES, 2), (0, 5)])
-def test_scattered_sums_are_those_of_leaves_that_travelled_alone(joined, sums, mesh_of):
+@pytest.mark.parametrize(("bucket_bytes", "sums"), [(SMALL_BUCKET_BYTES, 2), (0, 5)])
+def test_scattered_sums_are_those_of_leaves_that_travelled_alone(bucket_bytes, sums, mesh_of):
     def f(xs):
         rank = jax.lax.axis_index("data")
         whole = [(rank + 1).astype(x.dtype) * x for x in all_gather(xs, DIMS, SPECS, axis="data")]
-        return reduce_scatter(whole, DIMS, SPECS, axis="data", joined=joined)
+        return reduce_scatter(whole, DIMS, SPECS, axis="data", bucket_bytes=bucket_bytes)
 
     run, sent = compiled(f, mesh_of(data=4), out_specs=[spec(dim) for dim in DIMS])
     for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):

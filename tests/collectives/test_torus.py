@@ -14,7 +14,7 @@ from shardopt.collectives import all_gather, per_device, reduce_scatter
 from shardopt.models import transformer
 from shardopt.planning import Transformer
 
-steps = importlib.import_module("shardopt.collectives.all_gather")  # as an attribute, the function of that name
+steps = importlib.import_module("shardopt.collectives.shards")  # as an attribute, the function of that name
 
 
 @pytest.mark.parametrize(

@@ -6,42 +6,43 @@ import pytest
 from local_updates import reference
 
 import shardopt as so
-from shardopt.local_updates import build
-from shardopt.local_updates import build as program
-from shardopt.local_updates import outer_step as agree
+from shardopt.local_updates import outer_step, step
 
 TX = optax.sgd(0.05, momentum=0.9)
 HOW = {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.25}
 
 
 def keep_to_oneself(patch):
-    patch.setattr(agree, "sum_over", lambda leaves, *_: leaves)
+    patch.setattr(outer_step, "all_reduce", lambda leaves, *_: leaves)
 
 
 def sum_for_mean(patch):
-    once = agree.sum_over
-    patch.setattr(agree, "sum_over", lambda leaves, *rest: [2 * x for x in once(leaves, *rest)])
+    once = outer_step.all_reduce
+    patch.setattr(outer_step, "all_reduce", lambda leaves, *rest: [2 * x for x in once(leaves, *rest)])
 
 
 def take_other_blocks(patch):
     patch.setattr(
-        agree, "put", lambda fragment, plan, leaf, part: leaf.at[: part.shape[0]].set(part) if plan.stacked else part
+        outer_step,
+        "put",
+        lambda fragment, plan, leaf, part: leaf.at[: part.shape[0]].set(part) if plan.stacked else part,
     )
 
 
 def one_step_late(patch):
-    kind_of = program.variant_of
-    patch.setattr(build, "kind_of", lambda sync, step: kind_of(sync, step - 1))
+    variant_of = step.variant_of
+    patch.setattr(step, "variant_of", lambda sync, now: variant_of(sync, now - 1))
 
 
 def forget_what_was_learned(patch):
-    update = program.make_step
+    make_step = step.make_step
 
-    def make(recipe, layout, sync, placed, kind):
-        fresh = sync._replace(outer=sync.outer._replace(update=lambda g, s, p: (sync.outer.update(g, s, p)[0], s)))
-        return update(recipe, layout, fresh, placed, kind)
+    def make(local, placed, variant):
+        outer = local.sync.outer
+        fresh = local.sync._replace(outer=outer._replace(update=lambda g, s, p: (outer.update(g, s, p)[0], s)))
+        return make_step(local._replace(config=local.config._replace(local_updates=fresh)), placed, variant)
 
-    patch.setattr(build, "make_step", make)
+    patch.setattr(step, "make_step", make)
 
 
 MUTATIONS = [keep_to_oneself, sum_for_mean, take_other_blocks, one_step_late, forget_what_was_learned]

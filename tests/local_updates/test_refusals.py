@@ -86,7 +86,7 @@ def test_a_mesh_without_replicas(sizes, mesh_of, model_of):
     assert message_of(lambda: so.local_sgd(inner, sync_every=2)) == message
 
 
-def test_what_is_no_strategy_of_ring_1(strategy_of):
+def test_what_is_no_synchronous_strategy(strategy_of):
     fix = "Fix: pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."
     twice = so.local_sgd(strategy_of("ddp"), sync_every=2)
     for strategy, name in (
@@ -95,7 +95,7 @@ def test_what_is_no_strategy_of_ring_1(strategy_of):
         (None, "NoneType"),
     ):
         message = message_of(lambda strategy=strategy: so.diloco(strategy), TypeError)
-        assert message == f"diloco: strategy must be one of ring 1, got {name}.\n{fix}"
+        assert message == f"diloco: strategy must be a synchronous one, got {name}.\n{fix}"
 
 
 def test_warm_up_with_a_reducer_inside(strategy_of):
@@ -108,7 +108,7 @@ def test_warm_up_with_a_reducer_inside(strategy_of):
     so.local_sgd(inner, sync_every=2)
 
 
-def test_steps_refuse_what_ring_1_refuses_in_their_own_name(strategy_of, new_params, new_batches):
+def test_steps_refuse_what_strategies_refuse_in_their_own_name(strategy_of, new_params, new_batches):
     inner = strategy_of("ddp")
     opt = so.diloco(inner, sync_every=2)
     (batch,) = new_batches(1)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.engine import step as ahead
+from shardopt.engine import compile as ahead
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def compiles():
 
 
 def test_a_step_is_compiled_once_and_memory_given_back_before_it_runs(compiles, mesh_of, monkeypatch):
-    monkeypatch.setattr(ahead, "give_back", lambda: compiles.append("given back"))
+    monkeypatch.setattr(ahead, "trim_malloc", lambda: compiles.append("given back"))
 
     def loss_fn(params, batch):
         jax.debug.callback(lambda: compiles.append("ran"))
@@ -54,12 +54,12 @@ def test_a_step_within_a_jitted_function_is_not_compiled_by_itself(compiles, mes
     assert compiles == ["compiled"]
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="give_back does nothing without glibc")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="trim_malloc does nothing without glibc")
 def test_giving_back_lowers_what_the_process_holds():
     code = """
 import ctypes
 from pathlib import Path
-from shardopt.runtime.host_memory import give_back
+from shardopt.runtime.host_memory import trim_malloc
 
 def held():
     return 1024 * next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in l)
@@ -72,7 +72,7 @@ for piece in pieces:
 for piece in pieces[:-1]:  # the last keeps glibc from lowering the top of the heap by itself
     libc.free(piece)
 before = held()
-give_back()
+trim_malloc()
 print(before - held())
 """
     given = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from support.reference import OPTIMIZERS
 from support.table import MESHES, STRATEGIES
 
 import shardopt as so
-from shardopt.engine import state as strategies_init
+from shardopt.engine import build as engine_build
 from shardopt.models import gpt
 
 CASES = [
@@ -89,14 +89,14 @@ def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatc
 
     peaks = []
 
-    def spy(recipe, program, init_fn):
-        jitted = init_program(recipe, program, init_fn)
+    def spy(config, compiled, init_fn):
+        jitted = init_program(config, compiled, init_fn)
         memory = jitted.lower(jax.random.key(3)).compile().memory_analysis()
         peaks.append(memory.output_size_in_bytes + memory.temp_size_in_bytes)
         return jitted
 
-    init_program = strategies_init.init_program
-    monkeypatch.setattr(strategies_init, "init_program", spy)
+    init_program = engine_build.init_program
+    monkeypatch.setattr(engine_build, "init_program", spy)
     opt = so.fsdp(optax.adam(1e-3), mesh_of(data=8), lambda params, batch: jnp.sum(params["w"]) * batch.mean())
     state = opt.init(init_fn, jax.random.key(3))
     np.testing.assert_allclose(state.params["w"], init_fn(jax.random.key(3))["w"], rtol=1e-6)

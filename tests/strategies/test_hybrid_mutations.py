@@ -14,17 +14,20 @@ from shardopt.pipeline import executor, messages, stage
 
 
 def drop_the_reduction_over_pipeline(patch):
-    reduce = gradients.all_reduce_grads
-    patch.setattr(
-        gradients, "all_reduce_grads", lambda *args, split, pipelined: reduce(*args, split=split, pipelined=False)
-    )
+    _drop(patch, "pipeline")
 
 
 def drop_the_reduction_over_data(patch):
+    _drop(patch, "data")
+
+
+def _drop(patch, axis):
     reduce = gradients.all_reduce_grads
-    patch.setattr(
-        gradients, "all_reduce_grads", lambda grads, plans, axes, **options: reduce(grads, plans, (), **options)
-    )
+
+    def without(grads, plans, over):
+        return reduce(grads, plans, [tuple(one for one in axes if one != axis) for axes in over])
+
+    patch.setattr(gradients, "all_reduce_grads", without)
 
 
 def swap_the_directions(patch):
@@ -38,7 +41,7 @@ def forget_to_reorder_the_blocks(patch):
 
 
 def forget_to_put_gradients_back(patch):
-    patch.setattr(gradients, "stored_order", lambda recipe, layout, grads: grads)
+    patch.setattr(gradients, "stored_order", lambda schedule, layout, grads: grads)
 
 
 def changed_table(patch, change):
@@ -93,21 +96,21 @@ def skip_a_weight_pass(patch):
 
 
 def forget_the_embedding(patch):
-    parts_of_model = pipelined.parts_of_model
+    _stage_fns = pipelined._stage_fns
 
     def without(*args):
-        parts = parts_of_model(*args)
+        parts = _stage_fns(*args)
         zeros = lambda m, dx: jax.tree.map(jnp.zeros_like, parts.embed_grads(m, dx))  # noqa: E731
         return parts._replace(embed_grads=zeros)
 
-    patch.setattr(pipelined, "parts_of_model", without)
+    patch.setattr(pipelined, "_stage_fns", without)
 
 
 def sum_for_mean(patch):
     sum_parts = gradients.sum_parts
 
-    def unweighted(parts, axes, *, pipelined):
-        summed = sum_parts(parts, axes, pipelined=pipelined)
+    def unweighted(parts, axes):
+        summed = sum_parts(parts, axes)
         return summed._replace(loss=Weighted(summed.loss.total, jnp.ones_like(summed.loss.weight)))
 
     patch.setattr(gradients, "sum_parts", unweighted)

@@ -8,25 +8,21 @@ from support.problems import problem
 from support.reference import relative_difference, train
 from support.table import STRATEGIES
 
-from shardopt.collectives import all_gather as gathering
 from shardopt.collectives import buckets as together
+from shardopt.collectives import shards
 from shardopt.core.types import Weighted
-from shardopt.engine import batch, build, gradients
-from shardopt.engine import config as recipe
-from shardopt.engine import gradients as micro_batches
-from shardopt.engine import loss as local_loss
-from shardopt.engine import step as programs
+from shardopt.engine import axes, build, config, gradients, inputs, loss, step
 
 
 def drop_the_reduction(patch):
-    patch.setattr(gradients, "reduce", lambda grads, *args, **kwargs: grads)
+    patch.setattr(gradients, "all_reduce_grads", lambda grads, *args, **kwargs: grads)
 
 
 def reduce_twice(patch):
-    once = gradients.reduce
+    once = gradients.all_reduce_grads
     patch.setattr(
         gradients,
-        "reduce",
+        "all_reduce_grads",
         lambda grads, *args, **kwargs: once(once(grads, *args, **kwargs), *args, **kwargs),
     )
 
@@ -42,37 +38,38 @@ def sum_for_mean(patch):
 
 
 def mean_of_means(patch):
-    parts_of = local_loss.loss_parts
+    parts_of = loss.loss_parts
 
     def normalised(who, returned, rows):
         parts = parts_of(who, returned, rows)
         mean = parts.loss.total / parts.loss.weight
         return parts._replace(loss=Weighted(mean, jnp.ones_like(parts.loss.weight)))
 
-    patch.setattr(local_loss, "loss_parts", normalised)
+    patch.setattr(loss, "loss_parts", normalised)
 
 
 def swap_two_axes(patch):
-    patch.setattr(recipe.StrategyConfig, "axes", property(lambda self: ("replica",)))
+    right = axes.axes_of
+    patch.setattr(config, "axes_of", lambda *args, **kw: right(*args, **kw)._replace(summed=("replica",)))
 
 
 def forget_a_micro_batch(patch):
-    accumulate = micro_batches._accumulate
+    accumulate = gradients._accumulate
     patch.setattr(
-        micro_batches,
+        gradients,
         "_accumulate",
         lambda one, batch, count, plans: accumulate(one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, plans),
     )
 
 
 def scatter_in_the_wrong_order(patch):
-    move = gathering._where_split
+    move = shards._where_sharded
 
     def rolled(collective, leaves, dims, specs):
         moved = move(collective, leaves, dims, specs)
         return [x if dim is None else jnp.roll(x, 1, axis=dim) for x, dim in zip(moved, dims, strict=True)]
 
-    patch.setattr(gathering, "_where_split", rolled)
+    patch.setattr(shards, "_where_sharded", rolled)
 
 
 def cut_what_travelled_together_in_the_wrong_order(patch):
@@ -81,17 +78,17 @@ def cut_what_travelled_together_in_the_wrong_order(patch):
 
 
 def apply_the_update_twice(patch):
-    apply = programs.apply_update
+    apply = step.apply_update
 
-    def twice(recipe, layout, params, opt_state, found, value_fn):
-        params, _ = apply(recipe, layout, params, opt_state, found, value_fn)
-        return apply(recipe, layout, params, opt_state, found, value_fn)
+    def twice(config, layout, params, opt_state, found, value_fn):
+        params, _ = apply(config, layout, params, opt_state, found, value_fn)
+        return apply(config, layout, params, opt_state, found, value_fn)
 
-    patch.setattr(programs, "apply_update", twice)
+    patch.setattr(step, "apply_update", twice)
 
 
 def every_device_sees_the_first_rows(patch):
-    place = batch.place_batch
+    place = inputs.place_batch
 
     def first_rows(rows, sharding):
         return place(jax.tree.map(lambda x: jnp.concatenate([x[:8]] * (x.shape[0] // 8)), rows), sharding)

@@ -1,0 +1,133 @@
+"""All-gather of sharded leaves, and reduce-scatter of their gradients: each the transpose of the other."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from shardopt.collectives.buckets import SMALL_BUCKET_BYTES, all_gather_buckets, reduce_scatter_buckets
+from shardopt.collectives.per_device import shard_by_shard
+from shardopt.mesh import device_kind
+
+
+def all_gather(
+    leaves: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    specs: Sequence[PartitionSpec],
+    *,
+    axis: str,
+    dtypes: Sequence[DTypeLike | None] | None = None,
+    bucket_bytes: int = SMALL_BUCKET_BYTES,
+) -> list[jax.Array]:
+    """Gather local shards along a mesh axis; the backward pass reduce-scatters their gradients.
+
+    Args:
+      leaves: local shards.
+      dims: the dim each leaf is sharded on over `axis`, or None where it is replicated.
+      specs: how each leaf is sharded over the tensor axis, which it stays.
+      axis: the mesh axis to gather over.
+      dtypes: what each leaf is cast to before it travels, None for what it is. Gradients are cast back before they
+        are summed, so the reduction keeps the precision of the stored leaf.
+      bucket_bytes: gathered bytes of leaves that may share a collective, where that pays; they are then gathered at the
+        same time, and so are their gradients.
+
+    Returns:
+      The gathered leaves. The gradient of a sharded leaf is the sum over `axis`; that of a replicated one stays local.
+    """
+    stored = [leaf.dtype for leaf in leaves]
+    travels = [
+        one if dtype is None else dtype for one, dtype in zip(stored, dtypes or [None] * len(leaves), strict=True)
+    ]
+    differentiable = [i for i, one in enumerate(stored) if jnp.issubdtype(one, jnp.inexact)]
+
+    def forward(xs):
+        cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, travels, strict=True)]
+        move = lambda xs, dims: all_gather_buckets(xs, dims, axis, _all_gather, bucket_bytes=bucket_bytes)  # noqa: E731
+        return _where_sharded(move, cast, dims, specs)
+
+    # Written out rather than derived: deriving it would reduce the gradients in the dtype that travels.
+    def backward(_, cotangents):
+        wide = [cotangents[i].astype(stored[i]) for i in differentiable]
+        where = [dims[i] for i in differentiable], [specs[i] for i in differentiable]
+        sums = reduce_scatter(wide, *where, axis=axis, bucket_bytes=bucket_bytes)
+        grads: list[jax.Array | None] = [None] * len(stored)  # None is the zero cotangent of an integer leaf
+        for i, total in zip(differentiable, sums, strict=True):
+            grads[i] = total
+        return (grads,)
+
+    run = jax.custom_vjp(forward)
+    run.defvjp(lambda xs: (forward(xs), None), backward)
+    return run(list(leaves))
+
+
+def reduce_scatter(
+    leaves: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    specs: Sequence[PartitionSpec],
+    *,
+    axis: str,
+    bucket_bytes: int = SMALL_BUCKET_BYTES,
+) -> list[jax.Array]:
+    """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
+
+    def scatter(x, axis, dim):
+        for groups in reversed(torus_groups(axis)):
+            x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        return x
+
+    move = lambda xs, dims: reduce_scatter_buckets(xs, dims, axis, scatter, bucket_bytes=bucket_bytes)  # noqa: E731
+    return _where_sharded(move, leaves, dims, specs)
+
+
+def _where_sharded(
+    move: Callable[[list[jax.Array], list[int]], list[jax.Array]],
+    leaves: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    specs: Sequence[PartitionSpec],
+) -> list[jax.Array]:
+    """Apply collectives to the leaves that have a dim, leaving the others as they are."""
+    results = list(leaves)
+    split = {i: dim for i, dim in enumerate(dims) if dim is not None}
+    run = lambda xs: move(xs, list(split.values()))  # noqa: E731
+    moved = shard_by_shard(run, [leaves[i] for i in split], [specs[i] for i in split])
+    for i, x in zip(split, moved, strict=True):
+        results[i] = x
+    return results
+
+
+def _all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Gather half-precision floats as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
+    as_bits = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    moved = jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
+    for groups in torus_groups(axis):
+        moved = jax.lax.all_gather(moved, axis, axis=dim, axis_index_groups=groups, tiled=True)
+    return jax.lax.bitcast_convert_type(moved, x.dtype) if as_bits else moved
+
+
+_TORUS_OF_THREE = ("TPU v4", "TPU v5", "TPU7x")
+"""Kinds of chips whose torus has three axes; v5p calls itself "TPU v5"."""
+
+_LEAST = 64
+"""From so many chips on XLA:TPU was seen to do it: 16 and 32 were gathered over."""
+
+
+def torus_groups(axis: str) -> list[list[list[int]] | None]:
+    """Return the groups of each step of a gather over an axis, in order; a scatter takes them the other way round.
+
+    XLA:TPU makes an all-reduce of padded buffers of a gather over every chip of a torus of three axes, and another of a
+    scatter: twice the bytes, and twice the memory. It leaves alone what goes over fewer. So where an axis is the whole
+    torus, pairs of neighbours gather first, and then every other chip: as many bytes as one gather, (n - 1) / n of
+    all. Of one slice: a torus in each of several slices goes in one step, which has not been compiled.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    n = mesh.shape[axis]
+    if not is_whole_torus(device_kind(), n, mesh.size):
+        return [None]
+    return [[[i, i + 1] for i in range(0, n, 2)], [list(range(first, n, 2)) for first in range(2)]]
+
+
+def is_whole_torus(kind: str | None, size: int, devices: int) -> bool:
+    """Return whether an axis of this size is a torus of three axes, as far as a program under trace can tell."""
+    return kind in _TORUS_OF_THREE and size == devices and size >= _LEAST and size % 2 == 0

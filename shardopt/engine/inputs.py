@@ -1,0 +1,165 @@
+"""What init and step are given, checked and placed: parameters, keys, train states, batches."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
+from shardopt.engine.config import StrategyConfig
+
+
+def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
+    """Return parameters as shapes and dtypes.
+
+    Raises:
+      TypeError: if they are a train state, or a leaf is not an array or a number.
+    """
+    if isinstance(params, TrainState):
+        fix = "pass its .params."
+        raise TypeError(format_error(config.strategy, "parameters were expected, got a TrainState.", fix=fix))
+    strange = [
+        f"{path}: {type(leaf).__name__}"
+        for path, leaf in leaves_with_paths(params)
+        if not is_array_like(leaf) and not isinstance(leaf, int | float)
+    ]
+    if strange:
+        what = "parameters must be a pytree of arrays."
+        fix = "split the rest off, for instance with equinox.partition(model, equinox.is_array) or flax.nnx.split."
+        raise TypeError(format_error(config.strategy, what, strange, fix))
+    return abstract(params)
+
+
+def check_state(config: StrategyConfig, state: TrainState) -> None:
+    """Refuse what is not a live train state.
+
+    Raises:
+      TypeError: if it is not a `TrainState`.
+      ValueError: if it was given to a step before, which took over its memory.
+    """
+    if not isinstance(state, TrainState):
+        what = f"the state must be the TrainState that init or step returned, got {type(state).__name__}."
+        raise TypeError(
+            format_error(config.strategy, what, fix="call step(state, batch) with state = opt.init(params).")
+        )
+    is_array = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
+    if is_array and state.step.is_deleted():
+        what = "this state was given to step already, which takes over its memory."
+        raise ValueError(format_error(config.strategy, what, fix="go on with the state that step returned."))
+
+
+def check_placement(config: StrategyConfig, abstract: TrainState, placed: TrainState, state: TrainState) -> None:
+    """Refuse a state of another optimizer, strategy or mesh.
+
+    Raises:
+      ValueError: if the optimizer state has another structure, or a leaf another shape, dtype or sharding.
+    """
+    fix = "move a state between strategies and meshes with so.save and so.restore, or so.to_bytes and so.from_bytes."
+    if jax.tree.structure(state) != jax.tree.structure(abstract):
+        what = "the optimizer state is not that of this optimizer: its structure differs."
+        raise ValueError(format_error(config.strategy, what, fix=fix))
+    problems = []
+    wanted = zip(jax.tree.leaves(abstract), jax.tree.leaves(placed), strict=True)
+    for (path, leaf), (promised, sharding) in zip(leaves_with_paths(state), wanted, strict=True):
+        if (leaf.shape, leaf.dtype) != (promised.shape, promised.dtype):
+            problems.append(f"{path}: {leaf.dtype}{list(leaf.shape)}, not {promised.dtype}{list(promised.shape)}")
+        elif isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
+            continue
+        elif not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            problems.append(f"{path}: placed as {leaf.sharding}, not {sharding.spec} on this mesh")
+    if problems:
+        what = f"the state does not live where this strategy keeps it ({plural(len(problems), 'leaf')})."
+        raise ValueError(format_error(config.strategy, what, problems, fix))
+
+
+def batch_sharding(config: StrategyConfig) -> NamedSharding:
+    """Return how every batch leaf [global batch, ...] is placed: rows over replica and data."""
+    return NamedSharding(config.mesh, PartitionSpec(config.axes.rows))
+
+
+def check_batch(config: StrategyConfig, batch: PyTree) -> None:
+    """Refuse a batch that cannot be cut into devices and micro-batches.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      ValueError: if there is no leaf, a leaf has no dims, sizes differ, or the size is not divisible by
+        replica * data * micro_batches.
+    """
+    leaves = leaves_with_paths(batch)
+    if strange := [f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not is_array_like(leaf)]:
+        raise TypeError(format_error(config.strategy, "batch leaves must be arrays [global batch, ...].", strange))
+    sizes = {leaf.shape[0] if leaf.shape else None for _, leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        listed = [f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in leaves]
+        what = "batch leaves must share their first dim, the global batch."
+        raise ValueError(format_error(config.strategy, what, listed, "give every leaf the shape [global batch, ...]."))
+    size = leaves[0][1].shape[0]
+    axes, micro_batches = config.axes.rows, config.micro_batches
+    devices = math.prod(config.mesh.shape[axis] for axis in axes)
+    pieces = devices * micro_batches
+    if size == 0 or size % pieces:
+        cut = f"{plural(devices, 'device')} along {' x '.join(axes)}"
+        if micro_batches > 1:
+            cut += f" x {micro_batches} micro-batches"
+        nearest = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
+        what = f"a global batch of {size} is not divisible by {cut} = {pieces}."
+        fix = f"use a batch of {' or '.join(map(str, nearest))}, or another mesh or micro_batches."
+        raise ValueError(format_error(config.strategy, what, fix=fix))
+
+
+def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
+    """Put each leaf's rows on the devices that need them; leaves already placed so are returned as they are.
+
+    A numpy leaf holds the whole global batch on every process; only rows for local devices are copied.
+    """
+
+    def place(leaf: jax.Array | np.ndarray) -> jax.Array:
+        if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
+            return leaf
+        if isinstance(leaf, jax.Array) and (leaf.sharding == sharding or not leaf.is_fully_addressable):
+            return leaf
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, sharding)
+        rows = np.asarray(leaf)
+        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+    return jax.tree.map(place, batch)
+
+
+def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:
+    """Return the key as a typed one of the default implementation, which is what the steps use."""
+    default = jax.random.key(0)
+    if rng is None:
+        return default
+    if not isinstance(rng, jax.Array):
+        what = f"rng must be a random key, got {type(rng).__name__}."
+        raise TypeError(format_error(config.strategy, what, fix="pass jax.random.key(seed)."))
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(rng)
+    if rng.dtype != default.dtype:
+        what = f"rng is a key of another implementation ({rng.dtype}) than jax's default ({default.dtype})."
+        raise ValueError(
+            format_error(config.strategy, what, fix="pass jax.random.key(seed), or set jax_default_prng_impl.")
+        )
+    return rng
+
+
+def is_init_fn(params: PyTree) -> bool:
+    """A callable pytree such as an equinox module is parameters; a callable leaf makes them."""
+    return callable(params) and jax.tree.structure(params) == jax.tree.structure(0)
+
+
+def copied(tree: PyTree) -> PyTree:
+    """Copy every leaf, without the weak type that would make the second step another program than the first."""
+
+    def one(leaf):
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return jnp.copy(leaf)
+        return jnp.copy(jax.lax.convert_element_type(leaf, leaf.dtype))
+
+    return jax.tree.map(one, tree)
