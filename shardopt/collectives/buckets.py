@@ -20,12 +20,17 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def all_gather_buckets(
-    xs: Sequence[Any], dims: Sequence[int], axis: str, gather: Callable[..., Any], *, bucket_bytes: int
-) -> list[Any]:
+    xs: Sequence[jax.Array],
+    dims: Sequence[int],
+    axis: str,
+    gather: Callable[[jax.Array, str, int], jax.Array],
+    *,
+    bucket_bytes: int,
+) -> list[jax.Array]:
     """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of `bucket_bytes` whole bytes."""
     n = jax.lax.axis_size(axis)
 
-    def several(some: list[Any], dims: list[int]) -> list[Any]:
+    def several(some: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         rows = gather(_flat([x[None] for x in some]), axis, 0)  # [n, all elements]
         parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
         return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
@@ -34,12 +39,17 @@ def all_gather_buckets(
 
 
 def reduce_scatter_buckets(
-    xs: Sequence[Any], dims: Sequence[int], axis: str, scatter: Callable[..., Any], *, bucket_bytes: int
-) -> list[Any]:
+    xs: Sequence[jax.Array],
+    dims: Sequence[int],
+    axis: str,
+    scatter: Callable[[jax.Array, str, int], jax.Array],
+    *,
+    bucket_bytes: int,
+) -> list[jax.Array]:
     """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each such group."""
     n = jax.lax.axis_size(axis)
 
-    def several(some: list[Any], dims: list[int]) -> list[Any]:
+    def several(some: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         rows = [_rolled(x, dim, n) for x, dim in zip(some, dims, strict=True)]
         row = scatter(_flat(rows), axis, 0)  # [1, all elements of a shard]
         parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
@@ -48,10 +58,10 @@ def reduce_scatter_buckets(
     return _by_group(xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), several)
 
 
-def all_reduce_buckets(xs: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
+def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
     """Return every x summed over mesh axes, one sum for each group of small leaves."""
 
-    def several(some: list[Any], _: Any) -> list[Any]:
+    def several(some: list[jax.Array], _: Sequence[int]) -> list[jax.Array]:
         row = jax.lax.psum(_flat([x[None] for x in some])[0], axes)
         parts = jnp.split(row, _ends([x.size for x in some]))
         return [part.reshape(x.shape) for part, x in zip(parts, some, strict=True)]
@@ -117,7 +127,7 @@ def plan_buckets(sizes: Sequence[int], keys: Sequence[Hashable], limit: int) -> 
     return [Bucket(keys[some[0]], tuple(some), tuple(sizes[i] for i in some)) for some in buckets]
 
 
-def _flat(rows: Sequence[Any]) -> Any:
+def _flat(rows: Sequence[jax.Array]) -> jax.Array:
     """Join [n, ...] each into [n, all elements]."""
     return jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
 
@@ -126,13 +136,13 @@ def _ends(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
 
 
-def _rolled(x: Any, dim: int, n: int) -> Any:
+def _rolled(x: jax.Array, dim: int, n: int) -> jax.Array:
     """Return the n shards of a dim as rows, [n, shape of a shard]."""
     cut = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
     return jnp.moveaxis(cut, dim, 0)
 
 
-def _unrolled(rows: Any, dim: int) -> Any:
+def _unrolled(rows: jax.Array, dim: int) -> jax.Array:
     """Return rows [n, shape of a shard] as one array: the inverse of `_rolled`."""
     cut = jnp.moveaxis(rows, 0, dim)
     return cut.reshape(*cut.shape[:dim], -1, *cut.shape[dim + 2 :])
