@@ -20,7 +20,7 @@ install_import_hook(["shardopt.collectives", "shardopt.models", "shardopt.data"]
 
 import jax
 import pytest
-from support.tiers import is_fast
+from support.tiers import has_fast, is_fast
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -29,7 +29,7 @@ def pytest_ignore_collect(collection_path, config):
     """With -m fast, import only files that have fast tests: importing all takes as long as a tenth of the tier."""
     if config.option.markexpr != "fast" or not collection_path.name.startswith("test_"):
         return None
-    return True if not is_fast(collection_path) and "mark.fast" not in collection_path.read_text() else None
+    return None if has_fast(collection_path) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

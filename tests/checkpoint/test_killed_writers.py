@@ -15,6 +15,8 @@ import pytest
 import shardopt as so
 from shardopt.checkpoint import Checkpoints, restore
 
+pytestmark = pytest.mark.slow  # processes that are killed
+
 ROOT = Path(__file__).parents[2]
 
 

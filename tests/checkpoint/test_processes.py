@@ -10,6 +10,8 @@ from support.processes import run_processes
 
 from shardopt.checkpoint import from_bytes, restore, save
 
+pytestmark = pytest.mark.slow  # two processes
+
 UNTOUCHED = "checkpoints that were committed before are untouched."
 
 

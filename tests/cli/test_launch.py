@@ -72,6 +72,7 @@ def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start
     assert sorted(path.name for path in (tmp_path / "here").glob("*.log")) == ["process-0.log", "process-1.log"]
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_with_fewer(start, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     job = start("--max-restarts", 1, "--min-processes", 1, "--", "mine.py", "fit")

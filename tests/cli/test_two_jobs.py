@@ -9,6 +9,7 @@ import shardopt as so
 from shardopt.cli import main
 
 
+@pytest.mark.slow
 def test_a_second_run_leaves_the_options_of_the_first_alone(tiny, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()

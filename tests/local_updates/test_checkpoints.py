@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -44,7 +45,10 @@ def combined(strategy_of, kind, **sizes):
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("local_sgd", "bytes"), ("inner reducer", "folder"), ("streaming", "folder")],
+    tiered(
+        [("local_sgd", "bytes"), ("inner reducer", "folder"), ("streaming", "folder")],
+        lambda row: row[0] == "streaming",
+    ),
 )
 def test_in_place_training_goes_on_bit_for_bit(kind, how, strategy_of, trip, steps_on, new_params, new_batches):
     """In the middle of a round, with a fragment on its way (sent after step 2, mixed in after step 3)."""
@@ -70,7 +74,7 @@ def test_another_data_and_tensor_split_holds_the_same_values(strategy_of, trip, 
     assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
 
 
-@pytest.mark.parametrize(("old", "new", "how"), [(2, 4, "folder"), (4, 2, "bytes")])
+@pytest.mark.parametrize(("old", "new", "how"), tiered([(2, 4, "folder"), (4, 2, "bytes")], lambda row: row[0] == 2))
 def test_another_number_of_replicas_takes_the_mean(old, new, how, strategy_of, trip, steps_on, new_batches):
     def make(replica):
         return so.diloco(strategy_of("fsdp", replica=replica), sync_every=4, fragments=2, delay=1, reducer=INT8)
@@ -106,7 +110,7 @@ def test_integers_take_the_maximum_and_keys_the_first(strategy_of, trip):
     assert np.array_equal(keys, np.broadcast_to(jax.random.key_data(old.inner_state.rng_key)[0], keys.shape))
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (1, 3)])
+@pytest.mark.parametrize(("old", "new"), tiered([(4, 2), (1, 3)], lambda row: row[0] == 4))
 def test_error_memory_on_another_data_axis_keeps_its_mean(old, new, mesh_of, model_of, new_params, tmp_path):
     def make(data):
         return so.ddp(optax.adam(1e-2), mesh_of(data=data), model_of(), reducer=R.error_feedback(R.top_k(0.2)))
@@ -126,6 +130,7 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(old, new, mesh_of, mod
     target.step(restored, batch)
 
 
+@pytest.mark.slow
 def test_a_warm_start_goes_along(mesh_of, model_of, trip):
     power = R.error_feedback(R.power_sgd(1, min_ratio=0))
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from local_updates import reference
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -37,13 +38,11 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, mode
     return check
 
 
-def slow_if(slow, *values):
-    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
+# every two values of fragments, delay and mix but for those with one fragment and with 4
+PAIRS = [(1, 1, 0.0), (2, 0, 0.0), (2, 1, 0.5), (2, 0, 1.0), (4, 1, 1.0), (4, 0, 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("fragments", "delay", "mix"), [slow_if(row[0] == 4 and row[1:] not in ((0, 0.5), (1, 0.0)), *row) for row in GRID]
-)
+@pytest.mark.parametrize(("fragments", "delay", "mix"), tiered(GRID, lambda row: row in PAIRS))
 def test_streaming_with_fsdp_inside(fragments, delay, mix, compare, tiny, x64):
     how = {"sync_every": 2 * fragments, "fragments": fragments, "delay": delay, "mix": mix}
     compare("fsdp", steps=4 * fragments + 1, how=how, tiny=tiny, tx=MOMENTUM)
@@ -65,7 +64,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("tensor", "four replicas", "zero2", "pipeline")
+
+
+@pytest.mark.parametrize("case", tiered(CASES, lambda case: case in QUICK, fast=lambda case: case == "four replicas"))
 def test_diloco(case, compare, x64):
     name, sizes, how, more = CASES[case]
     compare(name, sizes=sizes, how=how, steps=2 * how["sync_every"] + 1, **more)
@@ -73,11 +75,14 @@ def test_diloco(case, compare, x64):
 
 @pytest.mark.parametrize(
     ("name", "sizes", "how"),
-    [
-        ("zero1", {"data": 4}, {"sync_every": 3, "warmup_steps": 2}),
-        ("fsdp", {"replica": 4}, {"sync_every": 2, "warmup_steps": 0}),
-        ("hybrid", {"pipeline": 2}, {"sync_every": 2, "warmup_steps": 3}),
-    ],
+    tiered(
+        [
+            ("zero1", {"data": 4}, {"sync_every": 3, "warmup_steps": 2}),
+            ("fsdp", {"replica": 4}, {"sync_every": 2, "warmup_steps": 0}),
+            ("hybrid", {"pipeline": 2}, {"sync_every": 2, "warmup_steps": 3}),
+        ],
+        lambda row: row[0] != "zero1",
+    ),
 )
 def test_local_sgd(name, sizes, how, compare, x64):
     compare(name, sizes=sizes, how=how, steps=7, combine=so.local_sgd, outer=SGD_ONE)

@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
+pytestmark = pytest.mark.slow  # each runs for a minute
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 SCRIPTS = sorted(FOLDER.glob("[0-9]_*.py"))

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = [
     "matplotlib",
     "ray",
@@ -30,6 +32,7 @@ def test_what_few_programs_need_is_not_loaded():
     assert said(LOADED) == "[]"
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_is_loaded():
     assert said(f"import matplotlib; {LOADED}") == "['matplotlib']"
 

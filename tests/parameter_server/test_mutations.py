@@ -14,6 +14,8 @@ from shardopt.parameter_server import server as apply
 from shardopt.parameter_server import worker as gradients
 from shardopt.parameter_server.log import Event
 
+pytestmark = pytest.mark.slow  # the contract is broken on purpose
+
 
 def let_workers_one_step_too_far(patch):
     within = clocks.may_start

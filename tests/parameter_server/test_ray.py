@@ -17,6 +17,8 @@ from support.reference import OPTIMIZERS, relative_difference
 import shardopt as so
 from shardopt.parameter_server import ServerLostError, WorkersLostError
 
+pytestmark = pytest.mark.slow  # Ray, and processes that are killed
+
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():

@@ -28,7 +28,7 @@ def same_bits(a, b):
     ("rule", "max_staleness"),
     [
         ("none", 0),
-        ("none", 2),
+        pytest.param("none", 2, marks=pytest.mark.fast),
         ("none", None),
         ("delayed_nesterov", 0),
         *((rule, 1) for rule in RULES if rule != "none"),

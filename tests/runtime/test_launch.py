@@ -216,6 +216,7 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".launch.lock", "process-0.log", "process-1.log"]
 
 
+@pytest.mark.slow
 def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
     script = (
         "from shardopt.runtime.processes import _follow_the_launcher; import os, time\n"
@@ -266,6 +267,7 @@ def wait_for_the_end_of(pid):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
     """Each command starts a process that nobody kills, and that may write to the log."""
     script = "sleep 600 & echo $! > pid-$JAX_PROCESS_ID.new; mv pid-$JAX_PROCESS_ID.new pid-$JAX_PROCESS_ID; wait"

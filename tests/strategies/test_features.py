@@ -10,6 +10,7 @@ from flax import nnx
 from support.problems import problem
 from support.reference import relative_difference, train
 from support.table import STRATEGIES
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -170,7 +171,7 @@ def test_optimizers_that_want_the_loss_get_it(mesh_of):
     assert float(state.opt_state[1].scale) < 1.0
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", tiered(["zero1", "fsdp"], lambda name: name == "fsdp"))
 def test_line_searches_evaluate_the_loss_of_the_union_batch(strategy, mesh_of, x64):
     """L-BFGS differentiates `value_fn` from outside, in a while loop, in the global view."""
     case = problem("odd", weighted=True, steps=3)

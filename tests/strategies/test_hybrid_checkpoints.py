@@ -1,23 +1,28 @@
 """States move between pipelines, meshes and strategies: blocks are stored in the model's order, whatever runs them."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
 import pytest
 from support.pipelines import SCHEDULES, block_problem
 from support.reference import relative_difference
+from support.tiers import tiered
 
 import shardopt as so
 
 TX = optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=1e-4))
-CASE = {}
 
 
-@pytest.fixture
-def case(x64):
-    if not CASE:
-        CASE["nnx"] = block_problem("nnx", weighted=True, num_blocks=8, rows=16, steps=4)
-    return CASE["nnx"]
+@functools.cache
+def problem_of(model):
+    return block_problem(model, weighted=True, num_blocks=8, rows=16, steps=4)
+
+
+@pytest.fixture(params=tiered(["pytree", "nnx"], lambda model: model == "pytree"))
+def case(request, x64):
+    return problem_of(request.param)
 
 
 def hybrid(mesh, case, schedule="eager_one_f_one_b", **options):

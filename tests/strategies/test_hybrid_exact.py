@@ -1,6 +1,6 @@
 """Hybrid equals one device on the union batch: every pair of schedule, placement, mesh, sizes, optimizer and model.
 
-In every run each value comes at least twice; the rest of the pairs is slow.
+In every run each value comes at least once; the rest of the pairs is slow.
 """
 
 import itertools
@@ -9,9 +9,10 @@ import math
 import jax
 import numpy as np
 import pytest
-from support.pairwise import all_pairs, lighten
+from support.pairwise import all_pairs, few, lighten
 from support.pipelines import BLOCK_MODELS, MICRO_BATCHES, SCHEDULES, block_problem, micro_batches
 from support.reference import OPTIMIZERS, relative_difference, train
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -36,13 +37,8 @@ FACTORS = {
 ROWS = lighten(lighten(all_pairs(FACTORS), "model", "pytree"), "remat", False)
 
 
-def first(times: int) -> list:
-    """Return the rows where some value comes for the first time, or the second, ...: so each comes so often."""
-    return [row for i, row in enumerate(ROWS) if any([one[n] for one in ROWS[:i]].count(row[n]) < times for n in row)]
-
-
-EVALUATED = first(1)  # it takes a third of the time
-QUICK = first(2)
+QUICK = few(ROWS)  # evaluated as well, which takes a third of the time
+FAST = [next(row for row in ROWS if row["model"] == "pytree" and "replica" in row["mesh"])]
 
 
 def row_id(row) -> str:
@@ -51,11 +47,7 @@ def row_id(row) -> str:
     return "-".join([*words, *(["weighted"] if row["weighted"] else []), *(["remat"] if row["remat"] else [])])
 
 
-def marked(row):
-    return pytest.param(row, id=row_id(row), marks=[] if row in QUICK else [pytest.mark.slow])
-
-
-@pytest.mark.parametrize("row", [marked(row) for row in ROWS])
+@pytest.mark.parametrize("row", tiered(ROWS, lambda row: row in QUICK, fast=lambda row: row in FAST, ids=row_id))
 def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     sizes = {"data": 1} | row["mesh"]
     stages = sizes["pipeline"]
@@ -77,7 +69,7 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     )
     expected, final = train(tx, case.reference, case.params, case.batches)
     state = opt.init(case.params)
-    if row in EVALUATED:
+    if row in QUICK:
         loss = opt.evaluate(state, case.batches[0])["loss"]
         np.testing.assert_allclose(loss, expected[0][0], rtol=1e-10)
     found = []

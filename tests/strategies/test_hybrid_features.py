@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.pipelines import SCHEDULES, block_problem
 from support.reference import relative_difference, train
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -46,7 +47,11 @@ def plain(mesh, model, tx=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "remat"), [("eager_one_f_one_b", True), ("zero_bubble", False), ("interleaved", False)]
+    ("schedule", "remat"),
+    tiered(
+        [("eager_one_f_one_b", True), ("zero_bubble", False), ("interleaved", False)],
+        lambda row: row[0] == "zero_bubble",
+    ),
 )
 def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
     """With as many data devices and micro-batches: each block, step, device and micro-batch has the same key."""
@@ -66,7 +71,9 @@ def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
     assert relative_difference(other.params, jax.device_get(expected.params)) > 1e-4
 
 
-@pytest.mark.parametrize("schedule", ["eager_one_f_one_b", "zero_bubble_lockstep_2"])
+@pytest.mark.parametrize(
+    "schedule", tiered(["eager_one_f_one_b", "zero_bubble_lockstep_2"], lambda name: "eager" in name)
+)
 def test_frozen_updated_and_aux(schedule, mesh_of, x64):
     """Frozen leaves in blocks and outside, integer, boolean and key leaves; new values for some; metrics of every kind."""
 
@@ -148,7 +155,8 @@ def test_any_block_and_what_is_kept_of_it(schedule, kept, remat, mesh_of, x64):
     same((state.params, metrics), (expected.params, wanted))
 
 
-@pytest.mark.parametrize("schedule", ["eager_one_f_one_b", pytest.param("interleaved", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["eager_one_f_one_b", "interleaved"])
 def test_line_searches_evaluate_the_loss_of_the_union_batch(schedule, mesh_of, x64):
     case = block_problem("pytree", weighted=True, num_blocks=4, rows=16)
     opt = hybrid(mesh_of(data=2, tensor=2, pipeline=2), case.loss_fn, schedule, tx=optax.lbfgs(), rules=case.rules)

@@ -42,9 +42,9 @@ def slot_bytes(remat):
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [
-        ("eager_one_f_one_b", False),
+        pytest.param("eager_one_f_one_b", False, marks=pytest.mark.slow),
         ("eager_one_f_one_b", True),
-        ("interleaved", False),
+        pytest.param("interleaved", False, marks=pytest.mark.slow),
         ("zero_bubble", False),
         ("gpipe", True),
     ],

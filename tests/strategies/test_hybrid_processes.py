@@ -10,6 +10,8 @@ from support.processes import run_processes
 
 import shardopt as so
 
+pytestmark = pytest.mark.slow  # four processes
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):

@@ -13,6 +13,8 @@ from shardopt.collectives import shards
 from shardopt.core.types import Weighted
 from shardopt.engine import axes, build, config, gradients, inputs, loss, step
 
+pytestmark = pytest.mark.slow  # the contract is broken on purpose
+
 
 def drop_the_reduction(patch):
     patch.setattr(gradients, "all_reduce_grads", lambda grads, *args, **kwargs: grads)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.groups import stated_bytes
 from support.pipelines import block_problem
 from support.reference import relative_difference, train
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -48,12 +49,11 @@ def run(opt, case):
 
 def each(reducers, quick):
     """Every reducer in every row: those (row, reducer) that are not among the quick ones are slow."""
-    for i, row in enumerate(ROWS):
-        for k, reducer in enumerate(reducers):
-            yield pytest.param(row, reducer, marks=[] if k == quick[i] else [pytest.mark.slow])
+    table = [(row, reducer) for row in ROWS for reducer in reducers]
+    return tiered(table, lambda one: reducers.index(one[1]) == quick.get(one[0]))
 
 
-@pytest.mark.parametrize(("row", "reducer"), [*each(EXACT, [2, 1, 0, 1, 2])], ids=name_of)
+@pytest.mark.parametrize(("row", "reducer"), each(EXACT, {"ddp": 2, "ddp, tensor": 1, "hybrid": 1}), ids=name_of)
 def test_an_exact_reducer_is_one_device(row, reducer, mesh_of, x64):
     case, opt = build(row, reducer, mesh_of)
     state, metrics = run(opt, case)
@@ -108,8 +108,14 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("reducer", [EF(R.int8(64)), EF(R.sign(64))], ids=name_of)
-@pytest.mark.parametrize("way", SPLIT)
+@pytest.mark.parametrize(
+    ("way", "reducer"),
+    tiered(
+        [(way, reducer) for way in SPLIT for reducer in (EF(R.int8(64)), EF(R.sign(64)))],
+        lambda one: (one[0] == "ddp") == ("int8" in one[1].name),
+    ),
+    ids=name_of,
+)
 def test_copies_stay_copies(way, reducer, mesh_of):
     """No block of a bucket spans a leaf that is split over another axis and one that is whole over it."""
     sizes, make = SPLIT[way]
@@ -149,7 +155,9 @@ def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
 
 
 @pytest.mark.parametrize(
-    ("row", "reducer"), list(zip([*ROWS], LOSSY, strict=True)), ids=lambda x: getattr(x, "name", x)
+    ("row", "reducer"),
+    tiered(zip(ROWS, LOSSY, strict=True), lambda one: one[0] in ("ddp", "hybrid")),
+    ids=name_of,
 )
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reducer, mesh_of):
     case, opt = build(row, reducer, mesh_of, tx=optax.adam(1e-2))
@@ -176,7 +184,11 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reduc
         assert set(leaf.addressable_shards[0].data.shape[:rows]) <= {1}
 
 
-@pytest.mark.parametrize(("row", "reducer"), [*each([R.int8(16), EF(R.sign(8))], [0, 1, 0, 1, 0])], ids=name_of)
+@pytest.mark.parametrize(
+    ("row", "reducer"),
+    each([R.int8(16), EF(R.sign(8))], {"ddp, tensor": 0, "ddp, replica": 1, "hybrid": 1}),
+    ids=name_of,
+)
 def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
     """Of local shapes: halves over tensor, the blocks of a stage. Beside it only loss and weight cross the data axes."""
     case, opt = build(row, reducer, mesh_of)

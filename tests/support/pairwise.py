@@ -41,5 +41,22 @@ def lighten(rows: list[dict], name: str, value) -> list[dict]:
     return rows
 
 
+def few(rows: list[dict], times: int = 1) -> list[dict]:
+    """Return few of the rows, found greedily, in which each value of each factor comes so often."""
+    chosen = []
+    for _ in range(times):
+        left = [row for row in rows if row not in chosen]
+        missing = set().union(*map(_values, left))
+        while missing:
+            row = max(left, key=lambda row, missing=missing: len(missing & _values(row)))
+            missing = missing - _values(row)
+            chosen.append(row)
+    return chosen
+
+
+def _values(row: dict) -> set:
+    return {(name, str(value)) for name, value in row.items()}
+
+
 def _pairs(row: dict[str, int], names: list[str]) -> set:
     return {((a, row[a]), (b, row[b])) for a, b in itertools.combinations(names, 2)}

@@ -1,9 +1,12 @@
-"""The tier `fast`: rooms and files of pure Python, or of few compiled programs.
+"""Tiers: rooms and files that are fast, being pure Python or few compiled programs; and rows of a table that are slow.
 
-Elsewhere single tests are marked with `pytest.mark.fast`. What is marked slow is never fast.
+Single tests elsewhere are marked with `pytest.mark.fast`. What is marked slow is never fast.
 """
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parents[1]
 ROOMS = ["audit", "collectives", "core", "data", "mesh", "partition"]
@@ -29,3 +32,21 @@ PATHS += [TESTS / room / f"test_{name}.py" for room, names in FILES.items() for 
 def is_fast(path: Path) -> bool:
     """Whether a whole file is of the fast tier."""
     return any(path == one or one in path.parents for one in PATHS)
+
+
+def has_fast(path: Path) -> bool:
+    """Whether some test of a file may be of the fast tier."""
+    text = path.read_text()
+    return is_fast(path) or "mark.fast" in text or "fast=" in text
+
+
+def tiered(
+    table: Iterable, quick: Callable, *, fast: Callable = lambda row: False, ids: Callable | None = None
+) -> list:
+    """Return the rows for `parametrize`: those that are not quick are slow, those that are fast run with -m fast too."""
+    marked = []
+    for row in table:
+        mark = [pytest.mark.fast] if fast(row) else [] if quick(row) else [pytest.mark.slow]
+        values = row if type(row) is tuple else (row,)
+        marked.append(pytest.param(*values, marks=mark, id=ids and ids(row)))
+    return marked

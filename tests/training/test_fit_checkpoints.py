@@ -97,7 +97,8 @@ def test_a_write_that_fails_is_told_with_the_loss(opt, new_state, batches, memor
 WORKER = Path(__file__).with_name("worker_killed.py")
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 20])
 def test_killed_again_and_again_equals_unbroken(kills, tmp_path):
     """Kill -9 at random moments; every restart goes on from a whole checkpoint, and the end is the same bit for bit."""
     environment = os.environ | {"PYTHONPATH": str(Path(so.__file__).parents[1])}

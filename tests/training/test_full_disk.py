@@ -18,6 +18,8 @@ import pytest
 
 from shardopt.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.slow  # processes on disks of their own
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker_full_disk.py")
 MOUNT = 'mount -t tmpfs -o size=3m none "$0" && exec "$@"'

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.trajectory import trajectory
@@ -94,6 +95,7 @@ def test_clipped_means(shapes, size, data, x64, on_devices):
 
 @quick
 @drawn
+@pytest.mark.slow
 def test_the_norm_of_leaves_that_are_split(shapes, size, data, x64, on_devices):
     """Some are: the stacked gradients of all devices are then one leaf."""
     split = {f"leaf{i}": data.draw(st.booleans()) for i in range(len(shapes))}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import tiered
 from support.trajectory import trajectory
 
 import shardopt as so
@@ -100,11 +101,11 @@ EQUAL = {
 def test_equal_to_one_device_wherever_the_axis_is_bound(name, ways, x64):
     tx, reference = EQUAL[name]
     expected = jax.tree.map(lambda x: jnp.stack([x] * N), on_the_mean(reference))
-    for way in ways if name in ("average", "accumulate", "shard") else ("vmap", "shard_map"):
+    for way in ways if name in ("accumulate", "shard") else ("vmap", "shard_map"):
         close(ways[way](trajectory(tx, parameters()), N)(gradients()), expected)
 
 
-@pytest.mark.parametrize("sync_every", [2, 3])
+@pytest.mark.parametrize("sync_every", tiered([2, 3], lambda every: every == 3))
 def test_local_updates_are_local_sgd(sync_every, ways, x64):
     """Against loops over devices: each has its own parameters and momentum, averaged now and then."""
     tx, grads = optax.sgd(0.1, momentum=0.9), gradients()
@@ -142,7 +143,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", tiered([0, 1, 3], lambda staleness: staleness == 3))
 @pytest.mark.parametrize("rule", RULES, ids=["none", "learning rate", "compensation"])
 def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, ways, x64):
     tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness, rule), optax.sgd(0.1))
@@ -160,6 +161,7 @@ def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, way
         close(way(trajectory(tx, parameters()), N)(gradients()), jax.tree.map(lambda x: np.stack([x] * N), expected))
 
 
+@pytest.mark.slow
 def test_delayed_before_averaging_is_the_same(ways, x64):
     before = optax.chain(T.delay_gradients(2), T.average_gradients("data"), optax.sgd(0.1))
     after = optax.chain(T.average_gradients("data"), T.delay_gradients(2), optax.sgd(0.1))

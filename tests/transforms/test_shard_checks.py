@@ -215,6 +215,7 @@ def test_random_draws_are_refused(name, ways):
         )
 
 
+@pytest.mark.slow
 def test_noise_as_the_message_says(ways, x64):
     """Drawn before it, for the whole mean: what one device would draw."""
     tx = optax.chain(T.average_gradients("data"), noise(), T.shard_updates(optax.adam(0.1), "data"))
