@@ -76,12 +76,15 @@ def test_memory_of_gpipe_grows_by_a_slot_a_micro_batch(mesh_of):
 
 
 def test_memory_follows_the_slots_of_the_table(mesh_of):
-    """Lean 1F1B keeps S where the lockstep one keeps 2 S - 1; the difference is what the table says."""
+    """`one_f_one_b` keeps S where the eager one keeps 2 S - 1; the difference is what the table says."""
     mesh = mesh_of(data=1, pipeline=STAGES)
-    (wide, wide_table), (lean, lean_table) = (compiled(name, 16, mesh) for name in ("eager_one_f_one_b", "one_f_one_b"))
-    saved = wide.memory_analysis().temp_size_in_bytes - lean.memory_analysis().temp_size_in_bytes
-    fewer = wide_table.num_slots - lean_table.num_slots
+    (eager, eager_table), (textbook, textbook_table) = (
+        compiled(name, 16, mesh) for name in ("eager_one_f_one_b", "one_f_one_b")
+    )
+    saved = eager.memory_analysis().temp_size_in_bytes - textbook.memory_analysis().temp_size_in_bytes
+    fewer = eager_table.num_slots - textbook_table.num_slots
     assert fewer == STAGES - 1
-    waiting = lean_table.num_input_slots + lean_table.num_cotangent_slots + lean_table.num_slots  # outputs wait as well
+    # inputs and cotangents wait, and outputs as well
+    waiting = textbook_table.num_input_slots + textbook_table.num_cotangent_slots + textbook_table.num_slots
     message = ROWS * WIDTH * 4
     np.testing.assert_allclose(saved, fewer * slot_bytes(remat=False) - waiting * message, rtol=0.25)
