@@ -18,9 +18,8 @@ import numpy as np
 
 from shardopt.checkpoint.read import check_target, fill
 from shardopt.checkpoint.record import Meta, describe_state, from_json, to_json
-from shardopt.checkpoint.store import Leaf, check_leaves, describe, dtype_of, place, plain, unplain
+from shardopt.checkpoint.store import Leaf, describe, dtype_of, place, plain, unplain
 from shardopt.checkpoint.tree import leaves_by_path
-from shardopt.checkpoint.write import check_step
 from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
@@ -51,8 +50,7 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
       >>> so.from_bytes(opt, data).params["w"].shape
       (64, 32)
     """
-    check_leaves("to_bytes", state)
-    meta = describe_state(state, check_step("to_bytes", None, state))
+    meta = describe_state("to_bytes", state)
     raws = [_raw(_on_host(plain(leaf))) for leaf in leaves_by_path(state).values()]
     spans, length = _layout([len(raw) for raw in raws])
     about = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}

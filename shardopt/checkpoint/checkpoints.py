@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from shardopt.checkpoint import store
 from shardopt.checkpoint.multihost import on_primary_process, raise_together
 from shardopt.checkpoint.read import load
-from shardopt.checkpoint.record import read_meta
+from shardopt.checkpoint.record import describe_state, read_meta
 from shardopt.checkpoint.run_folder import (
     FilesGoneError,
     RunLock,
@@ -29,7 +29,7 @@ from shardopt.checkpoint.run_folder import (
     step_folder,
 )
 from shardopt.checkpoint.tree import Json
-from shardopt.checkpoint.write import check_step, start_write, write_error
+from shardopt.checkpoint.write import start_write, write_error
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
 from shardopt.core.types import PyTree
@@ -55,15 +55,8 @@ class Checkpoints:
     refused; the lock of a writer that died is no obstacle. If somebody deletes the folder meanwhile, the next `save`
     makes it again and says so: earlier checkpoints are gone, the run is not.
 
-    With several processes all construct it and call its methods in the same order; process 0 does the deleting.
-
-    Attributes:
-      directory: the folder of the run.
-      every: how many steps lie between checkpoints.
-      keep: how many of the newest checkpoints are kept; None for all.
-      best: the metric by which one more checkpoint is kept, the best one; None for no such.
-      mode: "min" if the smaller metric is the better one, else "max".
-      resume: whether `fit` goes on from the newest checkpoint.
+    With several processes all construct it and call its methods in the same order; process 0 does the deleting. Its
+    arguments can be read as attributes; `directory` is then an absolute `Path`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
@@ -150,16 +143,13 @@ class Checkpoints:
           CheckpointError: if an earlier write failed; if this one cannot begin; if the folder was replaced by another
             job's or unmounted; if it holds later steps than this one; after `close`.
         """
-        number = check_step(_WHO, step, state)
+        meta = describe_state(_WHO, state, step, metrics, extra)
         failure = self._settled()
-        if on_primary_process(lambda: self._prepare(number)):
+        if on_primary_process(lambda: self._prepare(meta.step)):
             failure = None  # what was being written went with the folder
         raise_together(failure, unless=FilesGoneError)
-        is_held = self._lock.is_held
-        finish = start_write(
-            _WHO, self._writer, self.directory, state, is_held, step=number, metrics=metrics, extra=extra
-        )
-        self._pending = self._thread.submit(self._finish, finish, number)
+        finish = start_write(self._lock, self._writer, state, meta)
+        self._pending = self._thread.submit(self._finish, finish, meta.step)
 
     def wait(self) -> None:
         """Wait until what was saved is committed.
@@ -238,14 +228,12 @@ class Checkpoints:
         """Make room for a step; make the folder again if it was deleted, and return whether it was."""
         if self._closed:
             raise CheckpointError(format_error(_WHO, "save was called after close.", fix="make a new Checkpoints."))
-        for left in reversed(range(_TRIES)):
+        for _ in range(_TRIES - 1):
             try:
                 return self._make_ready(step)
             except FilesGoneError:  # somebody is deleting: try again until that is over
-                if not left:
-                    raise
                 time.sleep(_PAUSE)
-        raise AssertionError
+        return self._make_ready(step)
 
     def _make_ready(self, step: int) -> bool:
         try:

@@ -13,8 +13,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint.multihost import exchange, share
-from shardopt.checkpoint.store import Leaf, describe, dtype_of
+from shardopt.checkpoint.store import Leaf, check_leaves, describe, dtype_of
 from shardopt.checkpoint.tree import Json, LeafPath, check_structure, describe_structure, leaves_by_path
+from shardopt.core.arguments import is_integer
 from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
 from shardopt.core.types import PyTree
 
@@ -43,9 +44,15 @@ class Meta(NamedTuple):
 
 
 def describe_state(
-    state: PyTree, step: int, metrics: Mapping[str, ArrayLike] | None = None, extra: dict[str, Json] | None = None
+    who: str,
+    state: PyTree,
+    step: int | None = None,
+    metrics: Mapping[str, ArrayLike] | None = None,
+    extra: dict[str, Json] | None = None,
 ) -> Meta:
-    """Return the record of a state; TypeError if `extra` cannot be written as JSON, or a metric is not a number."""
+    """Return the record of a state, of its own step if none is given; refuse what cannot be stored."""
+    number = _check_step(who, step, state)
+    check_leaves(who, state)
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
@@ -58,13 +65,27 @@ def describe_state(
     if params is not None and len(jax.tree.leaves(params)) != _num_params(leaves):
         params = None  # no field of the state: its leaves are stored under other names, or not at all
     return Meta(
-        step=step,
+        step=number,
         mesh_shape={} if mesh is None else dict(mesh.shape),
         leaves=leaves,
         params=None if params is None else describe_structure(jax.tree.structure(params)),
         metrics=_as_numbers(metrics or {}),
         extra=extra or {},
     )
+
+
+def _check_step(who: str, step: int | None, state: PyTree) -> int:
+    if step is None:
+        step = getattr(state, "step", None)
+        if step is None:
+            what = f"step must be given, because the state ({type(state).__name__}) has none."
+            raise TypeError(format_error(who, what, fix="pass step=."))
+        step = int(np.asarray(jax.device_get(step)))
+    if not is_integer(step):
+        raise TypeError(format_error(who, f"step must be an integer, got {step!r} ({type(step).__name__})."))
+    if step < 0:
+        raise ValueError(format_error(who, f"step must not be negative, got {step}.", fix="count steps from 0."))
+    return int(step)
 
 
 def write_meta(folder: Path, meta: Meta) -> None:

@@ -3,12 +3,10 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.typing import ArrayLike
 
 from shardopt.checkpoint import store
 from shardopt.checkpoint.multihost import on_primary_process, share
@@ -24,8 +22,6 @@ from shardopt.checkpoint.run_folder import (
     staging_folder,
     step_folder,
 )
-from shardopt.checkpoint.tree import Json
-from shardopt.core.arguments import is_integer
 from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.types import PyTree
 from shardopt.runtime.files import is_gone
@@ -68,32 +64,15 @@ def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None =
       >>> so.save(tempfile.mkdtemp(), state, step=7).name
       '7'
     """
-    who = "save"
-    path = run_folder(who, directory)
-    number = check_step(who, step, state)
-    lock = RunLock(who, path)
+    lock = RunLock("save", run_folder("save", directory))
+    meta = describe_state("save", state, step)
     try:
-        on_primary_process(lambda: _prepare(lock, number))
+        on_primary_process(lambda: _prepare(lock, meta.step))
         with contextlib.closing(store.Writer()) as writer:
-            start_write(who, writer, path, state, lock.is_held, step=number)()
+            start_write(lock, writer, state, meta)()
     finally:
         lock.release()
-    return step_folder(path, number)
-
-
-def check_step(who: str, step: int | None, state: PyTree) -> int:
-    """Return the step's number, from the state if it is None; refuse what is not an integer, or negative."""
-    if step is None:
-        step = getattr(state, "step", None)
-        if step is None:
-            what = f"step must be given, because the state ({type(state).__name__}) has none."
-            raise TypeError(format_error(who, what, fix="pass step=."))
-        step = int(np.asarray(jax.device_get(step)))
-    if not is_integer(step):
-        raise TypeError(format_error(who, f"step must be an integer, got {step!r} ({type(step).__name__})."))
-    if step < 0:
-        raise ValueError(format_error(who, f"step must not be negative, got {step}.", fix="count steps from 0."))
-    return int(step)
+    return step_folder(lock.directory, meta.step)
 
 
 def _prepare(lock: RunLock, step: int) -> None:
@@ -108,24 +87,12 @@ def _prepare(lock: RunLock, step: int) -> None:
         raise write_error(lock.who, lock.directory, step, error) from error
 
 
-def start_write(
-    who: str,
-    writer: store.Writer,
-    directory: Path,
-    state: PyTree,
-    is_held: Callable[[], bool],
-    *,
-    step: int,
-    metrics: Mapping[str, ArrayLike] | None = None,
-    extra: dict[str, Json] | None = None,
-) -> Callable[[], None]:
+def start_write(lock: RunLock, writer: store.Writer, state: PyTree, meta: Meta) -> Callable[[], None]:
     """Copy a state to the host and begin to write it; return what waits for the end and commits it.
 
-    All processes must call both, in the same order. The state may be donated as soon as this returns. `is_held` says,
-    on process 0, whether the folder is still the one whose lock was acquired.
+    All processes must call both, in the same order. The state may be donated as soon as this returns.
     """
-    store.check_leaves(who, state)
-    meta = describe_state(state, step, metrics, extra)
+    who, directory, step = lock.who, lock.directory, meta.step
     failures: list[Exception] = []
     try:
         writer.start(staging_folder(directory, step), state)
@@ -136,18 +103,17 @@ def start_write(
 
     def finish() -> None:
         try:
-            _finish_write(writer, directory, meta, is_held, failures)
+            _finish_write(lock, writer, meta, failures)
         except Exception as error:
             raise write_error(who, directory, step, error) from error
 
     return finish
 
 
-def _finish_write(
-    writer: store.Writer, directory: Path, meta: Meta, is_held: Callable[[], bool], failures: list[Exception]
-) -> None:
+def _finish_write(lock: RunLock, writer: store.Writer, meta: Meta, failures: list[Exception]) -> None:
     """Wait for orbax, digest the files, commit. A process that fails still meets the others at each barrier."""
-    folder, rank = staging_folder(directory, meta.step), jax.process_index()
+    directory, rank = lock.directory, jax.process_index()
+    folder = staging_folder(directory, meta.step)
 
     def stage(name: str, action: Callable[[], None]) -> None:
         if not failures:
@@ -165,18 +131,19 @@ def _finish_write(
     store.barrier(f"{folder}.written")
     stage("recorded", lambda: write_meta(folder, meta) if rank == 0 else None)
     stage("digested", digest_files)
-    stage("committed", lambda: _commit(directory, meta.step, is_held) if rank == 0 else None)
+    stage("committed", lambda: _commit(lock, meta.step) if rank == 0 else None)
     if failures:
         raise failures[0]
     if folder.exists() or not step_folder(directory, meta.step).exists():
         raise OSError("process 0 failed; its message has the reason")
 
 
-def _commit(directory: Path, step: int, is_held: Callable[[], bool]) -> None:
-    folder = staging_folder(directory, step)
+def _commit(lock: RunLock, step: int) -> None:
+    """Gather the digests of all processes into the manifest, and publish; on process 0."""
+    folder = staging_folder(lock.directory, step)
     digests: dict[str, str] = {}
     for rank in range(jax.process_count()):
-        part = digests_file(directory, step, rank)
+        part = digests_file(lock.directory, step, rank)
         if not part.exists():
             raise OSError(f"process {rank} failed; its message has the reason")
         digests |= json.loads(part.read_text())
@@ -184,9 +151,9 @@ def _commit(directory: Path, step: int, is_held: Callable[[], bool]) -> None:
     if digests.keys() != file_sizes(folder).keys():
         raise OSError("the processes do not see the same files; is the folder on a file system that all share?")
     write_manifest(folder, digests)
-    if not is_held():  # the writer of the arrays may have made folders again, without what was in them
+    if not lock.is_held():  # the writer of the arrays may have made folders again, without what was in them
         raise OSError("the folder was deleted or replaced meanwhile")
-    publish(directory, step)
+    publish(lock.directory, step)
 
 
 def write_error(who: str, directory: Path, step: int, error: Exception) -> CheckpointError:

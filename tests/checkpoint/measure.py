@@ -1,6 +1,6 @@
 """One of two processes that restore a large array, half each: `python measure.py RANK PORT FOLDER`.
 
-It says by how many bytes its memory peaked above what it held before. See test_memory.py.
+It says by how many bytes its memory peaked above what it held before. See test_store.py.
 """
 
 import sys

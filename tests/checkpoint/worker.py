@@ -1,4 +1,4 @@
-"""One of two processes with two devices each: `python worker.py RANK PORT FOLDER`. See test_processes.py.
+"""One of two processes with two devices each: `python worker.py RANK PORT FOLDER`. See test_multihost.py.
 
 It says what it found as one line of JSON.
 """

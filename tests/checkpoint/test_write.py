@@ -160,5 +160,5 @@ class Summed:
 
 
 def test_parameters_that_are_no_field_of_the_state_are_not_taken_for_one():
-    record = json.loads(json.dumps(meta.to_json(meta.describe_state(Summed(jnp.ones(2), jnp.int32(3)), step=3))))
+    record = json.loads(json.dumps(meta.to_json(meta.describe_state("save", Summed(jnp.ones(2), jnp.int32(3))))))
     assert meta.from_json("restore", "shardopt.json", record).params is None
