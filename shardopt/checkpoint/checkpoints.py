@@ -191,7 +191,7 @@ class Checkpoints:
         """
         values, unread = _metrics(self.directory, self.best)
         if unread:
-            what = f"the best step in {self.directory} by {self.best!r} cannot be told."
+            what = f"the best step in {self.directory} by {self.best!r} cannot be determined."
             fix = "bring the file back from a copy, or delete the folder of its step."
             raise DamagedCheckpointError(format_error(_WHO, what, list(unread.values()), fix=fix))
         return _best(values, self.mode)

@@ -22,11 +22,11 @@ def on_primary_process(action: Callable[[], T]) -> T:
             value = action()
         except Exception as error:
             failure = error
-    value, told = json.loads(exchange(json.dumps([value, _describe(failure)]))[0])
+    value, received = json.loads(exchange(json.dumps([value, _describe(failure)]))[0])
     if failure is not None:
         raise failure
-    if told is not None:
-        raise _error(*told)
+    if received is not None:
+        raise _error(*received)
     return value
 
 
@@ -37,8 +37,8 @@ def raise_together(failure: BaseException | None, *, unless: type[CheckpointErro
       failure: this process's, if it has one.
       unless: nothing is raised if the failure of any process is of this kind.
     """
-    told = [json.loads(text) for text in exchange(json.dumps(_describe(failure)))]
-    errors = [_error(*one) for one in told if one is not None]
+    received = [json.loads(text) for text in exchange(json.dumps(_describe(failure)))]
+    errors = [_error(*one) for one in received if one is not None]
     if unless is not None and any(isinstance(error, unless) for error in errors):
         return
     if failure is not None:

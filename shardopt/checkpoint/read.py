@@ -227,8 +227,8 @@ def _check_undamaged(who: str, directory: Path, step: int) -> None:
     # Going back silently would lose work, or hide a dying disk; so the older step is found, and named.
     older = [earlier for earlier in on_primary_process(lambda: committed(directory)) if earlier < step]
     back = next((earlier for earlier in reversed(older) if not verify(step_folder(directory, earlier))), None)
-    fix = "bring the files back from a copy; no earlier step is whole."
+    fix = "bring the files back from a copy; no earlier step is intact."
     if back is not None:
         how = f"pass step={back}, or delete {step_folder(directory, step)}"
-        fix = f"bring the files back from a copy, or go back to step {back}, which is whole ({how})."
+        fix = f"bring the files back from a copy, or go back to step {back}, which is intact ({how})."
     raise DamagedCheckpointError(format_error(who, f"step {step} in {directory} is damaged.", damaged, fix=fix))

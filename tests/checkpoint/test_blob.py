@@ -60,14 +60,14 @@ def test_it_describes_itself(packed):
 def test_all_dtypes_keys_and_empty_arrays(make_opt, same):
     dtypes = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8", "int32", "bool", "complex64"]
     opt = make_opt(so.ddp, data=8)
-    split, whole = NamedSharding(opt.mesh, P("data")), NamedSharding(opt.mesh, P())
-    tree = {name: jax.device_put(jnp.arange(16).astype(name), split) for name in dtypes}
+    sharded, replicated = NamedSharding(opt.mesh, P("data")), NamedSharding(opt.mesh, P())
+    tree = {name: jax.device_put(jnp.arange(16).astype(name), sharded) for name in dtypes}
     tree |= {"empty": jnp.zeros((0, 3), jnp.bfloat16), "host": np.arange(3, dtype=np.int16)}
     tree |= {"step": jnp.int32(4), "key": jax.random.split(jax.random.key(4, impl="rbg"), 3)}
     state = so.TrainState(
         jnp.int32(4), tree, optax.adam(0.1).init(tree["bfloat16"]), jax.random.key_data(jax.random.key(0))
     )
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), state)
     found = from_bytes(wanted, to_bytes(opt, state))
     assert found.params["key"].dtype == tree["key"].dtype
     assert np.array_equal(jax.random.key_data(found.params.pop("key")), jax.random.key_data(tree.pop("key")))

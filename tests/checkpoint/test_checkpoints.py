@@ -95,7 +95,7 @@ def test_the_best_is_not_guessed_where_a_record_cannot_be_read(damage, tmp_path,
         whole = file.read_text()
         file.unlink() if text is None else file.write_text(text)
         assert complaint_of(checkpoints.best_step, so.DamagedCheckpointError) == (
-            f"Checkpoints: the best step in {tmp_path} by 'val' cannot be told.\n"
+            f"Checkpoints: the best step in {tmp_path} by 'val' cannot be determined.\n"
             f"  2/shardopt.json cannot be read ({reason.format(file=file)}).\n"
             "Fix: bring the file back from a copy, or delete the folder of its step."
         )

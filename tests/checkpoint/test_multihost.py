@@ -62,7 +62,7 @@ def test_both_processes_see_the_same(run):
     assert len(damaged) == 7
     assert all(": its bytes are not those that were written (SHA-256 " in line for line in damaged[1:-1])
     assert damaged[-1] == (
-        "Fix: bring the files back from a copy, or go back to step 1, which is whole (pass step=1, or delete "
+        "Fix: bring the files back from a copy, or go back to step 1, which is intact (pass step=1, or delete "
         f"{folder}/spoiled/2)."
     )
     assert kind == "DamagedCheckpointError"

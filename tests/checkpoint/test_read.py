@@ -131,12 +131,12 @@ def test_the_record_beside_the_arrays(saved):
 def test_all_dtypes_keys_and_empty_arrays(tmp_path, make_opt, same):
     dtypes = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8", "int32", "bool", "complex64"]
     opt = make_opt(so.ddp, data=8)
-    split = NamedSharding(opt.mesh, P("data"))
-    tree = {name: jax.device_put(jnp.arange(16).astype(name), split) for name in dtypes}
+    sharded = NamedSharding(opt.mesh, P("data"))
+    tree = {name: jax.device_put(jnp.arange(16).astype(name), sharded) for name in dtypes}
     tree |= {"empty": jnp.zeros((0, 3), jnp.bfloat16), "scalar": jnp.float32(3), "host": np.arange(3, dtype=np.int16)}
     tree |= {
         "key": jax.random.key(3),
-        "keys": jax.device_put(jax.random.split(jax.random.key(4, impl="rbg"), 8), split),
+        "keys": jax.device_put(jax.random.split(jax.random.key(4, impl="rbg"), 8), sharded),
     }
     save(tmp_path, tree, step=0)
     wanted = jax.tree.map(
@@ -147,7 +147,7 @@ def test_all_dtypes_keys_and_empty_arrays(tmp_path, make_opt, same):
     integers = lambda tree: {k: jax.random.key_data(v) if k.startswith("key") else v for k, v in tree.items()}  # noqa: E731
     assert same(integers(found), integers(tree))
     assert found["keys"].dtype == tree["keys"].dtype
-    assert found["keys"].sharding.is_equivalent_to(split, 1)
+    assert found["keys"].sharding.is_equivalent_to(sharded, 1)
 
 
 def test_float64_stays_float64(tmp_path, make_opt, new_params, steps_on, x64, same):

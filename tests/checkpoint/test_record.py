@@ -60,7 +60,7 @@ KINDS = [
     "commit",
 ]
 REMEDY = (
-    "Fix: bring the files back from a copy, or go back to step {back}, which is whole (pass step={back}, or delete "
+    "Fix: bring the files back from a copy, or go back to step {back}, which is intact (pass step={back}, or delete "
     "{run}/3)."
 )
 
@@ -124,7 +124,7 @@ def test_all_damage_is_listed_and_the_older_whole_step_is_found(run, trained, da
 def test_an_explicit_step_is_checked_as_well(run, trained, damage_of):
     cut(find(run / "1", "record"))
     assert damage_of(lambda: restore(run, trained[0], step=1)).endswith(
-        "\nFix: bring the files back from a copy; no earlier step is whole."
+        "\nFix: bring the files back from a copy; no earlier step is intact."
     )
 
 

@@ -34,7 +34,7 @@ def test_a_folder_deleted_under_the_job_is_made_again(left, tmp_path, caplog):
         f"Checkpoints: {folder} was deleted while the job ran. It is made again for step 2; checkpoints before it are gone."
     ]
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "2", "3"]
-    Checkpoints(folder, 1, 2).close()  # both locks are let go of
+    Checkpoints(folder, 1, 2).close()  # both locks are released
 
 
 def test_a_folder_made_again_is_locked_as_the_first_was(tmp_path, complaint_of):

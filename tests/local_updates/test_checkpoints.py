@@ -1,4 +1,4 @@
-"""States of replicas and of reducers saved and restored: bit for bit in place, elsewhere by the mean of the rows."""
+"""States of replicas and of reducers saved and restored: bit for bit in place, elsewhere by the mean over replicas."""
 
 import json
 
