@@ -42,7 +42,7 @@ def test_one_process_goes_on_where_two_were_and_they_where_it_was(run, same):
     expected = worker.run(opt, restore(folder / "alone", opt), 2, 7)
     assert same(from_bytes(opt, (folder / "blob").read_bytes()), found)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-5, atol=2e-6)
 
 
 def test_each_process_holds_only_its_shards(run):

@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 ROOMS = ["audit", "collectives", "core", "data", "mesh", "partition"]
 FILES = {
     "": ["tiers"],
-    "checkpoint": ["damage", "deleted_folders", "paths"],
+    "checkpoint": ["record", "run_folder", "tree"],
     "cli": ["audit", "communication_refusals", "plan", "schedule"],
     "docs": ["commands"],
     "fuzz": ["mesh_strings", "rules"],
