@@ -58,7 +58,7 @@ def check_no_deadlock(config: StrategyConfig, jitted: jax.stages.Wrapped) -> Aot
 
     Inside a stage's branch, collectives over tensor have groups, so that no other stage is waited for. A permute has
     none: on CPU every device must come to it, and a stage that is idle, or at another kind of work, does not. The
-    partitioner puts one into a block that shifts or cuts a dim split over tensor; nothing but the compiled program
+    partitioner puts one into a block that shifts or cuts a dim sharded over tensor; nothing but the compiled program
     tells. Elsewhere a permute is between its pairs alone.
     """
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"

@@ -20,7 +20,7 @@ class CompressedOptState(NamedTuple):
 
     Attributes:
       optimizer: the state of the wrapped optax transformation.
-      reducer: the reducer's state, one row a device: leaves that differ along the axes reduced over are
+      reducer: the reducer's state, stacked, one per device: leaves that differ along the axes reduced over are
         [N, sizes of the other axes..., local shape...], all others [sizes of the other axes..., local shape...].
     """
 
@@ -36,8 +36,8 @@ class CompressionPlan(NamedTuple):
       mesh: the mesh.
       axes: the axes that it takes the mean over.
       leaves: what it reduces, as each device holds it: shapes and dtypes.
-      specs: how each of them is split over tensor.
-      shards: the axes along which any of them is split.
+      specs: how each of them is sharded over tensor.
+      shards: the axes along which any of them is sharded.
     """
 
     reducer: Reducer
@@ -66,14 +66,14 @@ class CompressionPlan(NamedTuple):
 def compression_plan(
     reducer: Reducer, mesh: Mesh, axes: Sequence[str], plans: Sequence[LeafPlan], *, split: bool
 ) -> CompressionPlan:
-    """Return how leaves go through a reducer; those that are split over different axes travel apart.
+    """Return how leaves go through a reducer; those that are sharded over different axes travel apart.
 
     Args:
       reducer: the reducer.
       mesh: the mesh.
       axes: what the mean is taken over.
       plans: of the leaves.
-      split: whether the leaves are split over data where their plans say so.
+      split: whether the leaves are sharded over data where their plans say so.
     """
     specs = [plan.spec(split=split) for plan in plans]
     named = [{a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))} for spec in specs]
@@ -95,7 +95,7 @@ def local_shape(mesh: Mesh, leaf: LeafPlan, spec: PartitionSpec) -> jax.ShapeDty
 
 
 def init_compression(plan: CompressionPlan) -> PyTree:
-    """Return the first state, with a row for every device."""
+    """Return the first state, stacked, one per device."""
     state = plan.reducer.init([jnp.zeros(leaf.shape, leaf.dtype) for leaf in plan.leaves])
     leaves, treedef = jax.tree.flatten(state)
     rows = [_rows(plan, marked) for marked in _marks(state)]
@@ -103,7 +103,7 @@ def init_compression(plan: CompressionPlan) -> PyTree:
 
 
 def compression_specs(plan: CompressionPlan) -> PyTree:
-    """Return where the rows live: each on its device."""
+    """Return where it lives: each device has its own."""
     state = jax.eval_shape(plan.reducer.init, list(plan.leaves))
     along = next(iter(plan.axes)) if len(plan.axes) == 1 else plan.axes
     specs = [PartitionSpec(*([along] if marked else []), *plan.others) for marked in _marks(state)]

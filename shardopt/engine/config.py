@@ -102,7 +102,7 @@ class StrategyConfig(NamedTuple):
       loss_fn: the loss, or a `BlockModel`.
       placement: what is sharded over data.
       micro_batches: into how many pieces each device cuts its rows.
-      rules: what is split over tensor.
+      rules: what is sharded over tensor, by key path.
       min_shard_elements: leaves with fewer elements stay replicated over data.
       gather_dtype: what parameters are cast to before they are gathered; None for what they are.
       frozen: regexes of key paths that are not trained.
@@ -203,7 +203,7 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
 def _check_reducer(who: str, config: StrategyConfig) -> None:
     check_reducer(who, config.reducer)
     if config.placement.grads:
-        what = "a reducer takes the mean of whole gradients, and this placement splits them."
+        what = "a reducer takes the mean of unsharded gradients, and this placement shards them."
         raise ValueError(format_error(who, what, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 

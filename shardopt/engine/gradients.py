@@ -144,10 +144,10 @@ def micro_batch_gradients(
 ) -> tuple[list[jax.Array], LossParts]:
     """Return the local gradients of the trained leaves, summed over micro-batches, and parts [micro_batches, ...].
 
-    Where the placement splits gradients they come reduce-scattered over data.
+    Where the placement shards gradients they come reduce-scattered over data.
     """
     trained = [i for i, plan in enumerate(layout.plans) if plan.trainable]
-    plans, pieces, split = [layout.plans[i] for i in trained], config.num_pieces, config.placement
+    plans, pieces, sharded = [layout.plans[i] for i in trained], config.num_pieces, config.placement
 
     def total(train_leaves, micro_batch, key):
         parts = local_loss(config, layout, layout.merge(params, train_leaves), micro_batch, key)
@@ -156,7 +156,7 @@ def micro_batch_gradients(
     def one_micro_batch(micro_batch, index):
         key = step_key(config, step, rng, index)
         grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key)
-        return reduce_scatter_grads(grads, plans) if split.grads and not split.params else grads, parts
+        return reduce_scatter_grads(grads, plans) if sharded.grads and not sharded.params else grads, parts
 
     return _accumulate(one_micro_batch, batch, config.micro_batches, plans)
 
@@ -195,7 +195,7 @@ def _accumulate(
         grads, parts = one_micro_batch(*micro_batch_and_index)
         return keep([total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]), parts
 
-    # Left alone, the partitioner would keep the accumulators whole over tensor.
+    # Left alone, the partitioner would replicate the accumulators over tensor.
     def keep(sums):
         return [jax.lax.with_sharding_constraint(x, plan.tensor) for x, plan in zip(sums, plans, strict=True)]
 

@@ -79,11 +79,10 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.tx.init, trainable)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
-    split = config.placement.opt_state
     opt_specs = state_specs(
         opt_state,
         list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
-        split=split,
+        split=config.placement.opt_state,
         data_size=config.mesh.shape["data"],
         min_shard_elements=config.min_shard_elements,
     )

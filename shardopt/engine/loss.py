@@ -12,6 +12,7 @@ from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
 from shardopt.core.block_model import BLOCKS, as_block_model, call, run_blocks, takes_rng
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Updated, Weighted, is_array_like, leaves_with_paths, wide_dtype
+from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.partition import LeafPlan
@@ -37,7 +38,7 @@ class LossParts(NamedTuple):
 def local_loss(
     config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
 ) -> LossParts:
-    """Return the local loss; parameters that are split, or cast to travel, are gathered on the way."""
+    """Return the local loss; parameters that are sharded, or cast to travel, are gathered on the way."""
     plans = layout.treedef.unflatten(layout.plans)
     model, rows = as_block_model(config.loss_fn), jax.tree.leaves(batch)[0].shape[0]
     gathers = config.placement.params or config.gather_dtype is not None
@@ -53,13 +54,13 @@ def local_loss(
         return loss_parts(config.strategy, call(config.loss_fn, key, 0, params, batch), rows)
 
     def gathered_loss(params, batch):
-        whole = all_gather_leaves(config, params, plans, bucket_bytes=0)  # or all would be whole at the same time
-        return loss_parts(config.strategy, call(config.loss_fn, key, 0, whole, batch), rows)
+        gathered = all_gather_leaves(config, params, plans, bucket_bytes=0)  # or all would be held at the same time
+        return loss_parts(config.strategy, call(config.loss_fn, key, 0, gathered, batch), rows)
 
     if config.micro_batches > 1:
         # Or the compiler sees that every micro-batch gathers the same, and keeps the whole model through the loop.
         params, batch = _tied_together((params, batch))
-    # The backward pass gathers again what it needs rather than keeping every whole weight from the forward pass.
+    # The backward pass gathers again what it needs rather than keeping every gathered weight from the forward pass.
     return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
 
 
@@ -75,7 +76,7 @@ def all_gather_leaves(
     of_block: bool = False,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> PyTree:
-    """Make the leaves of a tree whole over data, each cast to what travels; one block of them if `of_block`."""
+    """All-gather the leaves of a tree over data, each cast to what travels; one block of them if `of_block`."""
     leaves, treedef = jax.tree.flatten(tree)
     flat: list[LeafPlan] = treedef.flatten_up_to(plans)
     if of_block:
@@ -84,15 +85,15 @@ def all_gather_leaves(
     cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
     dtypes = [config.gather_dtype if one else None for one in cast]
     where = [plan.dim for plan in flat], [plan.tensor for plan in flat]
-    whole = all_gather(leaves, *where, axis="data", dtypes=dtypes, bucket_bytes=bucket_bytes)
-    return treedef.unflatten([checkpoint_name(leaf, _GATHERED) for leaf in whole])
+    gathered = all_gather(leaves, *where, axis=SHARD, dtypes=dtypes, bucket_bytes=bucket_bytes)
+    return treedef.unflatten([checkpoint_name(leaf, _GATHERED) for leaf in gathered])
 
 
 def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **params: object) -> bool:
     """Say, as a `jax.checkpoint` policy, that the backward pass recomputes weight gathers and nothing else.
 
     Every step from the gather (of bits, in half precision) to its named result is refused: one that was saved
-    would keep the whole weight, and make recomputing the rest free.
+    would keep the gathered weight, and make recomputing the rest free.
     """
     return primitive.name not in ("all_gather", "bitcast_convert_type") and params.get("name") != _GATHERED
 

@@ -96,24 +96,24 @@ def _stage_fns(
 ) -> StageFns:
     """Write the model as functions of lists and micro-batch numbers.
 
-    The outer parameters are gathered here, once for all micro-batches; their gradients are those of the whole.
+    The outer parameters are gathered here, once for all micro-batches; their gradients are those of the gathered leaves.
     """
-    model, split = as_block_model(config.loss_fn), config.placement
+    model, sharded = as_block_model(config.loss_fn), config.placement
     assert model is not None
-    gathers = split.params or config.gather_dtype is not None
+    gathers = sharded.params or config.gather_dtype is not None
     blocks, outer_indices = _block_and_outer(layout)
     plans = layout.treedef.unflatten(layout.plans)
     block_treedef, num_blocks = jax.tree.structure(plans[BLOCKS]), layout.plans[blocks[0]].shape[0]
     micro_batches, _ = cut(batch, config.micro_batches)
     rows, pieces = jax.tree.leaves(micro_batches)[0].shape[1], config.num_pieces
 
-    whole = [params[i] for i in outer_indices]
+    outer = [params[i] for i in outer_indices]
     trained = [place for place, i in enumerate(outer_indices) if layout.plans[i].trainable]
     if gathers:
-        whole = all_gather_leaves(config, whole, [layout.plans[i] for i in outer_indices])
+        outer = all_gather_leaves(config, outer, [layout.plans[i] for i in outer_indices])
 
     def outer_with(leaves):
-        new, all_leaves = list(whole), list(params)
+        new, all_leaves = list(outer), list(params)
         for place, leaf in zip(trained, leaves, strict=True):
             new[place] = leaf
         for i, leaf in zip(outer_indices, new, strict=True):
@@ -129,7 +129,7 @@ def _stage_fns(
     def embed_tree(leaves, m):
         return call(model.embed, key_of(m), num_blocks, outer_with(leaves), rows_of(m))
 
-    trained_outer = [whole[place] for place in trained]
+    trained_outer = [outer[place] for place in trained]
     x_shapes, x_treedef = jax.tree.flatten(jax.eval_shape(embed_tree, trained_outer, jnp.int32(0)))
     moving = floating(x_shapes)
 
@@ -169,7 +169,7 @@ def _stage_fns(
         return leaves_like(config.strategy, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
 
     def reduce(dw):
-        if not split.grads or split.params:
+        if not sharded.grads or sharded.params:
             return dw
         return reduce_scatter_grads(dw, [layout.plans[i].of_block() for i in blocks if layout.plans[i].trainable])
 

@@ -34,7 +34,7 @@ def diloco(
 
     **Placement**: within a replica as the strategy says. `state.params` are the shared parameters theta, in the model's
     shapes, placed as the strategy places parameters, like the outer optimizer's state; each replica's own parameters
-    and optimizer state are in `state.opt_state`, [R, ...] split over replica. With a delay come the means on their way,
+    and optimizer state are in `state.opt_state`, [R, ...] sharded over replica. With a delay come the means on their way,
     and the state of the reducer twice: now, and before they were sent.
 
     **Communication**: within a replica what the strategy says; over replica one all-reduce of each device's parameters

@@ -17,7 +17,7 @@ def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int 
     the strategy alone does), post-local SGD. With H = 1 and plain SGD it equals the strategy alone.
 
     **Placement**: within a replica as the strategy says. `state.params` are the parameters last agreed on, in the
-    model's shapes; each replica's own parameters and optimizer state are in `state.opt_state`, [R, ...] split over
+    model's shapes; each replica's own parameters and optimizer state are in `state.opt_state`, [R, ...] sharded over
     replica. So a device holds one more copy of its parameters than the strategy alone.
 
     **Communication**: within a replica what the strategy says; over replica one all-reduce of each device's parameters

@@ -128,8 +128,8 @@ def make_fragments(config: StrategyConfig, plans: Sequence[LeafPlan], count: int
     Neighbouring blocks thus agree at different times, which Streaming DiLoCo found better than runs of blocks.
     """
     trained = [i for i, plan in enumerate(plans) if plan.trainable]
-    whole = [i for i in trained if not plans[i].stacked]
-    turn = {i: place % count for place, i in enumerate(whole)}
+    outer = [i for i in trained if not plans[i].stacked]
+    turn = {i: place % count for place, i in enumerate(outer)}
 
     def has(i, number):
         if plans[i].stacked:

@@ -1,4 +1,4 @@
-"""Ring 1: strategies that equal single-device training, presets of one placement table."""
+"""Synchronous strategies, equal to single-device training: presets of one placement table."""
 
 from shardopt.strategies.ddp import ddp
 from shardopt.strategies.fsdp import fsdp

@@ -1,4 +1,4 @@
-"""Data parallel: everything whole on every device, gradients averaged each step."""
+"""Data parallel: everything replicated, gradients averaged each step."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def ddp(
     rules: Rules = (),
     frozen: Sequence[str] = (),
 ) -> ShardedOptimizer:
-    """Train on the mean gradient of all devices, each holding a whole copy of the model.
+    """Train on the mean gradient of all devices, each holding a copy of the model.
 
     With L_d the mean loss of the rows on device d of N, a step applies `tx` to (1/N) sum_d grad L_d, which is
     the gradient of the mean over the global batch.
@@ -31,7 +31,7 @@ def ddp(
     transformation whose updates mirror the parameters (not lookahead, sam or sophia, which want more than a
     gradient). Losses with `rng` agree in expectation: each device draws its own, the same for every strategy.
 
-    **Placement**: parameters, gradients and optimizer state whole over data and replica; split over tensor
+    **Placement**: parameters, gradients and optimizer state replicated over data and replica; sharded over tensor
     where a rule says so.
 
     **Communication** a step, per device, for Psi gradient bytes: one all-reduce over (replica, data), after the
@@ -47,7 +47,7 @@ def ddp(
         but for the tensor axis; a kernel that wants every axis manual (Pallas, callbacks) is wrapped in
         `jax.shard_map(kernel, in_specs=..., out_specs=..., axis_names={"tensor"}, check_vma=False)`.
       reducer: how the mean of gradients crosses the wire, from `so.reducers`; by default as an exact all-reduce. Its
-        state lives in the train state, what differs between devices one row a device. See the reducer for what it does
+        state lives in the train state, what differs between devices stacked, one per device. See the reducer for what it does
         to the equivalence and to the bytes.
       micro_batches: into how many pieces each device cuts its rows, one differentiated at a time.
       rules: `[(regex, PartitionSpec), ...]` or `(path, shape) -> PartitionSpec | None`, placing dims on the

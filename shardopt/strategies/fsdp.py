@@ -1,8 +1,8 @@
-"""Fully sharded data parallel: parameters, gradients and optimizer state all split."""
+"""Fully sharded data parallel: parameters, gradients and optimizer state all sharded."""
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
@@ -20,20 +20,20 @@ def fsdp(
     micro_batches: int = 1,
     rules: Rules = (),
     min_shard_elements: int = 1024,
-    gather_dtype: Any = None,
+    gather_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
 ) -> ShardedOptimizer:
-    """Train data parallel with every copy split; weights are gathered where they are used.
+    """Train data parallel with everything sharded; weights are gathered where they are used.
 
-    A step computes g = scatter_sum_d grad L_d(gather(p)) and updates each shard with its own part of g.
+    A step computes g = reduce_scatter_d grad L_d(all_gather(p)) and updates each shard with its own part of g.
 
     **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
     transformation. With `gather_dtype`, equal to one device that computes in that dtype with fp32 masters.
 
-    **Placement**: parameters, gradients and optimizer state split over data (16/N bytes a parameter with fp32
-    Adam) and over tensor by rule. With a `BlockModel` one block is whole at a time, in the layer scan and again
-    in the backward pass; its outer parameters are whole from the forward to the backward pass, as all parameters
-    of any other loss may be. A replica axis holds copies of the shards (hybrid sharding).
+    **Placement**: parameters, gradients and optimizer state sharded over data (16/N bytes per parameter with fp32
+    Adam) and over tensor by rule. With a `BlockModel` one block is gathered at a time, in the layer scan and again
+    in the backward pass; its outer parameters are gathered from the forward to the backward pass, as all parameters
+    of any other loss may be. A replica axis holds copies of the shards (hybrid sharding, HSDP).
 
     **Communication** a step, per device, for Psi parameter bytes over N data devices: all-gather in the forward
     and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch. Gathered only
@@ -49,9 +49,9 @@ def fsdp(
       micro_batches: see `ddp`.
       rules: see `ddp`.
       min_shard_elements: see `zero`.
-      gather_dtype: what trained floating parameters, split or whole, are cast to before they travel and are used;
+      gather_dtype: what trained floating parameters are cast to before they are gathered and used;
         frozen ones keep their dtype.
-      frozen: see `ddp`; frozen leaves are split too.
+      frozen: see `ddp`; frozen leaves are sharded too.
 
     Returns:
       A `ShardedOptimizer`.

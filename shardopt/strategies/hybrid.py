@@ -1,8 +1,8 @@
 """Data, tensor and pipeline parallel in one: a model cut into stages, whose micro-batches follow a schedule."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
@@ -27,7 +27,7 @@ def hybrid(
     placement: str = "fsdp",
     rules: Rules = (),
     min_shard_elements: int = 1024,
-    gather_dtype: Any = None,
+    gather_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
     remat: bool = False,
     reducer: Reducer | None = None,
@@ -43,19 +43,19 @@ def hybrid(
     that takes `rng` draws what it draws under `ddp` with as many data devices and micro-batches. On a mesh with
     pipeline=1 it is `ddp`, `zero` or `fsdp` itself.
 
-    **Placement**: blocks, with their gradients and optimizer state, are split over pipeline, in the order of the
+    **Placement**: blocks, with their gradients and optimizer state, are sharded over pipeline, in the order of the
     model; outer parameters (embedding, head) are held by every stage. On data all is placed as `placement` says, and
     on tensor by rule. During a step a stage keeps, of the micro-batches between forward and backward, what the
     backward pass needs (the results of inner products, reductions and the like; elementwise ones are computed
     again), or with `remat` the input of the chunk alone: `schedule.num_slots` times that, which does not grow with M
-    for any schedule but gpipe. Outer gradients are summed up whole during the step, whatever the placement.
+    for any schedule but gpipe. Outer gradients are accumulated unsharded during the step, whatever the placement.
 
     **Communication** a step, per device, for a stage's Psi gradient bytes and an activation of A bytes per micro-batch:
     on pipeline, one permute of A forwards and one backwards per tick (V-shaped placements have more, as
-    `schedule.forward_shifts` says), and one all-reduce of the outer gradients (with data, where they are whole over
+    `schedule.forward_shifts` says), and one all-reduce of the outer gradients (with data, where they are replicated over
     it); on data, what `ddp`, `zero` or `fsdp` say, of Psi: once, after the last micro-batch, for ddp and zero1; on
     tensor, what the partitioner puts inside the blocks. With several chunks per stage stores other blocks than it runs:
-    their parameters, as they are split over data, move once before and gradients once after the ticks.
+    their parameters, as they are sharded over data, move once before and gradients once after the ticks.
 
     Args:
       tx: any optax transformation; see `ddp`.
@@ -63,11 +63,11 @@ def hybrid(
       model: a `BlockModel`, whose number of blocks is a multiple of stages times chunks. Its `remat` says what is kept of
         a block: None, what its backward pass needs; "full", its input; or a `jax.checkpoint` policy. Under a policy
         nothing is left for the weight passes of zero-bubble schedules. What travels between blocks may be any pytree;
-        it is whole over tensor there.
+        it is replicated over tensor there.
       schedule: from `so.schedules`: a builder `(num_stages, num_micro_batches) -> Schedule`, such as
         `functools.partial(so.schedules.interleaved, num_chunks=2)`, or a `Schedule` of these sizes, also one's own.
       micro_batches: M; divides the rows of each data device.
-      placement: "ddp", "zero1", "zero2", "zero3" or "fsdp" (which is zero3): what is split over data.
+      placement: "ddp", "zero1", "zero2", "zero3" or "fsdp" (which is zero3): what is sharded over data.
       rules: see `ddp`.
       min_shard_elements: see `zero`.
       gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
@@ -84,7 +84,7 @@ def hybrid(
       TypeError: if an argument is of the wrong kind; `model` is not a `BlockModel`.
       ValueError: as `fsdp`; if the mesh has no pipeline axis, the placement is unknown, the schedule is of other sizes
         or refuses them, blocks do not divide evenly over stages and chunks, or a block changes the shape of what it
-        is given; on CPU, if a block shifts or cuts a dim that is split over tensor, which makes stages wait for each
+        is given; on CPU, if a block shifts or cuts a dim that is sharded over tensor, which makes stages wait for each
         other.
 
     Example:
@@ -144,7 +144,9 @@ def hybrid(
     )
 
 
-def _schedule(who: str, schedule: Any, num_stages: int, micro_batches: int) -> Schedule:
+def _schedule(
+    who: str, schedule: Schedule | Callable[[int, int], Schedule], num_stages: int, micro_batches: int
+) -> Schedule:
     if not isinstance(schedule, Schedule) and not callable(schedule):
         what = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
         raise TypeError(format_error(who, what, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b."))

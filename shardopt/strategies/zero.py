@@ -1,4 +1,4 @@
-"""ZeRO: data parallel with optimizer state, gradients and parameters split, one more each stage."""
+"""ZeRO: data parallel with optimizer state, gradients and parameters sharded, one more each stage."""
 
 from collections.abc import Sequence
 
@@ -25,15 +25,15 @@ def zero(
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
-    Stage 1 splits the optimizer state over data, stage 2 the gradients as well, stage 3 the parameters too (it
+    Stage 1 shards the optimizer state over data, stage 2 the gradients as well, stage 3 the parameters too (it
     is `fsdp`). Each device reduces, and updates, its own shard of every leaf: p_k <- p_k + u(g_k) for shard k.
 
     **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
     transformation, also those that are not elementwise: the update runs in the global view.
 
-    **Placement**: parameters whole (stages 1, 2) or split (3); gradients whole (1) or split (2, 3) while they
-    accumulate; optimizer state split. A split leaf is cut on its largest dim that the data axis divides and
-    tensor does not take. With fp32 Adam: 8 + 8/N, 4 + 12/N, 16/N bytes a parameter. Replicas hold copies.
+    **Placement**: parameters replicated (stages 1, 2) or sharded (3); gradients replicated (1) or sharded (2, 3)
+    while they accumulate; optimizer state sharded. A leaf is sharded on its largest dim that the data axis divides and
+    tensor does not take. With fp32 Adam: 8 + 8/N, 4 + 12/N, 16/N bytes per parameter. Replicas hold copies.
 
     **Communication** a step, per device, for Psi parameter bytes over N data devices: stages 1 and 2
     reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi; stage 1 after the last micro-batch, stage 2
@@ -46,8 +46,8 @@ def zero(
       stage: 1, 2 or 3.
       micro_batches: see `ddp`.
       rules: see `ddp`.
-      min_shard_elements: leaves with fewer elements (in one block, where blocks are stacked) stay whole over
-        data; `opt.config.report()` lists them.
+      min_shard_elements: leaves with fewer elements (in one block, where blocks are stacked) stay replicated
+        over data; `opt.config.report()` lists them.
       frozen: see `ddp`.
 
     Returns:
@@ -71,7 +71,7 @@ def zero(
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise TypeError(f"zero: stage must be 1, 2 or 3, got {stage!r} ({type(stage).__name__}).")
     if stage not in STAGES:
-        fix = "use so.ddp for no splitting, stage=1, 2 or 3 for more."
+        fix = "use so.ddp to shard nothing, stage=1, 2 or 3 for more."
         raise ValueError(format_error("zero", f"stage must be 1, 2 or 3, got {stage!r}.", fix=fix))
     return build(
         StrategyConfig(

@@ -236,7 +236,7 @@ def test_placements_that_split_gradients_refuse_one(placement, mesh_of):
             reducer=R.int8(),
         )
     assert str(caught.value) == (
-        "hybrid: a reducer takes the mean of whole gradients, and this placement splits them.\n"
+        "hybrid: a reducer takes the mean of unsharded gradients, and this placement shards them.\n"
         "Fix: use placement='ddp' or 'zero1', or leave reducer out."
     )
 

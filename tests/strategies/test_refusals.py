@@ -44,7 +44,7 @@ CONSTRUCTION = [
     (
         lambda: so.zero(TX, mesh(), square, stage=4),
         ValueError,
-        "zero: stage must be 1, 2 or 3, got 4.\nFix: use so.ddp for no splitting, stage=1, 2 or 3 for more.",
+        "zero: stage must be 1, 2 or 3, got 4.\nFix: use so.ddp to shard nothing, stage=1, 2 or 3 for more.",
     ),
     (
         lambda: so.zero(TX, mesh(), square, stage=True),
