@@ -68,14 +68,9 @@ class Collective(NamedTuple):
 def read_collective(
     found: Found, sizes: Mapping[str, int], *, replicas: int, partitions: int, slices: int = 1
 ) -> Collective | None:
-    """Return the collective, or None if nobody talks to anybody else.
+    """Return the collective, or None if no device sends to another.
 
-    Args:
-      found: the instruction.
-      sizes: of the mesh axes.
-      replicas: of the program, as XLA counts them.
-      partitions: likewise.
-      slices: how many times the program runs, once a slice; the outermost axis spans them.
+    The program has `replicas` x `partitions` devices and runs once per slice; the outermost mesh axis spans the slices.
     """
     instruction = found.instruction
     words = attributes(instruction)
@@ -150,18 +145,12 @@ def _op_name(words: Mapping[str, str]) -> str:
 
 
 def replica_groups(attributes: Mapping[str, str], *, replicas: int, partitions: int, has_global_flag: bool) -> Groups:
-    """Return the groups of a collective as positions in the device assignment, replica-major.
+    """Return the groups of a collective as positions in the device assignment, replica-major, from its attributes.
 
     What an id means depends on the instruction. With `use_global_device_ids=true` it is such a position. With a
     channel but without that flag, operations that could have it (`has_global_flag`: all-reduce, all-gather,
     reduce-scatter) number replicas and reach over all partitions, while the others number partitions within each
     replica. Without a channel an id is a replica, and each partition is on its own.
-
-    Args:
-      attributes: those of the instruction, as text.
-      replicas: of the module, usually 1.
-      partitions: of the module.
-      has_global_flag: whether the operation knows `use_global_device_ids`.
     """
     is_global = attributes.get("use_global_device_ids") == "true"
     on_channel = "channel_id" in attributes
@@ -270,9 +259,7 @@ def _integers(text: str) -> list[int]:
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Return the mesh axes that every group spans whole, in mesh order; None if the groups are no such product.
 
-    Args:
-      groups: positions in the mesh, which is flattened with its last axis fastest.
-      sizes: mesh axis to size.
+    Positions count through the mesh with its last axis fastest.
 
     Example:
       >>> axes_of_groups(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
@@ -296,10 +283,6 @@ def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
     """Return the mesh axis of which every group is a part, cut as a mesh with more axes would cut it; else None.
 
     Such are the groups of one step of a collective that goes over an axis in several: neighbours first, then every other.
-
-    Args:
-      groups: positions in the mesh, which is flattened with its last axis fastest.
-      sizes: mesh axis to size.
 
     Example:
       >>> axis_of_parts(((0, 1), (2, 3)), {"data": 4}), axis_of_parts(((0, 2), (1, 3)), {"data": 4})

@@ -66,10 +66,8 @@ class Found(NamedTuple):
 def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator[Found]:
     """Yield the collectives that the entry computation reaches; one reached by two calls comes twice.
 
-    Args:
-      module: the program.
-      schedule: of the pipeline that it is, if it is one: branches directly in the loop over its ticks, the outermost one
-        of so many turns, are counted as often as a stage takes them.
+    Branches directly in the loop over a schedule's ticks, the outermost one of so many turns, count as often as a stage
+    takes them.
     """
     for found in _walk(module, module.entry, _with_collectives(module)):
         yield found if schedule is None else _as_scheduled(found, schedule)
@@ -230,31 +228,28 @@ def _is_sync(instruction: Instruction) -> bool:
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """Return how often a loop runs, or None if that is not a constant that can be read off.
+    """Return how often a `while` of a computation turns, or None if that is not a constant that can be read off.
 
     XLA:CPU and XLA:GPU note it on the loop. XLA:TPU does not, so the counter is followed: where it starts, what
     is added in a turn, and what it is compared with.
-
-    Args:
-      module: the program.
-      computation: the name of the computation that the loop stands in.
-      loop: the `while` instruction.
     """
     if known := _KNOWN.search(loop.rest):
         return int(known[1])
     words = attributes(loop)
     condition, body = (words.get(key, "").lstrip("%") for key in ("condition", "body"))
     test = _value(module, _root(module, condition))
-    if not isinstance(test, _Compare) or not isinstance(test.left, _Element) or not isinstance(test.right, int):
+    if not isinstance(test, _Compare) or test.left.slot is None or test.left.plus or test.right.slot is not None:
         return None
     counter = test.left.slot
     start = _value(module, _member(module, _Name(computation, operands(loop)[0]), counter))
     change = _value(module, _member(module, _root(module, body), counter))
-    if not isinstance(start, int) or not isinstance(change, _Step) or change.slot != counter or change.step == 0:
+    if not isinstance(start, _Linear) or start.slot is not None:
         return None
-    end = test.right + {"LE": 1, "GE": -1}.get(test.direction, 0)
+    if not isinstance(change, _Linear) or change.slot != counter or change.plus == 0:
+        return None
+    end = test.right.plus + {"LE": 1, "GE": -1}.get(test.direction, 0)
     upwards = test.direction in ("LT", "LE")
-    return len(range(start, end, change.step)) if upwards == (change.step > 0) else None
+    return len(range(start.plus, end, change.plus)) if upwards == (change.plus > 0) else None
 
 
 _KNOWN = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
@@ -269,70 +264,56 @@ class _Name(NamedTuple):
     arguments: "tuple[_Name, ...] | None" = None
 
 
-class _Element(NamedTuple):
-    """An element of the loop's state."""
+class _Linear(NamedTuple):
+    """An element of the loop's state, if any, plus a constant."""
 
-    slot: int
-
-
-class _Step(NamedTuple):
-    """An element of the loop's state plus a constant."""
-
-    slot: int
-    step: int
+    slot: int | None
+    plus: int
 
 
 class _Compare(NamedTuple):
     direction: str
-    left: "_Value"
-    right: "_Value"
+    left: _Linear
+    right: _Linear
 
 
-_Value = int | _Element | _Step | _Compare | None
-
-
-def _value(module: Module, where: _Name | None) -> _Value:
+def _value(module: Module, where: _Name | None) -> _Linear | _Compare | None:
     """Evaluate the little arithmetic that loop counters are made of; None for everything else."""
     instruction = _find(module, where)
     if where is None or instruction is None:
         return None
-    opcode = instruction.opcode
+    opcode, literal = instruction.opcode, instruction.rest.partition(")")[0]
     if opcode == "constant":
-        literal = instruction.rest.partition(")")[0]
-        return int(literal) if re.fullmatch(r"-?\d+", literal) else None
+        return _Linear(None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
     if opcode == "parameter":
-        number = int(instruction.rest.partition(")")[0])
-        return _value(module, where.arguments[number]) if where.arguments else None
+        return _value(module, where.arguments[int(literal)]) if where.arguments else None
     inputs = tuple(_Name(where.computation, name, where.arguments) for name in operands(instruction))
     if opcode in _TRANSPARENT:
         return _value(module, inputs[0])
+    words = attributes(instruction)
     if opcode in ("fusion", "call"):
-        words = attributes(instruction)
-        callee = words.get("calls", words.get("to_apply", "")).lstrip("%")
-        root = _root(module, callee)
+        root = _root(module, words.get("calls", words.get("to_apply", "")).lstrip("%"))
         return _value(module, root and root._replace(arguments=inputs))
     if opcode == "get-tuple-element":
         of = _find(module, inputs[0])
         is_state = of is not None and of.opcode == "parameter" and where.arguments is None
-        return _Element(int(attributes(instruction)["index"])) if is_state else None
-    if opcode == "add":
-        return _add(_value(module, inputs[0]), _value(module, inputs[1]))
-    if opcode == "compare":
-        return _compare(attributes(instruction)["direction"], _value(module, inputs[0]), _value(module, inputs[1]))
-    return None
-
-
-def _add(left: _Value, right: _Value) -> _Value:
-    if isinstance(left, int):
+        return _Linear(int(words["index"]), 0) if is_state else None
+    if opcode not in ("add", "compare"):
+        return None
+    left, right = (_value(module, one) for one in inputs)
+    if not isinstance(left, _Linear) or not isinstance(right, _Linear):
+        return None
+    if right.slot is not None:  # the counter to the left
         left, right = right, left
-    return _Step(left.slot, right) if isinstance(left, _Element) and isinstance(right, int) else None
+        words = {"direction": _MIRRORED.get(words.get("direction", ""), "")}
+    if right.slot is not None:
+        return None
+    if opcode == "add":
+        return _Linear(left.slot, left.plus + right.plus)
+    return _Compare(words["direction"], left, right) if words["direction"] in _MIRRORED else None
 
 
-def _compare(direction: str, left: _Value, right: _Value) -> _Value:
-    if isinstance(left, int):
-        mirrored = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
-        left, right, direction = right, left, mirrored.get(direction, direction)
-    return _Compare(direction, left, right) if direction in ("LT", "LE", "GT", "GE") else None
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
 def _find(module: Module, where: _Name | None) -> Instruction | None:

@@ -19,6 +19,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
 from shardopt.engine.config import SyncConfig
 from shardopt.mesh import data_axes
+from shardopt.planning import Transfer
 
 _INSIDE = ("tensor", "pipeline")
 """Axes over which ddp sends nothing of its own."""
@@ -45,7 +46,7 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
     axes = tuple(axis for axis in data_axes(opt.mesh) if opt.mesh.shape[axis] > 1)
     size = math.prod(opt.mesh.shape[axis] for axis in axes)
     held = sum(row.bytes_whole / _cuts(row.params, opt.mesh) for row in opt.config.report().rows)
-    ddp = 2 * (size - 1) / size * held
+    ddp = Transfer("all-reduce", "data", "gradients", held, 1).wire_bytes({"data": size})
 
     program: Any = opt.step
     schedule = opt.config.schedule

@@ -57,10 +57,6 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
       backward pass needs: all but the last of each block. And one after the embedding, one before the head's gradient
       leaves it.
-
-    Args:
-      placed: from `place`.
-      batch_size: rows of the global batch.
     """
     boundary = placed.workload.boundary_bytes * batch_size / placed.layout.pieces
     found = [
@@ -174,10 +170,6 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
       boundaries that wait; with remat only the inputs of chunks, and the residuals of one chunk.
     - gathered (fsdp): at the loss the weights that it reads and the largest gradient of them, at a block its weights and
       gradients, at embed the gradient of the largest outer leaf.
-
-    Args:
-      placed: from `place`.
-      batch_size: rows of the global batch.
     """
     workload, layout = placed.workload, placed.layout
     rows, tensor = batch_size / layout.pieces, layout.tensor
@@ -294,13 +286,6 @@ def step_time(
     activations, which takes their bytes / bandwidth. A backward is twice that, and with remat what the forward has to
     run again. Transfers that can hide run beside the computation, and what is longer counts. In a pipeline each tick
     takes as long as its busiest stage, the loss included.
-
-    Args:
-      placed: from `place`.
-      transfers: from `traffic`.
-      hardware: the chip.
-      batch_size: rows of the global batch.
-      slices: pods that the chips are spread over.
     """
     workload, layout = placed.workload, placed.layout
     times = {one: seconds(one, layout, hardware, slices=slices) for one in transfers}
@@ -345,12 +330,6 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: i
     outermost. A group within one pod or node uses its links; a group spread over several first works within each, on
     k members, then across them, each member its k-th of the buffer over the network. On a torus a mesh axis of n of C
     chips has about D log n / log C of the D torus axes to itself, at least one.
-
-    Args:
-      transfer: what travels.
-      layout: the mesh.
-      hardware: the chip.
-      slices: pods that the chips are spread over evenly.
     """
     sizes = layout.sizes
     domain = max(min(hardware.pod_chips, layout.num_chips // slices), 1)

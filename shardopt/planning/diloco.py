@@ -67,8 +67,8 @@ def diloco_utilisation(
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
       "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for fragments and delay.
     """
-    positive = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits}
-    _check("diloco_utilisation", positive, replicas, sync_every, fragments, delay, latency, overlap)
+    numbers = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits}
+    _check("diloco_utilisation", numbers, replicas, sync_every, fragments, delay, overlap, latency)
     send = _wire_bytes(num_parameters, bits, replicas) / bandwidth + fragments * latency
     waiting = max(send / fragments - (delay + overlap) * step_seconds, 0.0) * fragments
     compute = sync_every * step_seconds
@@ -113,8 +113,8 @@ def bandwidth_for(
     """
     if not 0 < target < 1:
         raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
-    positive = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits}
-    _check("bandwidth_for", positive, replicas, sync_every, fragments, delay, 0.0, overlap)
+    numbers = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits}
+    _check("bandwidth_for", numbers, replicas, sync_every, fragments, delay, overlap)
     allowed = sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
     return _wire_bytes(num_parameters, bits, replicas) / allowed
 
@@ -130,20 +130,22 @@ def _check(
     sync_every: int,
     fragments: int,
     delay: int,
-    latency: float,
     overlap: float,
+    latency: float = 0.0,
 ) -> None:
     counts = {"replicas": replicas, "sync_every": sync_every, "fragments": fragments}
     wrong = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
     wrong += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
-    at_least_0 = {"delay": delay, "latency": latency}
-    wrong += [f"{name} must be at least 0, got {value}" for name, value in at_least_0.items() if value < 0]
+    wrong += [
+        f"{name} must be at least 0, got {value}"
+        for name, value in (("delay", delay), ("latency", latency))
+        if value < 0
+    ]
     wrong += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
     if not wrong and sync_every % fragments:
         wrong = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
     if not wrong and delay and delay >= sync_every // fragments:
         wrong = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
     if wrong:
-        raise ValueError(
-            format_error(who, "these numbers cannot be used.", wrong, "choose numbers as so.diloco takes them.")
-        )
+        fix = "choose numbers as so.diloco takes them."
+        raise ValueError(format_error(who, "these numbers cannot be used.", wrong, fix))

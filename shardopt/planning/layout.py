@@ -192,12 +192,7 @@ def place(
 ) -> PlacedModel:
     """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
 
-    Args:
-      workload: the model.
-      layout: mesh sizes and placement.
-      opt_state: from `abstract_opt_state`.
-      min_shard_elements: as strategies take it.
-      tiled: whether the device stores arrays in tiles, as a TPU does.
+    A TPU stores arrays in tiles (`tiled`).
 
     Raises:
       ValueError: if a dim that a tensor rule names is not divisible, or no rule uses a tensor axis above 1.
@@ -272,15 +267,11 @@ _LANES, _SUBLANES, _FLAT = 128, 8, 1024
 
 @functools.lru_cache(maxsize=4096)
 def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Return the bytes of an array in a TPU's memory, its tiles filled up.
+    """Return the bytes of an array (the part that a chip holds) in a TPU's memory, its tiles filled up.
 
     XLA:TPU stores two dims in tiles of 8 x 128 numbers (1, 2 or 4 x 128 where the first has no more), chooses the two that
     waste least, and flat arrays in tiles of up to 1024. Read off its layouts, and equal to them byte for byte in every
     compile of `benchmarks/pod.py`.
-
-    Args:
-      shape: of the part that a chip holds.
-      itemsize: bytes of a number.
 
     Example:
       >>> stored_bytes((50257, 12), 4) == 50304 * 16 * 4

@@ -88,7 +88,7 @@ def test_what_travels_together_is_summed():
     assert sorted(shape for one in found.collectives for shape in one.shapes) == ["f32[64,16]", "f32[]", "s32[64,16]"]
 
 
-# XLA:CPU widens bfloat16 and float8 before a collective, so they are in test_text.py only
+# XLA:CPU widens bfloat16 and float8 before a collective, so they are in test_hlo_text.py only
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint32", "float16", "float32"])
 def test_bytes_of_other_types(dtype):
     mesh = make_mesh({"data": 8})
