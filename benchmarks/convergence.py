@@ -1,7 +1,7 @@
 """What is lost in learning by sending less: held-out loss of compressed gradients and of replicas that train apart.
 
 Run: python benchmarks/convergence.py [--steps 6000] [--seeds 3], with --tune for the table of learning rates, or with
---only NAME... to run some anew beside what the JSON has of the others (runs are deterministic, and a seed of the control
+--only NAME... to run some again beside what the JSON has of the others (runs are deterministic, and a seed of the control
 is run again to see that they are).
 
 Control: `so.ddp` with exact gradients. Test: `so.ddp` with each reducer, with error feedback and without it, and four

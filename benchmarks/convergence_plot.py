@@ -1,6 +1,6 @@
 """The curves of `convergence.py` as a picture: what is lost to exact ddp, by reducer and by replicas that train apart.
 
-Run: python benchmarks/convergence_plot.py, which draws benchmarks/results/convergence.json anew.
+Run: python benchmarks/convergence_plot.py, which draws benchmarks/results/convergence.json again.
 """
 
 import json

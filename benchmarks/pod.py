@@ -2,7 +2,7 @@
 
     python benchmarks/pod.py [compiles] [memory] [flops] [ranking] [published] [diloco] [again] [--libtpu FOLDER] [--only gpt2]
 
-Parts run one after another, all of them without arguments; `again` predicts anew what has been compiled before. `compiles`
+Parts run one after another, all of them without arguments; `again` predicts again what has been compiled before. `compiles`
 needs libtpu (pip install 'shardopt[tpu]'); one compile takes from half a minute to some minutes. Each result is kept in results/pod.json as soon as it is there, and a
 part that is run again replaces its own rows only.
 """

@@ -11,7 +11,7 @@ import argparse
 import os
 from typing import NamedTuple
 
-if __name__ == "__main__":  # simulated devices, one a worker; where there are real ones they are used
+if __name__ == "__main__":  # simulated devices, one per worker; where there are real ones they are used
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
 import jax

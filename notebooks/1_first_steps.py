@@ -13,8 +13,8 @@
 #
 # You know optax: a loss, some parameters, an optimizer, a loop. Here that loop moves from one device to eight.
 #
-# **The one idea: more devices, the same numbers.** You choose where things live, and training takes the steps that it
-# took before.
+# **The idea: more devices, the same numbers.** You choose where things live, and training takes the same steps as
+# before.
 #
 # No accelerator is needed. We ask jax for eight simulated devices on the CPU, which behave like real ones in all but
 # speed. Where you have real ones, leave out the two lines with `jax.config`.
@@ -37,7 +37,7 @@ print(len(jax.devices()), "devices")
 # %% [markdown]
 # ## A problem
 #
-# Two spirals wind around each other. A small network shall tell on which of them a point lies.
+# Two spirals wind around each other. A small network learns on which of them a point lies.
 
 
 # %%
@@ -106,11 +106,11 @@ print(f"loss {plain[0]:.3f} -> {plain[-1]:.4f}")
 # Three things change.
 #
 # 1. A **mesh** gives the devices an order and names. `data=8` says: eight devices that share the rows of a batch.
-# 2. A **strategy** takes your optimizer, the mesh and your loss. `so.fsdp` splits parameters and optimizer state, so
+# 2. A **strategy** takes your optimizer, the mesh and your loss. `so.fsdp` shards parameters and optimizer state, so
 #    that each device holds an eighth.
 # 3. `opt.init` and `opt.step` take the place of `tx.init` and of the step above.
 #
-# You still pass the whole batch. Each device gets its share of the rows.
+# You still pass the global batch. Each device gets its share of the rows.
 
 # %%
 mesh = so.make_mesh(data=8)
@@ -126,8 +126,8 @@ print(f"loss {fsdp[0]:.3f} -> {fsdp[-1]:.4f}")
 # %% [markdown]
 # ## Where are the parameters now?
 #
-# The large matrix is cut into eight strips, one a device. It was so from the beginning: `init` made it in strips, and
-# it was never whole anywhere.
+# The large matrix is sharded into eight strips, one per device, from the beginning: `init` created it in strips, and no
+# device ever held all of it.
 
 # %%
 w = state.params[1]["w"]
@@ -135,7 +135,7 @@ print(w.shape, w.sharding.spec, "- on each device", w.addressable_shards[0].data
 jax.debug.visualize_array_sharding(w)
 
 # %% [markdown]
-# Small leaves stay whole, as cutting them would save next to nothing. The report says so for every leaf.
+# Small leaves stay replicated, because sharding them would save next to nothing. The report says so for every leaf.
 
 # %%
 print(opt.config.report())
@@ -143,8 +143,8 @@ print(opt.config.report())
 # %% [markdown]
 # ## Another strategy is another word
 #
-# `so.ddp` keeps a whole copy on each device. `so.zero` splits the optimizer state and leaves the parameters whole. Let
-# us train with these two as well, and look at what the first device holds in the end.
+# `so.ddp` replicates everything on each device. `so.zero` shards the optimizer state and replicates the parameters. We
+# train with these two as well, and look at what the first device holds in the end.
 
 
 # %%
@@ -185,22 +185,21 @@ middle.legend(frameon=False, loc="center right")
 kilobytes = np.array([bytes_held for _, bytes_held in found.values()]) / 1000
 right.bar(list(found), kilobytes[:, 0], color="#33608c", label="parameters")
 right.bar(list(found), kilobytes[:, 1], bottom=kilobytes[:, 0], color="#b3882f", label="optimizer state")
-right.set(title="held by a device", ylabel="kB")
+right.set(title="held per device", ylabel="kB")
 right.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# On the left four curves lie on one another. The middle shows by how little they differ: sums over eight devices are
-# rounded in another order than sums on one. On the right is what you bought. The memory is another, the training is
-# the same.
+# On the left the four curves coincide. The middle shows by how little they differ: sums over eight devices are rounded
+# in another order than sums on one. On the right is what you gain: less memory per device, and the same training.
 #
 # This holds for every optax optimizer, the clipping by the global norm above included. Your optimizer sees all
-# gradients, as if they were on one device. Let us be strict about it:
+# gradients, as if they were on one device. A check:
 
 # %%
 for name, (losses, bytes_held) in found.items():
     worst = np.max(np.abs(np.array(losses) - plain))
-    print(f"{name:8} at most {worst:.1e} from one device, {sum(bytes_held):7,} bytes a device")
+    print(f"{name:8} at most {worst:.1e} from one device, {sum(bytes_held):7,} bytes per device")
     assert worst < 1e-3
 assert sum(found["so.fsdp"][1]) < sum(found["so.zero"][1]) < sum(found["so.ddp"][1])
 
@@ -218,7 +217,7 @@ axes.set(title="trained on eight devices", xticks=[], yticks=[])
 plt.show()
 
 right_ones = np.mean((np.asarray(logits(state.params, batch["x"])) > 0) == batch["y"])
-print(f"{right_ones:.1%} of the points are told right")
+print(f"{right_ones:.1%} of the points are classified correctly")
 assert right_ones > 0.95
 
 # %% [markdown]

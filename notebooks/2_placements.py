@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 2. Placements
 #
-# Training keeps three things: parameters, gradients, optimizer state. Each may be whole on every device, or split.
+# Training keeps three things: parameters, gradients, optimizer state. Each may be replicated on every device, or sharded.
 #
-# **The one idea: where things live decides what has to move.** You can look at both before you train.
+# **The idea: where things live decides what has to move.** You can look at both before you train.
 
 # %%
 # %matplotlib inline
@@ -54,12 +54,12 @@ print(f"{psi:,} bytes of parameters")
 #
 # | strategy | parameters | gradients | optimizer state |
 # |---|---|---|---|
-# | `so.ddp` | whole | whole | whole |
-# | `so.zero(stage=1)` | whole | whole | **split** |
-# | `so.zero(stage=2)` | whole | **split** | **split** |
-# | `so.fsdp` | **split** | **split** | **split** |
+# | `so.ddp` | replicated | replicated | replicated |
+# | `so.zero(stage=1)` | replicated | replicated | **sharded** |
+# | `so.zero(stage=2)` | replicated | **sharded** | **sharded** |
+# | `so.fsdp` | **sharded** | **sharded** | **sharded** |
 #
-# That is the whole difference between them.
+# That is all the difference between them.
 
 # %%
 mesh = so.make_mesh(data=8)
@@ -74,7 +74,7 @@ strategies = {
 # %% [markdown]
 # ## Where each leaf lives
 #
-# A row is a leaf. A grey row is whole on every device. A row of boxes is cut, each box a shard. First `ddp`, then
+# A row is a leaf. A grey row is replicated on every device. A row of boxes is sharded, each box a shard. First `ddp`, then
 # `fsdp`:
 
 # %%
@@ -84,15 +84,14 @@ so.planning.plot_placement(strategies["ddp"], shapes)
 so.planning.plot_placement(strategies["fsdp"], shapes)
 
 # %% [markdown]
-# The same as a table, with the optimizer state, and with the reason where a leaf stays whole although the strategy
-# splits:
+# The same as a table, with the optimizer state, and with the reason where a leaf stays replicated although the
+# strategy shards:
 
 # %%
 print(strategies["fsdp"].config.report(shapes))
 
 # %% [markdown]
-# The report speaks of shapes. Does it tell the truth? We create the real thing twice, and count the bytes on the first
-# device.
+# The report is computed from shapes. To check it we create the state twice, and count the bytes on the first device.
 
 
 # %%
@@ -115,14 +114,14 @@ for name in ("ddp", "fsdp"):
 #
 # `so.audit` compiles the training step and reads every collective off the compiled program. It does not run anything,
 # so shapes are enough again. For `ddp` that is one all-reduce of the gradients, with a few bytes more in the same
-# envelope, such as the loss.
+# bucket, such as the loss.
 
 # %%
 audits = {name: so.audit(opt.step, opt.abstract_state(shapes), batch) for name, opt in strategies.items()}
 print(audits["ddp"])
 
 # %% [markdown]
-# For `fsdp` weights are gathered where they are used, forward and backward, and gradients are scattered. The blocks
+# For `fsdp` weights are all-gathered where they are used, forward and backward, and gradients are reduce-scattered. The blocks
 # are gathered in a loop, one at a time.
 
 # %%
@@ -131,7 +130,7 @@ print(audits["fsdp"])
 # %% [markdown]
 # ## Both at once
 #
-# Memory on the left, bytes that a device sends in a step on the right.
+# Memory on the left, bytes sent per device and step on the right.
 
 # %%
 kinds = {"all-reduce": "#33608c", "all-gather": "#218c6b", "reduce-scatter": "#b3882f"}
@@ -144,23 +143,23 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constraine
 numbers = np.array(list(held.values())) / 1e6
 left.bar(list(held), numbers[:, 0], color="#6e94b8", label="parameters")
 left.bar(list(held), numbers[:, 1], bottom=numbers[:, 0], color="#d9a441", label="optimizer state")
-left.set(title="held by a device between steps", ylabel="MB")
+left.set(title="held per device between steps", ylabel="MB")
 left.legend(frameon=False)
 bottom = np.zeros(len(sent))
 for kind, color in kinds.items():
     values = np.array([row[kind] for row in sent.values()]) / 1e6
     right.bar(list(sent), values, bottom=bottom, color=color, label=kind)
     bottom += values
-right.set(title="sent by a device in a step", ylabel="MB")
+right.set(title="sent per device and step", ylabel="MB")
 right.set_ylim(top=1.35 * bottom.max())
 right.legend(frameon=False, loc="upper left", ncols=3)
 plt.show()
 
 # %% [markdown]
-# An all-reduce is a reduce-scatter and an all-gather. So splitting the optimizer state costs nothing on the wire.
-# Splitting the parameters too means gathering the blocks twice, in the forward and again in the backward pass: half as
-# much again for them. With $N$ devices and $\Psi$ bytes of parameters, rings send $2\frac{N-1}{N}\Psi$ for the first
-# three, and $3\frac{N-1}{N}\Psi$ for the blocks of `fsdp`. Let us check that on the compiled programs, to one percent:
+# An all-reduce is a reduce-scatter and an all-gather. So sharding the optimizer state costs nothing on the wire.
+# Sharding the parameters too means gathering the blocks twice, in the forward and again in the backward pass: 1.5 times
+# as much for them. With $N$ devices and $\Psi$ bytes of parameters, ring collectives send $2\frac{N-1}{N}\Psi$ for the first
+# three, and $3\frac{N-1}{N}\Psi$ for the blocks of `fsdp`. The compiled programs agree, to one percent:
 
 # %%
 in_blocks = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes["blocks"]))
@@ -173,8 +172,8 @@ for name, said in formulas.items():
 # %% [markdown]
 # ## A second axis
 #
-# A mesh can have more axes than one. With `tensor=2` each block is shared by two devices: a rule says for each leaf
-# which dim to cut. The four pairs of devices then share the rest as before. Two strips in a row are two cuts.
+# A mesh can have more axes than one. With `tensor=2` each block is sharded over two devices: a rule says for each leaf
+# over which dim. The four pairs of devices then shard the rest as before. Two strips in a row are two sharded dims.
 
 # %%
 print(*gpt.rules, sep="\n")
@@ -182,7 +181,7 @@ both = so.fsdp(tx, so.make_mesh(data=4, tensor=2), model, rules=gpt.rules)
 so.planning.plot_placement(both, shapes)
 
 # %% [markdown]
-# Now something else moves too. Over `tensor` activations are summed, inside every block:
+# Now activations move too: they are summed over `tensor`, inside every block:
 
 # %%
 found = so.audit(both.step, both.abstract_state(shapes), batch)
@@ -191,7 +190,6 @@ for axes, traffic in found.by_axis().items():
 assert {("data",), ("tensor",)} <= set(found.by_axis())
 
 # %% [markdown]
-# That is the trade in one picture: less memory here, more traffic there. Start with `so.ddp`. When memory runs out go
-# down the table.
+# Less memory costs more traffic. Start with `so.ddp`. When memory runs out go down the table.
 #
 # **Next**: [3. Pipelines](3_pipelines.ipynb) cuts the model into stages, and sends activations instead of weights.

@@ -11,10 +11,10 @@
 # %% [markdown]
 # # 3. Pipelines
 #
-# A deep model can be cut into stages. Each device holds a few blocks, and hands activations to the next. A stage that
-# waits for its neighbour is idle. So the batch is cut too, into micro-batches, which follow one another.
+# A deep model can be cut into stages. Each device holds a few blocks, and sends activations to the next. A stage that
+# waits for its neighbour is idle. So the batch is split too, into micro-batches, which follow one another.
 #
-# **The one idea: a schedule is a table of who does what when, and idle time is its empty boxes.** You can draw it
+# **The idea: a schedule is a table of what each stage does when, and idle time is its empty boxes.** You can draw it
 # before you run it.
 
 # %%
@@ -53,7 +53,7 @@ print("activations that each stage keeps at its worst tick:", gpipe.peak_activat
 assert gpipe.bubble_fraction == 3 / 11
 
 # %% [markdown]
-# Every micro-batch waits, with all its activations, until the last forward is done. That is a lot of memory.
+# Every micro-batch waits, with all its activations, until the last forward is done. That takes a lot of memory.
 #
 # ## Backwards as soon as possible
 #
@@ -75,8 +75,8 @@ so.schedules.interleaved(4, 8, num_chunks=2).plot()
 # %% [markdown]
 # ## Fill the bubble with work
 #
-# A backward computes two things. The neighbour waits for the gradient of the input. Nobody waits for the gradient of
-# the weights. So that half can be put off, until there would be nothing else to do.
+# A backward computes two things. The neighbour waits for the gradient of the input. Nothing waits for the gradient
+# of the weights. So that half can be delayed until the stage would be idle.
 
 # %%
 so.schedules.zero_bubble_lockstep(4, 8).plot()
@@ -118,8 +118,8 @@ for name, row in tables.items():
 # %% [markdown]
 # ## Now run them
 #
-# A pipeline must know where the blocks are. A `so.BlockModel` tells it: what comes before the blocks, one block, and
-# what comes after. The parameters of all blocks are stacked.
+# A pipeline must know where the blocks are. A `so.BlockModel` says what comes before the blocks, one block, and what
+# comes after. The parameters of all blocks are stacked.
 
 # %%
 width, depth = 32, 8
@@ -170,7 +170,7 @@ for _ in range(num_steps):
     plain.append(float(loss))
 
 # %% [markdown]
-# And pipelines: four stages, two devices beside one another in each (`data=2`), eight micro-batches.
+# And pipelines: four stages, two devices in each (`data=2`), eight micro-batches.
 
 # %%
 mesh = so.make_mesh(data=2, pipeline=4)
@@ -197,10 +197,10 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# A schedule changes when things are computed, not what. So choose by the drawing: how much is idle, how much is kept.
+# A schedule changes when things are computed, not what. So choose by how much is idle and how much is kept.
 #
 # Our simulated devices share the cores of one machine, so here a pipeline saves no time. On real ones the empty boxes
-# are what you pay for.
+# are idle time.
 #
 # You can also write a schedule of your own. It is a table, and it is checked before it runs: see CONTRIBUTING.
 #

@@ -13,8 +13,8 @@
 #
 # Between machines links are slow. Then sending gradients takes longer than computing them.
 #
-# **The one idea: you can send far less, and learning hardly notices, if what was not sent is remembered.** There are
-# two ways. Send fewer bits each step, or send less often.
+# **The idea: you can send far less, at little cost in learning, if what was not sent is kept for later.** There are two
+# ways. Send fewer bits each step, or send less often.
 
 # %%
 # %matplotlib inline
@@ -76,15 +76,15 @@ tx = optax.adam(optax.cosine_decay_schedule(5e-3, num_steps))
 mesh = so.make_mesh(data=4)
 
 # %% [markdown]
-# We train six times on four devices, and each time keep two things: the curve, and what a device sends in a step. The bytes are not a
-# formula. `so.audit` reads them off the compiled program.
+# We train six times on four devices, and each time keep the curve and the bytes sent per device and step. The bytes
+# are not a formula: `so.audit` reads them from the compiled program.
 
 # %%
 curves, sent = {}, {}
 
 
 def wire_bytes(opt, state):
-    """Return the bytes that a device sends in the step that comes next."""
+    """Return the bytes sent per device in the step that comes next."""
     return sum(found.wire_bytes * found.calls for found in so.audit(opt.step, state, batches[0]).collectives)
 
 
@@ -110,8 +110,8 @@ train("exact", so.ddp(tx, mesh, loss_fn))
 # sends two thin matrices whose product is near the gradient. `top_k` sends the largest two in a hundred, and nothing of
 # the rest.
 #
-# Each loses something at each step. `error_feedback` remembers what was lost and adds it to the next gradient. So
-# nothing is lost for good, only late.
+# Each loses something at each step. `error_feedback` keeps what was lost and adds it to the next gradient. So nothing is
+# lost, only delayed.
 
 # %%
 feedback = so.reducers.error_feedback
@@ -120,7 +120,7 @@ train("power_sgd, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reduc
 train("top_k, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reducers.top_k(density=0.02))))
 
 # %% [markdown]
-# Is the memory of any use? We leave it out once.
+# What does error feedback gain? We leave it out once.
 
 # %%
 train("power_sgd, forgetful", so.ddp(tx, mesh, loss_fn, reducer=so.reducers.power_sgd(rank=4)))
@@ -128,9 +128,9 @@ train("power_sgd, forgetful", so.ddp(tx, mesh, loss_fn, reducer=so.reducers.powe
 # %% [markdown]
 # ## Less often
 #
-# Now each of the four is a replica that trains by itself for twenty steps. Then they agree. With DiLoCo they send how
-# far they came, and an outer optimizer treats the mean of that as a gradient. Until the next agreement the shared
-# parameters stand still, so their curve has steps.
+# Now each of the four is a replica that trains by itself for twenty steps. Then they synchronise. With DiLoCo they send
+# the change of their parameters, and an outer optimizer treats its mean as a gradient. Until the next synchronisation
+# the shared parameters do not change, so their curve has steps.
 
 # %%
 every = 20
@@ -167,7 +167,7 @@ plt.show()
 # %% [markdown]
 # ## And the bytes
 #
-# To the left is cheap, to the bottom is good.
+# Left is cheap, down is good.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
@@ -181,7 +181,7 @@ for name, curve in curves.items():
         textcoords="offset points",
         color=color,
     )
-axes.set(xlabel="kB that a device sends, a step", ylabel="held-out loss at the end")
+axes.set(xlabel="kB sent per device and step", ylabel="held-out loss at the end")
 axes.set_xlim(4, 300)
 axes.set_xticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])
 axes.minorticks_off()
@@ -202,9 +202,9 @@ assert final["int8, feedback"] < 1.05 * final["exact"]
 assert final["power_sgd, feedback"] < 0.9 * final["power_sgd, forgetful"]
 
 # %% [markdown]
-# Fewer bits can be nearly free, as long as what was lost is remembered. The solid and the hollow green dot send the
+# Fewer bits can be nearly free, if what was lost is kept. The solid and the hollow green dot send the
 # same bytes. How far you can go depends on the model, and on how much of the training is still to come: all of these
-# lag most at the beginning. `so.reducers.warm_up` sends exact means there. The README has longer runs with three seeds.
+# lag most at the beginning. `so.reducers.warm_up` sends exact means there. `docs/benchmarks.md` has longer runs with three seeds.
 #
 # Both ways compose. `so.diloco(inner, reducer=...)` sends seldom *and* little.
 #

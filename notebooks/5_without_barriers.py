@@ -12,10 +12,10 @@
 # # 5. Training without barriers
 #
 # In one program all devices wait for the slowest, at every step. If a worker stalls now and then (a full disk, a busy
-# network, a neighbour on the same machine), everybody pays.
+# network, other jobs on the same machine), all of them wait.
 #
-# **The one idea: let workers run ahead of one another, up to a bound, and write down what happened.** The bound keeps
-# learning sound. The log makes the run repeatable, bit for bit.
+# **The idea: let workers run ahead of one another, up to a bound, and log what happened.** The bound limits how old a
+# gradient can be. The log makes the run repeatable, bit for bit.
 
 # %%
 # %matplotlib inline
@@ -82,7 +82,7 @@ def from_a_slow_disk(worker):
 
 
 # %% [markdown]
-# ## Everybody waits
+# ## All wait
 #
 # With `max_staleness=0` the gradients of all four are averaged and applied once, as `so.ddp` does. A stall of one stops
 # all. Blue computes, grey fetches data, amber waits for others. (Blue is so short here that you hardly see it. We leave
@@ -107,10 +107,10 @@ waiting = run(max_staleness=0, num_updates=50)
 server.plot_timeline(settled(waiting.log), until=1.5)
 
 # %% [markdown]
-# ## Hardly anybody waits
+# ## Few wait
 #
-# Now a worker may be up to eight steps ahead of the slowest. Each gradient is applied as it comes. A stall stops the
-# worker that has it, and nobody else. Amber comes back only where others have run up against the bound.
+# Now a worker may be up to eight steps ahead of the slowest. Each gradient is applied as it comes. A stall stops only
+# the worker that has it. Amber appears only where others have reached the bound.
 
 # %%
 ahead = run(max_staleness=8, num_updates=200)
@@ -128,16 +128,15 @@ assert max(ahead.metrics["staleness"]) <= 8
 # %% [markdown]
 # ## Replay
 #
-# Threads never run twice in the same order, so no two such runs are alike. How would you look into one that went wrong?
-# By its log. It has every pull and every push, in order:
+# Threads never run twice in the same order, so no two such runs are alike. To investigate one,
+# use its log. It has every pull and every push, in order:
 
 # %%
 for event in list(ahead.log)[4:10]:
     print(event)
 
 # %% [markdown]
-# `replay` does it all again on one thread, gradient by gradient. The result is not close to that of the run. It is the
-# same, bit for bit.
+# `replay` repeats the run on one thread, gradient by gradient. The result equals that of the run, bit for bit.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "run.jsonl"
@@ -150,8 +149,8 @@ print("equal bit for bit:", same)
 assert all(same)
 
 # %% [markdown]
-# The replay did not need the slow disk: when things happened is in the log. It did need the same data. With other data
-# it says so:
+# The replay did not need the slow disk: when things happened is in the log. It does need the same data. With other
+# data it raises an error:
 
 # %%
 try:
@@ -162,11 +161,11 @@ else:
     raise AssertionError("other data went unnoticed")
 
 # %% [markdown]
-# ## What does being late cost?
+# ## What do late gradients cost?
 #
-# A gradient that comes late was computed for parameters that have moved on. To see what that costs, and what waiting
+# A late gradient was computed for parameters that have changed since. To see what that costs, and what waiting
 # costs, we use the simulator. It is the same server in virtual time: eight workers, steps of a second, one in ten with
-# a stall of ten seconds. The mathematics is real.
+# a stall of ten seconds. The gradients are real.
 #
 # To be fair, the averaged run gets eight times the learning rate: one update of eight gradients weighs as much as eight
 # updates of one.
@@ -211,20 +210,20 @@ seconds = [result.metrics["seconds"] for result in simulated.values()]
 assert seconds[0] > 1.5 * seconds[1] > 1.5 * seconds[2]
 
 # %% [markdown]
-# On the left: gradient by gradient all learn about as well. On the right: who does not wait is done much sooner.
+# On the left: per gradient all learn about equally well. On the right: without waiting, the run is done much sooner.
 #
 # ## When a bound does not help
 #
-# One worker is always four times slower. The others run ahead until they reach the bound, here four steps. Then they
-# are as slow as the slowest, for ever.
+# One worker is always four times slower. The others run ahead until they reach the bound, here four steps. From
+# then on they are as slow as the slowest.
 
 # %%
 uneven = [server.SimulatedWorker()] * 3 + [server.SimulatedWorker(step_seconds=4.0)]
 server.plot_timeline(server.simulate(uneven, max_staleness=4, until=40.0).log)
 
 # %% [markdown]
-# So a bound helps against stalls that pass. Against a worker that is always slow only leaving it behind helps
-# (`max_staleness=None`), or giving it less to do (`so.async_local_sgd`).
+# So a bound helps against stalls that pass. Against a worker that is always slow only removing the bound helps
+# (`max_staleness=None`), or giving it less work (`so.async_local_sgd`).
 
 # %%
 bounds = [0, 1, 2, 4, 8, 16, 32]

@@ -13,7 +13,7 @@
 #
 # You have a model, and could rent 64 chips. Does it fit? How should it be laid out? How long does a step take?
 #
-# **The one idea: memory and traffic follow from the layout, so you can compare all layouts on a laptop.** Nothing here
+# **The idea: memory and traffic follow from the layout, so you can compare all layouts on a laptop.** Nothing here
 # needs an accelerator.
 
 # %%
@@ -48,7 +48,7 @@ print(plans)
 # ## What fills the memory
 #
 # We take the fastest layout of each kind: with and without pipeline, with and without tensor sharding, each placement.
-# The dashed line is what may be used of a chip.
+# The dashed line is the usable memory of a chip.
 
 
 # %%
@@ -64,7 +64,7 @@ shown = list(fastest.values())[:10]
 so.planning.plot_memory(shown, limit=plans.limit)
 
 # %% [markdown]
-# ## What crosses the wires
+# ## What is sent
 #
 # The same layouts. Bytes over `tensor` must be waited for inside every block. Those of `fsdp` over `data` can travel
 # while other blocks compute.
@@ -95,8 +95,8 @@ else:
 # %% [markdown]
 # ## How many chips?
 #
-# The batch stays the same, 128 rows of 8192 tokens. Each chip gets less to do, and has as much to send. To be quick we
-# look at `fsdp` alone, with one schedule.
+# The batch stays the same, 128 rows of 8192 tokens. Each chip computes less and sends as much. To save time
+# we look at `fsdp` alone, with one schedule.
 
 # %%
 counts = [32, 64, 128, 256, 512]
@@ -157,12 +157,12 @@ for row, one in zip(published, told, strict=True):
     assert 1 < one.mfu / row[5] < 2
 
 # %% [markdown]
-# So take times for what they are: a ranking.
+# So use predicted times for ranking.
 #
 # ## Your own model
 #
 # `so.planning.trace` reads the costs off the trace of any `so.BlockModel`. Then plan as before. `.mesh` and `.strategy`
-# of a plan are the arguments to make it real.
+# of a plan are the arguments that build it.
 
 # %%
 config = gpt.GPTConfig(dim=64, num_layers=4, num_heads=4)
@@ -195,15 +195,15 @@ assert abs(sent / predicted - 1) < 0.05
 call = """so.aot(
     lambda mesh: so.fsdp(tx, mesh, gpt.model(config)),
     shapes,
-    batch,
+    jax.eval_shape(lambda: batch),
     topology="v5e:2x4",
 )"""
 if importlib.util.find_spec("libtpu"):
     print(eval(call))
 else:
-    print("libtpu is not installed. With it, this tells memory, flops and collectives of a chip:\n")
+    print("libtpu is not installed. With it, this prints memory, flops and collectives of a chip:\n")
     print(call)
 
 # %% [markdown]
-# That was the last of the six. The pages in `docs/` say more about each part: `docs/choose.md` which strategy when, and
-# `docs/pod.md` how to start a run on several machines.
+# That was the last of the six. The pages in `docs/` say more: `docs/choose.md` which strategy when, `docs/planning.md`
+# how close the predictions are, and `docs/clusters.md` how to start a run on several machines.
