@@ -1,58 +1,22 @@
-"""What `shardopt train` shows a person: the run, the placement of every leaf, the result."""
+"""What `shardopt train` shows a person: the run, the placement of every leaf, the result, and the loss curve."""
 
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import PartitionSpec
 
+import shardopt as so
 from shardopt.cli.communication import Traffic, describe, size, traffic_text
 from shardopt.cli.options import TrainOptions
 from shardopt.cli.run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
 from shardopt.core.errors import plural
+from shardopt.data import Windows
+from shardopt.models.gpt import GPTConfig, num_parameters
 from shardopt.pipeline import Schedule
-
-# The loss curve of a run as a picture.
-
-
-_BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
-
-
-def draw_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw training and validation loss over the steps into a PNG.
-
-    Args:
-      metrics: `{"step": n, "loss": ..., "val_loss": ...}` each, either loss may be missing.
-      path: the file to write.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # A figure of its own: pyplot would choose a backend for the whole process.
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, label, style in (
-        ("loss", "training", {"color": _BLUE, "linewidth": 1.4, "alpha": 0.85}),
-        ("val_loss", "validation", {"color": _ORANGE, "linewidth": 1.8, "marker": "o", "markersize": 4}),
-    ):
-        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
-        if points:
-            steps, losses = zip(*points, strict=True)
-            axes.plot(steps, losses, label=f"{label}, {losses[-1]:.3f} at the end", **style)
-    axes.set_xlabel("step", color=_GREY)
-    axes.set_ylabel("loss (nats a byte)", color=_GREY)
-    axes.set_xlim(left=0)
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.tick_params(colors=_GREY, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#d1d5db")
-    if axes.lines:
-        axes.legend(frameon=False, loc="upper right")
-    figure.savefig(path)
-
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,11 +32,16 @@ def open_screen() -> "Console":
     return Console(quiet=jax.process_index() != 0, highlight=False)
 
 
-def show_run(screen: "Console", options: TrainOptions, opt: Any, config: Any, windows: Any, held_out: Any) -> None:
+def show_run(
+    screen: "Console",
+    options: TrainOptions,
+    opt: so.ShardedOptimizer,
+    config: GPTConfig,
+    windows: Windows,
+    held_out: Windows,
+) -> None:
     """Show what is about to run."""
     from rich.table import Table
-
-    from shardopt.models.gpt import num_parameters
 
     training, model, inner = options.training, options.model, opt.config
     text = "Python's standard library" if training.data is None else str(training.data)
@@ -106,7 +75,7 @@ def describe_devices(count: int) -> str:
 
 
 def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tuple[str, str]]:
-    """Return what there is to say of the schedule of a hybrid run: a label and a line each; nothing of others."""
+    """Return what is shown of the schedule of a hybrid run: a label and a line each."""
     if options.where.strategy != "hybrid":
         return []
     if schedule is None:
@@ -123,14 +92,18 @@ def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tup
     ]
 
 
-def show_placement(screen: "Console", options: TrainOptions, opt: Any) -> None:
-    """Show how each leaf is split, and the bytes that a device holds."""
+def show_placement(screen: "Console", options: TrainOptions, opt: so.ShardedOptimizer) -> None:
+    """Show how each leaf is sharded, and the bytes per device."""
+    from rich import box
     from rich.table import Table
 
     report = opt.config.report()
     same = all(row.params == row.opt_state for row in report.rows)
     table = Table(
-        title=f"{_strategy_text(options)}: what each device holds", title_justify="left", title_style="bold", box=_box()
+        title=f"{_strategy_text(options)}: what each device holds",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
     )
     table.add_column("leaf", no_wrap=True)
     table.add_column("parameters and optimizer state" if same else "parameters")
@@ -141,23 +114,28 @@ def show_placement(screen: "Console", options: TrainOptions, opt: Any) -> None:
     for row in report.rows:
         splits = [split_text(row.shape, row.params)] + ([] if same else [split_text(row.shape, row.opt_state)])
         table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_whole:,}")
-    whole = sum(row.bytes_whole for row in report.rows)
     table.add_section()
     blanks = [""] * (1 if same else 2)
-    table.add_row("all parameters", *blanks, f"{report.params_bytes:,}", f"{whole:,}", style="bold")
+    table.add_row(
+        "all parameters",
+        *blanks,
+        f"{report.params_bytes:,}",
+        f"{sum(row.bytes_whole for row in report.rows):,}",
+        style="bold",
+    )
     table.add_row("optimizer state", *blanks, f"{report.opt_state_bytes:,}", "", style="bold")
     screen.print()
     screen.print(table)
     for reason in dict.fromkeys(row.whole_because for row in report.whole):
         paths = ", ".join(row.path for row in report.whole if row.whole_because == reason)
-        screen.print(f"whole over data: {paths} ({reason})", style="dim", markup=False)
+        screen.print(f"replicated over data: {paths} ({reason})", style="dim", markup=False)
     if options.communication.sync_every is not None:
-        say(screen, "these are a replica's own; the parameters it shares and outer optimizer state come on top")
+        say(screen, "these are of one replica; the shared parameters and the outer optimizer state come on top")
     screen.print()
 
 
-def split_text(shape: tuple[int, ...], spec: Any) -> "Text":
-    """Return a shape with the axes that split its dims: `2 x 192/data x 3 x 4/tensor x 48`."""
+def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> "Text":
+    """Return a shape with the axes that shard its dims: `2 x 192/data x 3 x 4/tensor x 48`."""
     from rich.text import Text
 
     entries = list(spec) + [None] * (len(shape) - len(spec))
@@ -177,7 +155,7 @@ def show_order_changes(screen: "Console", changes: list[str]) -> None:
         screen.print(f"The batches come in a new order: {'; '.join(changes)}.\n", markup=False, soft_wrap=True)
 
 
-def show_stopped(screen: "Console", options: TrainOptions, result: Any) -> None:
+def show_stopped(screen: "Console", options: TrainOptions, result: so.FitResult) -> None:
     """Say that a signal ended the run, and how to go on."""
     screen.print(f"\nStopped at step {result.step} of {options.training.steps}; everything is saved. Go on with")
     screen.print(f"  {resume_command(options)}", style="bold", soft_wrap=True, markup=False)
@@ -194,7 +172,7 @@ def say(screen: "Console", line: str) -> None:
 
 
 def show_result(
-    screen: "Console", options: TrainOptions, result: Any, prompt: str, text: str, traffic: Traffic | None
+    screen: "Console", options: TrainOptions, result: so.FitResult, prompt: str, text: str, traffic: Traffic | None
 ) -> None:
     """Show the validation loss, what was sent for it, a sample, and where everything is."""
     from rich.text import Text
@@ -248,7 +226,38 @@ def _mesh_text(sizes: dict[str, int]) -> "Text":
     return Text(" x ").join(parts) if parts else Text("one device")
 
 
-def _box() -> Any:
-    from rich import box
+_BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
 
-    return box.SIMPLE_HEAD
+
+def draw_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
+    """Draw training and validation loss over the steps into a PNG.
+
+    Args:
+      metrics: `{"step": n, "loss": ..., "val_loss": ...}` each, either loss may be missing.
+      path: the file to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not pyplot, which would choose a backend for the process.
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, label, style in (
+        ("loss", "training", {"color": _BLUE, "linewidth": 1.4, "alpha": 0.85}),
+        ("val_loss", "validation", {"color": _ORANGE, "linewidth": 1.8, "marker": "o", "markersize": 4}),
+    ):
+        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+        if points:
+            steps, losses = zip(*points, strict=True)
+            axes.plot(steps, losses, label=f"{label}, {losses[-1]:.3f} at the end", **style)
+    axes.set_xlabel("step", color=_GREY)
+    axes.set_ylabel("loss (nats a byte)", color=_GREY)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.tick_params(colors=_GREY, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#d1d5db")
+    if axes.lines:
+        axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path)

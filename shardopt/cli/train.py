@@ -10,7 +10,6 @@ import shardopt as so
 from shardopt import data
 from shardopt.cli import display
 from shardopt.cli.communication import as_sent, measure
-from shardopt.cli.display import draw_curve
 from shardopt.cli.options import TrainOptions, make_optimizer
 from shardopt.cli.run_folder import (
     CHECKPOINTS,
@@ -25,6 +24,7 @@ from shardopt.cli.run_folder import (
     write_options,
 )
 from shardopt.cli.strategy import check_strategy, fitted, make_base, make_strategy, mesh_of, start_devices
+from shardopt.core.extras import require
 from shardopt.models import gpt, sample
 from shardopt.pipeline import Schedule
 
@@ -38,9 +38,12 @@ def train(options: TrainOptions) -> None:
     Raises:
       ValueError: if an option cannot be used; the message names the remedy.
       TypeError: if an optimizer was given an argument of the wrong kind.
+      ModuleNotFoundError: if a package of the extra "cli" is not installed.
       OSError: if the text or the run folder cannot be used.
       NonFiniteLossError: if training diverged.
     """
+    for module in ("grain", "matplotlib"):
+        require(module, extra="cli", who="train")
     check_run_folder(options)
     check_strategy(options)
     devices = start_devices(options.where.devices)
@@ -81,7 +84,7 @@ def train(options: TrainOptions) -> None:
         abstract_params=jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)),
         say=lambda line: display.say(screen, line),
     ) as checkpoints:
-        if jax.process_index() == 0:  # now that the folder is ours
+        if jax.process_index() == 0:  # the folder is locked now
             write_options(options, corpus.num_bytes)
             write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
         result = so.fit(
@@ -101,11 +104,11 @@ def train(options: TrainOptions) -> None:
     prompt = held_out[0]["tokens"][: max(1, model.length // 2)]
     text = continue_text(result.state.params, config, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
-        draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
+        display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
     traffic = None
     if result.history:
         now, state = opt, result.state
-        if options.communication.reducer_warmup_steps:  # a program that can warm up holds both ways of sending
+        if options.communication.reducer_warmup_steps:  # a program with a warm-up holds both ways of sending
             now = make_strategy(as_sent(options, result.step), tx, mesh, gpt.model(config))
             state = now.abstract_state(jax.eval_shape(lambda: result.state.params))
         traffic = measure(now, state, held_out_batches[0])
@@ -123,12 +126,12 @@ def write_schedule(schedule: Schedule | None, path: Path) -> None:
 def continue_text(params: gpt.Params, config: gpt.GPTConfig, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:
     """Return what the model writes after a prompt, on one device of each process.
 
-    It writes as many bytes as the prompt has, then goes on from these, and so on: never further from what it sees
-    than twice the prompt, and in one compiled program.
+    It writes as many bytes as the prompt has, then continues these, and so on: in one compiled program, over windows of
+    twice the prompt.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    whole = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
-    here = jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+    replicated = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
+    here = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
     pieces, seen = [], prompt[None]
     for i in range(-(-num_bytes // len(prompt))):
         rng = jax.random.fold_in(jax.random.key(seed), i)

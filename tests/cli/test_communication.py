@@ -67,7 +67,7 @@ def test_a_run_with_local_updates_tells_how_they_synchronize_and_what_they_send(
     for piece in (
         "mesh       replica=2 x data=2 x tensor=2\n",
         "synchronized every 4 steps, by nesterov, rate 0.7, momentum 0.9\n",
-        "these are a replica's own; the parameters it shares and outer optimizer state come on top\n",
+        "these are of one replica; the shared parameters and the outer optimizer state come on top\n",
         "(read off the compiled programs; mean of the 4 steps from one synchronization to the next)\n",
     ):
         assert piece in out
