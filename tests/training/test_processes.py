@@ -12,7 +12,6 @@ from support.processes import run_processes
 
 import shardopt as so
 from shardopt.training import fit
-from shardopt.training.signals import VERDICTS, common_verdict
 
 WORKER = Path(__file__).with_name("worker_processes.py")
 
@@ -70,26 +69,3 @@ def test_only_the_first_process_logs_and_shows(told):
     assert "Resuming from step 15" in shown
     assert "step 10/30" not in silent
     assert "Resuming" not in silent
-
-
-def test_one_process_has_nobody_to_ask():
-    assert common_verdict(None, None, due=False) is None
-    assert common_verdict(None, "early", due=False) == "early"
-    assert common_verdict("sigterm", "early", due=True) == "sigterm"
-
-
-def test_the_weightiest_verdict_counts(monkeypatch):
-    asked = []
-
-    def gather(code):
-        asked.append(int(code))
-        return np.array([code, VERDICTS.index("interrupted"), -1])
-
-    monkeypatch.setattr("jax.process_count", lambda: 3)
-    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
-    assert common_verdict("early", due=False) is None
-    assert asked == []
-    assert common_verdict("early", None, due=True) == "interrupted"
-    assert common_verdict("sigterm", due=True) == "sigterm"
-    assert common_verdict(None, due=True) == "interrupted"
-    assert asked == [1, 3, -1]

@@ -1,14 +1,17 @@
+"""SIGTERM and Ctrl-C finish the step and save; of several processes the weightiest verdict counts."""
+
 import os
 import random
 import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from shardopt.checkpoint import Checkpoints
 from shardopt.training import EarlyStopping, fit
-from shardopt.training.signals import catch_signals
+from shardopt.training.signals import VERDICTS, catch_signals, common_verdict
 
 
 @pytest.fixture(autouse=True)
@@ -163,3 +166,26 @@ def test_sigterm_at_any_moment_costs_nothing_but_time(opt, new_state, batches, s
     assert ends[-1] == "completed"
     assert "sigterm" in ends
     assert same(result.state, unbroken.state)
+
+
+def test_one_process_has_nobody_to_ask():
+    assert common_verdict(None, None, due=False) is None
+    assert common_verdict(None, "early", due=False) == "early"
+    assert common_verdict("sigterm", "early", due=True) == "sigterm"
+
+
+def test_the_weightiest_verdict_counts(monkeypatch):
+    asked = []
+
+    def gather(code):
+        asked.append(int(code))
+        return np.array([code, VERDICTS.index("interrupted"), -1])
+
+    monkeypatch.setattr("jax.process_count", lambda: 3)
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+    assert common_verdict("early", due=False) is None
+    assert asked == []
+    assert common_verdict("early", None, due=True) == "interrupted"
+    assert common_verdict("sigterm", due=True) == "sigterm"
+    assert common_verdict(None, due=True) == "interrupted"
+    assert asked == [1, 3, -1]
