@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, and when it may be used."""
+"""The folder of a run: what is in it, when it may be used, and its checkpoints read with other replicas or reducers."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardopt as so
 from shardopt.checkpoint.read import check_match, load
@@ -17,147 +17,10 @@ from shardopt.checkpoint.store import Leaf, describe, dtype_of
 from shardopt.checkpoint.tree import LeafPath, leaves_by_path, nest, unescape
 from shardopt.cli.options import TrainOptions, from_json, to_json
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import merge_replicas
+from shardopt.core.types import PyTree, TrainState, merge_replicas
 from shardopt.engine.compression import CompressedOptState
 from shardopt.local_updates.state import PerReplica, Replicas
 from shardopt.runtime.files import write_whole
-
-# A run that goes on with another arrangement of replicas or reducers: what is kept, and what begins anew.
-
-
-_OWN_PARAMS, _OWN_STATE = ("opt_state", "params", "value"), ("opt_state", "optimizer", "value")
-_WIRE = (("opt_state", "reducer"), ("opt_state", "inner_reducer"))
-
-
-class CarryingCheckpoints(so.Checkpoints):
-    """Checkpoints that can be restored to another arrangement of replicas and reducers.
-
-    Where what is stored fits, it is restored as it is. Else parameters and optimizer state are kept: of replicas that
-    trained apart what `merge_replicas` makes of them, for replicas that are to train apart a copy each. What outer
-    optimizers and reducers remember begins anew.
-
-    Attributes:
-      base: the strategy without what is combined with it, on the same mesh.
-      abstract_params: the parameters.
-      say: is told what was kept.
-    """
-
-    def __init__(
-        self, *where: Any, base: so.ShardedOptimizer, abstract_params: Any, say: Callable[[str], None], **how: Any
-    ):
-        """Become the writer of a folder, as `so.Checkpoints`."""
-        super().__init__(*where, **how)
-        self.base, self.abstract_params, self.say = base, abstract_params, say
-
-    def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Return the state of a checkpoint in the form of `target`, and its `extra`."""
-        self.wait()
-        chosen = self.latest() if step is None else step
-        if chosen not in self.steps():
-            return super().restore(target, step=step)
-        meta = read_meta("train", step_folder(self.directory, chosen))
-        wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
-        if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
-            return super().restore(target, step=step)
-        try:
-            return super().restore(target, step=step)
-        except so.DamagedCheckpointError:
-            raise
-        except so.CheckpointError:  # another form: if that is all, what can be kept is kept
-            base, extra = _read_base(self, target, meta)
-        state, note = _expand(target, base)
-        rows = _num_rows(meta.leaves)
-        mean = f", the mean of {plural(rows, 'replica')}" if rows else ""
-        self.say(f"Kept of step {chosen}: parameters and optimizer state{mean}{note}.")
-        return state, extra
-
-
-def _is_combined(leaves: dict[LeafPath, Leaf]) -> bool:
-    return bool(_num_rows(leaves)) or any(path[:2] in _WIRE for path in leaves)
-
-
-def _num_rows(leaves: dict[LeafPath, Leaf]) -> int:
-    """Return the number of replicas that trained apart; 0 for none."""
-    return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _OWN_PARAMS), 0)
-
-
-def _read_base(checkpoints: CarryingCheckpoints, opt: so.ShardedOptimizer, meta: Meta) -> tuple[Any, dict[str, Any]]:
-    """Return the state of the strategy by itself, and what was kept beside it."""
-    rows, like = _num_rows(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
-    wrapped = any(path[:2] in _WIRE for path in meta.leaves)
-    wanted = leaves_by_path(like)
-    where = {path: _place_of(path, rows=rows, wrapped=wrapped) for path in wanted}
-    found = {path: meta.leaves[at] for path, at in where.items() if at in meta.leaves}
-    has_rows = {path for path, at in where.items() if at[:3] in (_OWN_PARAMS, _OWN_STATE) and rows}
-    one = {path: leaf._replace(shape=leaf.shape[1:]) if path in has_rows else leaf for path, leaf in found.items()}
-    check_match("train", f"step {meta.step} in {checkpoints.directory}", one, like)
-
-    at = {where[path]: leaf.sharding for path, leaf in wanted.items()}
-    split = {where[path] for path in has_rows}
-    target = nest(
-        {
-            tuple(map(unescape, path)): _stored(leaf, path in split, at.get(path), opt.mesh)
-            for path, leaf in meta.leaves.items()
-        }
-    )
-    state, meta = load("train", checkpoints.directory, target, step=meta.step)  # exactly what is there
-    stored = leaves_by_path(state)
-    kept = {path: stored[where[path]] for path in wanted}
-
-    def merge(leaves):
-        return [merge_replicas(leaf) if path in has_rows else leaf for path, leaf in leaves.items()]
-
-    placed = [leaf.sharding for leaf in wanted.values()]
-    leaves = jax.jit(lambda leaves: merge(dict(zip(wanted, leaves, strict=True))), out_shardings=placed)(
-        list(kept.values())
-    )
-    return jax.tree.unflatten(jax.tree.structure(like), leaves), meta.extra
-
-
-def _place_of(path: LeafPath, *, rows: int, wrapped: bool) -> LeafPath:
-    """Return where a leaf of the strategy by itself is stored."""
-    if rows and path[0] == "params":
-        return (*_OWN_PARAMS, *path[1:])
-    if path[0] == "opt_state" and (rows or wrapped):
-        return (*(_OWN_STATE if rows else _OWN_STATE[:2]), *path[1:])
-    return path
-
-
-def _stored(leaf: Leaf, has_row: bool, sharding: Any, mesh: Any) -> jax.ShapeDtypeStruct:
-    """Return how a leaf is read: placed as the strategy places it, rows over replica; what is not kept by rows."""
-    spec = PartitionSpec() if sharding is None else sharding.spec
-    if has_row:
-        even = leaf.shape[0] % mesh.shape.get("replica", leaf.shape[0] + 1) == 0
-        spec = PartitionSpec("replica" if even else None, *spec)
-    elif sharding is None and leaf.shape and leaf.shape[0] % mesh.size == 0:
-        spec = PartitionSpec(mesh.axis_names)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf), sharding=NamedSharding(mesh, spec))
-
-
-def _expand(opt: so.ShardedOptimizer, base: Any) -> tuple[Any, str]:
-    """Return a state of `opt` that goes on from a state of the strategy by itself, and what begins anew in it."""
-    fresh = opt.init(base.params)
-    state, note, anew = fresh.opt_state, "", []
-    if isinstance(state, Replicas):
-        rows = opt.mesh.shape["replica"]
-        placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer.value)
-        stack = lambda x: jnp.broadcast_to(x, (rows, *x.shape))  # noqa: E731
-        copies = jax.jit(lambda tree: jax.tree.map(stack, tree), out_shardings=placed)(base.opt_state)
-        opt_state = state._replace(optimizer=PerReplica(copies))
-        note, anew = (
-            f", a copy for each of {rows} replicas",
-            ["the outer optimizer"] if jax.tree.leaves(state.outer) else [],
-        )
-    elif isinstance(state, CompressedOptState):
-        opt_state = state._replace(optimizer=base.opt_state)
-    else:
-        opt_state = base.opt_state
-    if jax.tree.leaves(getattr(state, "reducer", None)):
-        anew = [*anew, "what the reducer remembers"]
-    if anew:
-        note += f"; {' and '.join(anew)} begin{'s' if len(anew) == 1 else ''} anew"
-    return fresh._replace(step=base.step, opt_state=opt_state, rng=base.rng), note
-
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE = "loss.png", "schedule.png"
@@ -221,7 +84,7 @@ def write_options(options: TrainOptions, text_bytes: int) -> None:
 
 
 def keep_options(options: TrainOptions, text_bytes: int) -> None:
-    """Write the options again if somebody deleted the folder meanwhile: without them the run could not be resumed."""
+    """Write the options again if the folder was deleted meanwhile: without them the run could not be resumed."""
     if not (options.run.run_dir / CONFIG).exists():
         write_options(options, text_bytes)
 
@@ -242,7 +105,138 @@ def _read(folder: Path) -> dict[str, Any]:
         from_json(saved)
     except (ValueError, AttributeError, TypeError) as error:
         what = f"{str(path)!r} is damaged: {error}."
-        raise ValueError(
-            format_error("train", what, fix="bring it back, or start anew in another --run-dir.")
-        ) from error
+        fix = "bring it back, or start again in another --run-dir."
+        raise ValueError(format_error("train", what, fix=fix)) from error
     return saved
+
+
+_OWN_PARAMS, _OWN_STATE = ("opt_state", "params", "value"), ("opt_state", "optimizer", "value")
+_REDUCERS = (("opt_state", "reducer"), ("opt_state", "inner_reducer"))
+
+
+class ConvertingCheckpoints(so.Checkpoints):
+    """Checkpoints that can be restored with other replicas, local updates and reducers than they were saved with.
+
+    Where what is stored fits, it is restored as it is. Else parameters and optimizer state are kept: of the replicas of
+    local updates what `merge_replicas` makes of them, for replicas with local updates a copy each. The state of outer
+    optimizers and reducers is reset.
+
+    Attributes:
+      base: the strategy without local updates and reducers, on the same mesh.
+      abstract_params: the parameters.
+      say: is told what was kept.
+    """
+
+    def __init__(
+        self, *where: Any, base: so.ShardedOptimizer, abstract_params: PyTree, say: Callable[[str], None], **how: Any
+    ):
+        """Become the writer of a folder, as `so.Checkpoints`."""
+        super().__init__(*where, **how)
+        self.base, self.abstract_params, self.say = base, abstract_params, say
+
+    def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """Return the state of a checkpoint in the form of `target`, and its `extra`."""
+        self.wait()
+        chosen = self.latest() if step is None else step
+        if chosen not in self.steps():
+            return super().restore(target, step=step)
+        meta = read_meta("train", step_folder(self.directory, chosen))
+        wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
+        if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
+            return super().restore(target, step=step)
+        try:
+            return super().restore(target, step=step)
+        except so.DamagedCheckpointError:
+            raise
+        except so.CheckpointError:  # another form: if that is all, what can be kept is kept
+            base, extra = _read_base(self, target.mesh, meta)
+        state, note = _convert(target, base)
+        replicas = _num_replicas(meta.leaves)
+        mean = f", the mean of {plural(replicas, 'replica')}" if replicas else ""
+        self.say(f"Kept of step {chosen}: parameters and optimizer state{mean}{note}.")
+        return state, extra
+
+
+def _is_combined(leaves: dict[LeafPath, Leaf]) -> bool:
+    return bool(_num_replicas(leaves)) or any(path[:2] in _REDUCERS for path in leaves)
+
+
+def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
+    """Return the number of replicas with local updates; 0 for none."""
+    return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _OWN_PARAMS), 0)
+
+
+def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tuple[TrainState, dict[str, Any]]:
+    """Return the state of `checkpoints.base`, and what was kept beside it."""
+    replicas, like = _num_replicas(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
+    wrapped = any(path[:2] in _REDUCERS for path in meta.leaves)
+    wanted = leaves_by_path(like)
+    where = {path: _stored_path(path, replicas=replicas, wrapped=wrapped) for path in wanted}
+    found = {path: meta.leaves[at] for path, at in where.items() if at in meta.leaves}
+    stacked = {path for path, at in where.items() if at[:3] in (_OWN_PARAMS, _OWN_STATE) and replicas}
+    one = {path: leaf._replace(shape=leaf.shape[1:]) if path in stacked else leaf for path, leaf in found.items()}
+    check_match("train", f"step {meta.step} in {checkpoints.directory}", one, like)
+
+    shardings = {where[path]: leaf.sharding for path, leaf in wanted.items()}
+    of_replicas = {where[path] for path in stacked}
+    target = nest(
+        {
+            tuple(map(unescape, path)): _abstract(leaf, path in of_replicas, shardings.get(path), mesh)
+            for path, leaf in meta.leaves.items()
+        }
+    )
+    state, meta = load("train", checkpoints.directory, target, step=meta.step)  # exactly what is there
+    stored = leaves_by_path(state)
+
+    def merge(leaves: dict[LeafPath, jax.Array]) -> list[jax.Array]:
+        return [merge_replicas(leaf) if path in stacked else leaf for path, leaf in leaves.items()]
+
+    kept = [stored[at] for at in where.values()]
+    merged = jax.jit(
+        lambda leaves: merge(dict(zip(wanted, leaves, strict=True))),
+        out_shardings=[leaf.sharding for leaf in wanted.values()],
+    )(kept)
+    return jax.tree.unflatten(jax.tree.structure(like), merged), meta.extra
+
+
+def _stored_path(path: LeafPath, *, replicas: int, wrapped: bool) -> LeafPath:
+    """Return where a leaf of the base strategy is stored."""
+    if replicas and path[0] == "params":
+        return (*_OWN_PARAMS, *path[1:])
+    if path[0] == "opt_state" and (replicas or wrapped):
+        return (*(_OWN_STATE if replicas else _OWN_STATE[:2]), *path[1:])
+    return path
+
+
+def _abstract(leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Return how a leaf is read: placed as the base places it, replicas over their axis; what is not kept over dim 0."""
+    spec = PartitionSpec() if sharding is None else sharding.spec
+    if stacked:
+        even = leaf.shape[0] % mesh.shape.get("replica", leaf.shape[0] + 1) == 0
+        spec = PartitionSpec("replica" if even else None, *spec)
+    elif sharding is None and leaf.shape and leaf.shape[0] % mesh.size == 0:
+        spec = PartitionSpec(mesh.axis_names)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf), sharding=NamedSharding(mesh, spec))
+
+
+def _convert(opt: so.ShardedOptimizer, base: TrainState) -> tuple[TrainState, str]:
+    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and what is reset in it."""
+    fresh = opt.init(base.params)
+    state, note, reset = fresh.opt_state, "", []
+    if isinstance(state, Replicas):
+        replicas = opt.mesh.shape["replica"]
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer.value)
+        stack = lambda x: jnp.broadcast_to(x, (replicas, *x.shape))  # noqa: E731
+        copies = jax.jit(lambda tree: jax.tree.map(stack, tree), out_shardings=placed)(base.opt_state)
+        opt_state = state._replace(optimizer=PerReplica(copies))
+        note = f", a copy for each of {replicas} replicas"
+        reset = ["the outer optimizer"] if jax.tree.leaves(state.outer) else []
+    elif isinstance(state, CompressedOptState):
+        opt_state = state._replace(optimizer=base.opt_state)
+    else:
+        opt_state = base.opt_state
+    if jax.tree.leaves(getattr(state, "reducer", None)):
+        reset.append("the reducer")
+    if reset:
+        note += f"; {' and '.join(reset)} {'is' if len(reset) == 1 else 'are'} reset"
+    return fresh._replace(step=base.step, opt_state=opt_state, rng=base.rng), note

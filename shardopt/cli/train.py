@@ -16,7 +16,7 @@ from shardopt.cli.run_folder import (
     CURVE,
     METRICS,
     SCHEDULE,
-    CarryingCheckpoints,
+    ConvertingCheckpoints,
     check_run_folder,
     keep_options,
     order_changes,
@@ -74,7 +74,7 @@ def train(options: TrainOptions) -> None:
     if run.tensorboard:
         log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
     log.append(lambda *_: keep_options(options, corpus.num_bytes))
-    with CarryingCheckpoints(
+    with ConvertingCheckpoints(
         run.run_dir / CHECKPOINTS,
         run.checkpoint_every,
         2,

@@ -182,7 +182,7 @@ def test_a_damaged_config_is_named(train, tmp_path):
     code, _, err = train("--run-dir", tmp_path, "--resume")
     assert code == 2
     assert err.startswith(f"error: train: '{tmp_path}/config.json' is damaged: ")
-    assert err.endswith("\nFix: bring it back, or start anew in another --run-dir.\n")
+    assert err.endswith("\nFix: bring it back, or start again in another --run-dir.\n")
 
 
 @pytest.mark.parametrize(

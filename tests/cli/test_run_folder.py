@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.cli.run_folder import CarryingCheckpoints
+from shardopt.cli.run_folder import ConvertingCheckpoints
 
 PARAMS = {"a/b%": jnp.arange(8.0), "w": jnp.ones((4, 2))}
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.1)))
@@ -34,10 +34,10 @@ FORMS = {
 }
 NOTES = {
     "plain": "",
-    "reduced": "; what the reducer remembers begins anew",
+    "reduced": "; the reducer is reset",
     "average": ", a copy for each of 4 replicas",
-    "diloco": ", a copy for each of 4 replicas; the outer optimizer and what the reducer remembers begin anew",
-    "diloco of reduced": ", a copy for each of 4 replicas; the outer optimizer begins anew",
+    "diloco": ", a copy for each of 4 replicas; the outer optimizer and the reducer are reset",
+    "diloco of reduced": ", a copy for each of 4 replicas; the outer optimizer is reset",
 }
 
 
@@ -70,23 +70,23 @@ def stored(tmp_path_factory):
 @pytest.mark.parametrize("before", FORMS)
 def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, before, after):
     folder, old = stored[before]
-    apart = hasattr(old.opt_state, "outer")
+    local = hasattr(old.opt_state, "outer")
     mesh, said = so.make_mesh(replica=4, data=2), []
     opt = FORMS[after](mesh)
     opt.init(PARAMS)
-    with CarryingCheckpoints(
+    with ConvertingCheckpoints(
         folder, 1, None, base=plain(mesh), abstract_params=jax.eval_shape(lambda: PARAMS), say=said.append
     ) as checkpoints:
         state, extra = checkpoints.restore(opt)
-    mean = ", the mean of 2 replicas" if apart else ""
+    mean = ", the mean of 2 replicas" if local else ""
     expected = [] if before == after else [f"Kept of step 5: parameters and optimizer state{mean}{NOTES[after]}."]
     assert (said, extra) == (expected, {})
 
     def means(tree):
         return jax.tree.map(lambda x: x.mean(0) if x.dtype == np.float32 else x.max(0), tree)
 
-    params = means(old.opt_state.params.value) if apart else old.params
-    adam = means(optimizer_of(old.opt_state)) if apart else optimizer_of(old.opt_state)
+    params = means(old.opt_state.params.value) if local else old.params
+    adam = means(optimizer_of(old.opt_state)) if local else optimizer_of(old.opt_state)
     new = jax.device_get(state)
     if hasattr(new.opt_state, "outer"):
         for row in range(4):
@@ -104,12 +104,12 @@ def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, befor
 
 
 @pytest.mark.parametrize("after", ["reduced", "diloco"])
-def test_what_was_carried_over_trains_on(stored, after):
+def test_what_was_converted_trains_on(stored, after):
     folder, _ = stored["average"]
     mesh = so.make_mesh(replica=4, data=2)
     opt = FORMS[after](mesh)
     opt.init(PARAMS)
-    with CarryingCheckpoints(
+    with ConvertingCheckpoints(
         folder, 1, None, base=plain(mesh), abstract_params=jax.eval_shape(lambda: PARAMS), say=print
     ) as checkpoints:
         state, _ = checkpoints.restore(opt)
@@ -133,7 +133,7 @@ def test_another_optimizer_is_refused_in_the_words_of_the_strategy_by_itself(sto
         "parameters: new_opt.init(restore(directory, old_opt).params)."
     )
     with (
-        CarryingCheckpoints(
+        ConvertingCheckpoints(
             folder, 1, None, base=opt, abstract_params=jax.eval_shape(lambda: PARAMS), say=print
         ) as checkpoints,
         pytest.raises(so.CheckpointError, match=f"^{re.escape(message)}$"),
@@ -141,7 +141,7 @@ def test_another_optimizer_is_refused_in_the_words_of_the_strategy_by_itself(sto
         checkpoints.restore(opt)
 
 
-def test_a_damaged_checkpoint_is_not_carried_over(stored, tmp_path):
+def test_a_damaged_checkpoint_is_not_converted(stored, tmp_path):
     mesh = so.make_mesh(replica=4, data=2)
     opt = FORMS["diloco"](mesh)
     so.save(tmp_path, trained(plain(mesh), 1))
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_not_carried_over(stored, tmp_path):
     victim = next(path for path in (tmp_path / "1" / "state").rglob("*") if path.is_file() and path.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     with (
-        CarryingCheckpoints(
+        ConvertingCheckpoints(
             tmp_path, 1, None, base=plain(mesh), abstract_params=jax.eval_shape(lambda: PARAMS), say=pytest.fail
         ) as checkpoints,
         pytest.raises(
