@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 import shardopt as so
-from shardopt.cli.options import Communication, TrainOptions, read_call
+from shardopt.cli.options import Communication, TrainOptions, check_keywords, read_call
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
@@ -181,20 +181,14 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
             what = "--no-error-feedback is for a reducer, and there is none."
             raise ValueError(format_error("train", what, fix="leave it out, or choose one with --reducer."))
         return None
-    try:
-        name, arguments = read_call(text)
-    except ValueError:
-        fix = "write a name such as int8, or a call with keywords, such as 'top_k(density=0.05)'."
-        raise ValueError(format_error("train", f"--reducer {text} cannot be read.", fix=fix)) from None
+    name, arguments = read_call("--reducer", text, example="top_k(density=0.05)")
     if name not in _REDUCERS:
         what = f"there is no reducer {name!r}."
         raise ValueError(format_error("train", what, fix=f"choose {_either(_REDUCERS)}."))
     taken = [] if name == "bf16" else list(inspect.signature(_REDUCERS[name]).parameters)
     taken = [one for one in taken if one != "start_step"]  # --reducer-warmup-steps is for all of them
-    if wrong := sorted(set(arguments) - set(taken)):
-        what = f"--reducer {name} has no argument {' or '.join(map(repr, wrong))}."
-        late = "; --reducer-warmup-steps is for all reducers" if "start_step" in wrong else ""
-        raise ValueError(format_error("train", what, fix=f"it takes {', '.join(taken) or 'none'}{late}."))
+    late = "; --reducer-warmup-steps is for all reducers" if "start_step" in arguments else ""
+    check_keywords(f"--reducer {name}", arguments, taken, note=late)
     if name == "bf16" and not asked.error_feedback:
         what = "--no-error-feedback has no meaning for bf16, which rounds and feeds nothing back."
         raise ValueError(format_error("train", what, fix="leave it out."))

@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -238,8 +238,7 @@ def make_optimizer(text: str, *, learning_rate: float, steps: int, clip: float) 
     _check("--learning-rate", learning_rate > 0, "above 0", learning_rate)
     check_count("train", "--steps", steps)
     _check("--clip", clip >= 0, "at least 0", clip)
-    name, arguments = parse_optimizer(text)
-    factory = optimizer_named(name, arguments)
+    factory, arguments = find_optimizer(text)
     # Injected, so that optimizers that know nothing of schedules follow it too, and the rate is in the state.
     fixed = [parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate"]
     tx = optax.inject_hyperparams(factory, static_args=fixed)(make_schedule(learning_rate, steps), **arguments)
@@ -253,31 +252,14 @@ def make_schedule(peak: float, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, max(steps, warmup + 1), peak / 10)
 
 
-def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments in "adamw" or "adamw(b2=0.99, nesterov=True)".
+def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
+    """Return the function of optax that a text such as "adamw" or "contrib.muon(beta=0.9)" names, and its arguments.
 
     Raises:
-      ValueError: if it is neither a name nor a call with literal keyword arguments.
-
-    Example:
-      >>> parse_optimizer("contrib.muon(beta=0.9)")
-      ('contrib.muon', {'beta': 0.9})
+      ValueError: if the text cannot be read, no such function takes a learning rate, or it has no such arguments.
     """
-    try:
-        name, arguments = read_call(text)
-    except ValueError:
-        fix = "write a name in optax, such as adamw, or a call with keywords, such as 'adamw(b2=0.99)'."
-        raise ValueError(format_error("train", f"--optimizer {text} cannot be read.", fix=fix)) from None
-    return name.removeprefix("optax."), arguments
-
-
-def optimizer_named(name: str, arguments: dict[str, Any]) -> Callable[..., optax.GradientTransformation]:
-    """Return the function of optax with that name.
-
-    Raises:
-      ValueError: if there is none that takes a learning rate, or it has no such arguments.
-    """
-    known = optimizers()
+    name, arguments = read_call("--optimizer", text, example="adamw(b2=0.99)")
+    known, name = optimizers(), name.removeprefix("optax.")
     if name not in known:
         same = [other for other in known if other.split(".")[-1] == name.split(".")[-1]]
         close = same or difflib.get_close_matches(name, known, n=4)
@@ -285,10 +267,8 @@ def optimizer_named(name: str, arguments: dict[str, Any]) -> Callable[..., optax
         what = f"optax has no optimizer {name!r} that a learning rate is enough for."
         raise ValueError(format_error("train", what, fix=fix))
     taken = [parameter for parameter in inspect.signature(known[name]).parameters if parameter != "learning_rate"]
-    if wrong := sorted(set(arguments) - set(taken)):
-        what = f"--optimizer {name} has no argument {' or '.join(map(repr, wrong))}."
-        raise ValueError(format_error("train", what, fix=f"it takes {', '.join(taken)}."))
-    return known[name]
+    check_keywords(f"--optimizer {name}", arguments, taken)
+    return known[name], arguments
 
 
 def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
@@ -322,15 +302,14 @@ def _check(option: str, good: bool, wanted: str, value: float) -> None:
         raise ValueError(f"train: {option} must be {wanted}, got {value}.")
 
 
-def read_call(text: str) -> tuple[str, dict[str, Any]]:
+def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments in "adamw" or "adamw(b2=0.99, nesterov=True)".
 
     Raises:
-      ValueError: if it is neither a name nor a call with literal keyword arguments; the message is for the caller to
-        write.
+      ValueError: if it is neither a name nor a call with literal keyword arguments.
 
     Example:
-      >>> read_call("top_k(density=0.05)")
+      >>> read_call("--reducer", "top_k(density=0.05)", example="")
       ('top_k', {'density': 0.05})
     """
     try:
@@ -339,9 +318,21 @@ def read_call(text: str) -> tuple[str, dict[str, Any]]:
         if call.args or not all(keyword.arg for keyword in call.keywords):
             raise ValueError
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except SyntaxError:
-        raise ValueError from None
+    except (SyntaxError, ValueError):
+        fix = f"write a name such as {example.partition('(')[0]}, or a call with keywords, such as {example!r}."
+        raise ValueError(format_error("train", f"{option} {text} cannot be read.", fix=fix)) from None
     return ast.unparse(call.func), arguments
+
+
+def check_keywords(what: str, arguments: dict[str, Any], taken: Sequence[str], note: str = "") -> None:
+    """Refuse arguments that are not among those taken.
+
+    Raises:
+      ValueError: if there are some.
+    """
+    if wrong := sorted(set(arguments) - set(taken)):
+        unknown = f"{what} has no argument {' or '.join(map(repr, wrong))}."
+        raise ValueError(format_error("train", unknown, fix=f"it takes {', '.join(taken) or 'none'}{note}."))
 
 
 @contextmanager

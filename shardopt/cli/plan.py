@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.audit import Audit, inner_product_flops
-from shardopt.cli.options import named, optimizer_named, parse_optimizer
+from shardopt.cli.options import find_optimizer, named
 from shardopt.cli.strategy import check_chunks, parse_mesh, schedule_builder
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
@@ -70,8 +70,8 @@ def plan(options: PlanOptions) -> None:
         check_count("plan", "--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
     with named("plan"):
-        name, arguments = parse_optimizer(options.optimizer)
-        tx = optimizer_named(name, arguments)(1e-3, **arguments)
+        factory, arguments = find_optimizer(options.optimizer)
+        tx = factory(1e-3, **arguments)
     plans = so.plan(
         shape,
         hardware=options.hardware,

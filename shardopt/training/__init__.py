@@ -6,13 +6,4 @@ from shardopt.training.fit import FitResult, fit
 from shardopt.training.hyperparams import hyperparams, with_hyperparams
 from shardopt.training.loggers import jsonl, tensorboard
 
-__all__ = [
-    "EarlyStopping",
-    "FitResult",
-    "evaluation",
-    "fit",
-    "hyperparams",
-    "jsonl",
-    "tensorboard",
-    "with_hyperparams",
-]
+__all__ = ["EarlyStopping", "FitResult", "evaluation", "fit", "hyperparams", "jsonl", "tensorboard", "with_hyperparams"]

@@ -112,20 +112,19 @@ def fit(
       >>> result.stopped, result.step, round(float(result.state.params["w"]), 3)
       ('completed', 40, 3.0)
     """
-    check_arguments(
-        opt,
-        state,
-        batches,
-        num_steps=num_steps,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        early_stopping=early_stopping,
-        checkpoints=checkpoints,
-        log=log,
-        log_every=log_every,
-        agree_every=agree_every,
-        progress=progress,
-    )
+    _check_optimizer_and_state(opt, state)
+    _check_batches(batches)
+    check_count("fit", "num_steps", num_steps, least=0)
+    check_count("fit", "log_every", log_every)
+    check_count("fit", "agree_every", agree_every)
+    _check_evaluate(evaluate, evaluate_every, early_stopping)
+    _check_checkpoints(checkpoints)
+    as_loggers(log)
+    if not isinstance(progress, bool):
+        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
+    scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
+    _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
+
     local_updates = rounds_of(opt) is not None
     evaluation_scheduled = evaluate is not None and (evaluate_every is not None or checkpoints is not None)
     with ExitStack() as cleanup:
@@ -215,56 +214,6 @@ _REASON = {
     "sigterm": "SIGTERM",
 }
 
-_CHECKPOINTS = ("directory", "every", "resume", "due", "save", "wait", "latest", "restore")
-
-
-def check_arguments(
-    opt: ShardedOptimizer,
-    state: TrainState,
-    batches: Iterable[PyTree],
-    *,
-    num_steps: int,
-    evaluate: Evaluate | None,
-    evaluate_every: int | None,
-    early_stopping: EarlyStopping | None,
-    checkpoints: Checkpoints | None,
-    log: Log | Sequence[Log] | None,
-    log_every: int,
-    agree_every: int,
-    progress: bool,
-) -> None:
-    """Refuse what `fit` cannot train with.
-
-    Raises:
-      TypeError: if an argument is of the wrong kind.
-      ValueError: if a value is wrong; see `fit`.
-    """
-    _check_optimizer_and_state(opt, state)
-    _check_batches(batches)
-    check_count("fit", "num_steps", num_steps, least=0)
-    check_count("fit", "log_every", log_every)
-    check_count("fit", "agree_every", agree_every)
-    if evaluate is not None and not callable(evaluate):
-        what = f"evaluate must be a callable (state) -> dict of numbers, got {type(evaluate).__name__}."
-        fix = "pass so.training.evaluation(opt, batches) or your own function."
-        raise TypeError(format_error("fit", what, fix=fix))
-    if evaluate_every is not None:
-        check_count("fit", "evaluate_every", evaluate_every)
-        if evaluate is None:
-            raise ValueError(format_error("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
-    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
-        what = f"early_stopping must be a so.EarlyStopping, got {type(early_stopping).__name__}."
-        raise TypeError(format_error("fit", what, fix='pass so.EarlyStopping("val_loss", patience=5).'))
-    if checkpoints is not None and (missing := [name for name in _CHECKPOINTS if not hasattr(checkpoints, name)]):
-        what = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing)}."
-        path = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
-        raise TypeError(format_error("fit", what, fix=f"pass so.Checkpoints({path}, every=100, keep=3)."))
-    as_loggers(log)
-    if not isinstance(progress, bool):
-        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
-    scheduled = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
-    _check_rounds(opt, num_steps, evaluate, scheduled, early_stopping)
-
 
 def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState) -> None:
     if not (callable(getattr(opt, "step", None)) and callable(getattr(opt, "init", None))):
@@ -286,6 +235,30 @@ def _check_batches(batches: Iterable[PyTree]) -> None:
         what = f"batches must be an iterable of batches, got {type(batches).__name__}."
         fix = "pass a grain dataset, an iterator or a list; for one batch over and over itertools.repeat(batch)."
         raise TypeError(format_error("fit", what, fix=fix))
+
+
+def _check_evaluate(
+    evaluate: Evaluate | None, evaluate_every: int | None, early_stopping: EarlyStopping | None
+) -> None:
+    if evaluate is not None and not callable(evaluate):
+        what = f"evaluate must be a callable (state) -> dict of numbers, got {type(evaluate).__name__}."
+        fix = "pass so.training.evaluation(opt, batches) or your own function."
+        raise TypeError(format_error("fit", what, fix=fix))
+    if evaluate_every is not None:
+        check_count("fit", "evaluate_every", evaluate_every)
+        if evaluate is None:
+            raise ValueError(format_error("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
+    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
+        what = f"early_stopping must be a so.EarlyStopping, got {type(early_stopping).__name__}."
+        raise TypeError(format_error("fit", what, fix='pass so.EarlyStopping("val_loss", patience=5).'))
+
+
+def _check_checkpoints(checkpoints: Checkpoints | None) -> None:
+    needed = ("directory", "every", "resume", "due", "save", "wait", "latest", "restore")
+    if checkpoints is not None and (missing := [name for name in needed if not hasattr(checkpoints, name)]):
+        what = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing)}."
+        path = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
+        raise TypeError(format_error("fit", what, fix=f"pass so.Checkpoints({path}, every=100, keep=3)."))
 
 
 class Rounds(NamedTuple):

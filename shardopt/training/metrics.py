@@ -120,12 +120,7 @@ def count_examples(batch: PyTree) -> int:
 
 
 def check_state(
-    state: TrainState,
-    metrics: Mapping[str, float],
-    *,
-    step: int,
-    position: int,
-    checkpoints: Checkpoints | None = None,
+    state: TrainState, metrics: Mapping[str, float], *, step: int, position: int, checkpoints: Checkpoints | None = None
 ) -> None:
     """Refuse a state that the last step spoiled although its loss, taken before the update, was finite.
 

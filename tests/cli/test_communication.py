@@ -387,7 +387,7 @@ GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1
         (
             "--strategy ddp --reducer top_k(0.1)",
             "train: --reducer top_k(0.1) cannot be read.\n"
-            "Fix: write a name such as int8, or a call with keywords, such as 'top_k(density=0.05)'.",
+            "Fix: write a name such as top_k, or a call with keywords, such as 'top_k(density=0.05)'.",
         ),
         (
             "--strategy ddp --reducer top_k(rank=4)",

@@ -1,5 +1,4 @@
-"""Bad arguments are refused before anything runs. The checks are called directly for whole messages: under pytest
-beartype looks at the public functions first."""
+"""Bad arguments are refused before anything runs."""
 
 import jax
 import numpy as np
@@ -7,7 +6,6 @@ import optax
 import pytest
 
 from shardopt.training import EarlyStopping, fit
-from shardopt.training.fit import check_arguments
 
 GOOD = {
     "num_steps": 3,
@@ -83,7 +81,7 @@ ITERABLE = "Fix: pass a grain dataset, an iterator or a list; for one batch over
 def test_refused(opt, new_state, wrong, kind, message):
     arguments = {"opt": opt, "state": new_state(), "batches": []} | GOOD | wrong
     with pytest.raises(kind) as caught:
-        check_arguments(arguments.pop("opt"), arguments.pop("state"), arguments.pop("batches"), **arguments)
+        fit(arguments.pop("opt"), arguments.pop("state"), arguments.pop("batches"), **arguments)
     assert str(caught.value) == message
 
 
@@ -114,8 +112,8 @@ def test_accepted(opt, new_state, memory):
         "evaluate": print,
         "evaluate_every": 2,
         "early_stopping": EarlyStopping("loss", patience=1),
-        "checkpoints": memory(5),
         "log": [print, print],
     }
-    for batches in ([], iter([]), range(3), (x for x in [])):
-        check_arguments(opt, new_state(), batches, **GOOD | options)
+    for batches in ([], iter([]), range(0), (x for x in [])):
+        result = fit(opt, new_state(), batches, **GOOD | options | {"checkpoints": memory(5)})
+        assert result.stopped == "exhausted"
