@@ -129,7 +129,7 @@ def _parse_train(words: Sequence[str], defaults: TrainOptions | None = None) -> 
 def saved_defaults(before: TrainOptions, now: TrainOptions) -> TrainOptions:
     """Return the saved options without those that have no meaning under the strategy or schedule asked for now."""
     before = dataclasses.replace(before, communication=with_meaning(before.communication, now))
-    if now.where.strategy != "hybrid":
+    if not now.is_hybrid:
         return dataclasses.replace(before, pipeline=Pipeline())
     if now.pipeline.schedule != before.pipeline.schedule:
         return dataclasses.replace(before, pipeline=dataclasses.replace(before.pipeline, chunks=None))

@@ -130,9 +130,6 @@ _OUTER = ("outer_lr", "outer_momentum", "fragments", "delay", "mix")
 
 _REDUCING = {"reducer", "error_feedback", "reducer_warmup_steps"}
 
-_OF_GRADIENTS = ("ddp", "zero1")
-"""Placements whose gradients a reducer can take the mean of."""
-
 
 def check_communication(options: TrainOptions) -> None:
     """Refuse what does not go together, as far as it can be told before there are devices.
@@ -156,12 +153,9 @@ def check_communication(options: TrainOptions) -> None:
         what = "--warmup-sync-steps is for --outer average."
         raise ValueError(format_error("train", what, fix="leave it out, or choose --outer average."))
     make_reducer(asked)
-    placement = options.pipeline.placement or "fsdp" if options.where.strategy == "hybrid" else options.where.strategy
-    good = placement in _OF_GRADIENTS if options.where.strategy == "hybrid" else placement == "ddp"
-    if asked.reducer is not None and asked.sync_every is None and not good:
-        what = (
-            f"--reducer takes the mean of replicated gradients, and {_words(options)} shards them or what they update."
-        )
+    if asked.reducer is not None and asked.sync_every is None and not _can_reduce_gradients(options):
+        name = f"hybrid with --placement {options.placement}" if options.is_hybrid else options.where.strategy
+        what = f"--reducer takes the mean of replicated gradients, and {name} shards them or what they update."
         fix = "choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer gradients instead: --sync-every."
         raise ValueError(format_error("train", what, fix=fix))
 
@@ -247,8 +241,7 @@ def with_meaning(asked: Communication, options: TrainOptions) -> Communication:
     now, drop = options.communication, set()
     if now.sync_every is None:
         drop |= set(_LOCAL_UPDATES)
-        placement = options.pipeline.placement if options.where.strategy == "hybrid" else None
-        if (placement or options.where.strategy) not in _OF_GRADIENTS or options.where.strategy == "zero1":
+        if not _can_reduce_gradients(options):
             drop |= _REDUCING
     elif now.outer == "average":
         drop |= {*_OUTER, *_REDUCING}
@@ -303,10 +296,8 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _words(options: TrainOptions) -> str:
-    if options.where.strategy != "hybrid":
-        return options.where.strategy
-    return f"hybrid with --placement {options.pipeline.placement or 'fsdp'}"
+def _can_reduce_gradients(options: TrainOptions) -> bool:
+    return options.placement == "ddp" or (options.is_hybrid and options.placement == "zero1")
 
 
 def _either(names: Iterable[str]) -> str:

@@ -76,7 +76,7 @@ def describe_devices(count: int) -> str:
 
 def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tuple[str, str]]:
     """Return what is shown of the schedule of a hybrid run: a label and a line each."""
-    if options.where.strategy != "hybrid":
+    if not options.is_hybrid:
         return []
     if schedule is None:
         return [("schedule", "none, as pipeline=1: micro-batches run one after another")]
@@ -214,9 +214,7 @@ def _cores() -> int:
 
 
 def _strategy_text(options: TrainOptions) -> str:
-    if options.where.strategy != "hybrid":
-        return options.where.strategy
-    return f"hybrid, {options.pipeline.placement or 'fsdp'} over data"
+    return f"hybrid, {options.placement} over data" if options.is_hybrid else options.where.strategy
 
 
 def _mesh_text(sizes: dict[str, int]) -> "Text":

@@ -195,6 +195,16 @@ class TrainOptions:
     training: tyro.conf.OmitArgPrefixes[Training] = dataclasses.field(default_factory=Training)
     run: tyro.conf.OmitArgPrefixes[Run] = dataclasses.field(default_factory=Run)
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the strategy is hybrid."""
+        return self.where.strategy == "hybrid"
+
+    @property
+    def placement(self) -> str:
+        """What is sharded over data: the strategy, or the placement of hybrid."""
+        return self.pipeline.placement or "fsdp" if self.is_hybrid else self.where.strategy
+
 
 def to_json(options: TrainOptions) -> dict[str, Any]:
     """Return the options as nested dicts that survive JSON."""

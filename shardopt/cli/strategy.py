@@ -122,7 +122,7 @@ def check_strategy(options: TrainOptions) -> None:
     for flag, number in numbers.items():
         if number is not None:
             check_count("train", flag, number)
-    if where.strategy != "hybrid" and (given := _given(pipeline)):
+    if not options.is_hybrid and (given := _given(pipeline)):
         what = f"{plural(len(given), 'option')} for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(format_error("train", what, given, "leave out what is listed, or choose --strategy hybrid."))
     check_communication(options)
@@ -131,14 +131,13 @@ def check_strategy(options: TrainOptions) -> None:
 
 
 def _check_gather_dtype(options: TrainOptions) -> None:
-    strategy, placement = options.where.strategy, options.pipeline.placement or "fsdp"
-    if options.where.gather_dtype is None or strategy == "fsdp":
+    if options.where.gather_dtype is None or options.where.strategy == "fsdp":
         return
-    if strategy != "hybrid":
-        what = f"--gather-dtype is for fsdp, which gathers weights; {strategy} was asked for."
+    if not options.is_hybrid:
+        what = f"--gather-dtype is for fsdp, which gathers weights; {options.where.strategy} was asked for."
         raise ValueError(format_error("train", what, fix="leave it out, or choose --strategy fsdp."))
-    if placement not in _GATHER:
-        what = f"--gather-dtype is for placements that gather weights; --placement {placement} does not."
+    if options.placement not in _GATHER:
+        what = f"--gather-dtype is for placements that gather weights; --placement {options.placement} does not."
         raise ValueError(format_error("train", what, fix="leave it out, or choose --placement fsdp."))
 
 
@@ -181,7 +180,7 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     if asked.sync_every is not None and mesh.shape.get("replica", 1) < 2:
         what = f"--sync-every {asked.sync_every} is for several replicas, and there is one."
         raise ValueError(format_error("train", what, fix="add --replicas 2, or leave --sync-every out."))
-    if stages > 1 and where.strategy != "hybrid":
+    if stages > 1 and not options.is_hybrid:
         what = f"pipeline={stages} is for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(format_error("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
     chunks = options.pipeline.chunks or _CHUNKS.get(_schedule_name(options.pipeline), 1)
@@ -219,14 +218,14 @@ def make_base(
     """Return the strategy that the options name, without local updates."""
     where, pipeline = options.where, options.pipeline
     arguments = {"micro_batches": num_micro_batches(options, mesh), "rules": gpt.rules}
-    if where.strategy == "hybrid":
+    if options.is_hybrid:
         return so.hybrid(
             tx,
             mesh,
             model,
             schedule=schedule_builder(_schedule_name(pipeline), pipeline.chunks),
             reducer=reducer,
-            placement=pipeline.placement or "fsdp",
+            placement=options.placement,
             gather_dtype=where.gather_dtype,
             remat=pipeline.remat,
             **arguments,

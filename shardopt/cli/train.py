@@ -47,8 +47,8 @@ def train(options: TrainOptions) -> None:
     check_run_folder(options)
     check_strategy(options)
     devices = start_devices(options.where.devices)
-    pipelined, replicas = options.where.strategy == "hybrid", options.communication.replicas
-    mesh = mesh_of(options.where.mesh, devices, pipelined=pipelined, replicas=replicas)
+    replicas = options.communication.replicas
+    mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid, replicas=replicas)
     options = fitted(options, mesh)
     model, training, run = options.model, options.training, options.run
     assert model.layers is not None  # fitted
