@@ -17,7 +17,7 @@ from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
 
 Params = dict[str, PyTree]
-Batch = Mapping[str, Array | np.ndarray]
+Batch = PyTree  # a dict of arrays; `_tokens_of` refuses others
 Remat = str | Callable[..., bool] | None
 Tokens = Int[Array | np.ndarray, "B T"]
 
