@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +48,11 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
     held = sum(row.bytes_whole / _cuts(row.params, opt.mesh) for row in opt.config.report().rows)
     ddp = Transfer("all-reduce", "data", "gradients", held, 1).wire_bytes({"data": size})
 
-    program: Any = opt.step
     schedule = opt.config.schedule
 
     def sent(step):
         now = state._replace(step=jax.device_put(jnp.asarray(step, state.step.dtype), state.step.sharding))
-        found = so.audit(program.lower(now, batch), mesh=opt.mesh, schedule=schedule).collectives
+        found = so.audit(opt.step.lower(now, batch), mesh=opt.mesh, schedule=schedule).collectives
         counted = [one for one in found if one.axes is None or set(one.axes) & set(axes)]
         if any(one.calls is None for one in counted):
             return None
@@ -61,20 +60,20 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
 
     sync = opt.config.local_updates
     if sync is None or sync.sync_every == 1:
-        return Traffic(sent(_quiet(opt)), ddp, axes, 1)
-    steps, agreeing = sync.sync_every, [sent(step) for step in _agreeing(sync)]
-    between = [sent(_quiet(opt))] * (steps - len(agreeing))
-    known = [one for one in (*agreeing, *between) if one is not None]
+        return Traffic(sent(_silent_step(opt)), ddp, axes, 1)
+    steps, syncing = sync.sync_every, [sent(step) for step in _sync_steps(sync)]
+    between = [sent(_silent_step(opt))] * (steps - len(syncing))
+    known = [one for one in (*syncing, *between) if one is not None]
     return Traffic(sum(known) / steps if len(known) == steps else None, ddp, axes, steps)
 
 
-def _quiet(opt: so.ShardedOptimizer) -> int:
-    """Return a step in which replicas that train apart send nothing, if there is one."""
+def _silent_step(opt: so.ShardedOptimizer) -> int:
+    """Return a step in which replicas with local updates send nothing, if there is one."""
     sync = opt.config.local_updates
     return 0 if sync is None else sync.warmup_steps + sync.sync_every + (1 if sync.delay else 0)
 
 
-def _agreeing(sync: SyncConfig) -> list[int]:
+def _sync_steps(sync: SyncConfig) -> list[int]:
     """Return the steps of one round that send something: after each stride, or in the step after if it may take long."""
     begin = sync.warmup_steps + sync.sync_every
     return [begin + (i + 1) * sync.stride - (0 if sync.delay else 1) for i in range(sync.fragments)]

@@ -274,7 +274,7 @@ class Rounds(NamedTuple):
 
 
 def rounds_of(opt: ShardedOptimizer) -> Rounds | None:
-    """Return when the replicas of `local_sgd` and `diloco` agree; None where they do so in every step."""
+    """Return when the replicas of `local_sgd` and `diloco` synchronize; None without local updates."""
     sync = opt.config.local_updates
     return None if sync is None else Rounds(1 if sync.warmup_steps else sync.stride + sync.delay, sync.stride)
 
