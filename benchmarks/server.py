@@ -30,9 +30,10 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server.optimizer import OnRay, RunSpec, make_run
+from shardopt.parameter_server.optimizer import make_run
+from shardopt.parameter_server.run import Compute, RunSpec
 from shardopt.parameter_server.updates import finiteness
-from shardopt.parameter_server.worker import Compute, make_compressor
+from shardopt.parameter_server.worker import codec_header, make_compressors
 
 WIDTH, LAYERS = 512, 8
 TX = optax.sgd(1e-3, momentum=0.9)
@@ -138,22 +139,24 @@ def watch_worker(folder):
     return watch(folder / f"worker-{os.getpid()}", places)
 
 
-def idle_compute(reducer, key):
+def codec_of(reducer):
+    return None if reducer is None else so.reducers.compressor(reducer)
+
+
+def idle_compute(reducer):
     """Workers whose gradient is there already: what is left is moving and applying."""
-    code = None if reducer is None else so.reducers.compressor(reducer)
-    encoder, ready = make_compressor(code), {}
+    compressors, ready = make_compressors(codec_of(reducer)), {}
 
     def update(worker, params, batch, clock):
         params = jax.block_until_ready(params)  # a real worker needs them at once
         if worker not in ready:
             made = so.parameter_server.make_update(jax.tree.map(lambda leaf: 1e-3 * jnp.asarray(leaf), params))
             ready[worker] = made._replace(is_finite=jax.jit(finiteness)(made._replace(rows=None)))
-        return jax.block_until_ready(encoder.encode(worker, ready[worker]))
+        return jax.block_until_ready(compressors.encode(worker, ready[worker]))
 
-    header = {"rng": key.tolist(), "devices": [1, 1], **encoder.header}
-    begin = lambda worker, position: encoder.begin(worker)
+    begin = lambda worker, position: compressors.begin(worker)
     home = jax.local_devices()[0]
-    return Compute(header, begin, lambda worker: (), update, lambda tree: jax.device_put(tree, home))
+    return Compute(begin, lambda worker: (), update, lambda tree: jax.device_put(tree, home))
 
 
 def serve(backend, reducer, pushes):
@@ -169,15 +172,14 @@ def serve(backend, reducer, pushes):
         def compute(batches_of, key, worker=None):
             if os.getpid() != here:
                 watch_worker(marks)
-            return idle_compute(reducer, key)
+            return idle_compute(reducer)
 
-        header = lambda key: idle_compute(reducer, key).header
-        on_ray = OnRay(None, [1, 1], compute, header, 0) if backend == "ray" else None
-        run = make_run(RunSpec("server", 2, server, compute, on_ray))
+        header = {"devices": [1, 1], **codec_header(codec_of(reducer))}
+        run = make_run(RunSpec("server", 2, server, compute, header, backend, devices=[1, 1]))
         params, data = start(), lambda worker: iter(int, 1)
-        if on_ray is None:
+        if backend == "threads":
             run(params, data, num_updates=4)  # compiles
-        undo = watch_server(marks) if on_ray is None else lambda: None
+        undo = watch_server(marks) if backend == "threads" else lambda: None
         result = run(params, data, num_updates=pushes)
         undo()
         profile = [json.loads(path.read_text()) for path in sorted(marks.iterdir())]

@@ -28,8 +28,8 @@ import optax
 
 import shardopt as so
 from shardopt.parameter_server.async_sgd import worker_meshes
-from shardopt.parameter_server.optimizer import RunSpec, make_run
-from shardopt.parameter_server.worker import make_compute
+from shardopt.parameter_server.optimizer import make_run
+from shardopt.parameter_server.worker import sgd_spec
 
 WORKERS, SLOWER, DIM, ROWS = 4, 4, 64, 16
 BOUNDS = [0, 1, 2, 4, None]
@@ -46,10 +46,12 @@ def sleeper(tx, max_staleness, durations):
     A callback in the loss would not do: XLA runs as many as there are cores at once, and four workers need four.
     """
     meshes, programs = worker_meshes("stragglers", jax.devices()[:1] * WORKERS), []
+    settings = {"max_staleness": max_staleness, "rule": None, "nonfinite": "raise", "reducer": None}
+    spec = sgd_spec("stragglers", tx, loss_fn, meshes, **settings)
 
     def slow_compute(batches_of, key):
         if not programs:  # compiled once for all runs
-            programs.append(make_compute("stragglers", tx, loss_fn, meshes, batches_of, key))
+            programs.append(spec.make_compute(batches_of, key))
         (compute,) = programs
         draws = [np.random.default_rng([0, worker]) for worker in range(WORKERS)]  # those of `simulate(seed=0)`
 
@@ -60,10 +62,7 @@ def sleeper(tx, max_staleness, durations):
 
         return compute._replace(update=update)
 
-    def server(donate):
-        return so.parameter_server.make_server(tx, max_staleness=max_staleness, donate=donate)
-
-    return make_run(RunSpec("stragglers", WORKERS, server, slow_compute))
+    return make_run(spec._replace(make_compute=slow_compute))
 
 
 def durations_of(name, step):

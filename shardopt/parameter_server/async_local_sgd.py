@@ -1,9 +1,8 @@
 """Asynchronous Local SGD: islands train by themselves, and push how far they have come."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,122 +12,26 @@ import optax
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
-from shardopt.engine.config import check_optimizer
-from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.parameter_server.arguments import check_max_staleness
-from shardopt.parameter_server.async_sgd import check_shared
-from shardopt.parameter_server.optimizer import AsyncOptimizer, OnRay, RunSpec, check_backend, make_replay, make_run
+from shardopt.engine.config import StrategyConfig
+from shardopt.engine.optimizer import ShardedOptimizer, check_optimizer
+from shardopt.parameter_server.async_sgd import check_not_shared
+from shardopt.parameter_server.clock import check_max_staleness
+from shardopt.parameter_server.optimizer import AsyncOptimizer, check_backend, make_replay, make_run
 from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.updates import Update, finiteness, trained
-from shardopt.parameter_server.worker import Compute, Streams, check_codec, make_compressor, to_device
+from shardopt.parameter_server.worker import Streams, check_codec, codec_header, make_compressors, to_device
 from shardopt.reducers import Compressor, Reducer
-
-# An island's side of a run: some steps of a ring-1 strategy by itself, then its change as an outer gradient.
-
-
-Islands = Mapping[int, ShardedOptimizer]
-"""Worker -> its strategy."""
-
-
-def make_island_compute(
-    who: str,
-    islands: Islands,
-    local_steps: Sequence[int],
-    batches_of: Callable[[int], Iterable[Any]],
-    key: Any,
-    code: Compressor | None = None,
-) -> Compute:
-    """Return workers that push theta - theta_i after H local steps.
-
-    Args:
-      who: the function that the user called, for messages.
-      islands: the strategies.
-      local_steps: H of each worker.
-      batches_of: `batches_of(worker)`, its batches.
-      key: random key data; an island draws from a key of its worker and of the clock at which it joined.
-      code: how changes are encoded; None if they travel as they are.
-
-    Raises:
-      TypeError: if an argument is of the wrong kind.
-    """
-    streams, encoder = Streams(who, batches_of, local_steps), make_compressor(code)
-    home = next(iter(islands.values())).mesh.devices.flat[0]
-    states: dict[int, TrainState | None] = {}
-    key = np.asarray(key, np.uint32)
-
-    def begin(worker: int, position: int) -> None:
-        streams.begin(worker, position)
-        encoder.begin(worker)
-        states[worker] = None  # whoever joins or goes on after a restore has no optimizer state
-
-    def update(worker: int, params: PyTree, batches: list[Any], clock: int) -> Update:
-        opt, state = islands[worker], states[worker]
-        if state is None:
-            own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
-            state = opt.init(_copy(params), jax.random.fold_in(own, clock))
-        else:
-            state = state._replace(params=_placed(params, state.params))
-        found = []
-        for batch in batches:
-            state, metrics = opt.step(state, batch)
-            found.append(metrics)
-        states[worker] = state
-        first = opt.mesh.devices.flat[0]
-        end, found = jax.device_put((state.params, found), first)
-        change, held = _change(jax.device_put(params, first), end, found)
-        _check_held(who, opt, params, held)
-        return jax.block_until_ready(to_device(encoder.encode(worker, change._replace(rows=1)), home))
-
-    header = {"rng": key.tolist(), "local_steps": [int(steps) for steps in local_steps]}
-    header |= encoder.header
-    return Compute(header, begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
-
-
-@jax.jit
-def _change(start: PyTree, end: PyTree, found: list[dict[str, Any]]) -> tuple[Update, list[Any]]:
-    """Return the update, and for every leaf whether it is as it was."""
-    grads = jax.tree.map(jnp.subtract, trained(start), trained(end))
-    means = {name: jnp.stack([_wide(one[name]) for one in found]).mean(0) for name in found[0]}
-    one = jnp.ones((), means["loss"].dtype)
-    aux = {name: Weighted(mean, jnp.ones((), mean.dtype)) for name, mean in means.items() if name != "loss"}
-    update = Update(grads, Weighted(means["loss"], one), aux, None)
-    held = [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)]
-    return update._replace(is_finite=finiteness(update)), held
-
-
-def _wide(value: Any) -> Any:
-    return jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype))
-
-
-def _placed(params: PyTree, like: PyTree) -> PyTree:
-    """Copy parameters to where an island has its own: its next step takes over their memory."""
-    return jax.device_put(_copy(params), jax.tree.map(lambda leaf: leaf.sharding, like))
-
-
-@jax.jit
-def _copy(params: PyTree) -> PyTree:
-    return jax.tree.map(jnp.copy, params)
-
-
-def _check_held(who: str, opt: ShardedOptimizer, params: PyTree, held: list[Any]) -> None:
-    """Refuse new values of frozen leaves: islands have no common value for them, and they would be lost."""
-    frozen = opt.config.frozen
-    paths = [
-        (path, index)
-        for index, (path, leaf) in enumerate(leaves_with_paths(params))
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(re.search(pattern, path) for pattern in frozen)
-    ]
-    if changed := [path for path, index in paths if not held[index]]:
-        what = "loss_fn returns so.Updated, for which islands have no common value."
-        raise ValueError(format_error(who, what, changed, "train such leaves with ddp, zero, fsdp or diloco."))
-
 
 WHO = "async_local_sgd"
 
+MakeIsland = Callable[[Sequence[jax.Device]], ShardedOptimizer]
+"""`devices -> strategy`, called in the process of an island."""
+
 
 def async_local_sgd(
-    strategies: Sequence[Any],
+    strategies: Sequence[ShardedOptimizer] | Sequence[MakeIsland],
     *,
     outer: optax.GradientTransformation | None = None,
     local_steps: int | Sequence[int],
@@ -148,11 +51,10 @@ def async_local_sgd(
     by then. The island keeps its optimizer state and goes on from what it pulls next.
 
     **Equivalence**: with max_staleness=0, where the changes of a round are averaged and applied once, equal to `diloco`
-    with `sync_every=local_steps`, up to summation order. Otherwise equal to its own event log, replayed: bit for bit
-    (`opt.replay`).
+    with `sync_every=local_steps`, up to summation order. Otherwise equal to its own event log, replayed, bit for bit.
 
-    **Placement**: on an island as its strategy says. The server keeps parameters and the outer optimizer's state, whole,
-    on the first device of the first island.
+    **Placement**: on an island as its strategy says. The server keeps parameters and the outer optimizer's state,
+    replicated, on the first device of the first island.
 
     **Communication** for each push, once every H steps: the parameters one way, the change the other.
 
@@ -166,19 +68,18 @@ def async_local_sgd(
       local_steps: H, or one for each island, for instance from `rules.dynamic_local_steps`.
       max_staleness: in pushes; None for no bound.
       rule: what to do about late changes, from `parameter_server.rules`.
-      reducer: how changes are encoded on their way; as for `async_sgd`.
-      backend: "threads", islands in this process; or "ray", each a process of its own; see `async_sgd`.
+      reducer: how changes are encoded on their way; as for `async_sgd`, like `backend`, `address` and `max_restarts`.
+      backend: "threads", islands in this process; or "ray", each a process of its own.
       nonfinite: what to do about changes that are not finite: "raise", which ends the run, or "skip".
       devices: on Ray, how many devices each island's process has.
-      address: as for `async_sgd`.
-      max_restarts: as for `async_sgd`.
+      address: of the Ray cluster.
+      max_restarts: on Ray, for each island.
 
     Returns:
-      An `AsyncOptimizer`. Its `run(params, batches_of, *, num_updates, ...)` is that of `async_sgd`, with pushes for
-      steps; `batches_of(worker)` gives the global batches of an island, of which each push takes H. Batches left over at
-      the end, fewer than H, are not used. An island that joins again, also after a restart from a checkpoint, begins with
-      a fresh optimizer state: checkpoints are of the server. A loss with `rng` draws from a key of the island and of the
-      clock at which it joined. `metrics["history"]` has the means over H steps of all that the strategies' steps return.
+      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes, of which each takes H of the global batches that
+      `batches_of(worker)` gives. An island that joins again begins with a fresh optimizer state. A loss with `rng`
+      draws from a key of the island and of the clock at which it joined. `metrics["history"]` has the means over H
+      steps of all that the strategies' steps return.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
@@ -192,12 +93,9 @@ def async_local_sgd(
       >>> islands = [make(jax.devices()[:2]), make(jax.devices()[2:4])]
       >>> opt = so.async_local_sgd(islands, outer=optax.sgd(0.7), local_steps=5)
       >>> batch = {"x": np.ones(4, np.float32), "y": np.ones(4, np.float32)}
-      >>> batches_of = lambda worker: iter([batch] * 400)
-      >>> result = opt.run({"w": jnp.zeros(())}, batches_of, num_updates=60)
+      >>> result = opt.run({"w": jnp.zeros(())}, lambda worker: iter([batch] * 400), num_updates=60)
       >>> result.metrics["stopped"], abs(float(result.params["w"]) - 1) < 0.1
       ('completed', True)
-      >>> bool(opt.replay(result.log, {"w": jnp.zeros(())}, batches_of)["w"] == result.params["w"])
-      True
 
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024; Douillard et al., "DiLoCo: Distributed
@@ -208,51 +106,137 @@ def async_local_sgd(
     check_optimizer(WHO, outer)
     check_backend(WHO, backend, address, max_restarts)
     check_count(WHO, "devices", devices, least=1)
-    makers: list[Callable[..., ShardedOptimizer]] = []
     if backend == "ray":
-        makers = _check_makers(strategies)
-        here = jax.local_devices()[:devices]
-        islands = _check_islands([make(here) for make in makers])  # to check them here, and for replays
+        members = _check_makers(strategies)
+        islands = _check_islands(_islands_here(members, devices))  # to check them, and for their meshes
     else:
-        islands = _check_islands(strategies)
-        check_shared(WHO, [one.mesh for one in islands], "island")
-    steps, code = _check_local_steps(local_steps, len(islands)), check_codec(WHO, reducer)
-
-    def server(donate: bool) -> Any:
-        return make_server(
-            outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, donate=donate, reducer=reducer
-        )
-
-    def compute(batches_of: Callable[[int], Iterable[Any]], key: Any) -> Compute:
-        return make_island_compute(WHO, dict(enumerate(islands)), steps, batches_of, key, code)
-
-    on_ray = None
-    if backend == "ray":
-        header = lambda key: {"rng": key.tolist(), "local_steps": steps, **make_compressor(code).header}  # noqa: E731
-        sizes = [int(devices)] * len(islands)
-        on_ray = OnRay(address, sizes, partial(_in_process, tuple(makers), steps, code), header, int(max_restarts))
-    job = RunSpec(WHO, len(islands), server, compute, on_ray)
+        members = islands = _check_islands(strategies)
+        check_not_shared(WHO, [one.mesh for one in islands], "island")
+    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(WHO, reducer)
+    spec = RunSpec(
+        WHO,
+        len(islands),
+        partial(make_server, outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer),
+        partial(_make_compute, members, devices, steps, codec),
+        {"local_steps": steps, **codec_header(codec)},
+        backend,
+        devices=[int(devices)] * len(islands),
+        address=address,
+        max_restarts=int(max_restarts),
+    )
     meshes = tuple(one.mesh for one in islands)
-    return AsyncOptimizer(make_run(job), make_replay(job), meshes, outer, max_staleness, rule, backend)
+    return AsyncOptimizer(make_run(spec), make_replay(spec), meshes, outer, max_staleness, rule, backend)
 
 
-def _check_islands(strategies: Any) -> list[ShardedOptimizer]:
+def _islands_here(strategies: Sequence[ShardedOptimizer | MakeIsland], devices: int) -> list[ShardedOptimizer]:
+    """Return strategies in this process, also of islands that have a process of their own."""
+    here = jax.local_devices()[:devices]
+    return [one if isinstance(one, ShardedOptimizer) else one(here) for one in strategies]
+
+
+def _make_compute(
+    strategies: Sequence[ShardedOptimizer | MakeIsland],
+    devices: int,
+    local_steps: Sequence[int],
+    codec: Compressor | None,
+    batches_of: BatchesOf,
+    key: np.ndarray,
+    worker: int | None = None,
+) -> Compute:
+    """Return islands that push theta - theta_i after H local steps: all, or one on all devices of its process.
+
+    Args:
+      strategies: the islands.
+      devices: of each, on Ray.
+      local_steps: H of each island.
+      codec: how changes are encoded; None if they travel as they are.
+      batches_of: `batches_of(worker)`, its batches.
+      key: random key data; an island draws from a key of its worker and of the clock at which it joined.
+      worker: the one island of this process.
+    """
+    islands: Mapping[int, ShardedOptimizer] = (
+        dict(enumerate(_islands_here(strategies, devices)))
+        if worker is None
+        else {worker: strategies[worker](jax.local_devices())}
+    )
+    streams, compressors = Streams(WHO, batches_of, local_steps), make_compressors(codec)
+    home = next(iter(islands.values())).mesh.devices.flat[0]
+    states: dict[int, TrainState | None] = {}
+
+    def begin(worker: int, position: int) -> None:
+        streams.begin(worker, position)
+        compressors.begin(worker)
+        states[worker] = None  # whoever joins or goes on after a restore has no optimizer state
+
+    def update(worker: int, params: PyTree, batches: Sequence[PyTree], clock: int) -> Update:
+        opt, state = islands[worker], states[worker]
+        if state is None:
+            own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
+            state = opt.init(_copy(params), jax.random.fold_in(own, clock))
+        else:
+            placed = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+            state = state._replace(params=jax.device_put(_copy(params), placed))  # a copy: the next step donates it
+        found = []
+        for batch in batches:
+            state, metrics = opt.step(state, batch)
+            found.append(metrics)
+        states[worker] = state
+        first = opt.mesh.devices.flat[0]
+        end, found = jax.device_put((state.params, found), first)
+        change, unchanged = _change(jax.device_put(params, first), end, found)
+        _check_frozen(opt, params, unchanged)
+        return jax.block_until_ready(to_device(compressors.encode(worker, change._replace(rows=1)), home))
+
+    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
+
+
+@jax.jit
+def _copy(params: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, params)
+
+
+@jax.jit
+def _change(start: PyTree, end: PyTree, found: list[dict[str, jax.Array]]) -> tuple[Update, list[jax.Array]]:
+    """Return the update, and for every leaf whether it is as it was."""
+    grads = jax.tree.map(jnp.subtract, trained(start), trained(end))
+    wide = lambda value: jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype))  # noqa: E731
+    means = {name: jnp.stack([wide(one[name]) for one in found]).mean(0) for name in found[0]}
+    one = jnp.ones((), means["loss"].dtype)
+    aux = {name: Weighted(mean, jnp.ones((), mean.dtype)) for name, mean in means.items() if name != "loss"}
+    update = Update(grads, Weighted(means["loss"], one), aux, None)
+    pairs = zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
+    return update._replace(is_finite=finiteness(update)), [jnp.array_equal(a, b) for a, b in pairs]
+
+
+def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax.Array]) -> None:
+    """Refuse new values of frozen leaves: islands have no common value for them, and they would be lost."""
+    frozen = opt.config.recipe.frozen
+    paths = [
+        (path, index)
+        for index, (path, leaf) in enumerate(leaves_with_paths(params))
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(re.search(pattern, path) for pattern in frozen)
+    ]
+    if changed := [path for path, index in paths if not unchanged[index]]:
+        what = "loss_fn returns so.Updated, for which islands have no common value."
+        raise ValueError(format_error(WHO, what, changed, "train such leaves with ddp, zero, fsdp or diloco."))
+
+
+def _check_islands(strategies: Sequence[ShardedOptimizer]) -> list[ShardedOptimizer]:
     fix = "pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence):
-        what = f"strategies must be a sequence of ring-1 strategies, got {type(strategies).__name__}."
+        what = f"strategies must be a sequence of synchronous strategies, got {type(strategies).__name__}."
         raise TypeError(format_error(WHO, what, fix=fix))
     if not strategies:
         raise ValueError(format_error(WHO, "strategies must be at least 1, got none.", fix=fix))
     for number, one in enumerate(strategies):
-        if not isinstance(one, ShardedOptimizer) or one.config.local_updates is not None:
-            given = one.config.strategy if isinstance(one, ShardedOptimizer) else type(one).__name__
-            raise TypeError(
-                format_error(WHO, f"strategies[{number}] must be a strategy of ring 1, got {given}.", fix=fix)
-            )
+        if not isinstance(one, ShardedOptimizer) or not isinstance(getattr(one.config, "recipe", None), StrategyConfig):
+            given = getattr(getattr(one, "config", None), "strategy", type(one).__name__)
+            what = f"strategies[{number}] must be a synchronous strategy, got {given}."
+            raise TypeError(format_error(WHO, what, fix=fix))
     return list(strategies)
 
 
-def _check_makers(strategies: Any) -> list[Callable[..., ShardedOptimizer]]:
+def _check_makers(strategies: Sequence[MakeIsland]) -> list[MakeIsland]:
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence) or not strategies:
         what = f"on Ray strategies must be a sequence of functions, got {type(strategies).__name__}."
     elif strange := [one for one in strategies if isinstance(one, tuple) or not callable(one)]:
@@ -263,14 +247,7 @@ def _check_makers(strategies: Any) -> list[Callable[..., ShardedOptimizer]]:
     raise TypeError(format_error(WHO, what, fix=fix))
 
 
-def _in_process(
-    makers: Sequence[Any], steps: Sequence[int], code: Compressor | None, batches_of: Any, key: Any, worker: int
-) -> Compute:
-    """Return the one island of a process, on all its devices."""
-    return make_island_compute(WHO, {worker: makers[worker](jax.local_devices())}, steps, batches_of, key, code)
-
-
-def _check_local_steps(local_steps: Any, num_islands: int) -> list[int]:
+def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> list[int]:
     if is_integer(local_steps):
         check_count(WHO, "local_steps", local_steps, least=1)
         return [int(local_steps)] * num_islands

@@ -1,4 +1,4 @@
-"""Beside a run: checkpoints, evaluation and early stopping, on the thread of the caller."""
+"""Beside a run, on the thread of the caller: checkpoints, evaluation, early stopping and progress."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,34 +11,17 @@ from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.coordinator import Milestone
-from shardopt.parameter_server.run import Run, Snapshot, load_snapshot, restore_run, snapshot
+from shardopt.parameter_server.coordinator import Coordinator, Milestone, SavePolicy
+from shardopt.parameter_server.run import Checkpoints, Run, Snapshot, load_snapshot, restore_run
+from shardopt.parameter_server.server import Server
+from shardopt.parameter_server.views import Show
 
-_LOOK = 0.25
-"""Seconds between two looks of a person."""
+EvaluateParams = Callable[[PyTree], Mapping[str, float | jax.Array]]
+"""`evaluate(params) -> metrics`."""
 
-
-class SavePolicy:
-    """Which versions somebody wants to see, and what of them: numbers only, so that it crosses to other processes."""
-
-    def __init__(self, save_every: int | None, evaluate_every: int | None):
-        self.save_every, self.evaluate_every = save_every, evaluate_every
-
-    def saves(self, version: int) -> bool:
-        """Whether this version becomes a checkpoint."""
-        return self.save_every is not None and version % self.save_every == 0
-
-    def evaluates(self, version: int) -> bool:
-        """Whether this version is evaluated."""
-        return self.evaluate_every is not None and version % self.evaluate_every == 0
-
-    def wanted(self, version: int) -> bool:
-        """Whether this version is a milestone."""
-        return self.saves(version) or self.evaluates(version)
-
-    def keep(self, run: Run) -> Snapshot | None:
-        """Copy the run, if this version becomes a checkpoint."""
-        return snapshot(run) if self.saves(run.state.version) else None
+_USED = ("every", "save", "restore", "wait")
+_PROGRESS_SECONDS = 0.25
+"""Between two looks at the run."""
 
 
 class Callbacks:
@@ -50,39 +33,51 @@ class Callbacks:
       early_stopping: a `shardopt.EarlyStopping`, or None.
       evaluate: `evaluate(params) -> metrics`, or None.
       evaluate_every: updates between evaluations, and observations of early stopping.
-      progress: whether a person watches; `show` is then to be set, from `show_workers`.
+      progress: whether the run is shown; `show` is then to be set, from `show_workers`.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if `evaluate_every` is below 1.
     """
 
     def __init__(
         self,
         who: str,
         *,
-        checkpoints: Any = None,
+        checkpoints: Checkpoints | None = None,
         early_stopping: EarlyStopping | None = None,
-        evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
+        evaluate: EvaluateParams | None = None,
         evaluate_every: int = 100,
         progress: bool = False,
     ):
         if not isinstance(progress, bool):
             raise TypeError(f"{who}: progress must be True or False, got {progress!r}.")
-        _check(who, checkpoints, early_stopping, evaluate, evaluate_every)
+        if checkpoints is not None and not all(hasattr(checkpoints, name) for name in _USED):
+            what = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
+            raise TypeError(format_error(who, what, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
+        if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
+            what = f"early_stopping must be a shardopt.EarlyStopping, got {type(early_stopping).__name__}."
+            raise TypeError(format_error(who, what, fix='pass so.EarlyStopping("loss", patience=5).'))
+        if evaluate is not None and not callable(evaluate):
+            raise TypeError(f"{who}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
+        check_count(who, "evaluate_every", evaluate_every, least=1)
         self.who, self.checkpoints, self.rule, self.evaluate = who, checkpoints, early_stopping, evaluate
         evaluates = early_stopping is not None or evaluate is not None
-        self.policy = SavePolicy(
-            None if checkpoints is None else checkpoints.every, int(evaluate_every) if evaluates else None
-        )
-        self.progress, self.show = progress, lambda status, last=False: None
+        save_every = None if checkpoints is None else checkpoints.every
+        self.policy = SavePolicy(save_every, int(evaluate_every) if evaluates else None)
+        self.progress = progress
+        self.show: Show = lambda status, last=False: None
         self.state = StoppingState()
         self.resumed_from: int | None = None
         self.saved: int | None = None
         self.evaluations: list[dict[str, float]] = []
-        self._window: list[Mapping[str, Any]] = []
+        self._window: list[Mapping[str, jax.Array | np.ndarray]] = []
         self._last: dict[str, float] = {}
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return self.policy.save_every is None and self.policy.evaluate_every is None
+        """Whether no version is saved or evaluated."""
+        return self.policy == SavePolicy()
 
     def begin(self, run: Run, params: PyTree) -> None:
         """Let a new run go on from the newest checkpoint, if there is one."""
@@ -90,7 +85,7 @@ class Callbacks:
             restore_run(self.who, run, found)
             self.resumed_from = self.saved = run.state.version
 
-    def latest(self, server: Any, params: PyTree) -> Snapshot | None:
+    def latest(self, server: Server, params: PyTree) -> Snapshot | None:
         """Read the newest checkpoint, and what early stopping remembered then; None where there is none."""
         checkpoints = self.checkpoints
         if checkpoints is None or (step := checkpoints.latest()) is None:
@@ -105,30 +100,32 @@ class Callbacks:
             self.state = stopping.from_json(self.rule, saved) or StoppingState()
         return found
 
+    def watch(self, coordinator: Coordinator) -> None:
+        """Take milestones away until nobody works any more."""
+        if self.idle and not self.progress:
+            return
+        timeout = _PROGRESS_SECONDS if self.progress else None
+        while (milestone := coordinator.milestone(timeout)) is not None or coordinator.working:
+            if milestone is not None and self.handle(milestone):
+                coordinator.finish_early()
+            self.show(coordinator.status)
+        self.show(coordinator.status, last=True)
+
     def handle(self, milestone: Milestone) -> bool:
         """Evaluate, save; say whether the run is to end."""
         self._window += milestone.history
         if self.policy.evaluates(milestone.version):
             self._observe(milestone.version, milestone.params)
         if milestone.snapshot is not None:
-            self.save(milestone.snapshot)
+            self._save(milestone.snapshot)
         return stopping.out_of_patience(self.rule, self.state) is not None
-
-    def save(self, found: Snapshot) -> None:
-        """Begin to write a checkpoint."""
-        about = dict(found.about)
-        if self.rule is not None:
-            about["early_stopping"] = stopping.to_json(self.rule, self.state)
-        version = int(found.state.step)
-        self.checkpoints.save(found.state, step=version, metrics=self._last, extra={"server": about})
-        self.saved = version
 
     def finish(self, found: Snapshot | None) -> None:
         """Save the end of a run, and wait until it is written."""
         if self.checkpoints is None:
             return
         if found is not None and int(found.state.step) != self.saved:
-            self.save(found)
+            self._save(found)
         self.checkpoints.wait()
 
     def metrics(self) -> dict[str, Any]:
@@ -138,16 +135,14 @@ class Callbacks:
             found["evaluations"], found["best"] = self.evaluations, stopping.best(self.rule, self.state)
         return found
 
-    def __call__(self, coordinator: Any) -> None:
-        """Take milestones away until nobody works any more."""
-        if self.idle and not self.progress:
-            return
-        timeout = _LOOK if self.progress else None
-        while (milestone := coordinator.milestone(timeout)) is not None or coordinator.working:
-            if milestone is not None and self.handle(milestone):
-                coordinator.finish_early()
-            self.show(coordinator.status)
-        self.show(coordinator.status, last=True)
+    def _save(self, found: Snapshot) -> None:
+        """Begin to write a checkpoint."""
+        assert self.checkpoints is not None
+        about, version = dict(found.about), int(found.state.step)
+        if self.rule is not None:
+            about["early_stopping"] = stopping.to_json(self.rule, self.state)
+        self.checkpoints.save(found.state, step=version, metrics=self._last, extra={"server": about})
+        self.saved = version
 
     def _observe(self, version: int, params: PyTree) -> None:
         rows, self._window = jax.device_get(self._window), []
@@ -162,15 +157,3 @@ class Callbacks:
         self.state = stopping.update(self.rule, self.state, version, metrics)
         self.evaluations.append({"step": version, **metrics})
         self._last = metrics
-
-
-def _check(who: str, checkpoints: Any, rule: Any, evaluate: Any, evaluate_every: Any) -> None:
-    if checkpoints is not None and not all(hasattr(checkpoints, name) for name in ("every", "save", "restore", "wait")):
-        what = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
-        raise TypeError(format_error(who, what, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
-    if rule is not None and not isinstance(rule, EarlyStopping):
-        what = f"early_stopping must be a shardopt.EarlyStopping, got {type(rule).__name__}."
-        raise TypeError(format_error(who, what, fix='pass so.EarlyStopping("loss", patience=5).'))
-    if evaluate is not None and not callable(evaluate):
-        raise TypeError(f"{who}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
-    check_count(who, "evaluate_every", evaluate_every, least=1)

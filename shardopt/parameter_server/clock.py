@@ -1,14 +1,12 @@
 """Who is at which step, and who may start the next one: the stale synchronous parallel bound."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from shardopt.core.arguments import check_count
+from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error, plural
-from shardopt.parameter_server.arguments import check_max_staleness
 
-# A mapping that is a value and still cheap to change: one with a thousand entries is not copied whole.
-
+WHO = "parameter_server"
 
 Value = TypeVar("Value")
 _BITS = 6
@@ -29,13 +27,13 @@ class PersistentMap(Mapping[int, Value]):
 
     __slots__ = ("_buckets", "_size")
 
-    def __init__(self, _buckets: dict[int, dict[int, Any]] | None = None, _size: int = 0):
+    def __init__(self, _buckets: dict[int, dict[int, Value]] | None = None, _size: int = 0):
         self._buckets, self._size = _buckets or {}, _size
 
     def __getitem__(self, key: int) -> Value:
         return self._buckets[key >> _BITS][key]
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._buckets.get(key >> _BITS, ())
 
     def __iter__(self) -> Iterator[int]:
@@ -66,44 +64,6 @@ class PersistentMap(Mapping[int, Value]):
         else:
             del buckets[key >> _BITS]
         return PersistentMap(buckets, self._size - 1)
-
-
-# When a worker with a cache of the parameters fetches them again.
-
-
-def should_sync(step: int, max_staleness: int) -> bool:
-    """Say whether a worker that may be `max_staleness` steps behind fetches the parameters before this step.
-
-    True at every step if max_staleness = 0, and otherwise where step mod (max_staleness + 1) = 0: parameters
-    fetched at one step serve it and the max_staleness steps after it.
-
-    Args:
-      step: the worker's own step, counted from 0.
-      max_staleness: for how many further steps fetched parameters may be used.
-
-    Returns:
-      Whether to fetch.
-
-    Raises:
-      TypeError: if an argument is not an integer.
-      ValueError: if an argument is negative.
-
-    Example:
-      >>> [should_sync(step, 2) for step in range(7)]
-      [True, False, False, True, False, False, True]
-      >>> [should_sync(step, 0) for step in range(3)]
-      [True, True, True]
-
-    References:
-      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 3:
-      the cache of a worker is read until it is too old.
-    """
-    check_count("should_sync", "step", step, least=0)
-    check_count("should_sync", "max_staleness", max_staleness, least=0)
-    return bool(step % (max_staleness + 1) == 0)
-
-
-WHO = "parameter_server"
 
 
 class Clock(NamedTuple):
@@ -218,3 +178,56 @@ def _less_one(counts: Mapping[int, int], at: int) -> dict[int, int]:
     if not left[at]:
         del left[at]
     return left
+
+
+_UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
+
+
+def check_max_staleness(who: str, max_staleness: int | None) -> None:
+    """Refuse a bound that is neither None nor an integer of at least 0.
+
+    Raises:
+      TypeError: if it is of another kind.
+      ValueError: if it is negative.
+    """
+    if max_staleness is None:
+        return
+    if not is_integer(max_staleness):
+        what = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
+        raise TypeError(format_error(who, what, fix=_UNBOUNDED_FIX))
+    if max_staleness < 0:
+        raise ValueError(
+            format_error(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX)
+        )
+
+
+def should_sync(step: int, max_staleness: int) -> bool:
+    """Say whether a worker that may be `max_staleness` steps behind fetches the parameters before this step.
+
+    True at every step if max_staleness = 0, and otherwise where step mod (max_staleness + 1) = 0: parameters
+    fetched at one step serve it and the max_staleness steps after it.
+
+    Args:
+      step: the worker's own step, counted from 0.
+      max_staleness: for how many further steps fetched parameters may be used.
+
+    Returns:
+      Whether to fetch.
+
+    Raises:
+      TypeError: if an argument is not an integer.
+      ValueError: if an argument is negative.
+
+    Example:
+      >>> [should_sync(step, 2) for step in range(7)]
+      [True, False, False, True, False, False, True]
+      >>> [should_sync(step, 0) for step in range(3)]
+      [True, True, True]
+
+    References:
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 3:
+      the cache of a worker is read until it is too old.
+    """
+    check_count("should_sync", "step", step, least=0)
+    check_count("should_sync", "max_staleness", max_staleness, least=0)
+    return bool(step % (max_staleness + 1) == 0)

@@ -1,14 +1,16 @@
 """The server behind one lock: where workers come, in threads or from other processes, and wait."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
 
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.run import Run
+from shardopt.parameter_server.run import Availability, Run, Snapshot, snapshot
+from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status
-
-Availability = Mapping[int, Sequence[tuple[int, float]]]
 
 
 class Task(NamedTuple):
@@ -20,19 +22,34 @@ class Task(NamedTuple):
 
 
 class Milestone(NamedTuple):
-    """The server as it was right after an update that somebody wanted to see.
+    """The server as it was right after an update that was to be saved or evaluated.
 
     Attributes:
       version: updates made.
       params: the parameters then.
       history: the metrics of the updates since the milestone before.
-      snapshot: what `keep` made of the run, None where it was not asked to.
+      snapshot: the run, where it is to be saved.
     """
 
     version: int
     params: PyTree
-    history: list[Mapping[str, Any]]
-    snapshot: Any
+    history: list[Mapping[str, jax.Array | np.ndarray]]
+    snapshot: Snapshot | None
+
+
+class SavePolicy(NamedTuple):
+    """After how many updates each a run is saved and evaluated; None for never."""
+
+    save_every: int | None = None
+    evaluate_every: int | None = None
+
+    def saves(self, version: int) -> bool:
+        """Whether this version becomes a checkpoint."""
+        return self.save_every is not None and version % self.save_every == 0
+
+    def evaluates(self, version: int) -> bool:
+        """Whether this version is evaluated."""
+        return self.evaluate_every is not None and version % self.evaluate_every == 0
 
 
 class Coordinator:
@@ -45,20 +62,12 @@ class Coordinator:
     Args:
       run: the server, new or restored.
       num_updates: the version to stop at; pushes under way then are dropped.
-      availability: worker -> periods `(from, to)` in versions when it is there. At `to` it dies with what it computes.
-      wanted: `wanted(version)`: shall this version be a milestone?
-      keep: `keep(run)`, the snapshot of a milestone.
+      availability: when each worker is there. At the end of a period it dies with what it computes.
+      policy: which versions are milestones.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        num_updates: int,
-        availability: Availability,
-        wanted: Callable[[int], bool] = lambda version: False,
-        keep: Callable[[Run], Any] = lambda run: None,
-    ):
-        self.run, self.num_updates, self.wanted, self.keep = run, num_updates, wanted, keep
+    def __init__(self, run: Run, num_updates: int, availability: Availability, policy: SavePolicy = SavePolicy()):
+        self.run, self.num_updates, self.policy = run, num_updates, policy
         self.until: dict[int, float] = {}  # periods under way: when they end
         self.incarnations = dict.fromkeys(availability, 0)
         self.expected: set[int] = set()  # killed, and to be there again soon
@@ -103,7 +112,7 @@ class Coordinator:
             event = self.run.pull(worker, asked)
             return Task(event.version, event.clock, self.run.state.params)
 
-    def push(self, worker: int, incarnation: int, update: Any, version: int) -> bool:
+    def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
         """Take the result of a step; False if the worker is to stop."""
         with self.changed:
             if self.gone(worker, incarnation):
@@ -118,7 +127,7 @@ class Coordinator:
             self.changed.wait_for(lambda: len(self.milestones) < 2 or self.gone(worker, incarnation))
             return not self.gone(worker, incarnation)
 
-    def lost(self, worker: int, *, expected: bool = False) -> None:
+    def worker_died(self, worker: int, *, expected: bool = False) -> None:
         """Forget a worker that was killed; `expected` if it will be there again, in its next incarnation."""
         with self.changed:
             self.incarnations[worker] += 1
@@ -206,9 +215,11 @@ class Coordinator:
     def _after(self, before: int) -> None:
         """Whoever waits looks again; a new version may be a milestone."""
         version = self.run.state.version
-        if version > before and self.wanted(version):
+        saves = self.policy.saves(version)
+        if version > before and (saves or self.policy.evaluates(version)):
             history, self.seen = self.run.history(self.seen), version
-            self.milestones.append(Milestone(version, self.run.state.params, history, self.keep(self.run)))
+            kept = snapshot(self.run) if saves else None
+            self.milestones.append(Milestone(version, self.run.state.params, history, kept))
         self.changed.notify_all()
 
     def _due(self, worker: int) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -68,7 +67,7 @@ def seconds_of(duration: Duration, draw: np.random.Generator) -> float:
     return float(duration(draw) if callable(duration) else duration)
 
 
-def check_duration(who: str, name: str, duration: Any) -> None:
+def check_duration(who: str, name: str, duration: Duration) -> None:
     """Refuse what is neither seconds nor a function."""
     if not callable(duration):
         check_number(who, name, duration)

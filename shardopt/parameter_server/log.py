@@ -5,14 +5,11 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from shardopt.core.errors import format_error
-
-# What happens on a server, as a value: the entries of its log.
-
 
 KINDS = ("join", "pull", "push", "refuse", "leave", "resume")
 
@@ -56,42 +53,6 @@ class Event(NamedTuple):
         return max(0, self.version - self.pulled - (self.kind == "push"))
 
 
-# How far each worker is in its data, as the log says.
-
-
-class Positions:
-    """The rounds of data that each worker has taken since it joined; a step that a resumed run gave up is not one.
-
-    Example:
-      >>> where = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "resume")])
-      >>> where.of(0)
-      1
-    """
-
-    def __init__(self, events: Iterable[Event] = ()):
-        self._taken: dict[int, int] = {}
-        self._busy: set[int] = set()
-        for event in events:
-            self.record(event)
-
-    def record(self, event: Event) -> None:
-        """Take note of one more event."""
-        worker = event.worker
-        if event.kind == "join":
-            self._taken[worker] = 0
-        elif event.kind == "pull":
-            self._taken[worker] += 1
-            self._busy.add(worker)
-        elif event.kind == "resume" and worker in self._busy:
-            self._taken[worker] -= 1
-        if event.kind != "pull":
-            self._busy.discard(worker)
-
-    def of(self, worker: int) -> int:
-        """Return the rounds that a worker has taken."""
-        return self._taken[worker]
-
-
 FORMAT = 1
 _COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time", "waited")
 
@@ -111,7 +72,7 @@ class Log:
       (1, 'join')
     """
 
-    def __init__(self, header: dict[str, Any]):
+    def __init__(self, header: Mapping[str, Any]):
         self.header = dict(header)
         self._integers = tuple(array("q") for _ in range(6))
         self._times, self._waits = array("d"), array("d")
@@ -130,7 +91,7 @@ class Log:
         return {name: np.array(value) for name, value in zip(_COLUMNS, values, strict=True)}
 
     @classmethod
-    def from_columns(cls, header: dict[str, Any], columns: Mapping[str, np.ndarray]) -> "Log":
+    def from_columns(cls, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> "Log":
         """Return the log whose `columns` these are."""
         log = cls(header)
         for name, column in zip(_COLUMNS, (*log._integers, log._times, log._waits), strict=True):
@@ -202,14 +163,14 @@ class Log:
         return log
 
 
-def _parse(line: str) -> Any:
+def _parse(line: str) -> object:
     try:
         return json.loads(line)
     except json.JSONDecodeError:
         return None
 
 
-def _is_event(value: Any) -> bool:
+def _is_event(value: object) -> TypeGuard[list[Any]]:
     return (
         isinstance(value, list)
         and len(value) == len(_COLUMNS)
@@ -217,3 +178,36 @@ def _is_event(value: Any) -> bool:
         and all(type(one) is int for one in value[1:-2])
         and all(type(one) in (int, float) for one in value[-2:])
     )
+
+
+class Positions:
+    """The rounds of data that each worker has taken since it joined; a step that a resumed run gave up is not one.
+
+    Example:
+      >>> where = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "resume")])
+      >>> where.of(0)
+      1
+    """
+
+    def __init__(self, events: Iterable[Event] = ()):
+        self._taken: dict[int, int] = {}
+        self._busy: set[int] = set()
+        for event in events:
+            self.record(event)
+
+    def record(self, event: Event) -> None:
+        """Take note of one more event."""
+        worker = event.worker
+        if event.kind == "join":
+            self._taken[worker] = 0
+        elif event.kind == "pull":
+            self._taken[worker] += 1
+            self._busy.add(worker)
+        elif event.kind == "resume" and worker in self._busy:
+            self._taken[worker] -= 1
+        if event.kind != "pull":
+            self._busy.discard(worker)
+
+    def of(self, worker: int) -> int:
+        """Return the rounds that a worker has taken."""
+        return self._taken[worker]

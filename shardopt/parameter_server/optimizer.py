@@ -1,41 +1,106 @@
-"""From a server and its workers to `AsyncOptimizer`: what `async_sgd` and `async_local_sgd` have in common."""
+"""`AsyncOptimizer`, from the description of its runs: what `async_sgd` and `async_local_sgd` have in common."""
 
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.callbacks import Callbacks
-from shardopt.parameter_server.coordinator import Coordinator
+from shardopt.parameter_server.callbacks import Callbacks, EvaluateParams
 from shardopt.parameter_server.log import Log
-from shardopt.parameter_server.replay import replay_events
+from shardopt.parameter_server.ray import run_on_ray
+from shardopt.parameter_server.replay import check_log, replay_events
 from shardopt.parameter_server.rules import Rule
-from shardopt.parameter_server.run import AsyncResult, Run, snapshot
-from shardopt.parameter_server.server import Server
+from shardopt.parameter_server.run import AsyncResult, Availability, BatchesOf, Checkpoints, RunSpec
 from shardopt.parameter_server.simulation import check_availability
-from shardopt.parameter_server.threads import run_threads
+from shardopt.parameter_server.threads import run_on_threads
 from shardopt.parameter_server.updates import check_params
-from shardopt.parameter_server.views import show_workers
-from shardopt.parameter_server.worker import Compute, Streams, key_data
+from shardopt.parameter_server.worker import key_data
+
+
+class RunFn(Protocol):
+    """The `run` of an `AsyncOptimizer`."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        batches_of: BatchesOf,
+        *,
+        num_updates: int,
+        rng: jax.Array | None = None,
+        availability: Availability | None = None,
+        log_path: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | None = None,
+        early_stopping: EarlyStopping | None = None,
+        evaluate: EvaluateParams | None = None,
+        evaluate_every: int = 100,
+        progress: bool = False,
+    ) -> AsyncResult:
+        """Train until the server has made `num_updates` updates.
+
+        On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
+        `metrics["killed"]` names who was. A killed server is started again from the newest of `checkpoints`, the
+        workers go on there, and `metrics["lost_updates"]` says how many updates were lost. Loss, data and optimizer
+        cross by pickling: what is defined in a module must be importable on the workers.
+
+        Args:
+          params: the parameters to begin with. Leaves that are not floating are not trained.
+          batches_of: `batches_of(worker)` returns an iterable of the worker's batches, pytrees with leaves [rows, ...];
+            it is called in the worker's thread, again each time that the worker joins. A worker without batches leaves.
+          num_updates: versions of the parameters; with max_staleness=0 whole clocks.
+          rng: a random key, for losses that take one.
+          availability: which workers are there only at times, `{worker: [(from, to), ...]}` in versions: at `to` a
+            worker dies with the step that it is at.
+          log_path: a file that gets the log, also of a run that fails.
+          checkpoints: a `so.Checkpoints`, which gets the server (parameters, optimizer, clocks, log) every so many
+            updates and at the end. A run that finds checkpoints there goes on from the newest: each worker at its clock
+            and behind the batches of the steps that it had pushed, the steps in flight done again, with a fresh state
+            of islands and error feedback; `metrics["resumed_from"]` says from where. With max_staleness=0 the outcome
+            is that of an unbroken run, bit for bit, unless islands or a reducer remembered something; otherwise its log
+            explains it. Workers that are not there any more leave, new ones join.
+          early_stopping: a `so.EarlyStopping`, which watches the evaluations and ends the run ("early").
+          evaluate: `evaluate(params) -> metrics`; its results are `metrics["evaluations"]`, with the means of the
+            training metrics since the one before.
+          evaluate_every: updates between evaluations; the workers go on meanwhile.
+          progress: show a table of the workers on a terminal, or a line every ten seconds elsewhere, on standard error.
+
+        Returns:
+          An `AsyncResult`. Without workers the run ends ("exhausted").
+
+        Raises:
+          TypeError: if an argument is of the wrong kind.
+          ValueError: if a number is out of range, or the checkpoints are of a run with other settings.
+          NonFiniteUpdateError: if an update is not finite, unless such are skipped; it names worker, step and leaves.
+          ConnectionError: if no Ray answers at the address.
+          WorkersLostError: on Ray, if all workers were killed and none is started again.
+          ServerLostError: on Ray, if the server was killed and there is no checkpoint.
+          Exception: what a worker raises ends the run, and reaches the caller with its traceback.
+        """
+        ...
+
+
+class ReplayFn(Protocol):
+    """The `replay` of an `AsyncOptimizer`."""
+
+    def __call__(self, log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
+        """Do a run of this optimizer again from its log, on one thread, bit for bit; see `parameter_server.replay`."""
+        ...
 
 
 class AsyncOptimizer(NamedTuple):
     """An optax optimizer that trains without barriers.
 
     Attributes:
-      run: `run(params, batches_of, *, num_updates, rng=None, availability=None, log_path=None, checkpoints=None,
-        early_stopping=None, evaluate=None, evaluate_every=100, progress=False) -> AsyncResult`; see `async_sgd`.
-      replay: `replay(log, params, batches_of) -> params`: does a run of this optimizer again from its log, on one
-        thread, bit for bit; see `parameter_server.replay`.
+      run: `run(params, batches_of, *, num_updates, ...) -> AsyncResult`; see `RunFn.__call__`.
+      replay: `replay(log, params, batches_of) -> params`; see `ReplayFn.__call__`.
       workers: the mesh of each worker.
       wrapped: the optax transformation that the server applies.
       max_staleness: the bound in clocks, None without.
@@ -43,73 +108,36 @@ class AsyncOptimizer(NamedTuple):
       backend: what carries pulls and pushes.
     """
 
-    run: Callable[..., AsyncResult]
-    replay: Callable[..., PyTree]
-    workers: tuple[Any, ...]
+    run: RunFn
+    replay: ReplayFn
+    workers: tuple[Mesh, ...]
     wrapped: optax.GradientTransformation
     max_staleness: int | None
     rule: Rule | None
     backend: str
 
 
-class RunSpec(NamedTuple):
-    """What a run is made of, apart from its data.
-
-    Attributes:
-      who: the function that the user called, for messages.
-      num_workers: how many.
-      make_server: `make_server(donate) -> Server`.
-      make_compute: `make_compute(batches_of, key) -> Compute` of all workers.
-      ray: where to run on Ray; None for threads.
-    """
-
-    who: str
-    num_workers: int
-    make_server: Callable[[bool], Server]
-    make_compute: Callable[[Callable[[int], Iterable[Any]], Any], Compute]
-    ray: "OnRay | None" = None
-
-
-class OnRay(NamedTuple):
-    """How a run is spread over processes.
-
-    Attributes:
-      address: of the cluster; None for a local one.
-      devices: how many each worker's process has.
-      make_compute: `make_compute(batches_of, key, worker) -> Compute` of one worker, in its process.
-      header: `header(key)`, what the log keeps of the workers.
-      max_restarts: how often each worker that was killed is started again.
-    """
-
-    address: str | None
-    devices: Sequence[int]
-    make_compute: Callable[..., Compute]
-    header: Callable[[Any], dict[str, Any]]
-    max_restarts: int
-
-
-def make_run(job: RunSpec) -> Callable[..., AsyncResult]:
+def make_run(spec: RunSpec) -> RunFn:
     """Return the `run` of an optimizer."""
-    who, server = job.who, job.make_server(True)
+    who, server = spec.who, spec.make_server(donate=True)
 
     def run(
         params: PyTree,
-        batches_of: Callable[[int], Iterable[Any]],
+        batches_of: BatchesOf,
         *,
         num_updates: int,
         rng: jax.Array | None = None,
-        availability: Mapping[int, Sequence[tuple[int, float]]] | None = None,
+        availability: Availability | None = None,
         log_path: str | os.PathLike[str] | None = None,
-        checkpoints: Any = None,
+        checkpoints: Checkpoints | None = None,
         early_stopping: EarlyStopping | None = None,
-        evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
+        evaluate: EvaluateParams | None = None,
         evaluate_every: int = 100,
         progress: bool = False,
     ) -> AsyncResult:
-        """Train until the server has made `num_updates` updates; see `async_sgd`."""
         check_params(who, params)
         check_count(who, "num_updates", num_updates, least=0)
-        periods = check_periods(who, availability, job.num_workers)
+        periods = _periods(who, availability, spec.num_workers)
         callbacks = Callbacks(
             who,
             checkpoints=checkpoints,
@@ -118,88 +146,27 @@ def make_run(job: RunSpec) -> Callable[..., AsyncResult]:
             evaluate_every=evaluate_every,
             progress=progress,
         )
-        key = key_data(who, rng)
-        if job.ray is not None:
-            return run_on_ray(job, params, batches_of, key, num_updates, periods, callbacks, log_path)
-        compute = job.make_compute(batches_of, key)
-        began = time.perf_counter()
-        params = compute.on_server(params)
-        running = Run(server, params, compute.header, lambda: time.perf_counter() - began)
-        callbacks.begin(running, params)
-        if log_path is not None:
-            running.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
-        try:
-            coordinator = Coordinator(running, num_updates, periods, callbacks.policy.wanted, callbacks.policy.keep)
-            with show_workers(who, shown=callbacks.progress) as callbacks.show:
-                run_threads(who, coordinator, compute, callbacks)
-            result = running.finish(coordinator.why(), **callbacks.metrics())
-            callbacks.finish(None if checkpoints is None else snapshot(running))
-            return result
-        finally:
-            if log_path is not None:
-                running.log.save(log_path)
+        arguments = params, batches_of, key_data(who, rng), num_updates, periods, callbacks, log_path
+        return run_on_ray(spec, *arguments) if spec.backend == "ray" else run_on_threads(spec, server, *arguments)
 
+    run.__doc__ = RunFn.__call__.__doc__
     return run
 
 
-def run_on_ray(
-    job: RunSpec,
-    params: PyTree,
-    batches_of: Any,
-    key: Any,
-    num_updates: int,
-    periods: Any,
-    callbacks: Callbacks,
-    log_path: Any,
-) -> AsyncResult:
-    """Run on Ray, and leave nothing running."""
-    from shardopt.parameter_server.ray import RayDriver, Spec, cluster
-
-    on = job.ray
-    assert on is not None
-    Streams(job.who, batches_of)  # checks it
-    spec = Spec(job.who, on.devices, job.make_server, on.make_compute, on.header(key), periods, on.max_restarts)
-    with cluster(job.who, on.address, job.num_workers) as ray:
-        params = jax.device_put(params)
-        found = callbacks.latest(job.make_server(False), params)
-        callbacks.resumed_from = callbacks.saved = None if found is None else int(found.state.step)
-        driver = RayDriver(ray, spec, params, batches_of, key, num_updates, callbacks)
-        log = None
-        try:
-            with show_workers(job.who, shown=callbacks.progress) as callbacks.show:
-                result = driver.run(found)
-            log = result.log
-            return result
-        finally:
-            log = driver.log() if log is None else log
-            driver.close()
-            if log_path is not None and log is not None:
-                log.save(log_path)
-
-
-def make_replay(job: RunSpec) -> Callable[..., PyTree]:
+def make_replay(spec: RunSpec) -> ReplayFn:
     """Return the `replay` of an optimizer."""
 
-    def replay(log: Log, params: PyTree, batches_of: Callable[[int], Iterable[Any]]) -> PyTree:
-        """Do a run of this optimizer again, bit for bit; see `parameter_server.replay`."""
-        if not isinstance(log, Log):
-            what = f"log must be a parameter_server.Log, got {type(log).__name__}."
-            raise TypeError(format_error("replay", what, fix="pass result.log, or parameter_server.Log.load(path)."))
-        if log.header.get("initial") is None:
-            raise ValueError(format_error("replay", "this is the log of a simulation of time only."))
+    def replay(log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
+        check_log(log)
         key = np.asarray(log.header["rng"], np.uint32)
-        return replay_events(log, job.make_server(False), job.make_compute(batches_of, key), params)
+        return replay_events(log, spec.make_server(donate=False), spec.make_compute(batches_of, key), params)
 
+    replay.__doc__ = ReplayFn.__call__.__doc__
     return replay
 
 
-def check_periods(who: str, availability: Any, num_workers: int) -> dict[int, Sequence[tuple[int, float]]]:
-    """Return when each worker is there, in versions.
-
-    Raises:
-      TypeError: if `availability` is neither None nor a dict of periods.
-      ValueError: if it names unknown workers, or times do not rise.
-    """
+def _periods(who: str, availability: Availability | None, num_workers: int) -> Availability:
+    """Return when each worker is there, in versions."""
     always = [(0, math.inf)]
     if availability is None:
         return dict.fromkeys(range(num_workers), always)
@@ -213,7 +180,7 @@ def check_periods(who: str, availability: Any, num_workers: int) -> dict[int, Se
     return {worker: availability.get(worker, always) for worker in range(num_workers)}
 
 
-def check_backend(who: str, backend: Any, address: Any, max_restarts: Any) -> None:
+def check_backend(who: str, backend: str, address: str | None, max_restarts: int) -> None:
     """Refuse an unknown backend, and options of Ray that are of the wrong kind, or without Ray.
 
     Raises:

@@ -1,7 +1,7 @@
 """Do a run again from its log, on one thread, bit for bit."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,10 +13,11 @@ from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.log import Log, Positions
 from shardopt.parameter_server.rules import Rule, from_config
-from shardopt.parameter_server.server import Server, make_server
+from shardopt.parameter_server.run import BatchesOf, Compute
+from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.updates import digest
-from shardopt.parameter_server.worker import Compute, check_codec, make_compute
-from shardopt.reducers import Compressor, Reducer
+from shardopt.parameter_server.worker import check_codec, sgd_spec
+from shardopt.reducers import Reducer
 
 WHO = "replay"
 
@@ -26,7 +27,7 @@ def replay(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     params: PyTree,
-    batches_of: Callable[[int], Iterable[Any]],
+    batches_of: BatchesOf,
     *,
     rule: Rule | None = None,
     reducer: Reducer | None = None,
@@ -53,8 +54,8 @@ def replay(
 
     Raises:
       TypeError: if `log` is not a `Log`, or another argument of the wrong kind.
-      ValueError: if the parameters, the rule or the reducer are not those of the run, the batches end too soon, the server comes
-        to another event than the log, or the result differs from that of the run.
+      ValueError: if the parameters, the rule or the reducer are not those of the run, the batches end too soon, the
+        server comes to another event than the log, or the result differs from that of the run.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -67,28 +68,40 @@ def replay(
       >>> bool((again["w"] == result.params["w"]).all())
       True
     """
-    if not isinstance(log, Log):
-        what = f"log must be a parameter_server.Log, got {type(log).__name__}."
-        raise TypeError(format_error(WHO, what, fix="pass result.log, or parameter_server.Log.load(path)."))
+    check_log(log)
     header = log.header
-    if header.get("initial") is None:
-        fix = "give simulate an optimizer, a loss, parameters and data."
-        raise ValueError(format_error(WHO, "this is the log of a simulation of time only.", fix=fix))
     if "local_steps" in header:
         fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
         raise ValueError(format_error(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
-    code = _code(header.get("reducer"), reducer)
-    meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
-    key = np.asarray(header["rng"], np.uint32)
-    compute = make_compute(WHO, tx, loss_fn, meshes, batches_of, key, header.get("sparse", ()), code)
-    server = make_server(
+    _check_reducer(header.get("reducer"), reducer)
+    spec = sgd_spec(
+        WHO,
         tx,
+        loss_fn,
+        [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]],
         max_staleness=header["max_staleness"],
         rule=_rule(header["rule"], rule),
         nonfinite=header["nonfinite"],
         reducer=reducer,
+        sparse=header.get("sparse", ()),
     )
-    return replay_events(log, server, compute, params)
+    compute = spec.make_compute(batches_of, np.asarray(header["rng"], np.uint32))
+    return replay_events(log, spec.make_server(donate=False), compute, params)
+
+
+def check_log(log: Log) -> None:
+    """Refuse what is not the log of a run with parameters.
+
+    Raises:
+      TypeError: if it is not a log.
+      ValueError: if it is one of a simulation of time only.
+    """
+    if not isinstance(log, Log):
+        what = f"log must be a parameter_server.Log, got {type(log).__name__}."
+        raise TypeError(format_error(WHO, what, fix="pass result.log, or parameter_server.Log.load(path)."))
+    if log.header.get("initial") is None:
+        fix = "give simulate an optimizer, a loss, parameters and data."
+        raise ValueError(format_error(WHO, "this is the log of a simulation of time only.", fix=fix))
 
 
 def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) -> PyTree:
@@ -103,13 +116,11 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     header = log.header
     state = server.init(compute.on_server(params))
     if digest(state.params) != header["initial"]:
-        what = "the parameters are not those that the run began with."
-        raise ValueError(
-            format_error(WHO, what, fix="pass the same values in the same dtypes, or make them the same way.")
-        )
+        fix = "pass the same values in the same dtypes, or make them the same way."
+        raise ValueError(format_error(WHO, "the parameters are not those that the run began with.", fix=fix))
 
     positions = Positions()
-    steps: dict[int, tuple[PyTree, Any]] = {}
+    steps: dict[int, tuple[PyTree, PyTree]] = {}
     for number, recorded in enumerate(log):
         worker = recorded.worker
         positions.record(recorded)
@@ -127,9 +138,8 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
             state, event = server.push(state, worker, update, recorded.pulled)
         if event != recorded.without_times():
             what = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
-            raise ValueError(
-                format_error(WHO, what, fix="the log is damaged, or its data or loss is not that of the run.")
-            )
+            fix = "the log is damaged, or its data or loss is not that of the run."
+            raise ValueError(format_error(WHO, what, fix=fix))
     if header["final"] is not None and digest(state.params) != header["final"]:
         what = "the parameters at the end are not those of the run, although they were the same at the start."
         fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
@@ -137,20 +147,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     return state.params
 
 
-def _code(recorded: str | None, given: Reducer | None) -> Compressor | None:
-    code = check_codec(WHO, given)
-    name = None if code is None else code.name
-    if name != recorded:
-        what = f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
-        raise ValueError(format_error(WHO, what, fix="pass the reducer of the run."))
-    return code
-
-
-def _as_json(config: Any) -> Any:
-    return json.loads(json.dumps(dict(config)))
-
-
-def _next(compute: Compute, worker: int, clock: int) -> Any:
+def _next(compute: Compute, worker: int, clock: int) -> PyTree:
     batch = compute.next_batch(worker)
     if batch is None:
         what = f"batches_of({worker}) ended before step {clock} of worker {worker}."
@@ -158,12 +155,24 @@ def _next(compute: Compute, worker: int, clock: int) -> Any:
     return batch
 
 
-def _rule(recorded: dict[str, Any], given: Rule | None) -> Rule:
-    known = from_config(recorded["name"], recorded["config"])
-    if given is None and known is not None:
+def _check_reducer(recorded: str | None, given: Reducer | None) -> None:
+    codec = check_codec(WHO, given)
+    name = None if codec is None else codec.name
+    if name != recorded:
+        what = f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
+        raise ValueError(format_error(WHO, what, fix="pass the reducer of the run."))
+
+
+def _rule(recorded: Mapping[str, Any], given: Rule | None) -> Rule:
+    name, config = recorded["name"], _as_json(recorded["config"])
+    if given is None and (known := from_config(name, recorded["config"])) is not None:
         return known
-    if given is None or (given.name, _as_json(given.config)) != (recorded["name"], _as_json(recorded["config"])):
+    if given is None or (given.name, _as_json(given.config)) != (name, config):
         got = "none" if given is None else f"{given.name} {dict(given.config)}"
-        what = f"the run had the rule {recorded['name']} {recorded['config']}, got {got}."
+        what = f"the run had the rule {name} {recorded['config']}, got {got}."
         raise ValueError(format_error(WHO, what, fix="pass the rule of the run."))
     return given
+
+
+def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(dict(config)))

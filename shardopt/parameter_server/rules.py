@@ -1,8 +1,8 @@
-"""Rules for late gradients, one paper a file; each is a `Rule`, a bundle of pure functions."""
+"""Rules for late gradients, one a paper: how the gradient before the optimizer, or its update, depends on the delay."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,51 +10,35 @@ import jax.numpy as jnp
 from shardopt.core.arguments import check_count, check_number
 from shardopt.core.types import PyTree, wide_dtype
 
-# How many local steps a worker of a given speed does between pushes.
+__all__ = [
+    "Rule",
+    "dc_asgd",
+    "dc_asgd_adaptive",
+    "delayed_nesterov",
+    "dynamic_local_steps",
+    "from_config",
+    "plain",
+    "staleness_learning_rate",
+]
 
 
-def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
-    """Give slower workers fewer local steps, so that all push at about the same time.
+class GradientFn(Protocol):
+    """What becomes of a late gradient; see `Rule`."""
 
-    H_w = max(1, floor(v_w / max v * H)): the fastest does all H steps, one half as fast half of them.
-
-    Args:
-      speeds: steps per second of each worker.
-      local_steps: H, what the fastest does.
-
-    Returns:
-      H_w of each worker.
-
-    Raises:
-      TypeError: if an argument is of the wrong kind.
-      ValueError: if there is no speed, one is not above 0, or `local_steps` is below 1.
-
-    Example:
-      >>> dynamic_local_steps([4.0, 2.0, 1.0, 0.01], 50)
-      [50, 25, 12, 1]
-
-    References:
-      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local updates. The
-      minimum of one step is ours.
-    """
-    who = "dynamic_local_steps"
-    check_count(who, "local_steps", local_steps, least=1)
-    if not len(speeds):
-        raise ValueError(f"{who}: speeds must not be empty.")
-    for index, speed in enumerate(speeds):
-        check_number(who, f"speeds[{index}]", speed, positive=True)
-    # Integers first: 1/3 of 3 in floating point must not come out as 0.999...
-    return [max(1, math.floor(speed * local_steps / max(speeds))) for speed in speeds]
+    def __call__(
+        self, grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        """Return the gradient that the optimizer gets, and the new state of the rule."""
+        ...
 
 
-# What a staleness rule is: a change of the gradient before the optimizer, and of the step after it.
-
-
-def _no_state(params: PyTree) -> Any:
+def _no_state(params: PyTree) -> tuple[()]:
     return ()
 
 
-def _same_gradient(grads: PyTree, state: Any, *, params: PyTree, pulled: PyTree, delay: Any) -> tuple[PyTree, Any]:
+def _same_gradient(
+    grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
+) -> tuple[PyTree, PyTree]:
     return grads, state
 
 
@@ -78,13 +62,139 @@ class Rule(NamedTuple):
 
     name: str
     config: Mapping[str, Any]
-    init: Callable[[PyTree], Any] = _no_state
-    gradient: Callable[..., tuple[PyTree, Any]] = _same_gradient
-    scale: Callable[[Any], Any] | None = None
+    init: Callable[[PyTree], PyTree] = _no_state
+    gradient: GradientFn = _same_gradient
+    scale: Callable[[jax.Array], jax.Array] | None = None
     uses_pulled: bool = False
 
 
-# Momentum that waits for a whole round of pushes.
+def plain() -> Rule:
+    """Apply a late gradient as if it were fresh: w <- w + tx.update(g).
+
+    Returns:
+      A `Rule`, which is what `rule=None` means.
+
+    Example:
+      >>> plain().name
+      'plain'
+
+    References:
+      Dean et al., "Large Scale Distributed Deep Networks", 2012 (Downpour SGD).
+    """
+    return Rule("plain", {})
+
+
+def staleness_learning_rate() -> Rule:
+    """Divide the learning rate by how many versions late a gradient is: w <- w + tx.update(g) / max(1, tau).
+
+    The division is that of the optimizer's update, so it is one of the learning rate for every optimizer, also for
+    those that do not mind the size of a gradient (Adam).
+
+    **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
+
+    Returns:
+      A `Rule`. It keeps no state.
+
+    Example:
+      >>> float(staleness_learning_rate().scale(4))
+      0.25
+
+    References:
+      Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", 2016: alpha = alpha_0 / tau.
+    """
+    return Rule("staleness_learning_rate", {}, scale=lambda delay: 1.0 / jnp.maximum(1, delay))
+
+
+def dc_asgd(strength: float = 0.04) -> Rule:
+    """Add to a late gradient what a cheap Hessian says it has missed: g' = g + lambda g*g*(w - w_pulled).
+
+    The first-order expansion of the gradient at w around w_pulled, with the Hessian replaced by the diagonal of g g^T.
+
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
+
+    **Placement**: the server keeps the parameters that each working worker has pulled.
+
+    Args:
+      strength: lambda.
+
+    Returns:
+      A `Rule`.
+
+    Raises:
+      TypeError: if `strength` is not a number.
+      ValueError: if it is negative or not finite.
+
+    Example:
+      >>> grads, _ = dc_asgd(0.5).gradient({"w": 2.0}, (), params={"w": 1.5}, pulled={"w": 1.0}, delay=3)
+      >>> grads
+      {'w': 3.0}
+
+    References:
+      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
+    """
+    check_number("dc_asgd", "strength", strength)
+
+    def gradient(
+        grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        corrected = jax.tree.map(lambda g, w, old: g + strength * g * g * (w - old), grads, params, pulled)
+        return corrected, state
+
+    return Rule("dc_asgd", {"strength": float(strength)}, gradient=gradient, uses_pulled=True)
+
+
+def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7) -> Rule:
+    """Compensate for delay with a strength that adapts to the size of the gradients, element by element.
+
+    m <- decay m + (1 - decay) g*g, then g' = g + strength / sqrt(m + eps) g*g*(w - w_pulled).
+
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
+
+    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
+
+    Args:
+      strength: lambda_0.
+      decay: of the moving mean square, in [0, 1).
+      eps: keeps the root away from zero.
+
+    Returns:
+      A `Rule`.
+
+    Raises:
+      TypeError: if an argument is not a number.
+      ValueError: if one is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> w, old = {"w": jnp.array([1.5])}, {"w": jnp.array([1.0])}
+      >>> rule = dc_asgd_adaptive(strength=1.0, decay=0.0)
+      >>> grads, _ = rule.gradient({"w": jnp.array([2.0])}, rule.init(w), params=w, pulled=old, delay=1)
+      >>> round(float(grads["w"][0]), 3)
+      3.0
+
+    References:
+      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, section 5: DC-ASGD-a.
+    """
+    who = "dc_asgd_adaptive"
+    check_number(who, "strength", strength)
+    check_number(who, "decay", decay, below=1.0)
+    check_number(who, "eps", eps, positive=True)
+
+    def init(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
+
+    def gradient(
+        grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
+
+        def correct(g, w, old, m):
+            return g + (strength / jnp.sqrt(m + eps)).astype(g.dtype) * g * g * (w - old)
+
+        return jax.tree.map(correct, grads, params, pulled, square), square
+
+    config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
+    return Rule(who, config, init=init, gradient=gradient, uses_pulled=True)
 
 
 class DelayedNesterovState(NamedTuple):
@@ -98,7 +208,7 @@ class DelayedNesterovState(NamedTuple):
 
     momentum: PyTree
     buffer: PyTree
-    count: Any
+    count: jax.Array
 
 
 def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0) -> Rule:
@@ -146,7 +256,9 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)  # noqa: E731
         return DelayedNesterovState(zeros(), zeros(), jnp.zeros((), jnp.int32))
 
-    def gradient(grads: PyTree, state: Any, *, params: PyTree, pulled: PyTree, delay: Any) -> tuple[PyTree, Any]:
+    def gradient(
+        grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
+    ) -> tuple[PyTree, PyTree]:
         last = state.count == every - 1
         buffer = jax.tree.map(lambda b, g: b + g.astype(b.dtype), state.buffer, grads)
         velocity = jax.tree.map(lambda m, b: jnp.where(last, momentum * m + b / every, m), state.momentum, buffer)
@@ -161,150 +273,39 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
     return Rule(who, config, init=init, gradient=gradient)
 
 
-# Delay compensation: a late gradient, corrected towards where the parameters are now.
+def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
+    """Give slower workers fewer local steps, so that all push at about the same time.
 
-
-def dc_asgd(strength: float = 0.04) -> Rule:
-    """Add to a late gradient what a cheap Hessian says it has missed: g' = g + lambda g*g*(w - w_pulled).
-
-    The first-order expansion of the gradient at w around w_pulled, with the Hessian replaced by the diagonal of g g^T.
-
-    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
-
-    **Placement**: the server keeps the parameters that each working worker has pulled.
+    H_w = max(1, floor(v_w / max v * H)): the fastest does all H steps, one half as fast half of them.
 
     Args:
-      strength: lambda.
+      speeds: steps per second of each worker.
+      local_steps: H, what the fastest does.
 
     Returns:
-      A `Rule`.
+      H_w of each worker.
 
     Raises:
-      TypeError: if `strength` is not a number.
-      ValueError: if it is negative or not finite.
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if there is no speed, one is not above 0, or `local_steps` is below 1.
 
     Example:
-      >>> grads, _ = dc_asgd(0.5).gradient({"w": 2.0}, (), params={"w": 1.5}, pulled={"w": 1.0}, delay=3)
-      >>> grads
-      {'w': 3.0}
+      >>> dynamic_local_steps([4.0, 2.0, 1.0, 0.01], 50)
+      [50, 25, 12, 1]
 
     References:
-      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
+      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local updates. The
+      minimum of one step is ours.
     """
-    check_number("dc_asgd", "strength", strength)
+    who = "dynamic_local_steps"
+    check_count(who, "local_steps", local_steps, least=1)
+    if not len(speeds):
+        raise ValueError(f"{who}: speeds must not be empty.")
+    for index, speed in enumerate(speeds):
+        check_number(who, f"speeds[{index}]", speed, positive=True)
+    # Integers first: 1/3 of 3 in floating point must not come out as 0.999...
+    return [max(1, math.floor(speed * local_steps / max(speeds))) for speed in speeds]
 
-    def gradient(grads: PyTree, state: Any, *, params: PyTree, pulled: PyTree, delay: Any) -> tuple[PyTree, Any]:
-        corrected = jax.tree.map(lambda g, w, old: g + strength * g * g * (w - old), grads, params, pulled)
-        return corrected, state
-
-    return Rule("dc_asgd", {"strength": float(strength)}, gradient=gradient, uses_pulled=True)
-
-
-def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7) -> Rule:
-    """Compensate for delay with a strength that adapts to the size of the gradients, element by element.
-
-    m <- decay m + (1 - decay) g*g, then g' = g + strength / sqrt(m + eps) g*g*(w - w_pulled).
-
-    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
-
-    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
-
-    Args:
-      strength: lambda_0.
-      decay: of the moving mean square, in [0, 1).
-      eps: keeps the root away from zero.
-
-    Returns:
-      A `Rule`.
-
-    Raises:
-      TypeError: if an argument is not a number.
-      ValueError: if one is out of range.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> w, old = {"w": jnp.array([1.5])}, {"w": jnp.array([1.0])}
-      >>> rule = dc_asgd_adaptive(strength=1.0, decay=0.0)
-      >>> grads, _ = rule.gradient({"w": jnp.array([2.0])}, rule.init(w), params=w, pulled=old, delay=1)
-      >>> round(float(grads["w"][0]), 3)
-      3.0
-
-    References:
-      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, section 5: DC-ASGD-a.
-    """
-    who = "dc_asgd_adaptive"
-    check_number(who, "strength", strength)
-    check_number(who, "decay", decay, below=1.0)
-    check_number(who, "eps", eps, positive=True)
-
-    def init(params: PyTree) -> PyTree:
-        return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
-
-    def gradient(grads: PyTree, state: Any, *, params: PyTree, pulled: PyTree, delay: Any) -> tuple[PyTree, Any]:
-        square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
-
-        def correct(g, w, old, m):
-            return g + (strength / jnp.sqrt(m + eps)).astype(g.dtype) * g * g * (w - old)
-
-        return jax.tree.map(correct, grads, params, pulled, square), square
-
-    config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
-    return Rule(who, config, init=init, gradient=gradient, uses_pulled=True)
-
-
-# Smaller steps for later gradients.
-
-
-def staleness_learning_rate() -> Rule:
-    """Divide the learning rate by how many versions late a gradient is: w <- w + tx.update(g) / max(1, tau).
-
-    The division is that of the optimizer's update, so it is one of the learning rate for every optimizer, also for
-    those that do not mind the size of a gradient (Adam).
-
-    **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
-
-    Returns:
-      A `Rule`. It keeps no state.
-
-    Example:
-      >>> float(staleness_learning_rate().scale(4))
-      0.25
-
-    References:
-      Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", 2016: alpha = alpha_0 / tau.
-    """
-    return Rule("staleness_learning_rate", {}, scale=lambda delay: 1.0 / jnp.maximum(1, delay))
-
-
-# The rule that does nothing.
-
-
-def plain() -> Rule:
-    """Apply a late gradient as if it were fresh: w <- w + tx.update(g).
-
-    Returns:
-      A `Rule`, which is what `rule=None` means.
-
-    Example:
-      >>> plain().name
-      'plain'
-
-    References:
-      Dean et al., "Large Scale Distributed Deep Networks", 2012 (Downpour SGD).
-    """
-    return Rule("plain", {})
-
-
-__all__ = [
-    "Rule",
-    "dc_asgd",
-    "dc_asgd_adaptive",
-    "delayed_nesterov",
-    "dynamic_local_steps",
-    "from_config",
-    "plain",
-    "staleness_learning_rate",
-]
 
 _KNOWN = {
     "plain": plain,

@@ -1,9 +1,15 @@
-"""A server at work: the one thing here that changes. Whatever drives it, threads or a simulation, drives this."""
+"""A run: its description, the server at work with its log, its result, and its snapshots.
+
+Whatever drives a run (threads, Ray, a simulation) drives a `Run`; it is the one thing here that changes.
+"""
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +20,62 @@ from shardopt.core.types import PyTree, TrainState
 from shardopt.parameter_server.clock import PersistentMap, make_clock
 from shardopt.parameter_server.log import Event, Log, Positions
 from shardopt.parameter_server.server import Server, ServerState
-from shardopt.parameter_server.updates import digest
+from shardopt.parameter_server.updates import Update, digest
 from shardopt.parameter_server.views import Status, WorkerStats, summarize
 
-_UNDER_WAY = 128
-"""More updates than are ever on their way through the device at once."""
+BatchesOf = Callable[[int], Iterable[PyTree]]
+"""`batches_of(worker)`, the batches of a worker."""
+
+Availability = Mapping[int, Sequence[tuple[float, float]]]
+"""worker -> periods `(from, to)` in versions when it is there."""
+
+
+class Compute(NamedTuple):
+    """What workers do apart from talking to the server.
+
+    Attributes:
+      begin: `begin(worker, position)`, at each join: its batches start again, and so many rounds of them are skipped,
+        which is 0 but in a run that is resumed.
+      next_batch: `next_batch(worker) -> batch`, or None where there are no more.
+      update: `update(worker, params, batch, clock) -> Update`, finished, on the device of the server.
+      on_server: `on_server(tree) -> tree`, moved to the device of the server: the first of the first worker.
+    """
+
+    begin: Callable[[int, int], None]
+    next_batch: Callable[[int], PyTree | None]
+    update: Callable[[int, PyTree, PyTree, int], Update | None]
+    on_server: Callable[[PyTree], PyTree]
+
+
+class RunSpec(NamedTuple):
+    """What a run is made of, apart from its data: threads, Ray, replays and simulations start from it.
+
+    Attributes:
+      who: the function that the user called, for messages.
+      num_workers: how many.
+      make_server: `make_server(donate) -> Server`.
+      make_compute: `make_compute(batches_of, key, worker=None) -> Compute`, of all workers in this process, or of one
+        that has a process to itself.
+      header: what the log keeps of the workers, apart from the random key.
+      backend: "threads" or "ray". On Ray the functions above cross to other processes by pickling.
+      devices: on Ray, how many devices the process of each worker has.
+      address: of the Ray cluster; None for a local one.
+      max_restarts: on Ray, how often each worker that was killed is started again.
+    """
+
+    who: str
+    num_workers: int
+    make_server: Callable[[bool], Server]
+    make_compute: Callable[..., Compute]
+    header: Mapping[str, Any] = {}
+    backend: str = "threads"
+    devices: Sequence[int] = ()
+    address: str | None = None
+    max_restarts: int = 0
+
+    def settings(self, key: np.ndarray) -> dict[str, Any]:
+        """Return what the log of a run with this random key data keeps of its workers."""
+        return {"rng": key.tolist(), **self.header}
 
 
 class AsyncResult(NamedTuple):
@@ -30,10 +87,10 @@ class AsyncResult(NamedTuple):
       metrics: what `parameter_server.summarize(log)` says of the run: rates, histograms of staleness (clocks) and
         delay (versions), seconds that each worker waited; "stopped", which is "completed" (num_updates reached),
         "exhausted" (no worker is left, or the data is at its end), "early" (by early stopping) or "until" (of a
-        simulation); "push_bytes", of the gradients that were pushed since the run last began, as they were encoded; with a
-        reducer that remembers, "unsent" {worker: what its error memory holds} and "lost_memory" {worker: [what it held
-        each time that the worker left or was resumed]}, in norms of the gradient that it pushed last; and "history",
-        the loss and aux metrics of every update as arrays [updates].
+        simulation); "push_bytes", of the gradients that were pushed since the run last began, as they were encoded;
+        with a reducer that has error feedback, "unsent" {worker: what its memory holds} and "lost_memory" {worker:
+        [what it held each time that the worker left or was resumed]}, in norms of the gradient that it pushed last;
+        and "history", the loss and aux metrics of every update as arrays [updates].
     """
 
     params: PyTree
@@ -41,45 +98,36 @@ class AsyncResult(NamedTuple):
     metrics: dict[str, Any]
 
 
+_IN_FLIGHT = 128
+"""More updates than are ever on their way through the device at once."""
+
+
 class Run:
     """A server, its state, and its log. Not thread-safe: whoever shares it holds a lock.
 
-    Attributes:
-      state: the present `ServerState`.
-      log: what has happened so far.
+    Args:
+      server: a new one.
+      params: the parameters to begin with.
+      header: what the log keeps of the workers.
       now: `now() -> seconds` since the run began.
     """
 
     def __init__(self, server: Server, params: PyTree, header: Mapping[str, Any], now: Callable[[], float]):
         self.server, self.now = server, now
         self.state: ServerState = server.init(params)
-        self.log = Log(
-            {
-                "max_staleness": server.max_staleness,
-                "rule": {"name": server.rule.name, "config": dict(server.rule.config)},
-                "nonfinite": server.nonfinite,
-                **header,
-                "initial": None if params is None else digest(self.state.params),
-                "final": None,
-            }
-        )
+        settings = {
+            "max_staleness": server.max_staleness,
+            "rule": {"name": server.rule.name, "config": dict(server.rule.config)},
+            "nonfinite": server.nonfinite,
+        }
+        initial = None if params is None else digest(self.state.params)
+        self.log = Log({**settings, **header, "initial": initial, "final": None})
         self.positions, self.stats = Positions(), WorkerStats()
         self.push_bytes = 0
-        self.unsent: dict[int, Any] = {}  # what the error memory of each worker holds
+        self.unsent: dict[int, jax.Array | float] = {}  # what the error feedback of each worker holds
         self.lost_memory: dict[int, list[float]] = {}
-        self._history: list[Mapping[str, Any]] = []  # numbers, once they are old enough to be known
-        self._recent: list[Mapping[str, Any]] = []
-
-    def restore(
-        self, state: ServerState, log: Log, history: Sequence[Mapping[str, Any]], unsent: Mapping[int, Any] = {}
-    ) -> None:
-        """Go on from where an earlier run was; its times are counted on from."""
-        self.unsent, self.lost_memory = dict(unsent), {}
-        began, clock = log[len(log) - 1].time if len(log) else 0.0, self.now
-        start = clock()
-        self.now = lambda: began + clock() - start
-        self.state, self.log, self.positions, self.stats = state, log, Positions(log), WorkerStats(log)
-        self._history, self._recent = list(history), []
+        self._history: list[Mapping[str, np.ndarray]] = []  # numbers, once they are old enough to be known
+        self._recent: list[Mapping[str, jax.Array]] = []
 
     def join(self, worker: int) -> Event:
         """Let a worker in."""
@@ -93,7 +141,7 @@ class Run:
         """Begin a step that the worker asked for at this time; the parameters are `state.params`."""
         return self._record(*self.server.pull(self.state, worker), asked)
 
-    def push(self, worker: int, update: Any, pulled_version: int) -> Event:
+    def push(self, worker: int, update: Update | None, pulled_version: int) -> Event:
         """Take the result of a step."""
         event = self._record(*self.server.push(self.state, worker, update, pulled_version))
         if update is not None:
@@ -104,12 +152,12 @@ class Run:
 
     def leave(self, worker: int, asked: float | None = None) -> Event:
         """Let a worker go; `asked` is since when it has been waiting for a step, if it has."""
-        self._forget(worker)
+        self._drop_memory(worker)
         return self._record(*self.server.leave(self.state, worker), asked)
 
     def resume(self, worker: int) -> Event:
-        """Let a worker go on after a `restore`."""
-        self._forget(worker)
+        """Let a worker go on after `restore_run`."""
+        self._drop_memory(worker)
         return self._record(*self.server.resume(self.state, worker))
 
     def status(self, num_updates: int) -> Status:
@@ -118,36 +166,45 @@ class Run:
         workers = self.stats.workers(now, lambda worker: not self.may_pull(worker))
         return Status(now, self.state.version, num_updates, workers)
 
-    def history(self, since: int = 0) -> list[Mapping[str, Any]]:
-        """Return the metrics of each update from version `since` on; the latest may still be under way."""
-        old = len(self._history)
-        return self._history[since:] + self._recent[max(0, since - old) :]
+    def history(self, since: int = 0) -> list[Mapping[str, jax.Array | np.ndarray]]:
+        """Return the metrics of each update from version `since` on; the latest may still be in flight."""
+        return [*self._history[since:], *self._recent[max(0, since - len(self._history)) :]]
 
-    def finish(self, stopped: str, **more: Any) -> AsyncResult:
+    def finish(self, stopped: str, **more: object) -> AsyncResult:
         """Return the result, once nobody works any more, with `more` metrics."""
         params = self.state.params
         if params is not None:
             params = jax.block_until_ready(params)
             self.log.header["final"] = digest(params)
-        rows = self._history + jax.device_get(self._recent)
-        history = {name: np.asarray([one[name] for one in rows]) for name in (rows[0] if rows else ())}
-        metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes, "history": history, **more}
+        metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes}
+        metrics |= {"history": _as_arrays(self.history()), **more}
         if self.server.reducer is not None:
             metrics["unsent"] = {worker: float(value) for worker, value in sorted(self.unsent.items())}
             metrics["lost_memory"] = dict(sorted(self.lost_memory.items()))
         return AsyncResult(params, self.log, metrics)
 
-    def _forget(self, worker: int) -> None:
-        """A worker's error memory is gone: whoever joins or goes on begins without."""
+    def restore(
+        self, state: ServerState, log: Log, history: Sequence[Mapping[str, np.ndarray]], unsent: Mapping[int, float]
+    ) -> None:
+        """Go on from where an earlier run was; its times are counted on from."""
+        self.unsent, self.lost_memory = dict(unsent), {}
+        began, clock = log[len(log) - 1].time if len(log) else 0.0, self.now
+        start = clock()
+        self.now = lambda: began + clock() - start
+        self.state, self.log, self.positions, self.stats = state, log, Positions(log), WorkerStats(log)
+        self._history, self._recent = list(history), []
+
+    def _drop_memory(self, worker: int) -> None:
+        """Whoever joins or goes on begins without error feedback."""
         if worker in self.unsent:
             self.lost_memory.setdefault(worker, []).append(float(self.unsent.pop(worker)))
 
     def _record(self, state: ServerState, event: Event, asked: float | None = None) -> Event:
         if state.version > self.state.version and state.metrics:
             self._recent.append(state.metrics)
-            if len(self._recent) == 2 * _UNDER_WAY:  # waits for nothing that is still under way
-                self._history += jax.device_get(self._recent[:_UNDER_WAY])
-                del self._recent[:_UNDER_WAY]
+            if len(self._recent) == 2 * _IN_FLIGHT:  # waits for nothing that is still in flight
+                self._history += jax.device_get(self._recent[:_IN_FLIGHT])
+                del self._recent[:_IN_FLIGHT]
         now = self.now()
         event = event._replace(time=now, waited=0.0 if asked is None else now - asked)
         self.state = state
@@ -157,7 +214,33 @@ class Run:
         return event
 
 
-# A run as a checkpoint: parameters and optimizer state as a train state, clocks and log beside them.
+def _as_arrays(history: Sequence[Mapping[str, jax.Array | np.ndarray]]) -> dict[str, np.ndarray]:
+    rows = jax.device_get(history)
+    return {name: np.asarray([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+class Checkpoints(Protocol):
+    """What a run asks of `shardopt.Checkpoints`, which stands on a floor above."""
+
+    directory: Path
+    every: int
+    resume: bool
+
+    def save(self, state: PyTree, *, step: int, metrics: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Write in the background."""
+        ...
+
+    def restore(self, opt: Any, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Return a state and what was saved beside it."""
+        ...
+
+    def latest(self) -> int | None:
+        """Return the newest step."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until what was saved is committed."""
+        ...
 
 
 class Snapshot(NamedTuple):
@@ -200,22 +283,24 @@ def restore_run(who: str, run: Run, found: Snapshot) -> None:
       ValueError: if the settings of the run are others than those of the snapshot's.
     """
     state, about = found
-    header = about["header"]
-    _check_header(who, header, run.log.header)
-    clock = make_clock(run.server.max_staleness)._replace(
-        slowest=about["slowest"], fastest=about["fastest"], counts=_counts(at for _, at in about["steps"])
-    )
+    saved, mine = about["header"], run.log.header
+    _check_settings(who, saved, mine)
+    if "devices" in saved:
+        saved = {**saved, "devices": max(saved["devices"], mine["devices"], key=len)}
     steps: PersistentMap[int] = PersistentMap()
     for worker, at in about["steps"]:
         steps = steps.put(worker, at)
-    log, history = _unpack(about["arrays"], {**header, **_devices(header, run.log.header)})
+    clock = make_clock(run.server.max_staleness)._replace(
+        slowest=about["slowest"], fastest=about["fastest"], counts=dict(Counter(steps.values())), steps=steps
+    )
+    log, history = _unpack(about["arrays"], saved)
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
-    restored = ServerState(state.params, optimizer, rule, int(state.step), clock._replace(steps=steps))
+    restored = ServerState(state.params, optimizer, rule, int(state.step), clock)
     run.restore(restored, log, history, dict(about.get("unsent", ())))
 
 
-def load_snapshot(who: str, checkpoints: Any, server: Server, params: PyTree, step: int | None = None) -> Snapshot:
-    """Read a snapshot from `Checkpoints`, onto the device of the parameters.
+def load_snapshot(who: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int) -> Snapshot:
+    """Read a snapshot, onto the device of the parameters.
 
     Raises:
       CheckpointError: if it cannot be read, or is of another kind of run. It is a ValueError.
@@ -237,47 +322,33 @@ def load_snapshot(who: str, checkpoints: Any, server: Server, params: PyTree, st
     return Snapshot(found, extra["server"])
 
 
-def _check_header(who: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    ignored = ("initial", "final", "devices")  # the parameters of the caller are not used
-    names = [name for name in {**saved, **mine} if name not in ignored]
+def _check_settings(who: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    names = [name for name in {**saved, **mine} if name not in ("initial", "final", "devices")]
     others = [
         f"{name}: {saved.get(name)} in the checkpoint, {mine.get(name)} now"
         for name in names
         if saved.get(name) != mine.get(name)
     ]
-    devices = list(zip(saved.get("devices") or [], mine.get("devices") or [], strict=False))
+    devices = zip(saved.get("devices") or [], mine.get("devices") or [], strict=False)
     others += [f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b]
     if others:
         what = "the checkpoint is of a run with other settings."
         raise ValueError(format_error(who, what, others, "use the same settings, or another folder."))
 
 
-def _devices(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    return {"devices": max(saved["devices"], mine["devices"], key=len)} if "devices" in saved else {}
-
-
-def _counts(clocks: Any) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for at in clocks:
-        counts[at] = counts.get(at, 0) + 1
-    return counts
-
-
 def _pack(run: Run) -> str:
     """Return log and history as text: 15 to 20 bytes an event."""
-    rows = jax.device_get(run.history())
-    history = {name: np.asarray([row[name] for row in rows]) for name in (rows[0] if rows else ())}
-    columns: dict[str, Any] = {  # a file of numpy knows no bfloat16
+    columns = {  # a file of numpy knows no bfloat16
         f"history/{name}": column.astype(np.float32) if column.dtype.kind == "V" else column
-        for name, column in history.items()
+        for name, column in _as_arrays(run.history()).items()
     }
-    file = io.BytesIO()
     columns |= {f"log/{name}": value for name, value in run.log.columns().items()}
+    file = io.BytesIO()
     np.savez_compressed(file, **columns)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _unpack(text: str, header: dict[str, Any]) -> tuple[Log, Sequence[Mapping[str, Any]]]:
+def _unpack(text: str, header: Mapping[str, Any]) -> tuple[Log, list[Mapping[str, np.ndarray]]]:
     with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
         arrays = dict(file)
     log = Log.from_columns(header, {name[4:]: value for name, value in arrays.items() if name.startswith("log/")})

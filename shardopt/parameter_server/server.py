@@ -1,4 +1,4 @@
-"""All that the server knows, as a value."""
+"""The parameter server as a pure state machine: join, pull, push, leave."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +29,8 @@ from shardopt.parameter_server.updates import (
 )
 from shardopt.reducers import Compressor, Reducer, compressor
 
+WHO = "parameter_server"
+
 
 class Pulled(NamedTuple):
     """What the server knows of a step under way: its version and staleness, and the parameters if the rule asks."""
@@ -43,7 +45,7 @@ class Waiting(NamedTuple):
 
     clock: int
     worker: int
-    update: Any
+    update: Update | None
 
 
 class ServerState(NamedTuple):
@@ -62,104 +64,15 @@ class ServerState(NamedTuple):
 
     params: PyTree
     opt_state: PyTree
-    rule_state: Any
+    rule_state: PyTree
     version: int
     clock: Clock
     working: PersistentMap[Pulled] = PersistentMap()
     waiting: tuple[Waiting, ...] = ()
-    metrics: Mapping[str, Any] = {}
+    metrics: Mapping[str, jax.Array] = {}
 
 
 # The parameter server as a pure state machine: join, pull, push, leave.
-
-
-# The mathematics of the server: average the pushes, apply the rule, apply the optimizer.
-
-
-class Applied(NamedTuple):
-    """What one update leaves behind.
-
-    Attributes:
-      params: the trained parameters, None for other leaves.
-      opt_state: the state of the optax transformation.
-      rule_state: the state of the rule.
-      metrics: the loss and aux metrics of the rows that the update came from.
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    rule_state: Any
-    metrics: dict[str, Any]
-
-
-def make_apply(
-    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, code: Compressor | None = None
-) -> Callable[..., Applied]:
-    """Return the jitted `apply(params, opt_state, rule_state, updates, pulled, delay) -> Applied`.
-
-    The updates are summed in the order given, so that the same updates give the same bits. With `donate`, the memory
-    of the optimizer's and the rule's state is taken over; the parameters, which workers may still hold, never are.
-
-    Args:
-      tx: the optimizer. It gets `value` (the loss) and `grad` if it takes extra arguments.
-      rule: the staleness rule.
-      donate: see above.
-      code: how gradients are encoded; None if they come as they are.
-    """
-    update = optax.with_extra_args_support(tx).update
-
-    def run(params, opt_state, rule_state, pushed, rows, pulled, delay) -> Applied:
-        if code is not None:
-            pushed = [(code.decode(message, params), loss, aux) for message, loss, aux in pushed]
-        grads, metrics = _average(pushed, rows)
-        pulled = params if pulled is None else pulled
-        grads, rule_state = rule.gradient(grads, rule_state, params=params, pulled=pulled, delay=delay)
-        step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
-        if rule.scale is not None:
-            factor = rule.scale(delay)
-            step = jax.tree.map(lambda one: one * factor.astype(one.dtype), step)
-        return Applied(optax.apply_updates(params, step), opt_state, rule_state, metrics)
-
-    jitted = jax.jit(run, donate_argnums=(1, 2) if donate else ())
-    jitted_on_rows = jax.jit(on_rows(tx, run), donate_argnums=(2, 3) if donate else ())
-
-    def apply(
-        params: PyTree, opt_state: PyTree, rule_state: Any, updates: Sequence[Update], pulled: PyTree, delay: int
-    ) -> Applied:
-        rows = np.asarray([one.rows for one in updates], np.float32)
-        if any(is_rows(leaf) for leaf in jax.tree.leaves(updates[0].grads, is_leaf=is_rows)):
-            grads, where = on_union([one.grads for one in updates], params)
-            pushed = [(g, one.loss, dict(one.metrics)) for g, one in zip(grads, updates, strict=True)]
-            return jitted_on_rows(where, params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
-        pushed = [(one.grads, one.loss, dict(one.metrics)) for one in updates]
-        return jitted(params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
-
-    return apply
-
-
-def _average(
-    pushed: Sequence[tuple[PyTree, Weighted, dict[str, Weighted]]], rows: Any
-) -> tuple[PyTree, dict[str, Any]]:
-    """Return the gradient and metrics of the union of the rows."""
-    losses = [loss for _, loss, _ in pushed]
-    counts = [rows[i].astype(loss.weight.dtype) for i, loss in enumerate(losses)]
-    weight = sum(n * loss.weight for n, loss in zip(counts, losses, strict=True))
-    loss = sum(n * loss.total for n, loss in zip(counts, losses, strict=True)) / weight
-    factors = [n / weight for n in counts]
-
-    def mean(*leaves):
-        wide = wide_dtype(leaves[0].dtype)
-        scaled = [leaf.astype(wide) * factor.astype(wide) for leaf, factor in zip(leaves, factors, strict=True)]
-        return sum(scaled[1:], start=scaled[0]).astype(leaves[0].dtype)
-
-    grads = jax.tree.map(mean, *[one for one, _, _ in pushed])
-    names = pushed[0][2]
-    aux = {name: [metrics[name] for _, _, metrics in pushed] for name in names}
-    means = {name: sum(m.total for m in all_) / sum(m.weight for m in all_) for name, all_ in aux.items()}
-    return grads, {"loss": jnp.asarray(loss), **means}
-
-
-WHO = "parameter_server"
 
 
 class Server(NamedTuple):
@@ -183,7 +96,7 @@ class Server(NamedTuple):
     join: Callable[[ServerState, int], tuple[ServerState, Event]]
     may_pull: Callable[[ServerState, int], bool]
     pull: Callable[[ServerState, int], tuple[ServerState, Event]]
-    push: Callable[[ServerState, int, Any, int], tuple[ServerState, Event]]
+    push: Callable[[ServerState, int, Update | None, int], tuple[ServerState, Event]]
     leave: Callable[[ServerState, int], tuple[ServerState, Event]]
     resume: Callable[[ServerState, int], tuple[ServerState, Event]]
     max_staleness: int | None
@@ -262,9 +175,9 @@ def make_server(
         raise TypeError(format_error(WHO, what, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
-    code = None if reducer is None else compressor(reducer)
-    mathematics = None if tx is None else make_apply(tx, rule, donate=donate, code=code)
-    expected: dict[Any, Any] = {}  # the message for parameters of these shapes
+    codec = None if reducer is None else compressor(reducer)
+    mathematics = None if tx is None else make_apply(tx, rule, donate=donate, codec=codec)
+    expected: dict[tuple[Any, ...], PyTree] = {}  # the message for parameters of these shapes
 
     def init(params: PyTree) -> ServerState:
         if tx is None:
@@ -297,7 +210,7 @@ def make_server(
         working = state.working.put(worker, Pulled(state.version, behind, kept))
         return state._replace(working=working), Event("pull", worker, at, state.version, state.version, behind)
 
-    def push(state: ServerState, worker: int, update: Any, pulled_version: int) -> tuple[ServerState, Event]:
+    def push(state: ServerState, worker: int, update: Update | None, pulled_version: int) -> tuple[ServerState, Event]:
         at = clocks.clock_of(state.clock, worker)
         pulled = state.working.get(worker)
         if pulled is None or pulled.version != pulled_version:
@@ -325,11 +238,11 @@ def make_server(
         state = state._replace(working=state.working.drop(worker))
         return state, Event("resume", worker, at, state.version, state.version)
 
-    def _refused(state: ServerState, worker: int, at: int, update: Any) -> bool:
+    def _refused(state: ServerState, worker: int, at: int, update: Update | None) -> bool:
         part, message = trained(state.params), None
-        if code is not None:
+        if codec is not None:
             key = jax.tree.structure(part), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part))
-            message = expected.get(key) or expected.setdefault(key, code.message(part))
+            message = expected.get(key) or expected.setdefault(key, codec.message(part))
         check_update(update, state.params, worker, message)
         found = faults(update, part)
         if max_staleness == 0:  # rows of weight 0 count for nothing beside others
@@ -357,7 +270,7 @@ def make_server(
             return state
         return _apply(state, updates, None, 0)
 
-    def _apply(state: ServerState, updates: list[Any], pulled: PyTree, delay: int) -> ServerState:
+    def _apply(state: ServerState, updates: list[Update | None], pulled: PyTree, delay: int) -> ServerState:
         if mathematics is None:
             return state._replace(version=state.version + 1)
         part = trained(state.params)
@@ -371,13 +284,96 @@ def make_server(
         )
 
     return Server(
-        init, join, may_pull, pull, push, leave, resume, empty.max_staleness, rule, nonfinite, code and code.name
+        init, join, may_pull, pull, push, leave, resume, empty.max_staleness, rule, nonfinite, codec and codec.name
     )
 
 
-def _own(leaf: Any) -> jax.Array:
+def _own(leaf: jax.Array | np.ndarray | float) -> jax.Array:
     """Copy a leaf, without the weak type that would make the second update another program than the first."""
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return jnp.copy(leaf)
     return jnp.array(leaf, dtype=leaf.dtype, copy=True)
+
+
+class Applied(NamedTuple):
+    """What one update leaves behind.
+
+    Attributes:
+      params: the trained parameters, None for other leaves.
+      opt_state: the state of the optax transformation.
+      rule_state: the state of the rule.
+      metrics: the loss and aux metrics of the rows that the update came from.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    rule_state: PyTree
+    metrics: dict[str, jax.Array]
+
+
+def make_apply(
+    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, codec: Compressor | None = None
+) -> Callable[..., Applied]:
+    """Return the jitted `apply(params, opt_state, rule_state, updates, pulled, delay) -> Applied`.
+
+    The updates are summed in the order given, so that the same updates give the same bits. With `donate`, the memory
+    of the optimizer's and the rule's state is taken over; the parameters, which workers may still hold, never are.
+
+    Args:
+      tx: the optimizer. It gets `value` (the loss) and `grad` if it takes extra arguments.
+      rule: the staleness rule.
+      donate: see above.
+      codec: how gradients are encoded; None if they come as they are.
+    """
+    update = optax.with_extra_args_support(tx).update
+
+    def run(params, opt_state, rule_state, pushed, rows, pulled, delay) -> Applied:
+        if codec is not None:
+            pushed = [(codec.decode(message, params), loss, aux) for message, loss, aux in pushed]
+        grads, metrics = _average(pushed, rows)
+        pulled = params if pulled is None else pulled
+        grads, rule_state = rule.gradient(grads, rule_state, params=params, pulled=pulled, delay=delay)
+        step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
+        if rule.scale is not None:
+            factor = rule.scale(delay)
+            step = jax.tree.map(lambda one: one * factor.astype(one.dtype), step)
+        return Applied(optax.apply_updates(params, step), opt_state, rule_state, metrics)
+
+    jitted = jax.jit(run, donate_argnums=(1, 2) if donate else ())
+    jitted_on_rows = jax.jit(on_rows(tx, run), donate_argnums=(2, 3) if donate else ())
+
+    def apply(
+        params: PyTree, opt_state: PyTree, rule_state: PyTree, updates: Sequence[Update], pulled: PyTree, delay: int
+    ) -> Applied:
+        rows = np.asarray([one.rows for one in updates], np.float32)
+        if any(is_rows(leaf) for leaf in jax.tree.leaves(updates[0].grads, is_leaf=is_rows)):
+            grads, where = on_union([one.grads for one in updates], params)
+            pushed = [(g, one.loss, dict(one.metrics)) for g, one in zip(grads, updates, strict=True)]
+            return jitted_on_rows(where, params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
+        pushed = [(one.grads, one.loss, dict(one.metrics)) for one in updates]
+        return jitted(params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
+
+    return apply
+
+
+def _average(
+    pushed: Sequence[tuple[PyTree, Weighted, dict[str, Weighted]]], rows: jax.Array
+) -> tuple[PyTree, dict[str, jax.Array]]:
+    """Return the gradient and metrics of the union of the rows."""
+    losses = [loss for _, loss, _ in pushed]
+    counts = [rows[i].astype(loss.weight.dtype) for i, loss in enumerate(losses)]
+    weight = sum(n * loss.weight for n, loss in zip(counts, losses, strict=True))
+    loss = sum(n * loss.total for n, loss in zip(counts, losses, strict=True)) / weight
+    factors = [n / weight for n in counts]
+
+    def mean(*leaves):
+        wide = wide_dtype(leaves[0].dtype)
+        scaled = [leaf.astype(wide) * factor.astype(wide) for leaf, factor in zip(leaves, factors, strict=True)]
+        return sum(scaled[1:], start=scaled[0]).astype(leaves[0].dtype)
+
+    grads = jax.tree.map(mean, *[one for one, _, _ in pushed])
+    names = pushed[0][2]
+    aux = {name: [metrics[name] for _, _, metrics in pushed] for name in names}
+    means = {name: sum(m.total for m in all_) / sum(m.weight for m in all_) for name, all_ in aux.items()}
+    return grads, {"loss": jnp.asarray(loss), **means}

@@ -3,8 +3,9 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,13 +17,13 @@ from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
 from shardopt.parameter_server.rules import Rule
-from shardopt.parameter_server.run import AsyncResult, Run
+from shardopt.parameter_server.run import AsyncResult, BatchesOf, Compute, Run, RunSpec
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.updates import check_params, trained
-from shardopt.parameter_server.worker import Compute, check_codec, key_data, make_compute, no_compute
+from shardopt.parameter_server.worker import check_codec, key_data, no_compute, sgd_spec
 from shardopt.reducers import Reducer
 
-# A worker as the simulator sees it: how fast, how far away, when there.
+WHO = "simulate"
 
 
 class SimulatedWorker(NamedTuple):
@@ -31,10 +32,10 @@ class SimulatedWorker(NamedTuple):
     Attributes:
       step_seconds: how long a gradient takes: seconds, or a function `(numpy generator) -> seconds`; see
         `parameter_server.durations`.
-      latency: seconds that a message is under way, each way, besides its size.
+      latency: seconds that a message takes, each way, besides its size.
       bandwidth: bytes per second, each way.
-      availability: periods `(from, to)` in seconds when it is there. It joins at the start of each; at the end of one it
-        dies in the middle of what it does, and the half step is lost.
+      availability: periods `(from, to)` in seconds when it is there. It joins at the start of each; at the end of one
+        it dies in the middle of what it does, and the half step is lost.
 
     Example:
       >>> SimulatedWorker(step_seconds=0.5, availability=((0.0, 60.0), (90.0, float("inf")))).latency
@@ -47,38 +48,124 @@ class SimulatedWorker(NamedTuple):
     availability: Sequence[tuple[float, float]] = ((0.0, math.inf),)
 
     def transfer_seconds(self, size: float) -> float:
-        """Return how long a message of `size` bytes is under way."""
+        """Return how long a message of `size` bytes takes."""
         return self.latency + size / self.bandwidth
 
 
-def simulated_workers(who: str, workers: Any) -> list[SimulatedWorker]:
-    """Return a list of workers, from one or from a number of equal ones.
+def simulate(
+    workers: int | Sequence[SimulatedWorker],
+    *,
+    max_staleness: int | None = 0,
+    num_updates: int | None = None,
+    until: float = math.inf,
+    rule: Rule | None = None,
+    reducer: Reducer | None = None,
+    nonfinite: str = "raise",
+    message_bytes: float | None = None,
+    server_seconds: float = 0.0,
+    seed: int = 0,
+    tx: optax.GradientTransformation | None = None,
+    loss_fn: LossFn | None = None,
+    params: PyTree = None,
+    batches_of: BatchesOf | None = None,
+    rng: jax.Array | None = None,
+) -> AsyncResult:
+    """Play an asynchronous run in virtual time, event by event, on the very server that real workers use.
+
+    A worker pulls (latency + message_bytes / bandwidth), computes (step_seconds), sends its push (latency and bytes
+    again), which the server takes in the order of arrival, server_seconds each; then it asks for its next step, and
+    waits while the staleness bound says so. Ties in time go in the order in which they were scheduled.
+
+    With `tx`, `loss_fn`, `params` and `batches_of` the mathematics is done too, for real, on one thread; without them
+    it is about time only, and thousands of workers take seconds.
+
+    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events come in this
+    order gives these parameters, bit for bit.
+
+    Args:
+      workers: the workers, or how many equal ones with steps of one second.
+      max_staleness: as for `async_sgd`, in clocks; None for no bound.
+      num_updates: stop when this many updates have been applied; with max_staleness=0 an update is a whole clock.
+      until: stop at this virtual time, in seconds.
+      rule: a staleness rule.
+      reducer: as for `async_sgd`.
+      nonfinite: as for `make_server`.
+      message_bytes: size of a pull and of a push; by default that of the parameters, of a push as the reducer encodes
+        them, or 0 without parameters.
+      server_seconds: how long the server is busy with a push.
+      seed: of the durations; each worker draws from a generator of its own.
+      tx: the optimizer, for real mathematics.
+      loss_fn: the loss, as for `async_sgd`.
+      params: the parameters to start from.
+      batches_of: `batches_of(worker)` gives its batches, again at each join. A worker without batches leaves.
+      rng: a random key for losses that take one.
+
+    Returns:
+      An `AsyncResult`, its times in virtual seconds.
 
     Raises:
-      TypeError: if it is neither, or a field is of the wrong kind.
-      ValueError: if there is none, or a number is out of range.
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if a number is out of range, neither `num_updates` nor a finite `until` says when to stop, or only
+        some of `tx`, `loss_fn`, `params` and `batches_of` are given.
+      NonFiniteUpdateError: as the server raises it.
+
+    Example:
+      >>> workers = [SimulatedWorker()] * 3 + [SimulatedWorker(step_seconds=4.0)]
+      >>> waiting, free = (simulate(workers, max_staleness=s, until=400.0).metrics for s in (0, None))
+      >>> waiting["pushes_per_second"], free["pushes_per_second"]
+      (1.0, 3.25)
     """
+    workers = _check_workers(workers)
+    _check_numbers(num_updates, until, message_bytes, server_seconds, seed)
+    codec = check_codec(WHO, reducer)
+    given = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
+        raise ValueError(format_error(WHO, what, fix="pass tx, loss_fn, params and batches_of, or none of them."))
+    options = {"max_staleness": max_staleness, "rule": rule, "nonfinite": nonfinite, "reducer": reducer}
+    if missing:
+        spec, header = RunSpec(WHO, len(workers), partial(make_server, None, **options), no_compute), {}
+        compute, sizes = no_compute(), (0, 0)
+    else:
+        here = make_mesh(data=1, devices=jax.local_devices()[:1])
+        spec, key = sgd_spec(WHO, tx, loss_fn, [here] * len(workers), **options), key_data(WHO, rng)
+        header, compute = spec.settings(key), spec.make_compute(batches_of, key)
+        check_params(WHO, params)
+        params = compute.on_server(params)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        sizes = (size, size if codec is None else codec.nbytes(trained(params)))
+    if message_bytes is not None:
+        sizes = (message_bytes, message_bytes)
+    transfers = [(worker.transfer_seconds(sizes[0]), worker.transfer_seconds(sizes[1])) for worker in workers]
+    loop = EventLoop(workers, transfers, compute, server_seconds, seed)
+    loop.run = Run(spec.make_server(donate=False), params, header, lambda: loop.now)
+    return loop.run.finish(loop.until(num_updates, until))
+
+
+def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[SimulatedWorker]:
+    """Return a list of workers, from one or from a number of equal ones, or refuse it."""
     if is_integer(workers):
-        check_count(who, "workers", workers, least=1)
+        check_count(WHO, "workers", workers, least=1)
         return [SimulatedWorker()] * int(workers)
     if isinstance(workers, SimulatedWorker) or not isinstance(workers, Sequence):
         what = f"workers must be an integer or a sequence of SimulatedWorker, got {type(workers).__name__}."
-        raise TypeError(format_error(who, what))
+        raise TypeError(format_error(WHO, what))
     if not workers:
-        raise ValueError(f"{who}: workers must be at least 1, got none.")
+        raise ValueError(f"{WHO}: workers must be at least 1, got none.")
     for number, worker in enumerate(workers):
-        if not isinstance(worker, SimulatedWorker):
-            raise TypeError(f"{who}: workers[{number}] must be a SimulatedWorker, got {type(worker).__name__}.")
         name = f"workers[{number}]"
-        check_duration(who, f"{name}.step_seconds", worker.step_seconds)
-        check_number(who, f"{name}.latency", worker.latency)
+        if not isinstance(worker, SimulatedWorker):
+            raise TypeError(f"{WHO}: {name} must be a SimulatedWorker, got {type(worker).__name__}.")
+        check_duration(WHO, f"{name}.step_seconds", worker.step_seconds)
+        check_number(WHO, f"{name}.latency", worker.latency)
         if worker.bandwidth != math.inf:
-            check_number(who, f"{name}.bandwidth", worker.bandwidth, positive=True)
-        check_availability(who, name, worker.availability)
-    return list(workers)
+            check_number(WHO, f"{name}.bandwidth", worker.bandwidth, positive=True)
+        check_availability(WHO, name, worker.availability)
+    return workers
 
 
-def check_availability(who: str, name: str, availability: Any) -> None:
+def check_availability(who: str, name: str, availability: Sequence[tuple[float, float]]) -> None:
     """Refuse periods that are not pairs of rising numbers, one period after the other.
 
     Raises:
@@ -94,45 +181,66 @@ def check_availability(who: str, name: str, availability: Any) -> None:
         raise ValueError(f"{who}: {name}.availability must rise from at least 0, got {availability!r}.")
 
 
-# The event queue of a simulation.
+def _check_numbers(
+    num_updates: int | None, until: float, message_bytes: float | None, server_seconds: float, seed: int
+) -> None:
+    if num_updates is not None:
+        check_count(WHO, "num_updates", num_updates, least=0)
+    if until != math.inf:
+        check_number(WHO, "until", until)
+    elif num_updates is None:
+        fix = "pass num_updates, or until in seconds."
+        raise ValueError(format_error(WHO, "nothing says when to stop.", fix=fix))
+    if message_bytes is not None:
+        check_number(WHO, "message_bytes", message_bytes)
+    check_number(WHO, "server_seconds", server_seconds)
+    check_count(WHO, "seed", seed, least=0)
 
 
 _JOIN, _ARRIVE, _PUSH, _DIE = range(4)
 
 
 class Step(NamedTuple):
-    """A step under way: its batch, and the parameters it started from."""
+    """A step in flight: its batch, and the parameters it started from."""
 
     version: int
     clock: int
     params: PyTree
-    batch: Any
+    batch: PyTree
 
 
 class EventLoop:
-    """A simulation under way: a queue of events in virtual time, and the server they go to."""
+    """A simulation: a queue of events in virtual time, and the `run` they go to, which is set before it is played.
+
+    Args:
+      workers: the workers.
+      transfers: for each, the seconds of a pull and a push.
+      compute: what they do.
+      server_seconds: how long the server is busy with a push.
+      seed: of the durations.
+    """
+
+    run: Run
 
     def __init__(
         self,
-        specs: Sequence[SimulatedWorker],
+        workers: Sequence[SimulatedWorker],
         transfers: Sequence[tuple[float, float]],
-        make_run: Callable[[Callable[[], float]], Run],
         compute: Compute,
         server_seconds: float,
         seed: int,
     ):
-        self.now, self.specs, self.transfers = 0.0, specs, transfers
+        self.now, self.workers, self.transfers = 0.0, workers, transfers
         self.compute, self.server_seconds = compute, server_seconds
-        self.run = make_run(lambda: self.now)
-        self.draws = [np.random.default_rng([seed, worker]) for worker in range(len(specs))]
-        self.incarnations = [0] * len(specs)  # counts deaths: messages of an earlier incarnation are lost
+        self.draws = [np.random.default_rng([seed, worker]) for worker in range(len(workers))]
+        self.incarnations = [0] * len(workers)  # counts deaths: messages of an earlier incarnation are lost
         self.steps: dict[int, Step] = {}
         self.asking: dict[int, float] = {}  # who waits for the bound, in the order of asking, and since when
         self.free_at = 0.0
         self.count = 0
         self.queue: list[tuple[float, int, int, int, int]] = []
-        for worker, spec in enumerate(specs):
-            for start, end in spec.availability:
+        for worker, what in enumerate(workers):
+            for start, end in what.availability:
                 self.schedule(start, _JOIN, worker, 0)
                 if end < math.inf:
                     self.schedule(end, _DIE, worker, 0)
@@ -181,10 +289,9 @@ class EventLoop:
             return
         event = self.run.pull(worker, self.asking.pop(worker))
         self.steps[worker] = Step(event.version, event.clock, self.run.state.params, batch)
-        compute = seconds_of(self.specs[worker].step_seconds, self.draws[worker])
+        compute = seconds_of(self.workers[worker].step_seconds, self.draws[worker])
         pull, push = self.transfers[worker]
-        done = self.now + pull + compute + push
-        self.schedule(done, _ARRIVE, worker, self.incarnations[worker])
+        self.schedule(self.now + pull + compute + push, _ARRIVE, worker, self.incarnations[worker])
 
     def push(self, worker: int) -> None:
         """Finish a step at the server."""
@@ -199,111 +306,3 @@ class EventLoop:
         self.run.leave(worker, self.asking.pop(worker, None))
         self.incarnations[worker] += 1
         self.steps.pop(worker, None)
-
-
-WHO = "simulate"
-
-
-def simulate(
-    workers: int | Sequence[SimulatedWorker],
-    *,
-    max_staleness: int | None = 0,
-    num_updates: int | None = None,
-    until: float = math.inf,
-    rule: Rule | None = None,
-    reducer: Reducer | None = None,
-    nonfinite: str = "raise",
-    message_bytes: float | None = None,
-    server_seconds: float = 0.0,
-    seed: int = 0,
-    tx: optax.GradientTransformation | None = None,
-    loss_fn: LossFn | None = None,
-    params: PyTree = None,
-    batches_of: Callable[[int], Iterable[Any]] | None = None,
-    rng: jax.Array | None = None,
-) -> AsyncResult:
-    """Play an asynchronous run in virtual time, event by event, on the very server that real workers use.
-
-    A worker pulls (latency + message_bytes / bandwidth), computes (step_seconds), sends its push (latency and bytes
-    again), which the server takes in the order of arrival, server_seconds each; then it asks for its next step, and
-    waits while the staleness bound says so. Ties in time go in the order in which they were scheduled.
-
-    With `tx`, `loss_fn`, `params` and `batches_of` the mathematics is done too, for real, on one thread; without them
-    it is about time only, and thousands of workers take seconds.
-
-    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events come in this
-    order gives these parameters, bit for bit.
-
-    Args:
-      workers: the workers, or how many equal ones with steps of one second.
-      max_staleness: as for `async_sgd`, in clocks; None for no bound.
-      num_updates: stop when this many updates have been applied; with max_staleness=0 an update is a whole clock.
-      until: stop at this virtual time, in seconds.
-      rule: a staleness rule.
-      reducer: as for `async_sgd`.
-      nonfinite: as for `make_server`.
-      message_bytes: size of a pull and of a push; by default that of the parameters, of a push as the reducer encodes
-        them, or 0 without parameters.
-      server_seconds: how long the server is busy with a push.
-      seed: of the durations; each worker draws from a generator of its own.
-      tx: the optimizer, for real mathematics.
-      loss_fn: the loss, as for `async_sgd`.
-      params: the parameters to start from.
-      batches_of: `batches_of(worker)` gives its batches, again at each join. A worker without batches leaves.
-      rng: a random key for losses that take one.
-
-    Returns:
-      An `AsyncResult`, its times in virtual seconds.
-
-    Raises:
-      TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, neither `num_updates` nor a finite `until` says when to stop, or only
-        some of `tx`, `loss_fn`, `params` and `batches_of` are given.
-      NonFiniteUpdateError: as the server raises it.
-
-    Example:
-      >>> workers = [SimulatedWorker()] * 3 + [SimulatedWorker(step_seconds=4.0)]
-      >>> waiting, free = (simulate(workers, max_staleness=s, until=400.0).metrics for s in (0, None))
-      >>> waiting["pushes_per_second"], free["pushes_per_second"]
-      (1.0, 3.25)
-    """
-    specs = simulated_workers(WHO, workers)
-    _check(num_updates, until, message_bytes, server_seconds, seed)
-    given = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
-    code = check_codec(WHO, reducer)
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
-        raise ValueError(format_error(WHO, what, fix="pass tx, loss_fn, params and batches_of, or none of them."))
-    if tx is None or batches_of is None:
-        compute = no_compute()
-    else:
-        here = [make_mesh(data=1, devices=jax.local_devices()[:1])] * len(specs)
-        compute = make_compute(WHO, tx, loss_fn, here, batches_of, key_data(WHO, rng), code=code)
-        check_params(WHO, params)
-        params = compute.on_server(params)
-    if message_bytes is None:
-        pull_bytes = push_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        push_bytes = push_bytes if code is None or params is None else code.nbytes(trained(params))
-    else:
-        pull_bytes = push_bytes = message_bytes
-    server = make_server(tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer)
-    transfers = [(spec.transfer_seconds(pull_bytes), spec.transfer_seconds(push_bytes)) for spec in specs]
-    play = EventLoop(
-        specs, transfers, lambda now: Run(server, params, compute.header, now), compute, server_seconds, seed
-    )
-    return play.run.finish(play.until(num_updates, until))
-
-
-def _check(num_updates: Any, until: Any, message_bytes: Any, server_seconds: Any, seed: Any) -> None:
-    if num_updates is not None:
-        check_count(WHO, "num_updates", num_updates, least=0)
-    if until != math.inf:
-        check_number(WHO, "until", until)
-    elif num_updates is None:
-        fix = "pass num_updates, or until in seconds."
-        raise ValueError(format_error(WHO, "nothing says when to stop.", fix=fix))
-    if message_bytes is not None:
-        check_number(WHO, "message_bytes", message_bytes)
-    check_number(WHO, "server_seconds", server_seconds)
-    check_count(WHO, "seed", seed, least=0)

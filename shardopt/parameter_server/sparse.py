@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
@@ -23,11 +23,11 @@ class SparseRows(NamedTuple):
       values: [k, ...].
     """
 
-    indices: Any
-    values: Any
+    indices: np.ndarray | jax.Array
+    values: np.ndarray | jax.Array
 
 
-def is_rows(leaf: Any) -> bool:
+def is_rows(leaf: object) -> TypeGuard[SparseRows]:
     """Return whether this is a sparse leaf."""
     return isinstance(leaf, SparseRows)
 
@@ -37,7 +37,7 @@ def values_of(grads: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.values if is_rows(leaf) else leaf, grads, is_leaf=is_rows)
 
 
-def check_sparse(who: str, sparse: Any) -> tuple[str, ...]:
+def check_sparse(who: str, sparse: Iterable[str]) -> tuple[str, ...]:
     """Return the patterns as a tuple.
 
     Raises:
@@ -89,7 +89,7 @@ def _touched(grad: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _take(grad: jax.Array, indices: Any) -> jax.Array:
+def _take(grad: jax.Array, indices: np.ndarray) -> jax.Array:
     return grad[indices]
 
 
@@ -98,7 +98,7 @@ def _bucket(count: int) -> int:
 
 
 def on_union(grads: Sequence[PyTree], params: PyTree) -> tuple[list[PyTree], PyTree]:
-    """Return gradients whose sparse leaves are whole over the rows that any of them touches, and which rows these are.
+    """Return gradients whose sparse leaves are dense over the rows that any of them touches, and which rows these are.
 
     Rows are padded with one beyond the last; for a dense leaf the array of rows is empty.
     """
@@ -115,9 +115,9 @@ def on_union(grads: Sequence[PyTree], params: PyTree) -> tuple[list[PyTree], PyT
         where.append(rows)
         for flat, mine in zip(flats, np.split(places, np.cumsum([len(x) for x in indices])[:-1]), strict=True):
             values = np.asarray(flat[i].values)
-            whole = np.zeros((len(rows), *values.shape[1:]), values.dtype)
-            np.add.at(whole, mine, values)
-            flat[i] = whole
+            dense = np.zeros((len(rows), *values.shape[1:]), values.dtype)
+            np.add.at(dense, mine, values)
+            flat[i] = dense
     treedef = jax.tree.structure(params)
     return [treedef.unflatten(flat) for flat in flats], treedef.unflatten(where)
 
@@ -143,14 +143,14 @@ def on_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) -> Callab
     return wrapped
 
 
-def _param_leaves(tx: optax.GradientTransformation, opt_state: Any, where: PyTree) -> list[Any]:
+def _param_leaves(tx: optax.GradientTransformation, opt_state: PyTree, where: PyTree) -> list[jax.Array]:
     """Return the leaves of the optimizer's state that belong to parameters, in the order in which they are mapped."""
-    found: list[Any] = []
+    found: list[jax.Array] = []
     optax.tree_utils.tree_map_params(tx, lambda leaf, _: found.append(leaf), opt_state, where)
     return found
 
 
-def _check_state(tx: optax.GradientTransformation, params: PyTree, opt_state: Any, rule_state: Any, where: Any) -> None:
+def _check_state(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, rule_state: PyTree, where: PyTree) -> None:
     """Refuse states that have no rows to take.
 
     Raises:
@@ -172,11 +172,9 @@ def _check_state(tx: optax.GradientTransformation, params: PyTree, opt_state: An
         raise ValueError(format_error("parameter_server", what, bad, fix))
 
 
-def _get(whole: Any, rows: Any) -> Any:
-    if rows.shape == (0,):
-        return whole
-    return whole.at[rows].get(mode="fill", fill_value=0)
+def _get(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+    return leaf if rows.shape == (0,) else leaf.at[rows].get(mode="fill", fill_value=0)
 
 
-def _put(part: Any, whole: Any, rows: Any) -> Any:
-    return part if rows.shape == (0,) else whole.at[rows].set(part, mode="drop")
+def _put(part: jax.Array, leaf: jax.Array, rows: jax.Array) -> jax.Array:
+    return part if rows.shape == (0,) else leaf.at[rows].set(part, mode="drop")

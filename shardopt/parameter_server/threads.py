@@ -1,65 +1,63 @@
-"""Workers as threads of this process, one a worker, each with devices of its own."""
+"""Workers as threads of this process, each with devices of its own."""
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
+import numpy as np
 
+from shardopt.core.types import PyTree
+from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator
-from shardopt.parameter_server.worker import Compute, run_worker
-
-# The settings of jax that hold for one thread only, carried into another.
-
-
-_NAMES = {
-    "jax_enable_x64": jax.enable_x64,
-    "jax_default_matmul_precision": jax.default_matmul_precision,
-    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
-    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
-    "jax_default_prng_impl": jax.default_prng_impl,
-    "jax_threefry_partitionable": jax.threefry_partitionable,
-    "jax_debug_nans": jax.debug_nans,
-}
+from shardopt.parameter_server.run import AsyncResult, Availability, BatchesOf, Compute, Run, RunSpec, snapshot
+from shardopt.parameter_server.server import Server
+from shardopt.parameter_server.views import show_workers
+from shardopt.parameter_server.worker import run_worker
 
 
-def settings_here() -> Callable[[], AbstractContextManager[object]]:
-    """Return what sets up another thread as this one is now: `with settings(): ...`.
+def run_on_threads(
+    spec: RunSpec,
+    server: Server,
+    params: PyTree,
+    batches_of: BatchesOf,
+    key: np.ndarray,
+    num_updates: int,
+    availability: Availability,
+    callbacks: Callbacks,
+    log_path: str | os.PathLike[str] | None,
+) -> AsyncResult:
+    """Do a run; `server` is `spec.make_server(donate=True)`, whose programs stay compiled from run to run."""
+    compute = spec.make_compute(batches_of, key)
+    began = time.perf_counter()
+    params = compute.on_server(params)
+    run = Run(server, params, spec.settings(key), lambda: time.perf_counter() - began)
+    callbacks.begin(run, params)
+    if log_path is not None:
+        run.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
+    try:
+        coordinator = Coordinator(run, num_updates, availability, callbacks.policy)
+        with show_workers(spec.who, shown=callbacks.progress) as callbacks.show:
+            run_threads(spec.who, coordinator, compute, callbacks.watch)
+        result = run.finish(coordinator.why(), **callbacks.metrics())
+        callbacks.finish(None if callbacks.checkpoints is None else snapshot(run))
+        return result
+    finally:
+        if log_path is not None:
+            run.log.save(log_path)
 
-    A context such as `jax.enable_x64(True)` holds for the thread that entered it; workers would compute in another
-    precision than their caller.
-    """
-    values = settings_values()
 
-    def enter() -> ExitStack:
-        stack = ExitStack()
-        for name, value in values.items():
-            stack.enter_context(_NAMES[name](value))
-        return stack
-
-    return enter
-
-
-def settings_values() -> dict[str, Any]:
-    """Return the settings as they are here."""
-    return {name: getattr(jax.config, name) for name in _NAMES}
-
-
-def use_settings(values: dict[str, Any]) -> None:
-    """Make settings those of this process."""
-    for name, value in values.items():
-        jax.config.update(name, value)
-
-
-def run_threads(who: str, coordinator: Coordinator, compute: Compute, callbacks: Any) -> None:
-    """Drive a run until all is over. Whatever ends it, every thread has ended when this returns.
+def run_threads(who: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
+    """Work until all is over. Whatever ends it, every thread has ended when this returns.
 
     Args:
       who: the function that the user called, for messages.
       coordinator: the server.
       compute: what the workers do.
-      callbacks: `callbacks(coordinator)`, which takes milestones away for as long as somebody works, on the caller's thread.
+      watch: `watch(coordinator)`, which takes milestones away until nobody works, on the caller's thread.
 
     Raises:
       BaseException: what a worker raised, with its traceback and a note saying which worker it was.
@@ -86,7 +84,7 @@ def run_threads(who: str, coordinator: Coordinator, compute: Compute, callbacks:
     try:
         for thread in threads:
             thread.start()
-        callbacks(coordinator)
+        watch(coordinator)
         for thread in threads:
             thread.join()
     except BaseException:  # Ctrl-C reaches the main thread only
@@ -97,3 +95,43 @@ def run_threads(who: str, coordinator: Coordinator, compute: Compute, callbacks:
         raise
     if errors:
         raise errors[0]
+
+
+_THREAD_SETTINGS = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
+    "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+    "jax_debug_nans": jax.debug_nans,
+}
+"""The settings of jax that hold for one thread only."""
+
+
+def settings_here() -> Callable[[], AbstractContextManager[object]]:
+    """Return what sets up another thread as this one is now: `with settings(): ...`.
+
+    A context such as `jax.enable_x64(True)` holds for the thread that entered it; workers would compute in another
+    precision than their caller.
+    """
+    values = settings_values()
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        for name, value in values.items():
+            stack.enter_context(_THREAD_SETTINGS[name](value))
+        return stack
+
+    return enter
+
+
+def settings_values() -> dict[str, Any]:
+    """Return the settings as they are here."""
+    return {name: getattr(jax.config, name) for name in _THREAD_SETTINGS}
+
+
+def use_settings(values: dict[str, Any]) -> None:
+    """Make settings those of this process."""
+    for name, value in values.items():
+        jax.config.update(name, value)

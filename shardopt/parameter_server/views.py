@@ -1,4 +1,4 @@
-"""What a log says of a run: rates, how stale, who waited."""
+"""What the log of a run says: its summary, its timeline and a picture of it, and who is doing what right now."""
 
 import os
 import sys
@@ -6,11 +6,66 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardopt.core.errors import format_error
 from shardopt.core.extras import is_installed, require
 from shardopt.parameter_server.log import Event
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+
+
+def summarize(log: Iterable[Event]) -> dict[str, Any]:
+    """Return the figures of a run: counts, rates, histograms and waiting times.
+
+    Args:
+      log: the event log.
+
+    Returns:
+      A dict of "seconds"; "updates" (versions of the parameters) and "pushes" (of workers, refused ones not counted),
+      "refused"; "updates_per_second", "pushes_per_second"; "staleness" {clocks: pushes}; "delay" {versions: pushes};
+      "wait_seconds" (held back by the bound), "step_seconds" (from pull to push) and "data_seconds" (of its own, between
+      steps) {worker: seconds}.
+
+    Example:
+      >>> import shardopt as so
+      >>> workers = [so.parameter_server.SimulatedWorker(step_seconds=s) for s in (1.0, 3.0)]
+      >>> result = so.parameter_server.simulate(workers, num_updates=4)
+      >>> {name: result.metrics[name] for name in ("seconds", "pushes", "staleness", "wait_seconds")}
+      {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
+    """
+    staleness, delay, kinds = Counter(), Counter(), Counter()
+    seconds, updates, members = 0.0, 0, set()
+    events = list(log)
+    for event in events:
+        kinds[event.kind] += 1
+        seconds, updates = event.time, event.version
+        members.add(event.worker)
+        if event.kind in ("push", "refuse"):
+            staleness[event.staleness] += 1
+            delay[event.delay] += 1
+    spent = {doing: dict.fromkeys(sorted(members), 0.0) for doing in ("wait", "step", "data", "lost")}
+    for segment in timeline(events):
+        spent[segment.doing][segment.worker] += segment.end - segment.start
+    rate = 1 / seconds if seconds > 0 else 0.0
+    return {
+        "seconds": seconds,
+        "updates": updates,
+        "pushes": kinds["push"],
+        "refused": kinds["refuse"],
+        "updates_per_second": updates * rate,
+        "pushes_per_second": kinds["push"] * rate,
+        "staleness": dict(sorted(staleness.items())),
+        "delay": dict(sorted(delay.items())),
+        "wait_seconds": spent["wait"],
+        "step_seconds": spent["step"],
+        "data_seconds": spent["data"],
+    }
+
 
 _SHORTEST = 1e-9
 """Seconds; what is shorter is the rounding of a difference of times."""
@@ -67,60 +122,6 @@ def timeline(log: Iterable[Event]) -> list[Segment]:
         add(worker, "lost" if was == "step" else "wait", start, last)
     return segments
 
-
-def summarize(log: Iterable[Event]) -> dict[str, Any]:
-    """Return the figures of a run: counts, rates, histograms and waiting times.
-
-    Args:
-      log: the event log.
-
-    Returns:
-      A dict of "seconds"; "updates" (versions of the parameters) and "pushes" (of workers, refused ones not counted),
-      "refused"; "updates_per_second", "pushes_per_second"; "staleness" {clocks: pushes}; "delay" {versions: pushes};
-      "wait_seconds" (held back by the bound), "step_seconds" (from pull to push) and "data_seconds" (of its own, between
-      steps) {worker: seconds}.
-
-    Example:
-      >>> import shardopt as so
-      >>> workers = [so.parameter_server.SimulatedWorker(step_seconds=s) for s in (1.0, 3.0)]
-      >>> result = so.parameter_server.simulate(workers, num_updates=4)
-      >>> {name: result.metrics[name] for name in ("seconds", "pushes", "staleness", "wait_seconds")}
-      {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
-    """
-    staleness, delay, kinds = Counter(), Counter(), Counter()
-    seconds, updates, members = 0.0, 0, set()
-    events = list(log)
-    for event in events:
-        kinds[event.kind] += 1
-        seconds, updates = event.time, event.version
-        members.add(event.worker)
-        if event.kind in ("push", "refuse"):
-            staleness[event.staleness] += 1
-            delay[event.delay] += 1
-    spent = {doing: dict.fromkeys(sorted(members), 0.0) for doing in ("wait", "step", "data", "lost")}
-    for segment in timeline(events):
-        spent[segment.doing][segment.worker] += segment.end - segment.start
-    rate = 1 / seconds if seconds > 0 else 0.0
-    return {
-        "seconds": seconds,
-        "updates": updates,
-        "pushes": kinds["push"],
-        "refused": kinds["refuse"],
-        "updates_per_second": updates * rate,
-        "pushes_per_second": kinds["push"] * rate,
-        "staleness": dict(sorted(staleness.items())),
-        "delay": dict(sorted(delay.items())),
-        "wait_seconds": spent["wait"],
-        "step_seconds": spent["step"],
-        "data_seconds": spent["data"],
-    }
-
-
-# A run as a picture: one row a worker, who computed, who waited, who was lost.
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
 _NAMES = {
@@ -185,7 +186,7 @@ def plot_timeline(
     return figure
 
 
-def _dress(axes: Any, workers: list[int], figures: dict[str, Any], end: float) -> None:
+def _dress(axes: "Axes", workers: list[int], figures: dict[str, Any], end: float) -> None:
     title = f"{figures['updates']} updates in {figures['seconds']:.3g} s, {len(workers)} workers"
     axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
     axes.set_xlim(0, end or 1.0)
@@ -194,9 +195,6 @@ def _dress(axes: Any, workers: list[int], figures: dict[str, Any], end: float) -
     axes.set_xlabel("seconds", color=_INK, fontsize=8, loc="left")
     axes.tick_params(length=0, labelsize=8, labelcolor=_INK)
     axes.spines[:].set_visible(False)
-
-
-# Who is doing what right now: the run in a few numbers a worker, counted event by event.
 
 
 class WorkerStatus(NamedTuple):
@@ -277,15 +275,13 @@ class WorkerStats:
         return tuple(one(worker) for worker in sorted(self._last))
 
 
-# What a person sees of an asynchronous run: a live table of workers on a terminal, a line now and then elsewhere.
+class Show(Protocol):
+    """Shows a run, as often as one likes: `status()` is called only when something is to be shown."""
 
+    def __call__(self, status: Callable[[], Status], last: bool = False) -> None:
+        """Show it if it is time, and in any case if it is the `last`."""
+        ...
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-Show = Callable[..., None]
-"""`show(status, last=False)`, as often as one likes: `status()` is called only when something is to be shown."""
 
 _TABLE_SECONDS, _LINE_SECONDS = 0.25, 10.0
 _MOST_ROWS = 32
