@@ -1,12 +1,13 @@
 """Checks of integer and number arguments, in the same words everywhere."""
 
 import math
+from typing import TypeGuard
 
 import jax
 import numpy as np
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Return whether a value is a Python or numpy integer, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

@@ -1,8 +1,9 @@
 """Asynchronous Local SGD: islands train by themselves, and push how far they have come."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ MakeIsland = Callable[[Sequence[jax.Device]], ShardedOptimizer]
 
 
 def async_local_sgd(
-    strategies: Sequence[ShardedOptimizer] | Sequence[MakeIsland],
+    strategies: Sequence[ShardedOptimizer | MakeIsland],
     *,
     outer: optax.GradientTransformation | None = None,
     local_steps: int | Sequence[int],
@@ -107,8 +108,10 @@ def async_local_sgd(
     check_backend(WHO, backend, address, max_restarts)
     check_count(WHO, "devices", devices, least=1)
     if backend == "ray":
-        members = _check_makers(strategies)
-        islands = _check_islands(_islands_here(members, devices))  # to check them, and for their meshes
+        members: Sequence[ShardedOptimizer | MakeIsland] = _check_makers(strategies)
+        islands = _check_islands(
+            _islands_here(members, jax.local_devices()[:devices])
+        )  # to check them, and for their meshes
     else:
         members = islands = _check_islands(strategies)
         check_not_shared(WHO, [one.mesh for one in islands], "island")
@@ -128,9 +131,8 @@ def async_local_sgd(
     return AsyncOptimizer(make_run(spec), make_replay(spec), meshes, outer, max_staleness, rule, backend)
 
 
-def _islands_here(strategies: Sequence[ShardedOptimizer | MakeIsland], devices: int) -> list[ShardedOptimizer]:
-    """Return strategies in this process, also of islands that have a process of their own."""
-    here = jax.local_devices()[:devices]
+def _islands_here(strategies: Sequence[ShardedOptimizer | MakeIsland], here: Sequence[Any]) -> list[ShardedOptimizer]:
+    """Return strategies on devices of this process, also of islands that have a process of their own."""
     return [one if isinstance(one, ShardedOptimizer) else one(here) for one in strategies]
 
 
@@ -154,11 +156,10 @@ def _make_compute(
       key: random key data; an island draws from a key of its worker and of the clock at which it joined.
       worker: the one island of this process.
     """
-    islands: Mapping[int, ShardedOptimizer] = (
-        dict(enumerate(_islands_here(strategies, devices)))
-        if worker is None
-        else {worker: strategies[worker](jax.local_devices())}
-    )
+    if worker is None:
+        islands = dict(enumerate(_islands_here(strategies, jax.local_devices()[:devices])))
+    else:
+        islands = dict(zip([worker], _islands_here([strategies[worker]], jax.local_devices()), strict=True))
     streams, compressors = Streams(WHO, batches_of, local_steps), make_compressors(codec)
     home = next(iter(islands.values())).mesh.devices.flat[0]
     states: dict[int, TrainState | None] = {}
@@ -221,28 +222,30 @@ def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax
         raise ValueError(format_error(WHO, what, changed, "train such leaves with ddp, zero, fsdp or diloco."))
 
 
-def _check_islands(strategies: Sequence[ShardedOptimizer]) -> list[ShardedOptimizer]:
+def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[ShardedOptimizer]:
     fix = "pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence):
         what = f"strategies must be a sequence of synchronous strategies, got {type(strategies).__name__}."
         raise TypeError(format_error(WHO, what, fix=fix))
     if not strategies:
         raise ValueError(format_error(WHO, "strategies must be at least 1, got none.", fix=fix))
+    islands: list[ShardedOptimizer] = []
     for number, one in enumerate(strategies):
         if not isinstance(one, ShardedOptimizer) or not isinstance(getattr(one.config, "recipe", None), StrategyConfig):
             given = getattr(getattr(one, "config", None), "strategy", type(one).__name__)
             what = f"strategies[{number}] must be a synchronous strategy, got {given}."
             raise TypeError(format_error(WHO, what, fix=fix))
-    return list(strategies)
+        islands.append(one)
+    return islands
 
 
-def _check_makers(strategies: Sequence[MakeIsland]) -> list[MakeIsland]:
+def _check_makers(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[MakeIsland]:
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence) or not strategies:
         what = f"on Ray strategies must be a sequence of functions, got {type(strategies).__name__}."
     elif strange := [one for one in strategies if isinstance(one, tuple) or not callable(one)]:
         what = f"on Ray strategies must be functions, got {type(strange[0]).__name__}: devices cannot cross."
     else:
-        return list(strategies)
+        return [one for one in strategies if not isinstance(one, ShardedOptimizer)]
     fix = "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four islands."
     raise TypeError(format_error(WHO, what, fix=fix))
 

@@ -1,6 +1,8 @@
 """Asynchronous SGD: workers push gradients, the server applies the optimizer."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -159,10 +161,10 @@ def check_not_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> 
     Raises:
       ValueError: if a worker with several devices shares one.
     """
-    owners: dict[jax.Device, list[int]] = {}
+    owners = defaultdict(list)
     for number, mesh in enumerate(meshes):
         for device in mesh.devices.flat:
-            owners.setdefault(device, []).append(number)
+            owners[device].append(number)
     shared = [
         f"{device.platform}:{device.id}: {noun}s {', '.join(map(str, numbers))}"
         for device, numbers in owners.items()
@@ -188,6 +190,7 @@ def process_sizes(who: str, workers: Workers) -> list[int]:
         raise TypeError(format_error(who, what, fix="pass workers=4, or workers=[2, 2] for two devices each."))
     if not workers:
         raise ValueError(format_error(who, "workers must be at least 1, got none.", fix="pass workers=4."))
-    for number, size in enumerate(workers):
+    sizes: Sequence[Any] = workers
+    for number, size in enumerate(sizes):
         check_count(who, f"workers[{number}]", size, least=1)
-    return [int(size) for size in workers]
+    return [int(size) for size in sizes]

@@ -66,7 +66,7 @@ class Coordinator:
       policy: which versions are milestones.
     """
 
-    def __init__(self, run: Run, num_updates: int, availability: Availability, policy: SavePolicy = SavePolicy()):
+    def __init__(self, run: Run, num_updates: int, availability: Availability, policy: SavePolicy):
         self.run, self.num_updates, self.policy = run, num_updates, policy
         self.until: dict[int, float] = {}  # periods under way: when they end
         self.incarnations = dict.fromkeys(availability, 0)

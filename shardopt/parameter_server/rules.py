@@ -208,7 +208,7 @@ class DelayedNesterovState(NamedTuple):
 
     momentum: PyTree
     buffer: PyTree
-    count: jax.Array
+    count: Any
 
 
 def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0) -> Rule:

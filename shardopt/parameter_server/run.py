@@ -47,15 +47,30 @@ class Compute(NamedTuple):
     on_server: Callable[[PyTree], PyTree]
 
 
+class MakeServer(Protocol):
+    """Makes the server of a run."""
+
+    def __call__(self, *, donate: bool) -> Server:
+        """Return a new server; see `make_server` for `donate`."""
+        ...
+
+
+class MakeCompute(Protocol):
+    """Makes the workers of a run."""
+
+    def __call__(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
+        """Return all workers in this process, or one that has a process to itself."""
+        ...
+
+
 class RunSpec(NamedTuple):
     """What a run is made of, apart from its data: threads, Ray, replays and simulations start from it.
 
     Attributes:
       who: the function that the user called, for messages.
       num_workers: how many.
-      make_server: `make_server(donate) -> Server`.
-      make_compute: `make_compute(batches_of, key, worker=None) -> Compute`, of all workers in this process, or of one
-        that has a process to itself.
+      make_server: `make_server(donate=...) -> Server`.
+      make_compute: `make_compute(batches_of, key, worker=None) -> Compute`.
       header: what the log keeps of the workers, apart from the random key.
       backend: "threads" or "ray". On Ray the functions above cross to other processes by pickling.
       devices: on Ray, how many devices the process of each worker has.
@@ -65,8 +80,8 @@ class RunSpec(NamedTuple):
 
     who: str
     num_workers: int
-    make_server: Callable[[bool], Server]
-    make_compute: Callable[..., Compute]
+    make_server: MakeServer
+    make_compute: MakeCompute
     header: Mapping[str, Any] = {}
     backend: str = "threads"
     devices: Sequence[int] = ()
@@ -338,7 +353,7 @@ def _check_settings(who: str, saved: Mapping[str, Any], mine: Mapping[str, Any])
 
 def _pack(run: Run) -> str:
     """Return log and history as text: 15 to 20 bytes an event."""
-    columns = {  # a file of numpy knows no bfloat16
+    columns: dict[str, Any] = {  # a file of numpy knows no bfloat16
         f"history/{name}": column.astype(np.float32) if column.dtype.kind == "V" else column
         for name, column in _as_arrays(run.history()).items()
     }

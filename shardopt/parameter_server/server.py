@@ -45,7 +45,7 @@ class Waiting(NamedTuple):
 
     clock: int
     worker: int
-    update: Update | None
+    update: Any
 
 
 class ServerState(NamedTuple):
@@ -243,8 +243,7 @@ def make_server(
         if codec is not None:
             key = jax.tree.structure(part), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part))
             message = expected.get(key) or expected.setdefault(key, codec.message(part))
-        check_update(update, state.params, worker, message)
-        found = faults(update, part)
+        found = faults(check_update(update, state.params, worker, message), part)
         if max_staleness == 0:  # rows of weight 0 count for nothing beside others
             found = [fault for fault in found if fault != NO_WEIGHT]
         return _judge(worker, at, found)
@@ -270,7 +269,7 @@ def make_server(
             return state
         return _apply(state, updates, None, 0)
 
-    def _apply(state: ServerState, updates: list[Update | None], pulled: PyTree, delay: int) -> ServerState:
+    def _apply(state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
         if mathematics is None:
             return state._replace(version=state.version + 1)
         part = trained(state.params)
@@ -375,5 +374,5 @@ def _average(
     grads = jax.tree.map(mean, *[one for one, _, _ in pushed])
     names = pushed[0][2]
     aux = {name: [metrics[name] for _, _, metrics in pushed] for name in names}
-    means = {name: sum(m.total for m in all_) / sum(m.weight for m in all_) for name, all_ in aux.items()}
+    means = {name: jnp.asarray(sum(m.total for m in all_) / sum(m.weight for m in all_)) for name, all_ in aux.items()}
     return grads, {"loss": jnp.asarray(loss), **means}

@@ -17,7 +17,7 @@ from shardopt.core.types import LossFn, PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
 from shardopt.parameter_server.rules import Rule
-from shardopt.parameter_server.run import AsyncResult, BatchesOf, Compute, Run, RunSpec
+from shardopt.parameter_server.run import AsyncResult, BatchesOf, Compute, Run
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.updates import check_params, trained
 from shardopt.parameter_server.worker import check_codec, key_data, no_compute, sgd_spec
@@ -124,13 +124,12 @@ def simulate(
         what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
         raise ValueError(format_error(WHO, what, fix="pass tx, loss_fn, params and batches_of, or none of them."))
     options = {"max_staleness": max_staleness, "rule": rule, "nonfinite": nonfinite, "reducer": reducer}
-    if missing:
-        spec, header = RunSpec(WHO, len(workers), partial(make_server, None, **options), no_compute), {}
-        compute, sizes = no_compute(), (0, 0)
+    if tx is None or batches_of is None:
+        make, header, compute, sizes = partial(make_server, None, **options), {}, no_compute(), (0, 0)
     else:
         here = make_mesh(data=1, devices=jax.local_devices()[:1])
         spec, key = sgd_spec(WHO, tx, loss_fn, [here] * len(workers), **options), key_data(WHO, rng)
-        header, compute = spec.settings(key), spec.make_compute(batches_of, key)
+        make, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
         check_params(WHO, params)
         params = compute.on_server(params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -139,7 +138,7 @@ def simulate(
         sizes = (message_bytes, message_bytes)
     transfers = [(worker.transfer_seconds(sizes[0]), worker.transfer_seconds(sizes[1])) for worker in workers]
     loop = EventLoop(workers, transfers, compute, server_seconds, seed)
-    loop.run = Run(spec.make_server(donate=False), params, header, lambda: loop.now)
+    loop.run = Run(make(donate=False), params, header, lambda: loop.now)
     return loop.run.finish(loop.until(num_updates, until))
 
 

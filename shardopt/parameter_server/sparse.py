@@ -150,7 +150,9 @@ def _param_leaves(tx: optax.GradientTransformation, opt_state: PyTree, where: Py
     return found
 
 
-def _check_state(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, rule_state: PyTree, where: PyTree) -> None:
+def _check_state(
+    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, rule_state: PyTree, where: PyTree
+) -> None:
     """Refuse states that have no rows to take.
 
     Raises:

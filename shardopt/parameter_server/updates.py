@@ -63,7 +63,9 @@ def _rebuild(message: str, worker: int, clock: int) -> NonFiniteUpdateError:
     return NonFiniteUpdateError(message, worker=worker, clock=clock)
 
 
-def make_update(grads: PyTree, *, loss: float | jax.Array = 0.0, weight: float | jax.Array = 1.0, rows: int = 1) -> Update:
+def make_update(
+    grads: PyTree, *, loss: float | jax.Array = 0.0, weight: float | jax.Array = 1.0, rows: int = 1
+) -> Update:
     """Make an update by hand, from a gradient; workers make theirs from a loss function.
 
     Args:
@@ -110,8 +112,8 @@ def faults(update: Update, part: PyTree) -> list[str]:
     return found + [f"{name}: not finite" for name, good in zip(names, is_finite[1:], strict=True) if not good]
 
 
-def check_update(update: Update | None, params: PyTree, worker: int, message: PyTree = None) -> None:
-    """Refuse an update that is not like the parameters, or if they are encoded like `message`.
+def check_update(update: Update | None, params: PyTree, worker: int, message: PyTree = None) -> Update:
+    """Return an update, or refuse one that is not like the parameters, or if they are encoded like `message`.
 
     Raises:
       TypeError: if it is not an `Update`.
@@ -123,9 +125,9 @@ def check_update(update: Update | None, params: PyTree, worker: int, message: Py
     if message is not None:
         if jax.tree.map(_kind, update.grads) != jax.tree.map(_kind, message) or update.is_finite is None:
             what = f"the push of worker {worker} is not encoded as the server reads it."
-            raise ValueError(format_error(WHO, what, fix="push what the encoder of the same reducer writes."))
-        return
-    wanted = trained(params)
+            raise ValueError(format_error(WHO, what, fix="push what the compressor of the same reducer writes."))
+        return update
+    pushed, wanted = update, trained(params)
     if any(is_rows(leaf) for leaf in jax.tree.leaves(update.grads, is_leaf=is_rows)):
         update = update._replace(grads=_dense_shapes(update.grads, wanted, worker))
     if jax.tree.structure(update.grads) != jax.tree.structure(wanted):
@@ -143,6 +145,7 @@ def check_update(update: Update | None, params: PyTree, worker: int, message: Py
     if bad:
         what = f"{plural(len(bad), 'leaf')} of the push of worker {worker} do{'es' if len(bad) == 1 else ''} not fit."
         raise ValueError(format_error(WHO, what, bad, "push gradients of the parameters' own shapes and dtypes."))
+    return pushed
 
 
 def _dense_shapes(grads: PyTree, wanted: PyTree, worker: int) -> PyTree:
@@ -163,7 +166,7 @@ def _dense_shapes(grads: PyTree, wanted: PyTree, worker: int) -> PyTree:
     return treedef.unflatten(leaves)
 
 
-def _kind(leaf: object) -> str:
+def _kind(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def run_worker(coordinator: WorkerPort, compute: Compute, worker: int, incarnati
 
 def sgd_spec(
     who: str,
-    tx: optax.GradientTransformation | None,
+    tx: optax.GradientTransformation,
     loss_fn: LossFn,
     workers: Sequence[Mesh] | Sequence[int],
     *,
@@ -156,7 +156,7 @@ def make_compute(
     return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
 
 
-def no_compute() -> Compute:
+def no_compute(*_: object) -> Compute:
     """Return workers that compute nothing and never run out of it."""
     return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
 
@@ -166,7 +166,7 @@ Gradients = Callable[[Mesh, PyTree, PyTree, int, int], Update]
 
 
 def make_gradients(
-    who: str, tx: optax.GradientTransformation | None, loss_fn: LossFn, mesh: Mesh, rng: np.ndarray | None
+    who: str, tx: optax.GradientTransformation, loss_fn: LossFn, mesh: Mesh, rng: np.ndarray | None
 ) -> Gradients:
     """Return what computes an update, on any mesh whose devices share the rows of the batch.
 
@@ -240,7 +240,7 @@ def _key(loss_fn: LossFn, rng: jax.Array, worker: jax.Array, clock: jax.Array) -
     return jax.random.fold_in(jax.random.fold_in(key, worker), 0)
 
 
-def to_device(update: Update, device: jax.Device) -> Update:
+def to_device(update: Update, device: Any) -> Update:
     """Return an update on a device; its number of rows stays a number, sparse leaves stay in numpy."""
     put = lambda leaf: leaf if is_rows(leaf) else jax.device_put(leaf, device)  # noqa: E731
     return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
@@ -343,10 +343,13 @@ def make_compressors(codec: Compressor | None) -> WorkerCompressors:
 
 
 @functools.lru_cache(maxsize=16)
-def _codec_programs(codec: Compressor) -> tuple[Callable[[PyTree], CompressorState], Callable[..., tuple[Update, CompressorState]]]:
+def _codec_programs(
+    codec: Compressor,
+) -> tuple[Callable[[PyTree], CompressorState], Callable[..., tuple[Update, CompressorState]]]:
     """Return the compiled start of a memory, and the compiled encoding of an update; kept from run to run."""
 
     def write(update: Update, memory: CompressorState) -> tuple[Update, CompressorState]:
+        assert update.is_finite is not None
         message, memory = codec.encode(update.grads, memory)
         read = codec.decode(message, update.grads)
         # What is finite may still be too large for the dtype that travels.

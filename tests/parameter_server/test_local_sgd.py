@@ -142,7 +142,7 @@ REFUSED = {
     "one strategy": (
         lambda made: {"strategies": made[0]},
         TypeError,
-        f"async_local_sgd: strategies must be a sequence of ring-1 strategies, got ShardedOptimizer.\n{LIST}",
+        f"async_local_sgd: strategies must be a sequence of synchronous strategies, got ShardedOptimizer.\n{LIST}",
     ),
     "none": (
         lambda made: {"strategies": []},
@@ -152,7 +152,7 @@ REFUSED = {
     "no strategy": (
         lambda made: {"strategies": [made[0], optax.sgd(0.1)]},
         TypeError,
-        f"async_local_sgd: strategies[1] must be a strategy of ring 1, got GradientTransformationExtraArgs.\n{LIST}",
+        f"async_local_sgd: strategies[1] must be a synchronous strategy, got GradientTransformationExtraArgs.\n{LIST}",
     ),
     "devices shared": (
         lambda made: {"strategies": [made[0], made[0]]},

@@ -8,7 +8,7 @@ import pytest
 
 import shardopt as so
 from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update, replay
-from shardopt.parameter_server import worker as encoder
+from shardopt.parameter_server import worker as worker_side
 
 R = so.reducers
 INT8 = R.error_feedback(R.int8(block_size=4))
@@ -95,13 +95,13 @@ def test_a_memory_that_is_lost_is_said_and_replayed():
 
 def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch):
     """The replay above can fail: it begins without memory at each join."""
-    make = encoder.make_compressor
+    make = worker_side.make_compressors
 
     def remembers(code):
         return make(code)._replace(begin=lambda worker: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardopt.parameter_server.worker.make_compressor", remembers)
+        patch.setattr("shardopt.parameter_server.worker.make_compressors", remembers)
         _, result = train(INT8, num_updates=26, availability={1: [(0, 6), (10, 1e9)]})
     opt, _ = train(INT8, num_updates=0)
     with pytest.raises(ValueError, match="the parameters at the end are not those of the run"):
@@ -189,7 +189,7 @@ def test_refusals(message_of):
     state, pulled = server.pull(state, 0)
     assert message_of(ValueError, server.push, state, 0, make_update(start()), pulled.version) == (
         "parameter_server: the push of worker 0 is not encoded as the server reads it.\n"
-        "Fix: push what the encoder of the same reducer writes."
+        "Fix: push what the compressor of the same reducer writes."
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import shardopt as so
 from shardopt.parameter_server import Log, NonFiniteUpdateError, make_server, rules
 from shardopt.parameter_server import worker as compute
-from shardopt.parameter_server.coordinator import Coordinator
+from shardopt.parameter_server.coordinator import Coordinator, SavePolicy
 from shardopt.parameter_server.run import Run
 from shardopt.parameter_server.threads import run_threads, settings_here
 from shardopt.parameter_server.worker import no_compute
@@ -79,7 +79,7 @@ def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
     draws, pause = [np.random.default_rng(worker) for worker in range(4)], threading.Event()
     running = Run(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
     updates = 10_000 if max_staleness else 10_000 // 4
-    coordinator = Coordinator(running, updates, {worker: [(0, math.inf)] for worker in range(4)})
+    coordinator = Coordinator(running, updates, {worker: [(0, math.inf)] for worker in range(4)}, SavePolicy())
     run_threads("test", coordinator, no_compute()._replace(update=update), lambda coordinator: None)
     metrics = running.finish(coordinator.why()).metrics
     assert (metrics["stopped"], metrics["pushes"]) == ("completed", 10_000)
