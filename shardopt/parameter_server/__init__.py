@@ -5,7 +5,7 @@ from shardopt.parameter_server.async_local_sgd import async_local_sgd
 from shardopt.parameter_server.async_sgd import async_sgd
 from shardopt.parameter_server.clock import should_sync
 from shardopt.parameter_server.log import Event, Log
-from shardopt.parameter_server.optimizer import AsyncOptimizer
+from shardopt.parameter_server.optimizer import AsyncOptimizer, RunFn
 from shardopt.parameter_server.ray import ServerLostError, WorkersLostError
 from shardopt.parameter_server.replay import replay
 from shardopt.parameter_server.run import AsyncResult
@@ -21,6 +21,7 @@ __all__ = [
     "Event",
     "Log",
     "NonFiniteUpdateError",
+    "RunFn",
     "Segment",
     "Server",
     "ServerLostError",

@@ -145,17 +145,7 @@ def _make_compute(
     key: np.ndarray,
     worker: int | None = None,
 ) -> Compute:
-    """Return islands that push theta - theta_i after H local steps: all, or one on all devices of its process.
-
-    Args:
-      strategies: the islands.
-      devices: of each, on Ray.
-      local_steps: H of each island.
-      codec: how changes are encoded; None if they travel as they are.
-      batches_of: `batches_of(worker)`, its batches.
-      key: random key data; an island draws from a key of its worker and of the clock at which it joined.
-      worker: the one island of this process.
-    """
+    """Return islands that push theta - theta_i after H local steps: all, or one on all devices of its process."""
     if worker is None:
         islands = dict(enumerate(_islands_here(strategies, jax.local_devices()[:devices])))
     else:

@@ -61,7 +61,7 @@ def async_sgd(
       tx: any optax transformation that asks for no more than gradient, parameters and the loss `value`.
       loss_fn: as for `ddp`. Leaves that are not floating are not trained.
       workers: how many, sharing this process's devices one each; or for each a device, a sequence of devices or a
-        mesh, over which its batch is split. On Ray how many, or for each its number of devices.
+        mesh, over which its batch is split. On Ray how many, or for each its number of devices (GPUs if there are any).
       max_staleness: in steps; None for no bound.
       rule: what to do about late gradients, from `parameter_server.rules`.
       reducer: how gradients are encoded on their way; see `so.reducers.compressor`. `error_feedback` is kept by the
@@ -70,7 +70,7 @@ def async_sgd(
         zero travel and are updated. For SGD without momentum that is the same as dense, up to summation order; other
         optimizers become lazy: in other rows moments and weights do not decay, while counts go on. State must have the
         shape of its parameter, and the rule none. Pulls are dense.
-      backend: "threads"; or "ray", server and workers as processes, see `RunFn.__call__`; needs `shardopt[ray]`.
+      backend: "threads"; or "ray", server and workers as processes, see `parameter_server.RunFn`; needs `shardopt[ray]`.
       nonfinite: what to do about gradients that are not finite: "raise", which ends the run, or "skip" them.
       address: of the Ray cluster to join, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
       max_restarts: on Ray, how often each worker that was killed is started again, to join where the slowest is.
@@ -118,13 +118,7 @@ def async_sgd(
 
 
 def worker_meshes(who: str, workers: Workers) -> list[Mesh]:
-    """Return the mesh of each worker. A number of workers share the devices of this process, one each, round robin.
-
-    Raises:
-      TypeError: if `workers` is neither a number nor a sequence of devices, sequences of devices and meshes.
-      ValueError: if there are none, a mesh splits something else than the batch, or workers with several devices
-        share one.
-    """
+    """Return the mesh of each worker. A number of workers share the devices of this process, one each, round robin."""
     if is_integer(workers):
         check_count(who, "workers", workers, least=1)
         devices = jax.local_devices()
@@ -156,11 +150,7 @@ def _mesh(who: str, number: int, worker: object, fix: str) -> Mesh:
 
 
 def check_not_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> None:
-    """Refuse shared devices: two programs with collectives can each wait for a device that the other has.
-
-    Raises:
-      ValueError: if a worker with several devices shares one.
-    """
+    """Refuse shared devices: two programs with collectives can each wait for a device that the other has."""
     owners = defaultdict(list)
     for number, mesh in enumerate(meshes):
         for device in mesh.devices.flat:
@@ -176,12 +166,7 @@ def check_not_shared(who: str, meshes: Sequence[Mesh], noun: str = "worker") -> 
 
 
 def process_sizes(who: str, workers: Workers) -> list[int]:
-    """Return how many devices each worker has in a process of its own.
-
-    Raises:
-      TypeError: if `workers` is neither a number nor a sequence of numbers.
-      ValueError: if there are none, or a number is below 1.
-    """
+    """Return how many devices each worker has in a process of its own."""
     if is_integer(workers):
         check_count(who, "workers", workers, least=1)
         return [1] * int(workers)

@@ -34,10 +34,6 @@ class Callbacks:
       evaluate: `evaluate(params) -> metrics`, or None.
       evaluate_every: updates between evaluations, and observations of early stopping.
       progress: whether the run is shown; `show` is then to be set, from `show_workers`.
-
-    Raises:
-      TypeError: if an argument is of the wrong kind.
-      ValueError: if `evaluate_every` is below 1.
     """
 
     def __init__(

@@ -110,12 +110,7 @@ def make_clock(max_staleness: int | None) -> Clock:
 
 
 def join(clock: Clock, worker: int) -> Clock:
-    """Let a worker in, at the clock of the slowest: it neither waits nor makes anyone wait longer.
-
-    Raises:
-      TypeError: if the worker is not an integer.
-      ValueError: if it is negative, or there already.
-    """
+    """Let a worker in, at the clock of the slowest: it neither waits nor makes anyone wait longer."""
     check_count(WHO, "worker", worker, least=0)
     if worker in clock.steps:
         what = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
@@ -160,11 +155,7 @@ def may_start(clock: Clock, worker: int) -> bool:
 
 
 def clock_of(clock: Clock, worker: int) -> int:
-    """Return the steps that a worker has finished.
-
-    Raises:
-      ValueError: if it never joined, or has left.
-    """
+    """Return the steps that a worker has finished."""
     if worker not in clock.steps:
         listed = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
         what = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({listed or 'none'})."
@@ -184,12 +175,7 @@ _UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, N
 
 
 def check_max_staleness(who: str, max_staleness: int | None) -> None:
-    """Refuse a bound that is neither None nor an integer of at least 0.
-
-    Raises:
-      TypeError: if it is of another kind.
-      ValueError: if it is negative.
-    """
+    """Refuse a bound that is neither None nor an integer of at least 0."""
     if max_staleness is None:
         return
     if not is_integer(max_staleness):

@@ -27,7 +27,46 @@ from shardopt.parameter_server.worker import key_data
 
 
 class RunFn(Protocol):
-    """The `run` of an `AsyncOptimizer`."""
+    """`run` of an `AsyncOptimizer`: train until the server has made `num_updates` updates.
+
+    On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
+    `metrics["killed"]` names who was. A killed server is started again from the newest of `checkpoints`, the
+    workers go on there, and `metrics["lost_updates"]` says how many updates were lost. Loss, data and optimizer
+    cross by pickling: what is defined in a module must be importable on the workers.
+
+    Args:
+      params: the parameters to begin with. Leaves that are not floating are not trained.
+      batches_of: `batches_of(worker)` returns an iterable of the worker's batches, pytrees with leaves [rows, ...];
+        it is called in the worker's thread, again each time that the worker joins. A worker without batches leaves.
+      num_updates: versions of the parameters; with max_staleness=0 whole clocks.
+      rng: a random key, for losses that take one.
+      availability: which workers are there only at times, `{worker: [(from, to), ...]}` in versions: at `to` a
+        worker dies with the step that it is at.
+      log_path: a file that gets the log, also of a run that fails.
+      checkpoints: a `so.Checkpoints`, which gets the server (parameters, optimizer, clocks, log) every so many
+        updates and at the end. A run that finds checkpoints there goes on from the newest: each worker at its clock
+        and behind the batches of the steps that it had pushed, the steps in flight done again, with a fresh state
+        of islands and error feedback; `metrics["resumed_from"]` says from where. With max_staleness=0 the outcome
+        is that of an unbroken run, bit for bit, unless islands or a reducer remembered something; otherwise its log
+        explains it. Workers that are not there any more leave, new ones join.
+      early_stopping: a `so.EarlyStopping`, which watches the evaluations and ends the run ("early").
+      evaluate: `evaluate(params) -> metrics`; its results are `metrics["evaluations"]`, with the means of the
+        training metrics since the one before.
+      evaluate_every: updates between evaluations; the workers go on meanwhile.
+      progress: show a table of the workers on a terminal, or a line every ten seconds elsewhere, on standard error.
+
+    Returns:
+      An `AsyncResult`. Without workers the run ends ("exhausted").
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if a number is out of range, or the checkpoints are of a run with other settings.
+      NonFiniteUpdateError: if an update is not finite, unless such are skipped; it names worker, step and leaves.
+      ConnectionError: if no Ray answers at the address.
+      WorkersLostError: on Ray, if all workers were killed and none is started again.
+      ServerLostError: on Ray, if the server was killed and there is no checkpoint.
+      Exception: what a worker raises ends the run, and reaches the caller with its traceback.
+    """
 
     def __call__(
         self,
@@ -44,54 +83,15 @@ class RunFn(Protocol):
         evaluate_every: int = 100,
         progress: bool = False,
     ) -> AsyncResult:
-        """Train until the server has made `num_updates` updates.
-
-        On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
-        `metrics["killed"]` names who was. A killed server is started again from the newest of `checkpoints`, the
-        workers go on there, and `metrics["lost_updates"]` says how many updates were lost. Loss, data and optimizer
-        cross by pickling: what is defined in a module must be importable on the workers.
-
-        Args:
-          params: the parameters to begin with. Leaves that are not floating are not trained.
-          batches_of: `batches_of(worker)` returns an iterable of the worker's batches, pytrees with leaves [rows, ...];
-            it is called in the worker's thread, again each time that the worker joins. A worker without batches leaves.
-          num_updates: versions of the parameters; with max_staleness=0 whole clocks.
-          rng: a random key, for losses that take one.
-          availability: which workers are there only at times, `{worker: [(from, to), ...]}` in versions: at `to` a
-            worker dies with the step that it is at.
-          log_path: a file that gets the log, also of a run that fails.
-          checkpoints: a `so.Checkpoints`, which gets the server (parameters, optimizer, clocks, log) every so many
-            updates and at the end. A run that finds checkpoints there goes on from the newest: each worker at its clock
-            and behind the batches of the steps that it had pushed, the steps in flight done again, with a fresh state
-            of islands and error feedback; `metrics["resumed_from"]` says from where. With max_staleness=0 the outcome
-            is that of an unbroken run, bit for bit, unless islands or a reducer remembered something; otherwise its log
-            explains it. Workers that are not there any more leave, new ones join.
-          early_stopping: a `so.EarlyStopping`, which watches the evaluations and ends the run ("early").
-          evaluate: `evaluate(params) -> metrics`; its results are `metrics["evaluations"]`, with the means of the
-            training metrics since the one before.
-          evaluate_every: updates between evaluations; the workers go on meanwhile.
-          progress: show a table of the workers on a terminal, or a line every ten seconds elsewhere, on standard error.
-
-        Returns:
-          An `AsyncResult`. Without workers the run ends ("exhausted").
-
-        Raises:
-          TypeError: if an argument is of the wrong kind.
-          ValueError: if a number is out of range, or the checkpoints are of a run with other settings.
-          NonFiniteUpdateError: if an update is not finite, unless such are skipped; it names worker, step and leaves.
-          ConnectionError: if no Ray answers at the address.
-          WorkersLostError: on Ray, if all workers were killed and none is started again.
-          ServerLostError: on Ray, if the server was killed and there is no checkpoint.
-          Exception: what a worker raises ends the run, and reaches the caller with its traceback.
-        """
+        """Train."""
         ...
 
 
 class ReplayFn(Protocol):
-    """The `replay` of an `AsyncOptimizer`."""
+    """`replay` of an `AsyncOptimizer`: do a run again, on one thread, bit for bit; see `parameter_server.replay`."""
 
     def __call__(self, log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
-        """Do a run of this optimizer again from its log, on one thread, bit for bit; see `parameter_server.replay`."""
+        """Return the parameters that the run ended with."""
         ...
 
 
@@ -99,8 +99,8 @@ class AsyncOptimizer(NamedTuple):
     """An optax optimizer that trains without barriers.
 
     Attributes:
-      run: `run(params, batches_of, *, num_updates, ...) -> AsyncResult`; see `RunFn.__call__`.
-      replay: `replay(log, params, batches_of) -> params`; see `ReplayFn.__call__`.
+      run: `run(params, batches_of, *, num_updates, ...) -> AsyncResult`; see `RunFn`.
+      replay: `replay(log, params, batches_of) -> params`; see `parameter_server.replay`.
       workers: the mesh of each worker.
       wrapped: the optax transformation that the server applies.
       max_staleness: the bound in clocks, None without.
@@ -149,7 +149,7 @@ def make_run(spec: RunSpec) -> RunFn:
         arguments = params, batches_of, key_data(who, rng), num_updates, periods, callbacks, log_path
         return run_on_ray(spec, *arguments) if spec.backend == "ray" else run_on_threads(spec, server, *arguments)
 
-    run.__doc__ = RunFn.__call__.__doc__
+    run.__doc__ = RunFn.__doc__
     return run
 
 
@@ -161,7 +161,7 @@ def make_replay(spec: RunSpec) -> ReplayFn:
         key = np.asarray(log.header["rng"], np.uint32)
         return replay_events(log, spec.make_server(donate=False), spec.make_compute(batches_of, key), params)
 
-    replay.__doc__ = ReplayFn.__call__.__doc__
+    replay.__doc__ = ReplayFn.__doc__
     return replay
 
 
@@ -181,12 +181,7 @@ def _periods(who: str, availability: Availability | None, num_workers: int) -> A
 
 
 def check_backend(who: str, backend: str, address: str | None, max_restarts: int) -> None:
-    """Refuse an unknown backend, and options of Ray that are of the wrong kind, or without Ray.
-
-    Raises:
-      TypeError: if one is of the wrong kind.
-      ValueError: if the backend is unknown, `max_restarts` is negative, or one is given for another backend.
-    """
+    """Refuse an unknown backend, and options of Ray that are of the wrong kind, or without Ray."""
     if backend not in ("threads", "ray"):
         what = f"backend must be 'threads' or 'ray', got {backend!r}."
         raise ValueError(format_error(who, what, fix='use backend="threads" for workers in this process.'))

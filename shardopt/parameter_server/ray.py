@@ -131,11 +131,7 @@ def _connect(who: str, ray: ModuleType, address: str) -> None:
 
 
 def check_capacity(who: str, ray: ModuleType, num_workers: int) -> None:
-    """Refuse a cluster on which the processes would wait for ever to be started.
-
-    Raises:
-      ValueError: if it has fewer CPUs than server and workers ask for, one each.
-    """
+    """Refuse a cluster on which the processes would wait for ever to be started."""
     there = ray.cluster_resources().get("CPU", 0)
     if there < num_workers + 1:
         what = f"{num_workers} workers and a server need {num_workers + 1} CPUs, and the Ray cluster has {there:g}."

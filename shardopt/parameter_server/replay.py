@@ -90,12 +90,7 @@ def replay(
 
 
 def check_log(log: Log) -> None:
-    """Refuse what is not the log of a run with parameters.
-
-    Raises:
-      TypeError: if it is not a log.
-      ValueError: if it is one of a simulation of time only.
-    """
+    """Refuse what is not the log of a run with parameters."""
     if not isinstance(log, Log):
         what = f"log must be a parameter_server.Log, got {type(log).__name__}."
         raise TypeError(format_error(WHO, what, fix="pass result.log, or parameter_server.Log.load(path)."))
@@ -105,14 +100,7 @@ def check_log(log: Log) -> None:
 
 
 def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) -> PyTree:
-    """Return the parameters that a log's events lead to, on one thread; `replay` says what is checked.
-
-    Args:
-      log: with real mathematics.
-      server: under the settings of the log's header.
-      compute: what the workers did, their data fresh.
-      params: the parameters that the run began with.
-    """
+    """Return the parameters that a log's events lead to, on one thread; `replay` says what is checked."""
     header = log.header
     state = server.init(compute.on_server(params))
     if digest(state.params) != header["initial"]:

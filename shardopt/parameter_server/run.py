@@ -292,11 +292,7 @@ def snapshot(run: Run) -> Snapshot:
 
 
 def restore_run(who: str, run: Run, found: Snapshot) -> None:
-    """Let a run, which is new, go on from a snapshot.
-
-    Raises:
-      ValueError: if the settings of the run are others than those of the snapshot's.
-    """
+    """Let a run, which is new, go on from a snapshot."""
     state, about = found
     saved, mine = about["header"], run.log.header
     _check_settings(who, saved, mine)
@@ -315,11 +311,7 @@ def restore_run(who: str, run: Run, found: Snapshot) -> None:
 
 
 def load_snapshot(who: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int) -> Snapshot:
-    """Read a snapshot, onto the device of the parameters.
-
-    Raises:
-      CheckpointError: if it cannot be read, or is of another kind of run. It is a ValueError.
-    """
+    """Read a snapshot, onto the device of the parameters."""
 
     def first(params: PyTree) -> TrainState:
         begun = server.init(params)

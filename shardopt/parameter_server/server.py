@@ -318,12 +318,6 @@ def make_apply(
 
     The updates are summed in the order given, so that the same updates give the same bits. With `donate`, the memory
     of the optimizer's and the rule's state is taken over; the parameters, which workers may still hold, never are.
-
-    Args:
-      tx: the optimizer. It gets `value` (the loss) and `grad` if it takes extra arguments.
-      rule: the staleness rule.
-      donate: see above.
-      codec: how gradients are encoded; None if they come as they are.
     """
     update = optax.with_extra_args_support(tx).update
 

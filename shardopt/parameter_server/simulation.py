@@ -165,12 +165,7 @@ def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[Simulat
 
 
 def check_availability(who: str, name: str, availability: Sequence[tuple[float, float]]) -> None:
-    """Refuse periods that are not pairs of rising numbers, one period after the other.
-
-    Raises:
-      TypeError: if it is no sequence of pairs of numbers.
-      ValueError: if the numbers do not rise from at least 0.
-    """
+    """Refuse periods that are not pairs of rising numbers, one period after the other."""
     numbers = []
     if isinstance(availability, Sequence) and all(isinstance(one, Sequence) and len(one) == 2 for one in availability):
         numbers = [number for period in availability for number in period]
@@ -209,15 +204,7 @@ class Step(NamedTuple):
 
 
 class EventLoop:
-    """A simulation: a queue of events in virtual time, and the `run` they go to, which is set before it is played.
-
-    Args:
-      workers: the workers.
-      transfers: for each, the seconds of a pull and a push.
-      compute: what they do.
-      server_seconds: how long the server is busy with a push.
-      seed: of the durations.
-    """
+    """A simulation: a queue of events in virtual time, and the `run` they go to, which is set before it is played."""
 
     run: Run
 

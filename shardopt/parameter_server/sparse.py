@@ -38,12 +38,7 @@ def values_of(grads: PyTree) -> PyTree:
 
 
 def check_sparse(who: str, sparse: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns as a tuple.
-
-    Raises:
-      TypeError: if they are not strings.
-      ValueError: if one is no regular expression.
-    """
+    """Return the patterns as a tuple."""
     if isinstance(sparse, str) or not isinstance(sparse, Iterable) or not all(isinstance(p, str) for p in sparse):
         raise TypeError(f"{who}: sparse must be a sequence of regular expressions, got {sparse!r}.")
     for pattern in sparse:
@@ -55,11 +50,7 @@ def check_sparse(who: str, sparse: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_matches(who: str, sparse: Sequence[str], part: PyTree) -> None:
-    """Refuse patterns that match no trained leaf with rows.
-
-    Raises:
-      ValueError: as it says.
-    """
+    """Refuse patterns that match no trained leaf with rows."""
     leaves = leaves_with_paths(part)
     idle = [p for p in sparse if not any(re.search(p, path) and leaf.ndim >= 1 for path, leaf in leaves)]
     if idle:
@@ -153,11 +144,7 @@ def _param_leaves(tx: optax.GradientTransformation, opt_state: PyTree, where: Py
 def _check_state(
     tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, rule_state: PyTree, where: PyTree
 ) -> None:
-    """Refuse states that have no rows to take.
-
-    Raises:
-      ValueError: if the rule has a state, or the optimizer one of another shape than the parameter.
-    """
+    """Refuse states that have no rows to take."""
     fix = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
     if jax.tree.leaves(rule_state):
         raise ValueError(format_error("parameter_server", "a rule with a state cannot take sparse pushes.", fix=fix))

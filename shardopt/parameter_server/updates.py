@@ -113,12 +113,7 @@ def faults(update: Update, part: PyTree) -> list[str]:
 
 
 def check_update(update: Update | None, params: PyTree, worker: int, message: PyTree = None) -> Update:
-    """Return an update, or refuse one that is not like the parameters, or if they are encoded like `message`.
-
-    Raises:
-      TypeError: if it is not an `Update`.
-      ValueError: if its gradient has another structure, or a leaf another shape or dtype.
-    """
+    """Return an update, or refuse one that is not like the parameters, or if they are encoded like `message`."""
     if not isinstance(update, Update):
         what = f"worker {worker} must push an Update, got {type(update).__name__}."
         raise TypeError(format_error(WHO, what, fix="make one with parameter_server.make_update(grads)."))
@@ -182,12 +177,7 @@ def merge(params: PyTree, new: PyTree) -> PyTree:
 
 
 def check_params(who: str, params: PyTree) -> None:
-    """Refuse what is no pytree of arrays with something to train in it.
-
-    Raises:
-      TypeError: if it is a train state, or a leaf is not an array or a number.
-      ValueError: if no leaf is floating.
-    """
+    """Refuse what is no pytree of arrays with something to train in it."""
     if isinstance(params, TrainState):
         raise TypeError(format_error(who, "parameters were expected, got a TrainState.", fix="pass its .params."))
     leaves = leaves_with_paths(params)

@@ -290,13 +290,7 @@ _STYLES = {"computes": "green", "waits": "yellow", "loads": "blue", "gone": "dim
 
 @contextmanager
 def show_workers(who: str, *, shown: bool, console: "Console | None" = None) -> Iterator[Show]:
-    """Show a run for as long as the context lasts.
-
-    Args:
-      who: the function that the user called.
-      shown: False for nothing at all.
-      console: a rich console; by default standard error. Without rich there are lines only.
-    """
+    """Show a run for as long as the context lasts."""
     if not shown:
         yield lambda status, last=False: None
         return

@@ -46,14 +46,7 @@ class WorkerPort(Protocol):
 
 
 def run_worker(coordinator: WorkerPort, compute: Compute, worker: int, incarnation: int = 0) -> None:
-    """Work in every period of a worker's availability.
-
-    Args:
-      coordinator: where it pulls and pushes.
-      compute: the worker's side.
-      worker: its number.
-      incarnation: how often it was started again.
-    """
+    """Work in every period of a worker's availability; `incarnation` counts how often it was started again."""
     while (position := coordinator.enter(worker, incarnation)) is not None:
         compute.begin(worker, position)
         goes_on = True
@@ -78,22 +71,9 @@ def sgd_spec(
     reducer: Reducer | None,
     sparse: Sequence[str] = (),
 ) -> RunSpec:
-    """Describe a run whose workers push gradients.
+    """Describe a run whose workers push gradients; the arguments are those of `async_sgd`.
 
-    Args:
-      who: the function that the user called, for messages.
-      tx: the optimizer.
-      loss_fn: as for `ddp`.
-      workers: the mesh of each worker, or how many devices it has in a process of its own.
-      max_staleness: as for `make_server`, like `rule` and `nonfinite`.
-      rule: the staleness rule.
-      nonfinite: "raise" or "skip".
-      reducer: how gradients are encoded; None if they travel as they are.
-      sparse: patterns of the leaves of which only the rows that are touched travel.
-
-    Raises:
-      TypeError: if the optimizer, the loss or the reducer is of the wrong kind.
-      ValueError: if the reducer cannot be encoded by one sender or comes with `sparse`.
+    `workers` are the mesh of each, or how many devices each has in a process of its own.
     """
     make_gradients(who, tx, loss_fn, meshes_here(workers[:1])[0], None)  # checks the optimizer and the loss
     codec = check_codec(who, reducer, sparse)
@@ -172,17 +152,6 @@ def make_gradients(
 
     The gradient is taken in the global view, of the loss total over all rows. A loss with `rng` gets a key of its own
     for each clock and worker: the very one that `ddp` gives device `worker` at step `clock`.
-
-    Args:
-      who: the function that the user called, for messages.
-      tx: the optimizer, checked only.
-      loss_fn: as for `ddp`.
-      mesh: one of the meshes, checked at once.
-      rng: uint32 key data.
-
-    Raises:
-      TypeError: if the optimizer, the mesh or the loss is of the wrong kind.
-      ValueError: if the mesh has no data axis.
     """
     prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = {}
     programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
@@ -302,12 +271,7 @@ class WorkerCompressors(NamedTuple):
 
 
 def check_codec(who: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
-    """Return the codec of a reducer, None for none.
-
-    Raises:
-      TypeError: if it is not a reducer.
-      ValueError: if one sender cannot write in its way, or leaves are sparse.
-    """
+    """Return the codec of a reducer, None for none."""
     if reducer is None:
         return None
     check_reducer(who, reducer)
