@@ -56,19 +56,19 @@ class Coordinator:
     """Workers enter, pull, push and are let go; each call waits until it may be done, or says that all is over.
 
     They wait in one place only, a condition variable, for one of few things to come true: the bound lets them start,
-    they are due to join, a milestone was taken away, or all is over. Every call names the worker's incarnation: what a worker
-    asked for before it was killed comes to nothing, however late it arrives.
+    they are due to join, a milestone was taken away, or all is over. Every call names the worker's incarnation, how
+    often it was started again: what it asked for before it was killed comes to nothing, however late it arrives.
 
     Args:
       run: the server, new or restored.
-      num_updates: the version to stop at; pushes under way then are dropped.
+      num_updates: the version to stop at; pushes in flight then are dropped.
       availability: when each worker is there. At the end of a period it dies with what it computes.
       policy: which versions are milestones.
     """
 
     def __init__(self, run: Run, num_updates: int, availability: Availability, policy: SavePolicy):
         self.run, self.num_updates, self.policy = run, num_updates, policy
-        self.until: dict[int, float] = {}  # periods under way: when they end
+        self.until: dict[int, float] = {}  # present periods: when they end
         self.incarnations = dict.fromkeys(availability, 0)
         self.expected: set[int] = set()  # killed, and to be there again soon
         self.stopped: str | None = None

@@ -19,7 +19,7 @@ class Event(NamedTuple):
 
     Attributes:
       kind: "join", "pull", "push", "leave"; "refuse" for a push that was not used because it was not finite; "resume"
-        for a worker that goes on after the server was restored from a checkpoint, its step under way given up.
+        for a worker that goes on after the server was restored from a checkpoint, its step in flight given up.
       worker: who.
       clock: the step in question: the one begun by a pull, finished by a push; else the worker's next one.
       version: updates that had been applied to the parameters once this had happened.

@@ -245,7 +245,7 @@ class RayDriver:
                     milestone = self.server.milestone.remote(_POLL_SECONDS)
                 except self.ray.exceptions.RayActorError:
                     server_lost = True
-        if server_lost or not self.server_lives():
+        if server_lost or not self.server_alive():
             return False
         self.reached(self.ray.get(milestone))  # what was in flight when the last worker ended
         while not self.callbacks.idle and (found := self.ray.get(self.server.milestone.remote(_POLL_SECONDS))):
@@ -271,7 +271,7 @@ class RayDriver:
             self.seen = max(self.seen, outcome.version)
             return True
         if isinstance(outcome, Failed):
-            at = self.ray.get(self.server.clock_of.remote(worker)) if self.server_lives() else None
+            at = self.ray.get(self.server.clock_of.remote(worker)) if self.server_alive() else None
             step = "" if at is None else f" at its step {at}"
             outcome.error.add_note(f"This happened in worker {worker} of {self.spec.who}{step}, a process of its own:")
             outcome.error.add_note(outcome.trace)
@@ -320,7 +320,7 @@ class RayDriver:
         with contextlib.suppress(self.ray.exceptions.RayActorError):  # the workers notice, and `stand_by` says so
             self.ray.get(self.server.call.remote(name, *arguments, **options))
 
-    def server_lives(self) -> bool:
+    def server_alive(self) -> bool:
         """Say whether the server answers."""
         try:
             self.call("why")

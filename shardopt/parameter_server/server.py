@@ -33,7 +33,7 @@ WHO = "parameter_server"
 
 
 class Pulled(NamedTuple):
-    """What the server knows of a step under way: its version and staleness, and the parameters if the rule asks."""
+    """What the server knows of a step in flight: its version and staleness, and the parameters if the rule asks."""
 
     version: int
     staleness: int

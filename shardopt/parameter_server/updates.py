@@ -55,7 +55,7 @@ class NonFiniteUpdateError(FloatingPointError):
         self.worker, self.clock = worker, clock
 
     def __reduce__(self):
-        """Cross from one process to another whole."""
+        """Cross from one process to another with all attributes."""
         return _rebuild, (str(self), self.worker, self.clock)
 
 

@@ -220,7 +220,7 @@ class WorkerStatus(NamedTuple):
 
 
 class Status(NamedTuple):
-    """A run under way.
+    """A run at one moment.
 
     Attributes:
       seconds: since it began.
