@@ -1,24 +1,60 @@
-"""What a person sees: who computes, who waits, who is gone, and how fast it goes."""
+"""What a person sees of a run: its picture, a table of who computes, who waits and who is gone, or a line."""
 
 import io
+import math
 import threading
 
 import numpy as np
 import optax
 import pytest
+from matplotlib.colors import to_hex
 from rich.console import Console
 
 import shardopt as so
-from shardopt.parameter_server import SimulatedWorker, simulate
-from shardopt.parameter_server import views as progress
+from shardopt.parameter_server import SimulatedWorker, plot_timeline, simulate, timeline, views
 from shardopt.parameter_server.log import Event
-from shardopt.parameter_server.views import Status, WorkerStats, WorkerStatus
+from shardopt.parameter_server.views import _COLORS, Status, WorkerStats, WorkerStatus
+
+DRAWN = [SimulatedWorker(), SimulatedWorker(3.0), SimulatedWorker(1.0, availability=((0.0, 4.5), (8.0, math.inf)))]
+
+
+def boxes(figure):
+    """Every box as (row, colour, from, to)."""
+    found = []
+    for collection in figure.axes[0].collections:
+        for path in collection.get_paths():
+            (left, low), (right, high) = path.get_extents().get_points()
+            found.append((round((low + high) / 2), to_hex(collection.get_facecolor()[0]), left, right))
+    return found
+
+
+def test_each_stretch_is_a_box(tmp_path):
+    log = simulate(DRAWN, max_staleness=1, num_updates=20).log
+    figure = plot_timeline(log, tmp_path / "run.png")
+    drawn = {box for box in boxes(figure) if box[1] in _COLORS.values()}
+    assert drawn == {(one.worker, _COLORS[one.doing], one.start, one.end) for one in timeline(log)}
+    assert {box[1] for box in drawn} == {_COLORS[doing] for doing in ("step", "wait", "lost")}
+    assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0", "worker 1", "worker 2"]
+
+
+def test_only_the_beginning_is_drawn():
+    figure = plot_timeline(simulate(DRAWN, max_staleness=1, num_updates=20).log, until=2.0)
+    assert max(box[3] for box in boxes(figure)) == 2.0
+
+
+def test_refusals_of_the_picture(message_of):
+    assert message_of(ValueError, plot_timeline, []) == "plot_timeline: the log has no events."
+    assert message_of(ValueError, plot_timeline, simulate(65, num_updates=1).log) == (
+        "plot_timeline: 65 workers are more rows than can be told apart, at most 64.\n"
+        "Fix: pick some: [event for event in log if event.worker < 32]."
+    )
 
 
 def shown(statuses, *, terminal, width=100):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
-    with progress.show_workers("async_sgd", shown=True, console=console) as show:
+    with views.show_workers("async_sgd", shown=True, console=console) as show:
         for last, status in enumerate(statuses, start=1 - len(statuses)):
             show(lambda status=status: status, last=last == 0)
     return out.getvalue()
@@ -62,12 +98,12 @@ def test_a_line_now_and_then_elsewhere():
 
 def test_status_is_asked_for_only_when_it_is_shown():
     asked = []
-    with progress.show_workers("x", shown=False) as show:
+    with views.show_workers("x", shown=False) as show:
         show(lambda: asked.append(1), last=True)
     assert not asked
 
 
-def test_the_tally_of_a_log():
+def test_the_stats_of_a_log():
     """Against the summary of a whole run, and against what each event says."""
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(3.0)], max_staleness=1, num_updates=20)
     stats = WorkerStats(result.log)
@@ -92,7 +128,7 @@ def test_the_tally_of_a_log():
 
 
 def test_a_run_is_shown_while_it_goes_on(capsys, regression, monkeypatch):
-    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(views, "_LINE_SECONDS", 0.0)
     seen = threading.Event()
     stats = WorkerStats.workers
 
@@ -114,7 +150,7 @@ def test_a_run_is_shown_while_it_goes_on(capsys, regression, monkeypatch):
     assert lines[-1].startswith("async_sgd: update 20/20  ")
 
 
-def test_refusal(regression, message_of):
+def test_refusal_of_progress(regression, message_of):
     opt = so.async_sgd(optax.sgd(0.01), regression.loss_fn, workers=1)
     run = lambda: opt.run(regression.params, regression.batches_of(1), num_updates=1, progress="yes")  # noqa: E731
     assert message_of(TypeError, run) == "async_sgd: progress must be True or False, got 'yes'."
