@@ -70,9 +70,9 @@ def async_sgd(
         zero travel and are updated. For SGD without momentum that is the same as dense, up to summation order; other
         optimizers become lazy: in other rows moments and weights do not decay, while counts go on. State must have the
         shape of its parameter, and the rule none. Pulls are dense.
-      backend: "threads"; or "ray", server and workers as processes, see `parameter_server.RunFn`; needs `shardopt[ray]`.
+      backend: "threads"; or "ray", server and workers as processes; see `parameter_server.RunFn`.
       nonfinite: what to do about gradients that are not finite: "raise", which ends the run, or "skip" them.
-      address: of the Ray cluster to join, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
+      address: of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
       max_restarts: on Ray, how often each worker that was killed is started again, to join where the slowest is.
 
     Returns:

@@ -84,7 +84,7 @@ _CONNECT_SECONDS = 5.0
 
 @contextlib.contextmanager
 def cluster(who: str, address: str | None, num_workers: int) -> Iterator[ModuleType]:
-    """Return the module `ray`, connected: to one that is there, to an address, or to a local one that ends with the run.
+    """Return the module `ray`, connected: to what is there, an address, or a local Ray that ends with the run.
 
     Raises:
       ImportError: if Ray is not installed.
