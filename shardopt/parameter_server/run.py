@@ -8,7 +8,6 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -245,7 +244,7 @@ class Checkpoints(Protocol):
         """Write in the background."""
         ...
 
-    def restore(self, opt: Any, *, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(self, target: PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
         """Return a state and what was saved beside it."""
         ...
 
