@@ -72,9 +72,6 @@ class ServerState(NamedTuple):
     metrics: Mapping[str, jax.Array] = {}
 
 
-# The parameter server as a pure state machine: join, pull, push, leave.
-
-
 class Server(NamedTuple):
     """A bundle of pure functions over a `ServerState`; see `make_server`.
 
