@@ -27,7 +27,7 @@ from shardopt.parameter_server.worker import key_data
 
 
 class RunFn(Protocol):
-    """`run` of an `AsyncOptimizer`: train until the server has made `num_updates` updates.
+    """Train until the server has made `num_updates` updates: the `run` of an `AsyncOptimizer`.
 
     On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
     `metrics["killed"]` names who was. A killed server is started again from the newest of `checkpoints`, the
@@ -88,7 +88,7 @@ class RunFn(Protocol):
 
 
 class ReplayFn(Protocol):
-    """`replay` of an `AsyncOptimizer`: do a run again, on one thread, bit for bit; see `parameter_server.replay`."""
+    """Do a run again, on one thread, bit for bit; see `parameter_server.replay`."""
 
     def __call__(self, log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
         """Return the parameters that the run ended with."""
