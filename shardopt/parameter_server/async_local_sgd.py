@@ -13,8 +13,8 @@ import optax
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
-from shardopt.engine.config import StrategyConfig
-from shardopt.engine.optimizer import ShardedOptimizer, check_optimizer
+from shardopt.engine.config import check_optimizer
+from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.parameter_server.async_sgd import check_not_shared
 from shardopt.parameter_server.clock import check_max_staleness
 from shardopt.parameter_server.optimizer import AsyncOptimizer, check_backend, make_replay, make_run
@@ -201,7 +201,7 @@ def _change(start: PyTree, end: PyTree, found: list[dict[str, jax.Array]]) -> tu
 
 def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax.Array]) -> None:
     """Refuse new values of frozen leaves: islands have no common value for them, and they would be lost."""
-    frozen = opt.config.recipe.frozen
+    frozen = opt.config.frozen
     paths = [
         (path, index)
         for index, (path, leaf) in enumerate(leaves_with_paths(params))
@@ -221,8 +221,8 @@ def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[
         raise ValueError(format_error(WHO, "strategies must be at least 1, got none.", fix=fix))
     islands: list[ShardedOptimizer] = []
     for number, one in enumerate(strategies):
-        if not isinstance(one, ShardedOptimizer) or not isinstance(getattr(one.config, "recipe", None), StrategyConfig):
-            given = getattr(getattr(one, "config", None), "strategy", type(one).__name__)
+        if not isinstance(one, ShardedOptimizer) or one.config.local_updates is not None:
+            given = one.config.strategy if isinstance(one, ShardedOptimizer) else type(one).__name__
             what = f"strategies[{number}] must be a synchronous strategy, got {given}."
             raise TypeError(format_error(WHO, what, fix=fix))
         islands.append(one)
