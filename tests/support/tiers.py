@@ -18,7 +18,7 @@ FILES = {
     "fuzz": ["mesh_strings", "rules"],
     "local_updates": ["refusals"],
     "parameter_server": ["clock", "ray_refusals", "rules", "server", "simulation", "views"],
-    "pipeline": ["check", "formulas", "plot", "refusals", "rows", "text"],
+    "pipeline": ["check", "construct", "plot", "schedule", "schedules", "ticks"],
     "planning": ["plan", "tiles", "topology"],
     "reducers": ["refusals"],
     "strategies": ["hybrid_refusals", "refusals"],
