@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState
@@ -21,7 +22,7 @@ from shardopt.engine.inputs import (
 )
 from shardopt.engine.layout import Layout
 from shardopt.engine.optimizer import InitFn, ShardedOptimizer
-from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, first_step, limit_in_flight
+from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
 from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
 
@@ -150,8 +151,10 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
         # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
         init_opt_state = on_mesh(config.mesh, lambda params: copied(compiled.init_opt_state(params)))
         opt_state = jax.jit(init_opt_state, out_shardings=compiled.shardings.opt_state)(placed)
-        step, rng_data = first_step(compiled.shardings, key)
-        return TrainState(step, placed, opt_state, rng_data)
+        # Folded, so that the steps do not draw what init_fn drew.
+        first = jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.fold_in(key, 0))
+        step, rng = jax.device_put(first, (compiled.shardings.step, compiled.shardings.rng))
+        return TrainState(step, placed, opt_state, rng)
 
     return init
 

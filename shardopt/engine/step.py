@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,10 +16,10 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients, make_loss
 from shardopt.engine.inputs import batch_sharding
 from shardopt.engine.layout import Layout, make_layout, shardings
+from shardopt.engine.optimizer import Metrics
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
 from shardopt.mesh import on_mesh
 
-Metrics = dict[str, jax.Array]
 _Result = TypeVar("_Result", Metrics, tuple[TrainState, Metrics])
 
 
@@ -166,10 +165,3 @@ def limit_in_flight(config: StrategyConfig) -> Callable[[_Result], _Result]:
         return result
 
     return wait if config.mesh.devices.flat[0].platform == "cpu" else lambda result: result
-
-
-def first_step(shardings: TrainState, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return step 0 and the key data that the steps fold."""
-    # Folded, so that the steps do not draw what init_fn drew.
-    data = jax.random.key_data(jax.random.fold_in(key, 0))
-    return jax.device_put((jnp.zeros((), jnp.int32), data), (shardings.step, shardings.rng))

@@ -15,7 +15,8 @@ from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.gradients import make_gradients
 from shardopt.engine.inputs import batch_sharding, copied
 from shardopt.engine.layout import Layout, shardings
-from shardopt.engine.step import CompiledStep, Metrics, compile_evaluate, init_opt_state
+from shardopt.engine.optimizer import Metrics
+from shardopt.engine.step import CompiledStep, compile_evaluate, init_opt_state
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
 from shardopt.local_updates.outer_step import OuterStep, average, average_updated, take_own
 from shardopt.local_updates.state import (
