@@ -75,7 +75,7 @@ def test_groups_are_bounded_and_on_accelerators_of_one(kind, sums, monkeypatch):
     sizes = [2**18, 2**18, 2**18, 2**20, 1]  # float32: 1 MB three times, 4 MB, 4 bytes
     mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(device_kind=kind))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
-    monkeypatch.setattr(together, "MUCH", 2**21)
+    monkeypatch.setattr(together, "BUCKET_BYTES", 2**21)
     jaxpr = jax.make_jaxpr(lambda xs: together.all_reduce_buckets(xs, ("data",)), axis_env=[("data", 4)])(
         [jnp.zeros(size) for size in sizes]
     )

@@ -18,19 +18,20 @@ ROOT = Path(__file__).parents[2]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from shardopt.core import lock
+from shardopt.core import CheckpointError
+from shardopt.runtime import files as lock
 
-mine = lock.acquire("holder", Path(sys.argv[1]))
+mine = lock.acquire_lock("holder", Path(sys.argv[1]))
 if os.fork() == 0:
     if sys.argv[2] == "fork":
         copied = mine.descriptor
         try:
-            lock.holds(mine)
-        except lock.CheckpointError as error:
-            lock.release(mine)  # has no effect on that of the other
+            lock.holds_lock(mine)
+        except CheckpointError as error:
+            lock.release_lock(mine)  # has no effect on that of the other
             print(os.getpid(), copied, str(error).replace(chr(10), "|"), flush=True)
     else:
-        print(os.getpid(), os.getppid(), lock.acquire("child", Path(sys.argv[1]) / "other").pid, flush=True)
+        print(os.getpid(), os.getppid(), lock.acquire_lock("child", Path(sys.argv[1]) / "other").pid, flush=True)
 while True:
     time.sleep(0.05)
 """

@@ -416,5 +416,5 @@ def test_sigterm_ends_a_process_that_does_not_train_yet(job, monkeypatch):
 
 
 def test_a_job_may_have_its_checkpoints_beside_its_logs(job):
-    script = "from shardopt.core import lock\nif rank == 0: lock.acquire('Checkpoints', here / 'logs')\n"
+    script = "from shardopt.runtime import files\nif rank == 0: files.acquire_lock('Checkpoints', here / 'logs')\n"
     assert job(script, processes=2)[:2] == (0, [])

@@ -19,7 +19,7 @@ FILES = {
     "local_updates": ["refusals"],
     "parameter_server": ["clock", "ray_refusals", "rules", "server", "simulation", "views"],
     "pipeline": ["check", "construct", "plot", "schedule", "schedules", "ticks"],
-    "planning": ["plan", "tiles", "topology"],
+    "planning": ["aot", "layout", "search"],
     "reducers": ["refusals"],
     "strategies": ["hybrid_refusals", "refusals"],
     "training": ["arguments", "early_stopping", "loggers", "position"],
