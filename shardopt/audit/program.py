@@ -45,7 +45,7 @@ def audit(
       mesh: names the axes: a mesh or a mapping from axis to size, last axis fastest. By default that of the
         program's or the arguments' `NamedSharding`s.
       schedule: of a pipeline, such as `opt.config.schedule`. Its passes are branches directly in the outermost loop that
-        turns as often as it has ticks; a stage takes each once a micro-batch and chunk. Without it they count as taken at
+        turns as often as it has ticks; a stage takes each once per micro-batch and chunk. Without it they count as taken at
         every tick.
 
     Returns:
@@ -250,7 +250,7 @@ def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = 
     Args:
       program: a `jax.stages.Compiled`, or HLO text.
       schedule: of the pipeline that the program is, such as `opt.config.schedule`: passes are branches in a loop over its
-        ticks, and count once a micro-batch and chunk. Without it they count at every tick.
+        ticks, and count once per micro-batch and chunk. Without it they count at every tick.
 
     Returns:
       The flops; None if a loop with inner products does not tell how often it turns.

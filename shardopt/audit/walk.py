@@ -74,7 +74,7 @@ def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator
 
 
 def times_taken(turns: int, schedule: HasTicks | None) -> int:
-    """Return how often a branch directly in a loop counts: each time, or once a micro-batch and chunk in that of ticks."""
+    """Return how often a branch directly in a loop counts: each time, or once per micro-batch and chunk in that of ticks."""
     if schedule is None or turns != schedule.num_ticks:
         return turns
     return schedule.num_micro_batches * schedule.num_chunks

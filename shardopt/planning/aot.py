@@ -237,7 +237,7 @@ def _compile(lowered: Any, topology: str, chip: Hardware) -> Any:
         used = re.search(r"[Uu]sed ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) (\w+)", text)
         need = f" (it needs {used[1]} of {used[2]} {used[3]})" if used else f": {text.splitlines()[0]}"
         what = f"the step does not fit into a chip of {topology}, {chip.memory_bytes:,} bytes{need}."
-        fix = "split more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; so.plan ranks them."
+        fix = "shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; so.plan ranks them."
         raise ValueError(format_error("aot", what, fix=fix)) from error
 
 

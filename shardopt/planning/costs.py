@@ -51,7 +51,7 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
 
     - ddp: one all-reduce of Psi over data. zero1: a reduce-scatter and an all-gather. zero2: a reduce-scatter per
       micro-batch. fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one of the
-      outer parameters, and a reduce-scatter; in a pipeline outer parameters once a step. Leaves replicated over data
+      outer parameters, and a reduce-scatter; in a pipeline outer parameters once per step. Leaves replicated over data
       are all-reduced once. Then one all-reduce over replica, of shards where there are shards.
     - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients.
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
       placement: what is sharded over data: "ddp", "zero1", "zero2" or "fsdp".
       micro_batches: parts of a device's rows that are worked on one after another.
       schedule: name of a builder in `so.schedules`; None without a pipeline.
-      chunks: virtual stages a stage.
+      chunks: virtual stages per stage.
       remat: whether the backward pass runs forwards again.
       gather_dtype: dtype in which fsdp gathers weights; None is their own.
     """

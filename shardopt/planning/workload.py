@@ -44,7 +44,7 @@ class Workload(NamedTuple):
       name: for tables.
       params: abstract parameters, `{"blocks": leaves stacked [L, ...], **outer}`.
       rules: tensor rules, as strategies take them.
-      tokens: positions of a row, for tokens a second; 1 where that means nothing.
+      tokens: positions of a row, for tokens per second; 1 where that means nothing.
       block_flops: multiplications and additions of inner products in the forward of one block and one row. Backward is
         twice that.
       recompute_flops: what remat runs again of them: all but the products that the backward pass has no use for, such

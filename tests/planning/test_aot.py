@@ -87,7 +87,7 @@ def test_a_step_that_does_not_fit_says_so():
     chip, _ = parse_topology("v6e:4x4")
     message = (
         "aot: the step does not fit into a chip of v6e:4x4, 34,359,738,368 bytes (it needs 40.5G of 31.25G hbm).\n"
-        "Fix: split more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; "
+        "Fix: shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; "
         "so.plan ranks them."
     )
     with refused(ValueError, message):
