@@ -14,7 +14,7 @@ from shardopt.cli.options import Pipeline, TrainOptions
 from shardopt.cli.plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
 from shardopt.cli.run_folder import CHECKPOINTS, read_options
 from shardopt.core.errors import format_error
-from shardopt.runtime import launch as run_processes
+from shardopt.runtime.launch import launch as run_processes
 from shardopt.runtime.processes import end_at_once
 
 

@@ -45,7 +45,7 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
     """Read the traffic off the programs of this state and batch; programs that have run are not compiled again."""
     axes = tuple(axis for axis in data_axes(opt.mesh) if opt.mesh.shape[axis] > 1)
     size = math.prod(opt.mesh.shape[axis] for axis in axes)
-    held = sum(row.bytes_whole / _cuts(row.params, opt.mesh) for row in opt.config.report().rows)
+    held = sum(row.bytes_total / _cuts(row.params, opt.mesh) for row in opt.config.report().rows)
     ddp = Transfer("all-reduce", "data", "gradients", held, 1).wire_bytes({"data": size})
 
     schedule = opt.config.schedule

@@ -113,21 +113,21 @@ def show_placement(screen: "Console", options: TrainOptions, opt: so.ShardedOpti
     table.add_column("of", justify="right", style="dim", no_wrap=True)
     for row in report.rows:
         splits = [split_text(row.shape, row.params)] + ([] if same else [split_text(row.shape, row.opt_state)])
-        table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_whole:,}")
+        table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_total:,}")
     table.add_section()
     blanks = [""] * (1 if same else 2)
     table.add_row(
         "all parameters",
         *blanks,
         f"{report.params_bytes:,}",
-        f"{sum(row.bytes_whole for row in report.rows):,}",
+        f"{sum(row.bytes_total for row in report.rows):,}",
         style="bold",
     )
     table.add_row("optimizer state", *blanks, f"{report.opt_state_bytes:,}", "", style="bold")
     screen.print()
     screen.print(table)
-    for reason in dict.fromkeys(row.whole_because for row in report.whole):
-        paths = ", ".join(row.path for row in report.whole if row.whole_because == reason)
+    for reason in dict.fromkeys(row.replicated_because for row in report.replicated):
+        paths = ", ".join(row.path for row in report.replicated if row.replicated_because == reason)
         screen.print(f"replicated over data: {paths} ({reason})", style="dim", markup=False)
     if options.communication.sync_every is not None:
         say(screen, "these are of one replica; the shared parameters and the outer optimizer state come on top")

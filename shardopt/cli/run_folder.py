@@ -20,7 +20,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, merge_replicas
 from shardopt.engine.compression import CompressedOptState
 from shardopt.local_updates.state import PerReplica, Replicas
-from shardopt.runtime.files import write_whole
+from shardopt.runtime.files import write_atomic
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE = "loss.png", "schedule.png"
@@ -80,7 +80,7 @@ def write_options(options: TrainOptions, text_bytes: int) -> None:
     """Write the options of a run, and the size of its text, into its folder, which is made when needed."""
     options.run.run_dir.mkdir(parents=True, exist_ok=True)
     saved = to_json(options) | {"text_bytes": text_bytes}
-    write_whole(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
+    write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
 def keep_options(options: TrainOptions, text_bytes: int) -> None:

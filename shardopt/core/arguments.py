@@ -1,10 +1,14 @@
-"""Checks of integer and number arguments, in the same words everywhere."""
+"""Checks of arguments, in the same words everywhere."""
 
 import math
 from typing import TypeGuard
 
 import jax
 import numpy as np
+import optax
+
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -60,3 +64,30 @@ def check_number(
     if below != math.inf:
         bounds += f" and below {below:g}"
     raise ValueError(f"{who}: {name} must be finite, {bounds}; got {value}.")
+
+
+def check_transformation(
+    who: str, name: str, tx: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optax transformation as one that takes extra arguments.
+
+    Raises:
+      TypeError: if it has no callable `init` and `update`.
+    """
+    if isinstance(tx, type) or not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+        fix = "pass a transformation such as optax.adamw(1e-3), called, not the function itself."
+        shown = getattr(tx, "__name__", type(tx).__name__)
+        raise TypeError(format_error(who, f"{name} must be an optax.GradientTransformation, got {shown}.", fix=fix))
+    return optax.with_extra_args_support(tx)
+
+
+def check_params(who: str, params: PyTree | None) -> PyTree:
+    """Return the parameters that `update` of a transformation was given.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    if params is None:
+        fix = "call update(grads, state, params)."
+        raise ValueError(format_error(who, "update needs the parameters.", fix=fix))
+    return params

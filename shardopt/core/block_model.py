@@ -3,13 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from shardopt.core.types import PyTree
+from shardopt.core.types import Loss, PyTree
 
 BLOCKS = "blocks"
+T = TypeVar("T")
 
 
 class BlockModel(NamedTuple):
@@ -25,7 +26,7 @@ class BlockModel(NamedTuple):
       loss: `loss(outer, x, batch) -> scalar | Weighted`, or `(that, aux dict)`. Outer parameters reach both
         ends, so tied embeddings work.
       remat: what the backward pass recomputes of a block. None: nothing that costs much; gathered weights, what
-        follows from them alone, and elementwise results where weights are split. "full": the whole block from its
+        follows from them alone, and elementwise results where weights are sharded. "full": all of the block from its
         input. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere.
 
     Example:
@@ -40,17 +41,21 @@ class BlockModel(NamedTuple):
       Array(1., dtype=float32)
     """
 
-    embed: Callable[..., Any]
-    block: Callable[..., Any]
-    loss: Callable[..., Any]
-    remat: Any = None
+    embed: Callable[..., PyTree]
+    block: Callable[..., PyTree]
+    loss: Callable[..., Loss]
+    remat: str | Callable[..., Any] | None = None
 
-    def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Any:
+    def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Loss:
         """Return the loss of a batch, on any device, as `loss` returns it."""
         return run_blocks(self, params, batch, rng)
 
 
-def as_block_model(loss_fn: Any) -> BlockModel | None:
+LossFn = Callable[..., Loss] | BlockModel
+"""`(params, batch) -> loss`, or a `BlockModel`; see `shardopt.ddp`."""
+
+
+def as_block_model(loss_fn: LossFn) -> BlockModel | None:
     """Return the `BlockModel` behind a loss: itself, or the owner of its `loss_fn` method; else None."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     return owner if isinstance(owner, BlockModel) else None
@@ -64,10 +69,10 @@ def run_blocks(
     *,
     gather_outer: Callable[[PyTree], PyTree] = lambda outer: outer,
     run_block: Callable[..., PyTree] | None = None,
-) -> Any:
-    """Run embed, a scan over the blocks, and loss; a strategy's hooks make whole what it keeps split.
+) -> Loss:
+    """Run embed, a scan over the blocks, and loss; a strategy's hooks gather what it keeps sharded.
 
-    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and sees to its `remat`.
+    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and applies its `remat`.
     """
     blocks = params[BLOCKS]
     outer = gather_outer({name: value for name, value in params.items() if name != BLOCKS})
@@ -86,19 +91,21 @@ def run_blocks(
     return call(model.loss, rng, num_blocks + 1, outer, x, batch)
 
 
-def checkpointed(model: BlockModel, f: Callable[..., Any]) -> Callable[..., Any]:
+def checkpointed(model: BlockModel, f: Callable[..., T]) -> Callable[..., T]:
     """Return `f`, whose backward pass recomputes what the model's `remat` says."""
     if model.remat is None:
         return f
-    return jax.checkpoint(f, policy=None if model.remat == "full" else model.remat)
+    return jax.checkpoint(f, policy=model.remat if callable(model.remat) else None)
 
 
-def call(fn: Callable[..., Any], rng: jax.Array | None, index: Any, *args: Any) -> Any:
-    """Call `fn(*args)`, with the keyword `rng` folded with `index` if it takes one and one is given.
+def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: PyTree) -> PyTree:
+    """Call `fn(*args)`, of a model its loss, with the keyword `rng` folded with `index` if it takes one and one is given.
 
     Raises:
       TypeError: if `fn` cannot do without a key and none is given.
     """
+    if isinstance(fn, BlockModel):
+        fn = fn.loss_fn
     if not takes_rng(fn):
         return fn(*args)
     if rng is not None:

@@ -1,27 +1,23 @@
-"""The values that strategies take and return."""
+"""The values that strategies take and return, and the trees that they are kept in."""
 
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-# Key paths as text: `params["blocks"]["attention"]["qkv"]` is "blocks/attention/qkv".
-
-
-def path_text(path: tuple[Any, ...]) -> str:
-    """Return a key path as names joined by slashes: dict keys, attribute names, sequence positions."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
-    """Return the leaves of a tree, each with its key path as text."""
-    return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
-
+from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 PyTree = Any
 TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not take for a type."""
+Rule = tuple[str | re.Pattern[str], PartitionSpec]
+PlaceLeaf = Callable[[str, tuple[int, ...]], PartitionSpec | None]
+Rules = Sequence[Rule] | PlaceLeaf
+"""`[(regex, PartitionSpec), ...]`, or a callable `(path, shape) -> PartitionSpec | None`."""
 
 
 class TrainState(NamedTuple):
@@ -58,6 +54,10 @@ class Weighted(NamedTuple):
     weight: Any
 
 
+Loss = jax.Array | Weighted | tuple[jax.Array | Weighted, dict[str, Any]]
+"""What a loss returns: a scalar or `Weighted`, or that and an aux dict of metrics."""
+
+
 class Updated(NamedTuple):
     """New values for frozen leaves (batch statistics, counters), returned by a loss in its aux dict.
 
@@ -69,13 +69,17 @@ class Updated(NamedTuple):
     values: PyTree
 
 
-LossFn = Any
-"""`(params, batch) -> loss`, or a `BlockModel`; see `shardopt.ddp`."""
-Rules = Any
-"""`[(regex, PartitionSpec), ...]`, or a callable `(path, shape) -> PartitionSpec`."""
+def path_text(path: KeyPath) -> str:
+    """Return a key path as names joined by slashes: `params["blocks"]["attention"]` is "blocks/attention"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def is_array_like(leaf: Any) -> bool:
+def leaves_with_paths(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree, each with its key path as text."""
+    return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+
+
+def is_array_like(leaf: object) -> bool:
     """Return whether a leaf has a shape and a dtype: a numpy or jax array, or an abstract one."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
@@ -94,7 +98,7 @@ def abstract(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the dtype in which many values of this one are summed: fp32 at least, complex where it is complex.
 
     Written out, because `jnp.promote_types` refuses to under `jax_numpy_dtype_promotion="strict"`.

@@ -13,7 +13,7 @@ from shardopt.audit.walk import collectives_of
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.config import StrategyConfig
-from shardopt.runtime.host_memory import trim_malloc
+from shardopt.runtime.processes import trim_malloc
 
 
 class AotCompiled:

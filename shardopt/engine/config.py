@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from shardopt.core.arguments import check_count
-from shardopt.core.block_model import as_block_model
+from shardopt.core.block_model import LossFn, as_block_model
 from shardopt.core.errors import format_error
-from shardopt.core.types import LossFn, PyTree, Rules
+from shardopt.core.types import PyTree, Rules
 from shardopt.engine.axes import TABLE, Axes, axes_of
 from shardopt.mesh import AXES
 from shardopt.partition import Report
@@ -207,7 +207,7 @@ def _check_reducer(who: str, config: StrategyConfig) -> None:
         raise ValueError(format_error(who, what, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 
-def _as_tuple(rules: Rules) -> Rules:
+def _as_tuple(rules: Any) -> Any:
     return rules if isinstance(rules, str | dict) or not isinstance(rules, Iterable) else tuple(rules)
 
 

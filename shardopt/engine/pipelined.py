@@ -164,7 +164,7 @@ def _stage_fns(
         def run(weights, x):
             return call(model.block, key_of(m), number, weights, x)
 
-        if model.remat not in (None, "full"):
+        if callable(model.remat):
             run = jax.checkpoint(run, policy=model.remat)
         return leaves_like(config.strategy, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
 

@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count, is_integer
+from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
-from shardopt.core.types import LossFn
 from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server.clock import check_max_staleness
 from shardopt.parameter_server.optimizer import AsyncOptimizer, check_backend, make_replay, make_run

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import optax
 
+from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
-from shardopt.core.types import LossFn, PyTree
+from shardopt.core.types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.log import Log, Positions
 from shardopt.parameter_server.rules import Rule, from_config

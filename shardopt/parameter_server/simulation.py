@@ -12,8 +12,9 @@ import numpy as np
 import optax
 
 from shardopt.core.arguments import check_count, check_number, is_integer, is_number
+from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
-from shardopt.core.types import LossFn, PyTree
+from shardopt.core.types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
 from shardopt.parameter_server.rules import Rule
@@ -124,7 +125,7 @@ def simulate(
         what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
         raise ValueError(format_error(WHO, what, fix="pass tx, loss_fn, params and batches_of, or none of them."))
     options = {"max_staleness": max_staleness, "rule": rule, "nonfinite": nonfinite, "reducer": reducer}
-    if tx is None or batches_of is None:
+    if tx is None or loss_fn is None or batches_of is None:
         make, header, compute, sizes = partial(make_server, None, **options), {}, no_compute(), (0, 0)
     else:
         here = make_mesh(data=1, devices=jax.local_devices()[:1])

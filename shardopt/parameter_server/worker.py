@@ -12,9 +12,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardopt.core.block_model import as_block_model, call, run_blocks, takes_rng
+from shardopt.core.block_model import LossFn, as_block_model, call, run_blocks, takes_rng
 from shardopt.core.errors import format_error
-from shardopt.core.types import LossFn, PyTree
+from shardopt.core.types import PyTree
 from shardopt.engine.config import DDP, StrategyConfig, check_config
 from shardopt.engine.inputs import batch_sharding, check_batch, place_batch
 from shardopt.engine.loss import LossParts, loss_parts

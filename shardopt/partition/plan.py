@@ -1,17 +1,18 @@
-"""The plan of a parameter leaf: which dim goes over which axis, and why one stays whole."""
+"""Where leaves live: which dim of a parameter is sharded over which axis, or why none is; optimizer state by likeness."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import KeyPath
 
 from shardopt.core.block_model import BLOCKS
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import leaves_with_paths
+from shardopt.core.types import PyTree, Rules, leaves_with_paths
 from shardopt.partition.rules import match_rules
 
 
@@ -21,10 +22,10 @@ class LeafPlan:
 
     Attributes:
       path: its key path, "blocks/attention/qkv".
-      shape: its whole shape, with the stacked dim where there is one.
+      shape: its global shape, with the stacked dim where there is one.
       dtype: its dtype.
       tensor: its split over the tensor axis alone, one entry a dim.
-      dim: the dim that is split over data wherever a placement splits it; None if it stays whole.
+      dim: the dim that is sharded over data wherever a placement shards it; None if it stays replicated.
       reason: why `dim` is None; empty otherwise.
       stacked: whether dim 0 counts blocks.
       trainable: whether the optimizer updates it.
@@ -33,7 +34,7 @@ class LeafPlan:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     tensor: PartitionSpec
     dim: int | None
     reason: str
@@ -66,16 +67,16 @@ class LeafPlan:
 
 
 def plan_leaves(
-    abstract_params: Any,
+    abstract_params: PyTree,
     *,
     who: str,
     mesh: Mesh,
-    rules: Any,
+    rules: Rules,
     stacked: bool,
     pipelined: bool = False,
     min_shard_elements: int,
     is_trainable: Callable[[str], bool],
-) -> Any:
+) -> PyTree:
     """Plan every leaf: rules place tensor, and data takes the largest dim it divides.
 
     Args:
@@ -85,7 +86,7 @@ def plan_leaves(
       rules: see `match_rules`; for stacked leaves they speak of one block.
       stacked: whether the leaves of "blocks" are stacked along dim 0.
       pipelined: whether the stacked leaves are split over the pipeline axis.
-      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay whole over data.
+      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
       is_trainable: whether a floating leaf with this key path is trained.
 
     Returns:
@@ -130,7 +131,7 @@ def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, 
 
 
 def data_dim(shape: tuple[int, ...], spec: PartitionSpec, size: int, least: int) -> tuple[int | None, str]:
-    """Return the dim that data takes and "", or None and why the leaf stays whole."""
+    """Return the dim that data takes and "", or None and why the leaf stays replicated."""
     elements = math.prod(shape)
     taken = tuple(entry is not None for entry in spec)
     if elements < least:
@@ -143,7 +144,9 @@ def data_dim(shape: tuple[int, ...], spec: PartitionSpec, size: int, least: int)
     return None, f"shape {shape}: no dim is divisible by data={size}"
 
 
-def _check_tensor(who: str, paths: list[str], shapes: list[Any], specs: list[PartitionSpec], size: int) -> None:
+def _check_tensor(
+    who: str, paths: list[str], shapes: list[tuple[int, ...]], specs: list[PartitionSpec], size: int
+) -> None:
     uneven, used = [], False
     for path, shape, spec in zip(paths, shapes, specs, strict=True):
         for dim, entry in enumerate(spec):
@@ -162,12 +165,14 @@ def _check_tensor(who: str, paths: list[str], shapes: list[Any], specs: list[Par
         raise ValueError(format_error(who, what, fix=fix))
 
 
-# Where optimizer state lives, for any optax transformation: by likeness to the parameters.
-
-
 def state_specs(
-    abstract_state: Any, plans: Sequence[tuple[Any, LeafPlan]], *, split: bool, data_size: int, min_shard_elements: int
-) -> Any:
+    abstract_state: PyTree,
+    plans: Sequence[tuple[KeyPath, LeafPlan]],
+    *,
+    split: bool,
+    data_size: int,
+    min_shard_elements: int,
+) -> PyTree:
     """Give every leaf of an optimizer state its `PartitionSpec`.
 
     A leaf whose key path ends in that of a parameter of the same shape (a moment) lives as the parameter would.
@@ -180,7 +185,7 @@ def state_specs(
       plans: the trainable parameters' key paths (as jax gives them) and plans.
       split: whether the placement splits optimizer state over data.
       data_size: size of the data axis.
-      min_shard_elements: leaves with fewer elements stay whole.
+      min_shard_elements: leaves with fewer elements stay replicated.
 
     Returns:
       A tree like the state, of `PartitionSpec`.

@@ -1,12 +1,12 @@
-"""What lives where, as a table: specs, bytes a device, and every leaf that stays whole with the reason."""
+"""What lives where, as a table: specs, bytes per device, and why leaves stay replicated that could be sharded."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardopt.core.types import leaves_with_paths
+from shardopt.core.types import PyTree, TrainState, leaves_with_paths
 from shardopt.partition.plan import LeafPlan, data_dim
 
 
@@ -22,13 +22,13 @@ class ReportRow(NamedTuple):
     dtype: str
     params: PartitionSpec
     opt_state: PartitionSpec
-    bytes_whole: int
+    bytes_total: int
     bytes_per_device: int
-    whole_because: str
+    replicated_because: str
 
 
-class WholeState(NamedTuple):
-    """A leaf of optimizer state that stays whole over data although the strategy splits state."""
+class ReplicatedState(NamedTuple):
+    """A leaf of optimizer state that stays replicated over data although the strategy shards state."""
 
     path: str
     shape: tuple[int, ...]
@@ -41,23 +41,23 @@ class Report(NamedTuple):
 
     Attributes:
       rows: one a parameter leaf.
-      whole_state: the optimizer state, scalars apart, that stays whole although the strategy splits it.
+      replicated_state: the optimizer state, scalars apart, that stays replicated although the strategy shards it.
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
     """
 
     rows: tuple[ReportRow, ...]
-    whole_state: tuple[WholeState, ...]
+    replicated_state: tuple[ReplicatedState, ...]
     params_bytes: int
     opt_state_bytes: int
 
     @property
-    def whole(self) -> tuple[ReportRow, ...]:
-        """The leaves that stay whole over data although the strategy splits."""
-        return tuple(row for row in self.rows if row.whole_because)
+    def replicated(self) -> tuple[ReportRow, ...]:
+        """The leaves that stay replicated over data although the strategy shards."""
+        return tuple(row for row in self.rows if row.replicated_because)
 
     def __str__(self) -> str:
-        head = ("leaf", "shape", "parameters", "optimizer state", "bytes a device", "whole because")
+        head = ("leaf", "shape", "parameters", "optimizer state", "bytes per device", "replicated because")
         table = [head] + [
             (
                 row.path,
@@ -65,24 +65,24 @@ class Report(NamedTuple):
                 str(row.params),
                 str(row.opt_state),
                 f"{row.bytes_per_device:,}",
-                row.whole_because,
+                row.replicated_because,
             )
             for row in self.rows
         ]
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
         lines += [
-            f"optimizer state {one.path} {list(one.shape)}, {one.bytes:,} bytes, stays whole: {one.because}"
-            for one in self.whole_state
+            f"optimizer state {one.path} {list(one.shape)}, {one.bytes:,} bytes, stays replicated: {one.because}"
+            for one in self.replicated_state
         ]
         total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
         return "\n".join(line.rstrip() for line in [*lines, total])
 
 
 def report(
-    plans: Any,
-    specs: Any,
-    abstract_state: Any,
+    plans: PyTree,
+    specs: TrainState,
+    abstract_state: TrainState,
     *,
     mesh: Mesh,
     params_split: bool,
@@ -93,7 +93,7 @@ def report(
     rows = []
     for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):
         params, state = plan.spec(split=params_split), plan.spec(split=state_split)
-        bytes_whole = math.prod(plan.shape) * plan.dtype.itemsize
+        bytes_total = math.prod(plan.shape) * plan.dtype.itemsize
         rows.append(
             ReportRow(
                 path=plan.path,
@@ -101,31 +101,33 @@ def report(
                 dtype=str(plan.dtype),
                 params=params,
                 opt_state=state if plan.trainable else PartitionSpec(),
-                bytes_whole=bytes_whole,
-                bytes_per_device=bytes_whole // shards(params, mesh),
-                whole_because=plan.reason if state_split and mesh.shape["data"] > 1 else "",
+                bytes_total=bytes_total,
+                bytes_per_device=bytes_total // shards(params, mesh),
+                replicated_because=plan.reason if state_split and mesh.shape["data"] > 1 else "",
             )
         )
     return Report(
         rows=tuple(rows),
-        whole_state=_whole_state(specs, abstract_state, mesh, min_shard_elements) if state_split else (),
+        replicated_state=_replicated_state(specs, abstract_state, mesh, min_shard_elements) if state_split else (),
         params_bytes=sum(row.bytes_per_device for row in rows),
         opt_state_bytes=device_bytes(abstract_state.opt_state, specs.opt_state, mesh),
     )
 
 
-def _whole_state(specs: Any, abstract_state: Any, mesh: Mesh, min_shard_elements: int) -> tuple[WholeState, ...]:
+def _replicated_state(
+    specs: TrainState, abstract_state: TrainState, mesh: Mesh, min_shard_elements: int
+) -> tuple[ReplicatedState, ...]:
     data = mesh.shape["data"]
     placed = jax.tree.leaves(specs.opt_state, is_leaf=lambda x: isinstance(x, PartitionSpec))
     found = []
     for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), placed, strict=True):
         if data > 1 and math.prod(leaf.shape) > 1 and "data" not in tuple(spec):
             _, reason = data_dim(leaf.shape, spec, data, min_shard_elements)
-            found.append(WholeState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
+            found.append(ReplicatedState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
     return tuple(found)
 
 
-def device_bytes(tree: Any, specs: Any, mesh: Mesh) -> int:
+def device_bytes(tree: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Return the bytes that a tree placed by `specs` takes on each device."""
     leaves = jax.tree.leaves(tree)
     placed = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))

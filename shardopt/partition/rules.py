@@ -1,23 +1,17 @@
 """Rules: which dims of which leaves are split over the tensor axis."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import leaves_with_paths
-
-# Rules from the logical axes that flax models carry: names of dims, and which of them are split over tensor.
-
-
-Rule = tuple[str, PartitionSpec]
+from shardopt.core.types import PlaceLeaf, PyTree, Rule, Rules, leaves_with_paths
 
 
 def rules_from_logical_axes(
-    logical_specs: Any, axis_rules: Sequence[tuple[str, str | None]], *, stacked: str | None = None
-) -> list[Rule]:
+    logical_specs: PyTree, axis_rules: Sequence[tuple[str, str | None]], *, stacked: str | None = None
+) -> list[tuple[str, PartitionSpec]]:
     """Return the tensor rules of a model whose dims have names.
 
     Of each leaf the dim is split whose name comes first in `axis_rules` among those that map to "tensor"; a mesh axis
@@ -67,7 +61,7 @@ def rules_from_logical_axes(
     return rules
 
 
-def _names(spec: Any) -> list[str]:
+def _names(spec: Iterable[str | tuple[str, ...] | None]) -> list[str]:
     return [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None]
 
 
@@ -80,7 +74,7 @@ def _check_axis_rules(who: str, axis_rules: Sequence[tuple[str, str | None]]) ->
 
 
 def match_rules(
-    rules: Any,
+    rules: Rules,
     paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]],
     *,
     who: str,
@@ -108,7 +102,8 @@ def match_rules(
       >>> [tuple(spec) for spec in match_rules(rules, [("a/qkv", (4, 8)), ("b", (3,))], who="fsdp")]
       [(None, 'tensor'), (None,)]
     """
-    choose = rules if callable(rules) else _first_match(check_rules(rules, who=who, axes=axes), paths_and_shapes, who)
+    checked = check_rules(rules, who=who, axes=axes)
+    choose = checked if callable(checked) else _first_match(checked, paths_and_shapes, who)
     specs, problems = [], []
     for path, shape in paths_and_shapes:
         spec = choose(path, shape)
@@ -125,7 +120,7 @@ def match_rules(
     return specs
 
 
-def check_rules(rules: Any, *, who: str, axes: Iterable[str] = ("tensor",)) -> Any:
+def check_rules(rules: Rules, *, who: str, axes: Iterable[str] = ("tensor",)) -> Rules:
     """Check what can be checked of rules before any parameter is known; return them.
 
     Raises:
@@ -139,7 +134,7 @@ def check_rules(rules: Any, *, who: str, axes: Iterable[str] = ("tensor",)) -> A
         raise TypeError(f"{who}: {form}, got {type(rules).__name__}.")
     checked, problems = [], []
     for rule in rules:
-        if not (_is_rule(rule)):
+        if not _is_rule(rule):
             raise TypeError(f"{who}: {form}; got the rule {rule!r}.")
         pattern, spec = rule
         try:
@@ -153,19 +148,19 @@ def check_rules(rules: Any, *, who: str, axes: Iterable[str] = ("tensor",)) -> A
     return tuple(checked)
 
 
-def _first_match(rules: Any, paths_and_shapes: Sequence[tuple[str, Any]], who: str) -> Callable[..., Any]:
+def _first_match(rules: Sequence[Rule], paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]], who: str) -> PlaceLeaf:
     paths = [path for path, _ in paths_and_shapes]
-    idle = [repr(pattern.pattern) for pattern, _ in rules if not any(pattern.search(path) for path in paths)]
+    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+    idle = [repr(pattern.pattern) for pattern, _ in compiled if not any(pattern.search(path) for path in paths)]
     if idle:
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         what = f"{plural(len(idle), 'rule')} matched no parameter."
         raise ValueError(format_error(who, what, idle, f"match a key path, such as: {known}."))
-    return lambda path, shape: next((spec for pattern, spec in rules if pattern.search(path)), None)
+    return lambda path, shape: next((spec for pattern, spec in compiled if pattern.search(path)), None)
 
 
-def _is_rule(rule: Any) -> bool:
-    pair = isinstance(rule, tuple | list) and len(rule) == 2
-    if not pair or not isinstance(rule[1], PartitionSpec):
+def _is_rule(rule: object) -> bool:
+    if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[1], PartitionSpec):
         return False
     return isinstance(rule[0], str) or (isinstance(rule[0], re.Pattern) and isinstance(rule[0].pattern, str))
 

@@ -1,5 +1,1 @@
-"""Several processes of one job on this machine: started, watched, ended together, started anew."""
-
-from shardopt.runtime.launch import launch
-
-__all__ = ["launch"]
+"""Processes of one job: joined, launched, locked out of each other's folders."""

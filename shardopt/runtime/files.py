@@ -1,4 +1,4 @@
-"""One writer a folder: a lock that the kernel lets go of when its holder dies, however it dies."""
+"""Files and folders with one writer: atomic writes, and a lock that the kernel releases when its holder dies."""
 
 import contextlib
 import errno
@@ -13,11 +13,9 @@ from pathlib import Path
 
 from shardopt.core.errors import CheckpointInUseError, format_error
 
-# Files that are there whole or not at all.
 
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file in the place of what it was: a kill or a full disk leaves it as it was before.
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a text file by one that is complete: a kill or a full disk leaves it as it was.
 
     Raises:
       OSError: if it cannot be written.
@@ -36,7 +34,7 @@ LOCK_NAME = ".lock"
 
 
 class Lock:
-    """The right of this process to write to a folder, from `acquire`.
+    """The right of this process to write to a folder, from `acquire_lock`.
 
     A process that this one forks has no part in it, and does not keep it alive; one that is handed the descriptor (of
     `subprocess`, in `pass_fds`) has, and does.
@@ -45,7 +43,7 @@ class Lock:
       path: of the lock file.
       who: the function that took it, for messages.
       pid: of the process that took it.
-      descriptor: of the lock file; None once it was let go of, and in a fork.
+      descriptor: of the lock file; None once it was released, and in a fork.
     """
 
     def __init__(self, who: str, path: Path):
@@ -73,16 +71,16 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 
 
 def acquire_lock(who: str, directory: Path, *, name: str = LOCK_NAME, instead: str = "use another directory") -> Lock:
-    """Become the writer of a folder, until `release`.
+    """Become the writer of a folder, until `release_lock`.
 
     Args:
-      who: the function that complains.
+      who: the function that the user called, for messages.
       directory: the folder, which exists.
-      name: of the lock file; who writes other files there takes another lock.
-      instead: what to do where the other writer is to live on, for the message.
+      name: of the lock file; a writer of other files takes another lock.
+      instead: what to do if the other writer goes on, for the message.
 
     Raises:
-      CheckpointInUseError: if another writer lives.
+      CheckpointInUseError: if another writer has it.
       OSError: if the folder cannot be written to.
     """
     path = directory / name

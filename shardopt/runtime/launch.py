@@ -1,4 +1,4 @@
-"""A job that is started anew when it fails, with as many processes or with fewer."""
+"""`launch`: a job of several processes on this machine, started again when it fails, with as many or with fewer."""
 
 import contextlib
 import errno
@@ -19,20 +19,22 @@ from shardopt.core.errors import format_error
 from shardopt.runtime.files import acquire_lock, release_lock
 from shardopt.runtime.processes import failures
 
-# One process of a job: its environment, its log, how it is started and how it is ended.
-
-
-_CHATTER = b"[Gloo] Rank "
-"""Begins lines that gloo writes for each connection; they are in the log."""
-
+_LOCK = ".launch.lock"
 _TUNABLES = "GLIBC_TUNABLES"
 _FOLLOW = Path(__file__).with_name("follow.py")
+_GLOO = b"[Gloo] Rank "
+"""Begins lines that gloo writes for each connection; they are in the log alone."""
+_SHOWN = 12
+"""Lines that are shown of the log of the process that failed first."""
+_GRACE = 3.0
+"""Seconds between the request to end and the kill. Who waits for a dead process in a collective cannot answer."""
+_LULL = 0.5
+"""Seconds in which a failure is looked for that was the cause of the first one seen."""
+_DRAIN = 5.0
+"""Seconds that are waited, once a process has ended, until what it wrote is copied."""
 
-_LAST_WORDS = 5.0
-"""Seconds that are waited for what a process has said to be copied, once it has ended."""
 
-
-class Member(NamedTuple):
+class _Member(NamedTuple):
     """A process that was started.
 
     Attributes:
@@ -48,45 +50,251 @@ class Member(NamedTuple):
     readers: tuple[threading.Thread, ...]
 
 
-def free_address() -> str:
-    """Return an address of this machine with a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+class _Ended(NamedTuple):
+    """How an attempt ended.
 
-
-def environment_of(rank: int, count: int, address: str) -> dict[str, str]:
-    """Return what tells a process its place in the job, for `so.initialize`; and that its lines are not to wait.
-
-    SHARDOPT_LAUNCHED is the launcher. A process that has it ends at once when it fails, where others would wait for it,
-    and dies with the launcher; see `so.initialize`.
+    Attributes:
+      failed: the rank and exit code (negative for a signal) of the process that failed first; None if none did.
+      killed: how many processes ended by a signal that we did not send.
+      logs: the log of each process.
     """
-    return {
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(count),
-        "JAX_PROCESS_ID": str(rank),
-        "SHARDOPT_LAUNCHED": str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "COLUMNS": str(shutil.get_terminal_size().columns),
-        **_huge_pages(),
-    }
+
+    failed: tuple[int, int] | None
+    killed: int
+    logs: tuple[Path, ...]
 
 
-def _huge_pages() -> dict[str, str]:
-    """Let glibc ask for huge pages, unless the user tunes it: a step on CPU maps its memory anew every time.
+def launch(
+    command_of: Callable[[int], Sequence[str]],
+    *,
+    processes: int,
+    log_dir: Path,
+    max_restarts: int = 0,
+    min_processes: int | None = None,
+    can_share: Callable[[int], bool] = lambda count: True,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> int:
+    r"""Run a command as several processes of one job on this machine, and return its exit code.
 
-    Memory comes page by page, on first touch: with pages of 2 MB instead of 4 kB the steps of a small GPT took a
-    quarter less time. Where transparent huge pages are switched off, or there is no glibc from 2.35 on, nothing changes.
+    Each process finds its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), where
+    `so.initialize()` looks for it. What the first one says is shown; what each says is in its log. When one fails
+    the others are ended within seconds, the failure is shown, and the job is started again, if it may be.
 
-    References:
-      The GNU C Library Reference Manual, "Memory Allocation Tunables", glibc.malloc.hugetlb.
+    SIGTERM and Ctrl-C are passed on to all, once, as SIGTERM; a second Ctrl-C kills them. Where this process is killed
+    itself, Linux kills the processes as well, but not what they started on their own.
+
+    Args:
+      command_of: gives the command of an attempt, counted from 0.
+      processes: how many.
+      log_dir: gets `process-0.log` and so on; of an attempt after the first `process-0.restart-1.log`. While the job
+        runs, or anything that it started, nobody else may launch one with the same folder.
+      max_restarts: how often it is started again after a failure.
+      min_processes: with how few: each process that was killed is left out of the next attempt, down to this. By
+        default none is.
+      can_share: whether so many processes can do the work; of those that are left as many as can go on.
+      say: gets the lines that tell what failed and what is done about it.
+
+    Returns:
+      0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second Ctrl-C.
+
+    Raises:
+      ValueError: if a number is out of range, or another job has its logs there.
+      OSError: if the command cannot be started, or the logs cannot be written.
+
+    Example:
+      >>> import pathlib, sys, tempfile
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> code = "import os; print(os.environ['JAX_PROCESS_ID'], 'of', os.environ['JAX_NUM_PROCESSES'])"
+      >>> launch(lambda attempt: [sys.executable, "-c", code], processes=2, log_dir=folder)
+      0 of 2
+      0
+      >>> (folder / "process-1.log").read_text()
+      '1 of 2\n'
     """
-    return {} if _TUNABLES in os.environ else {_TUNABLES: "glibc.malloc.hugetlb=1"}
+    _check(processes, max_restarts, min_processes)
+    attempt = 0
+    with _locked(log_dir) as held, _signals() as stop:
+        while True:
+            log_of = functools.partial(_log, log_dir, attempt)
+            ended = _run_attempt(command_of(attempt), processes, log_of, stop.take, keep=(held,))
+            if stop.twice:
+                return 130
+            if ended.failed is None:
+                return 0
+            code = ended.failed[1]
+            if not (stop.asked and code == -signal.SIGTERM):
+                say(_failure(ended, processes))
+            if stop.asked or attempt == max_restarts:
+                return code if code > 0 else 128 - code
+            attempt += 1
+            processes = _left(processes, ended.killed, min_processes, can_share)
+            many = "1 process" if processes == 1 else f"{processes} processes"
+            say(f"launch: starting again with {many}, restart {attempt} of {max_restarts}.")
 
 
-def start(
+def _check(processes: int, max_restarts: int, min_processes: int | None) -> None:
+    least = {"processes": (processes, 1), "max-restarts": (max_restarts, 0)}
+    if min_processes is not None:
+        least["min-processes"] = (min_processes, 1)
+    wrong = [f"--{name} must be at least {low}, got {value}" for name, (value, low) in least.items() if value < low]
+    if not wrong and min_processes is not None and min_processes > processes:
+        wrong = [f"--min-processes {min_processes} is more than --processes {processes}"]
+    if wrong:
+        raise ValueError(format_error("launch", "the numbers of processes cannot be used.", wrong))
+
+
+def _left(processes: int, killed: int, least: int | None, can_share: Callable[[int], bool]) -> int:
+    """Return how many start again: all; or without those that were killed, as many as can share the work."""
+    if least is None:
+        return processes
+    return next((count for count in range(processes - killed, least - 1, -1) if can_share(count)), processes)
+
+
+def _log(folder: Path, attempt: int, rank: int) -> Path:
+    return folder / (f"process-{rank}.restart-{attempt}.log" if attempt else f"process-{rank}.log")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Lock the folder of the logs, and give the descriptor of the lock: who writes there inherits it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    instead = "choose another --log-dir (of train, another --run-dir)"
+    held = acquire_lock("launch", folder, name=_LOCK, instead=instead)  # .lock is for whoever has checkpoints there
+    try:
+        assert held.descriptor is not None
+        yield held.descriptor
+    finally:
+        release_lock(held)
+
+
+def _failure(ended: _Ended, processes: int) -> str:
+    assert ended.failed is not None
+    rank, code = ended.failed
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    lines = _last_lines(ended.logs[rank], _SHOWN)
+    head = f"launch: process {rank} of {processes} {how}; the others were ended."
+    said = ["Its last lines:", *(f"  {line}" for line in lines)] if lines else ["It said nothing."]
+    return "\n".join([head, *said, f"All of it: {ended.logs[rank]}"])
+
+
+def _last_lines(log: Path, count: int) -> list[str]:
+    """Return the last lines of a log, without blank ones and those of gloo."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return [line for line in lines if line.strip() and not line.startswith(_GLOO.decode())][-count:]
+
+
+class _Stop:
+    """What signals asked for: the first is passed on to the processes, a second Ctrl-C kills them."""
+
+    def __init__(self) -> None:
+        self.asked, self.twice, self._waiting = False, False, []
+
+    def note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.asked:
+            self.twice = True
+            self._waiting.append(signal.SIGKILL)
+        else:
+            self.asked = True
+            self._waiting.append(signal.SIGTERM)
+
+    def take(self) -> signal.Signals | None:
+        return self._waiting.pop(0) if self._waiting else None
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Note SIGTERM and SIGINT while the context lasts; elsewhere than in the main thread nothing is caught."""
+    stop, previous = _Stop(), {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                previous[number] = signal.signal(number, stop.note)
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _run_attempt(
+    command: Sequence[str],
+    count: int,
+    log_of: Callable[[int], Path],
+    stop: Callable[[], signal.Signals | None],
+    keep: Sequence[int],
+) -> _Ended:
+    """Run `count` processes until all have ended well, or one has failed and the others were ended.
+
+    Args:
+      command: what each runs.
+      count: how many.
+      log_of: the log file of a rank.
+      stop: returns a signal once for each that is to be passed on to all, else None.
+      keep: descriptors that they inherit.
+
+    Raises:
+      OSError: if the command cannot be started, or a log cannot be written.
+    """
+    address, finished, members = _free_address(), queue.SimpleQueue(), []
+    with failures() as heard:
+        try:
+            for rank in range(count):
+                environment = _place(rank, count, address) | heard.environment
+                kept = (*keep, heard.descriptor)
+                members.append(_start(command, rank, log_of(rank), environment, shown=rank == 0, keep=kept))
+                threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
+            seen = _wait(members, finished, stop)
+            said = heard.ranks()
+        finally:
+            _end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
+    codes = {rank: code for rank, code in seen if code}
+    killed = sum(code < 0 for code in codes.values())
+    return _Ended(_first_failure(codes, said), killed, tuple(member.log for member in members))
+
+
+def _first_failure(codes: dict[int, int], said: Sequence[int]) -> tuple[int, int] | None:
+    """Return the rank and exit code of who failed first, given the exit codes in the order in which they were seen.
+
+    The others fail because they miss it. Who was killed comes before all. Then, if the one whose end was seen first
+    said that it fails, who said so first.
+    """
+    if not codes:
+        return None
+    seen = next(iter(codes))
+    first = next((rank for rank, code in codes.items() if code < 0), None)
+    if first is None:
+        first = next((rank for rank in said if rank in codes), seen) if seen in said else seen
+    return first, codes[first]
+
+
+def _report(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
+    finished.put((member.rank, member.process.wait()))
+
+
+def _wait(
+    members: Sequence[_Member],
+    finished: "queue.SimpleQueue[tuple[int, int]]",
+    stop: Callable[[], signal.Signals | None],
+) -> list[tuple[int, int]]:
+    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure."""
+    seen: list[tuple[int, int]] = []
+    failed = False
+    while len(seen) < len(members):
+        if (number := stop()) is not None:
+            for member in members:
+                _tell(member, number)
+        try:
+            seen.append(finished.get(timeout=_LULL if failed else 0.1))
+        except queue.Empty:
+            if failed:
+                break
+            continue
+        failed = failed or bool(seen[-1][1])
+    return seen
+
+
+def _start(
     command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], *, shown: bool, keep: Sequence[int]
-) -> Member:
+) -> _Member:
     """Start one process with its output in a file, and on the screen too where it is shown. It dies with this thread.
 
     Args:
@@ -124,13 +332,49 @@ def start(
         for reader in readers:
             reader.start()
         threading.Thread(target=_close_after, args=(readers, both), daemon=True).start()
-    return Member(rank, process, log, tuple(readers))
+    return _Member(rank, process, log, tuple(readers))
 
 
-def end(members: Sequence[Member], *, grace: float) -> None:
+def _place(rank: int, count: int, address: str) -> dict[str, str]:
+    """Return what tells a process its place in the job, for `so.initialize`; and that its lines are not to wait.
+
+    SHARDOPT_LAUNCHED is the launcher. A process that has it ends at once when it fails, where others would wait for it,
+    and dies with the launcher; see `so.initialize`.
+    """
+    return {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(rank),
+        "SHARDOPT_LAUNCHED": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": str(shutil.get_terminal_size().columns),
+        **_huge_pages(),
+    }
+
+
+def _huge_pages() -> dict[str, str]:
+    """Let glibc ask for huge pages, unless the user tunes it: a step on CPU maps its memory anew every time.
+
+    Memory comes page by page, on first touch: with pages of 2 MB instead of 4 kB the steps of a small GPT took a
+    quarter less time. Where transparent huge pages are switched off, or there is no glibc from 2.35 on, nothing changes.
+
+    References:
+      The GNU C Library Reference Manual, "Memory Allocation Tunables", glibc.malloc.hugetlb.
+    """
+    return {} if _TUNABLES in os.environ else {_TUNABLES: "glibc.malloc.hugetlb=1"}
+
+
+def _free_address() -> str:
+    """Return an address of this machine with a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _end(members: Sequence[_Member], *, grace: float) -> None:
     """Ask all that still run to end, wait a while, and kill those that did not, with their children."""
     for member in members:
-        tell(member, signal.SIGTERM)
+        _tell(member, signal.SIGTERM)
     waiting = threading.Event()
     watcher = threading.Thread(target=lambda: [m.process.wait() for m in members] and waiting.set(), daemon=True)
     watcher.start()
@@ -140,27 +384,21 @@ def end(members: Sequence[Member], *, grace: float) -> None:
             os.killpg(member.process.pid, signal.SIGKILL)
         member.process.wait()
         for reader in member.readers:
-            reader.join(_LAST_WORDS)
+            reader.join(_DRAIN)
 
 
-def tell(member: Member, number: signal.Signals) -> None:
+def _tell(member: _Member, number: signal.Signals) -> None:
     """Send a signal to a process that still runs."""
     if member.process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             member.process.send_signal(number)
 
 
-def last_lines(log: Path, count: int) -> list[str]:
-    """Return the last lines of a log, without blank ones and chatter."""
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return [line for line in lines if line.strip() and not line.startswith(_CHATTER.decode())][-count:]
-
-
 def _copy(source: IO[bytes], log: IO[bytes], screen: TextIO) -> None:
     with source:
         for line in source:
             log.write(line)
-            if not line.startswith(_CHATTER):
+            if not line.startswith(_GLOO):
                 with contextlib.suppress(OSError, ValueError):  # a closed screen does not stop the log
                     screen.write(line.decode(errors="replace"))
                     screen.flush()
@@ -170,254 +408,3 @@ def _close_after(readers: Sequence[threading.Thread], file: IO[bytes]) -> None:
     for reader in readers:
         reader.join()
     file.close()
-
-
-# The processes of one attempt: they begin together, and when one fails all end.
-
-
-_GRACE = 3.0
-"""Seconds between the request to end and the kill. Who waits for a dead process in a collective cannot answer."""
-
-_LULL = 0.5
-"""Seconds in which a failure is looked for that was the cause of the first one seen."""
-
-
-class Ended(NamedTuple):
-    """How an attempt ended.
-
-    Attributes:
-      failed: the rank and exit code (negative for a signal) of the process that failed first; None if none did.
-      killed: how many processes ended by a signal that we did not send.
-      logs: the log of each process.
-    """
-
-    failed: tuple[int, int] | None
-    killed: int
-    logs: tuple[Path, ...]
-
-
-def run_group(
-    command: Sequence[str],
-    count: int,
-    log_of: Callable[[int], Path],
-    stop: Callable[[], signal.Signals | None],
-    keep: Sequence[int],
-) -> Ended:
-    """Run `count` processes until all have ended well, or one has failed and the others were ended.
-
-    Args:
-      command: what each runs.
-      count: how many.
-      log_of: the log file of a rank.
-      stop: returns a signal once for each that is to be passed on to all, else None.
-      keep: descriptors that they inherit.
-
-    Raises:
-      OSError: if the command cannot be started, or a log cannot be written.
-    """
-    address, finished, members = free_address(), queue.SimpleQueue(), []
-    with failures() as heard:
-        try:
-            for rank in range(count):
-                place = environment_of(rank, count, address) | heard.environment
-                kept = (*keep, heard.descriptor)
-                members.append(start(command, rank, log_of(rank), place, shown=rank == 0, keep=kept))
-                threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
-            seen = _wait(members, finished, stop)
-            said = heard.ranks()
-        finally:
-            end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
-    codes = {rank: code for rank, code in seen if code}
-    killed = sum(code < 0 for code in codes.values())
-    return Ended(_first(codes, said), killed, tuple(member.log for member in members))
-
-
-def _first(codes: dict[int, int], said: Sequence[int]) -> tuple[int, int] | None:
-    """Return who failed first, given the exit codes in the order in which the failures were seen; the others miss it.
-
-    Who was killed comes before all. Then, if whose end was seen first said that it fails, who said so first.
-    """
-    if not codes:
-        return None
-    seen = next(iter(codes))
-    first = next((rank for rank, code in codes.items() if code < 0), None)
-    if first is None:
-        first = next((rank for rank in said if rank in codes), seen) if seen in said else seen
-    return first, codes[first]
-
-
-def _report(member: Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
-    finished.put((member.rank, member.process.wait()))
-
-
-def _wait(
-    members: Sequence[Member],
-    finished: "queue.SimpleQueue[tuple[int, int]]",
-    stop: Callable[[], signal.Signals | None],
-) -> list[tuple[int, int]]:
-    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure."""
-    seen: list[tuple[int, int]] = []
-    failed = False
-    while len(seen) < len(members):
-        if (number := stop()) is not None:
-            for member in members:
-                tell(member, number)
-        try:
-            seen.append(finished.get(timeout=_LULL if failed else 0.1))
-        except queue.Empty:
-            if failed:
-                break
-            continue
-        failed = failed or bool(seen[-1][1])
-    return seen
-
-
-LOCK = ".launch.lock"
-
-_SHOWN = 12
-"""Lines of the log of the process that failed first."""
-
-
-def launch(
-    command_of: Callable[[int], Sequence[str]],
-    *,
-    processes: int,
-    log_dir: Path,
-    max_restarts: int = 0,
-    min_processes: int | None = None,
-    can_share: Callable[[int], bool] = lambda count: True,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-) -> int:
-    r"""Run a command as several processes of one job on this machine, and return its exit code.
-
-    Each process finds its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), where
-    `so.initialize()` looks for it. What the first one says is shown; what each says is in its log. When one fails
-    the others are ended within seconds, the failure is shown, and the job is started anew, if it may be.
-
-    SIGTERM and Ctrl-C are passed on to all, once, as SIGTERM; a second Ctrl-C kills them. Where this process is killed
-    itself, Linux kills the processes as well, but not what they started on their own.
-
-    Args:
-      command_of: gives the command of an attempt, counted from 0.
-      processes: how many.
-      log_dir: gets `process-0.log` and so on; of an attempt after the first `process-0.restart-1.log`. While the job
-        runs, or anything that it started, nobody else may launch one with the same folder.
-      max_restarts: how often it is started anew after a failure.
-      min_processes: with how few: each process that was killed is left out of the next attempt, down to this. By
-        default none is.
-      can_share: whether so many processes can do the work; of those that are left as many as can go on.
-      say: is told, line by line, what failed and what is done about it.
-
-    Returns:
-      0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second Ctrl-C.
-
-    Raises:
-      ValueError: if a number is out of range, or another job has its logs there.
-      OSError: if the command cannot be started, or the logs cannot be written.
-
-    Example:
-      >>> import pathlib, sys, tempfile
-      >>> folder = pathlib.Path(tempfile.mkdtemp())
-      >>> code = "import os; print(os.environ['JAX_PROCESS_ID'], 'of', os.environ['JAX_NUM_PROCESSES'])"
-      >>> launch(lambda attempt: [sys.executable, "-c", code], processes=2, log_dir=folder)
-      0 of 2
-      0
-      >>> (folder / "process-1.log").read_text()
-      '1 of 2\n'
-    """
-    _check(processes, max_restarts, min_processes)
-    attempt = 0
-    with _taken(log_dir) as held, _signals() as stop:
-        while True:
-            log_of = functools.partial(_log, log_dir, attempt)
-            ended = run_group(command_of(attempt), processes, log_of, stop.take, keep=(held,))
-            if stop.twice:
-                return 130
-            if ended.failed is None:
-                return 0
-            code = ended.failed[1]
-            if not (stop.asked and code == -signal.SIGTERM):
-                say(_failure(ended, processes))
-            if stop.asked or attempt == max_restarts:
-                return code if code > 0 else 128 - code
-            attempt += 1
-            processes = _left(processes, ended.killed, min_processes, can_share)
-            many = "1 process" if processes == 1 else f"{processes} processes"
-            say(f"launch: starting anew with {many}, restart {attempt} of {max_restarts}.")
-
-
-def _left(processes: int, killed: int, least: int | None, can_share: Callable[[int], bool]) -> int:
-    """Return how many begin anew: all; or without those that were killed, as many as can share the work."""
-    if least is None:
-        return processes
-    return next((count for count in range(processes - killed, least - 1, -1) if can_share(count)), processes)
-
-
-def _log(folder: Path, attempt: int, rank: int) -> Path:
-    return folder / (f"process-{rank}.restart-{attempt}.log" if attempt else f"process-{rank}.log")
-
-
-def _check(processes: int, max_restarts: int, min_processes: int | None) -> None:
-    least = {"processes": (processes, 1), "max-restarts": (max_restarts, 0)}
-    if min_processes is not None:
-        least["min-processes"] = (min_processes, 1)
-    wrong = [f"--{name} must be at least {low}, got {value}" for name, (value, low) in least.items() if value < low]
-    if not wrong and min_processes is not None and min_processes > processes:
-        wrong = [f"--min-processes {min_processes} is more than --processes {processes}"]
-    if wrong:
-        raise ValueError(format_error("launch", "the numbers of processes cannot be used.", wrong))
-
-
-def _failure(ended: Ended, processes: int) -> str:
-    assert ended.failed is not None
-    rank, code = ended.failed
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    lines = last_lines(ended.logs[rank], _SHOWN)
-    head = f"launch: process {rank} of {processes} {how}; the others were ended."
-    said = ["Its last lines:", *(f"  {line}" for line in lines)] if lines else ["It said nothing."]
-    return "\n".join([head, *said, f"All of it: {ended.logs[rank]}"])
-
-
-@contextlib.contextmanager
-def _taken(folder: Path) -> Iterator[int]:
-    """Take the folder of the logs, and give the descriptor that holds it: who writes there inherits it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    instead = "choose another --log-dir (of train, another --run-dir)"
-    held = acquire_lock("launch", folder, name=LOCK, instead=instead)  # .lock is for whoever has checkpoints there
-    try:
-        assert held.descriptor is not None
-        yield held.descriptor
-    finally:
-        release_lock(held)
-
-
-class _Stop:
-    """What signals asked for: the first is passed on to the processes, a second Ctrl-C kills them."""
-
-    def __init__(self) -> None:
-        self.asked, self.twice, self._waiting = False, False, []
-
-    def note(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.asked:
-            self.twice = True
-            self._waiting.append(signal.SIGKILL)
-        else:
-            self.asked = True
-            self._waiting.append(signal.SIGTERM)
-
-    def take(self) -> signal.Signals | None:
-        return self._waiting.pop(0) if self._waiting else None
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
-    """Note SIGTERM and SIGINT while the context lasts; elsewhere than in the main thread nothing is caught."""
-    stop, previous = _Stop(), {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                previous[number] = signal.signal(number, stop.note)
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.types import LossFn, Rules
+from shardopt.core.block_model import LossFn
+from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.config import DDP, StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer

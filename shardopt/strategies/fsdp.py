@@ -6,7 +6,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.types import LossFn, Rules
+from shardopt.core.block_model import LossFn
+from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.config import ZERO_3, StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import optax
 from jax.sharding import Mesh
 
+from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
-from shardopt.core.types import LossFn, Rules
+from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.config import STAGES, StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer

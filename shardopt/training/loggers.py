@@ -14,7 +14,7 @@ import jax
 
 from shardopt.core.errors import format_error
 from shardopt.core.extras import is_installed, require
-from shardopt.runtime.files import write_whole
+from shardopt.runtime.files import write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,7 +138,7 @@ class _JsonLines:
         old = self._path.read_text() if self._path.exists() else ""
         kept = "".join(line for line in old.splitlines(keepends=True) if _before(line, step))
         if kept != old:
-            write_whole(self._path, kept)
+            write_atomic(self._path, kept)
         return self._path.open("ab", buffering=0)  # nothing is left to fail when it is closed
 
 

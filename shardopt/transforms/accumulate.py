@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core.arguments import check_count
+from shardopt.core.arguments import check_count, check_transformation
 from shardopt.core.types import PyTree
 from shardopt.reducers import PerDevice
 from shardopt.reducers.axis import agreeing_cond
 from shardopt.reducers.reducer import check_alike, check_leaves, zeros_like
-from shardopt.transforms.checks import check_inner
 
 
 class AccumulateState(NamedTuple):
@@ -23,7 +22,7 @@ class AccumulateState(NamedTuple):
       inner: the state of the wrapped transformation.
     """
 
-    mini_step: Any
+    mini_step: jax.Array
     total: PerDevice
     inner: PyTree
 
@@ -63,7 +62,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
       -2.0
     """
     who = "accumulate"
-    tx = check_inner(who, inner)
+    tx = check_transformation(who, "inner", inner)
     check_count(who, "every", every, allow_array=True)
 
     def init(params):

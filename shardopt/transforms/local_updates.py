@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core.arguments import check_count
+from shardopt.core.arguments import check_count, check_params, check_transformation
 from shardopt.core.types import wide_dtype
 from shardopt.reducers import PerDevice, exact
 from shardopt.reducers.axis import AxisName, agreeing_cond, axis_names, axis_size
-from shardopt.transforms.checks import check_inner, check_params
 
 
 class LocalUpdatesState(NamedTuple):
@@ -21,7 +20,7 @@ class LocalUpdatesState(NamedTuple):
       inner: the state of the wrapped transformation. Differs between devices.
     """
 
-    since_sync: Any
+    since_sync: jax.Array
     inner: PerDevice
 
 
@@ -68,7 +67,7 @@ def local_updates(
       Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2.
     """
     who = "local_updates"
-    tx = check_inner(who, inner)
+    tx = check_transformation(who, "inner", inner)
     axis_names(who, axis_name)
     check_count(who, "sync_every", sync_every, allow_array=True)
 
@@ -77,7 +76,7 @@ def local_updates(
 
     def update(updates, state, params=None, **extra_args: Any):
         axis_size(who, axis_name)
-        known: Any = check_params(who, params)
+        known = check_params(who, params)
         found, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
         # in a wide dtype, in which p + (mean - p) is the mean for half-precision parameters
         found = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), found, known)

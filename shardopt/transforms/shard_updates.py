@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core.arguments import check_transformation
 from shardopt.core.types import leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice
 from shardopt.reducers.axis import (
@@ -19,7 +20,6 @@ from shardopt.reducers.axis import (
 )
 from shardopt.reducers.mean import buckets_of
 from shardopt.reducers.reducer import check_alike, check_leaves
-from shardopt.transforms.checks import check_inner
 from shardopt.transforms.elementwise import check_elementwise
 
 
@@ -74,7 +74,7 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
     """
     who = "shard_updates"
-    tx = check_inner(who, inner)
+    tx = check_transformation(who, "inner", inner)
     names = axis_names(who, axis_name)
 
     def shards_of(tree):

@@ -79,7 +79,7 @@ def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_
     said, _ = job.communicate(timeout=300)
     assert job.returncode == 0, said
     assert "launch: process 1 of 2 was killed by SIGKILL; the others were ended.\n" in said
-    assert "launch: starting anew with 1 process, restart 1 of 1.\n" in said
+    assert "launch: starting again with 1 process, restart 1 of 1.\n" in said
     assert re.search(r"Resuming from step (5|10) in \S+/saved, ", said)
     assert said.endswith("done\n")
     assert committed(tmp_path / "saved") == [20]
@@ -116,7 +116,7 @@ def test_a_killed_process_ends_the_job_which_goes_on_with_fewer(start, tiny, tmp
     assert job.wait() == 0, said
     text = "".join(said)
     assert "launch: process 1 of 2 was killed by SIGKILL; the others were ended.\n" in text
-    assert "launch: starting anew with 1 process, restart 1 of 1.\n" in text
+    assert "launch: starting again with 1 process, restart 1 of 1.\n" in text
     (step,) = re.findall(r"Resuming from step (\d+) in", text)
     assert int(step) in (4, 8, 12)
     assert "[Gloo]" not in text

@@ -1,9 +1,6 @@
 """`make_mesh`: sizes, order of devices, refusals."""
 
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -106,45 +103,3 @@ def test_refusals(asked, error, message):
     with pytest.raises(error) as caught:
         so.make_mesh(**asked)
     assert str(caught.value) == message
-
-
-def test_initialize_wants_all_or_nothing():
-    with pytest.raises(ValueError, match=re.escape("go together, got 'localhost:1', 2, None.")):
-        so.initialize("localhost:1", 2)
-
-
-def test_initialize_does_nothing_outside_a_launcher(monkeypatch):
-    from shardopt.runtime import processes
-
-    for name in processes._LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_: pytest.fail("must not be called"))
-    so.initialize()
-
-
-def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monkeypatch):
-    asked = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *place: asked.append(place))
-    monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
-    so.initialize()  # jax finds the rest, or says what is missing
-    monkeypatch.setenv("JAX_PROCESS_ID", "3")
-    so.initialize()
-    so.initialize("10.0.0.2:1", 2, 0)
-    gloo = ("jax_cpu_collectives_implementation", "gloo")
-    assert asked == [gloo, (None, None, None), gloo, ("10.0.0.1:1234", 4, 3), gloo, ("10.0.0.2:1", 2, 0)]
-
-
-def test_initialize_ends_a_process_whose_launcher_died_before(monkeypatch):
-    from shardopt.runtime import processes
-
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    monkeypatch.setattr(sys, "platform", "elsewhere")  # this process shall not follow anybody
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setenv("SHARDOPT_LAUNCHED", str(gone.pid))
-    with pytest.raises(SystemExit, match=r"^initialize: the launcher of this process has died\.$"):
-        processes._follow_the_launcher()
-    monkeypatch.setenv("SHARDOPT_LAUNCHED", str(os.getpid()))
-    processes._follow_the_launcher()

@@ -110,7 +110,7 @@ def test_one_of_four_is_killed(start, unbroken, tmp_path, draw):
     text = "".join(said)
     assert job.wait() == 0, text
     assert text.count("launch: process") == 1, text
-    assert "launch: starting anew with 4 processes, restart 1 of 1.\n" in text
+    assert "launch: starting again with 4 processes, restart 1 of 1.\n" in text
     if re.search(r"^step [1-9]\d\d/", text.partition("launch: process")[0], re.MULTILINE):
         assert re.search(r"^Resuming from step [1-9]\d*0 in ", text, re.MULTILINE)
     assert same(tmp_path, unbroken[0])

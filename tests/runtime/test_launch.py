@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.runtime import launch
-from shardopt.runtime import launch as group
+from shardopt.runtime.launch import _first_failure, launch
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import os, sys, time, signal, pathlib\nrank = int(os.environ['JAX_PROCESS_ID'])\n"
@@ -83,7 +82,7 @@ def test_when_one_fails_the_others_are_ended_and_its_words_are_shown(job):
 
 
 def test_who_does_not_listen_is_killed_with_its_children(job, monkeypatch):
-    monkeypatch.setattr("shardopt.runtime.launch._GRACE", 0.2)
+    monkeypatch.setattr(sys.modules["shardopt.runtime.launch"], "_GRACE", 0.2)
     script = (
         "import subprocess\n"
         "if rank == 1:\n"
@@ -124,7 +123,7 @@ def test_the_one_that_was_killed_is_named_not_those_that_miss_it(job):
 def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
     """As the kernel closes connections before it reports an end."""
     script = (
-        "from shardopt.runtime.processes import _follow_the_launcher; _follow_the_launcher()\n"
+        "from shardopt.runtime.processes import _follow_launcher; _follow_launcher()\n"
         "class Slow(Exception):\n"
         "    def __str__(self): (here / 'gone').touch(); time.sleep(0.3); return 'the disk is full'\n"
         "if rank == 1:\n"
@@ -152,16 +151,16 @@ def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
     ],
 )
 def test_who_failed_first(codes, said, first):
-    assert group._first(codes, said) == (None if first is None else (first, codes[first]))
+    assert _first_failure(codes, said) == (None if first is None else (first, codes[first]))
 
 
 def test_it_is_started_anew_as_often_as_it_may_be(job):
     script = "print('try'); sys.exit(5 if rank == 1 else 0)"
     code, said, attempts = job(script, max_restarts=2, processes=2)
     assert (code, attempts) == (5, [0, 1, 2])
-    assert [line for line in said if line.startswith("launch: starting anew")] == [
-        "launch: starting anew with 2 processes, restart 1 of 2.",
-        "launch: starting anew with 2 processes, restart 2 of 2.",
+    assert [line for line in said if line.startswith("launch: starting again")] == [
+        "launch: starting again with 2 processes, restart 1 of 2.",
+        "launch: starting again with 2 processes, restart 2 of 2.",
     ]
     names = [f"process-{rank}{attempt}.log" for rank in (0, 1) for attempt in ("", ".restart-1", ".restart-2")]
     assert sorted(logs(job.folder)) == sorted(names)
@@ -195,7 +194,7 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
     answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if polite else ""
     script = HEAD + answer + "print('up', flush=True)\n" + FOREVER
     program = (
-        "import pathlib, sys\nfrom shardopt.runtime import launch\n"
+        "import pathlib, sys\nfrom shardopt.runtime.launch import launch\n"
         f"command = [sys.executable, '-c', {script!r}]\n"
         f"sys.exit(launch(lambda attempt: command, processes=2, max_restarts=3, log_dir=pathlib.Path({str(tmp_path)!r})))"
     )
@@ -219,11 +218,11 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
 @pytest.mark.slow
 def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
     script = (
-        "from shardopt.runtime.processes import _follow_the_launcher; import os, time\n"
-        "_follow_the_launcher(); print(os.getpid(), flush=True)\n" + FOREVER
+        "from shardopt.runtime.processes import _follow_launcher; import os, time\n"
+        "_follow_launcher(); print(os.getpid(), flush=True)\n" + FOREVER
     )
     program = (
-        "import pathlib, sys\nfrom shardopt.runtime import launch\n"
+        "import pathlib, sys\nfrom shardopt.runtime.launch import launch\n"
         f"command = [sys.executable, '-c', {script!r}]\n"
         f"launch(lambda attempt: command, processes=1, log_dir=pathlib.Path({str(tmp_path)!r}))"
     )
@@ -238,7 +237,7 @@ def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
 
 LAUNCHER = """
 import pathlib, sys
-from shardopt.runtime import launch
+from shardopt.runtime.launch import launch
 sys.exit(launch(lambda attempt: sys.argv[2:], processes=2, log_dir=pathlib.Path(sys.argv[1])))
 """
 

@@ -54,7 +54,7 @@ def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
     split = {"blocks": 0, "outer": 0}
     whole = 0
     for row in opt.config.report(abstract_params()).rows:
-        here = row.bytes_whole // (sizes["tensor"] if "tensor" in tuple(row.opt_state) else 1)
+        here = row.bytes_total // (sizes["tensor"] if "tensor" in tuple(row.opt_state) else 1)
         if strategy != "ddp" and "data" in tuple(row.opt_state):
             split["blocks" if row.path.startswith("blocks") else "outer"] += here
         else:
@@ -149,7 +149,7 @@ def test_gpt_on_data_and_tensor_moves_no_weight_over_tensor(strategy, mesh_of):
     blocks = tensor.of(in_loop=True)
     assert blocks.total.bytes == 4 * 3 * activation
     assert {one.kind for one in blocks.collectives} == {"all-reduce"}
-    weights = opt.config.report().rows[-1].bytes_whole
+    weights = opt.config.report().rows[-1].bytes_total
     assert not [one for one in tensor.of(kind="all-gather").collectives if one.bytes >= weights], str(tensor)
 
 

@@ -125,18 +125,18 @@ def test_report_lists_what_stays_whole_and_why(mesh_of):
         opt.config.report()
     opt.specs({"odd": jax.ShapeDtypeStruct((45, 33), jnp.float32), "small": jax.ShapeDtypeStruct((8,), jnp.float32)})
     report = opt.config.report()
-    assert {row.path: row.whole_because for row in report.whole} == {
+    assert {row.path: row.replicated_because for row in report.replicated} == {
         "odd": "shape (45, 33): no dim is divisible by data=4",
         "small": "8 elements, fewer than min_shard_elements=1024",
     }
     assert "no dim is divisible by data=4" in str(report)
-    assert [(one.path, one.because) for one in report.whole_state] == [
+    assert [(one.path, one.because) for one in report.replicated_state] == [
         ("0/mu/odd", "shape (45, 33): no dim is divisible by data=4"),
         ("0/mu/small", "8 elements, fewer than min_shard_elements=1024"),
         ("0/nu/odd", "shape (45, 33): no dim is divisible by data=4"),
         ("0/nu/small", "8 elements, fewer than min_shard_elements=1024"),
     ]
-    assert "optimizer state 0/mu/odd [45, 33], 5,940 bytes, stays whole: " in str(report)
+    assert "optimizer state 0/mu/odd [45, 33], 5,940 bytes, stays replicated: " in str(report)
     assert report.rows[0].bytes_per_device == 45 * 33 * 4
 
 

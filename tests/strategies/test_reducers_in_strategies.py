@@ -212,7 +212,7 @@ def gathered_bytes(opt, state):
     total = 0
     for row in rows.values():
         if "data" in tuple(row.opt_state):
-            whole = row.bytes_whole
+            whole = row.bytes_total
             for axis in ("tensor", "pipeline"):
                 whole //= opt.mesh.shape[axis] if axis in tuple(row.opt_state) else 1
             total += whole * (count - 1) // count

@@ -11,6 +11,7 @@ from support.tiers import tiered
 from support.trajectory import trajectory
 
 import shardopt as so
+from shardopt.parameter_server import make_server, make_update
 
 T, N, STEPS = so.transforms, 3, 5
 MATRIX = {"w": (4, 3), "b": (5,), "s": ()}
@@ -146,7 +147,7 @@ RULES = {
 @pytest.mark.parametrize("staleness", tiered([0, 1, 3], lambda staleness: staleness == 3))
 @pytest.mark.parametrize("rule", RULES, ids=["none", "learning rate", "compensation"])
 def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, ways, x64):
-    tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness, rule), optax.sgd(0.1))
+    tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness, rule, inner=optax.sgd(0.1)))
     params, means = parameters(), jax.tree.map(lambda g: g.mean(0), gradients())
     history, expected = [], []
     for t in range(STEPS):
@@ -159,6 +160,51 @@ def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, rule, way
         expected.append(params)
     for way in ways.values() if staleness == 3 else (ways["vmap"],):
         close(way(trajectory(tx, parameters()), N)(gradients()), jax.tree.map(lambda x: np.stack([x] * N), expected))
+
+
+def test_staleness_divides_the_update_also_of_adam_as_the_parameter_server_does(x64):
+    """Three workers take turns, so that each push is two versions late; the first two find nothing."""
+    staleness, steps = 2, 8
+    start, noise = jnp.arange(1.0, 4.0), np.random.default_rng(3).normal(size=(steps, 3))
+    rules = so.parameter_server.rules
+
+    def gradient(w, t):
+        return 4 * w**3 + noise[t]
+
+    def delayed(rule):
+        tx, w, found = T.delay_gradients(staleness, rule, inner=optax.adam(0.1)), start, []
+        state = tx.init(w)
+        for t in range(steps):
+            updates, state = tx.update(gradient(w, t), state, w)
+            w = optax.apply_updates(w, updates)
+            found.append(w)
+        return np.stack(found)
+
+    def served(rule):
+        server, found = make_server(optax.adam(0.1), max_staleness=None, rule=rule), []
+        state, pulled = server.init({"w": start}), {}
+        for worker in range(staleness + 1):
+            state, _ = server.join(state, worker)
+        for worker in range(staleness + 1):
+            state, event = server.pull(state, worker)
+            pulled[worker] = event.version, start
+        for t in range(steps):
+            worker = t % (staleness + 1)
+            version, w = pulled[worker]
+            late = jnp.zeros(3) if t < staleness else gradient(w, t - staleness)
+            state, event = server.push(state, worker, make_update({"w": late}), version)
+            assert event.delay == min(t, staleness)
+            found.append(state.params["w"])
+            state, event = server.pull(state, worker)
+            pulled[worker] = event.version, state.params["w"].copy()
+        return np.stack(found)
+
+    divided, plain = delayed(T.staleness_learning_rate()), delayed(None)
+    np.testing.assert_allclose(divided, served(rules.staleness_learning_rate()), rtol=1e-12)
+    np.testing.assert_allclose(plain, served(rules.plain()), rtol=1e-12)
+    first = staleness  # the first step that moves: Adam's is as long as its learning rate, whatever the gradient
+    np.testing.assert_allclose(start - divided[first], (start - plain[first]) / staleness, rtol=1e-6)
+    assert np.abs(divided[-1] - plain[-1]).max() > 0.1
 
 
 @pytest.mark.slow

@@ -44,6 +44,18 @@ CONSTRUCTION = [
         "Fix: pass so.transforms.staleness_learning_rate(), so.transforms.delay_compensation(), or a DelayRule.",
     ),
     (
+        lambda: T.delay_gradients(1, T.staleness_learning_rate()),
+        ValueError,
+        "delay_gradients: the rule scales the updates of an optimizer, and there is none.\n"
+        "Fix: pass the optimizer as inner, such as delay_gradients(2, rule, inner=optax.adamw(1e-3)).",
+    ),
+    (
+        lambda: T.delay_gradients(1, inner=optax.sgd),
+        TypeError,
+        "delay_gradients: inner must be an optax.GradientTransformation, got sgd.\n"
+        "Fix: pass a transformation such as optax.adamw(1e-3), called, not the function itself.",
+    ),
+    (
         lambda: optax.inject_hyperparams(T.delay_gradients)(staleness=2).init(jnp.ones(3)),
         TypeError,
         "delay_gradients: staleness must be a Python integer: it shapes the state.\n"

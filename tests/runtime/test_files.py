@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.runtime.files import write_whole
+from shardopt.runtime.files import write_atomic
 
 
 def test_a_file_is_replaced(tmp_path):
     file = tmp_path / "a.json"
     for text in ("first", "second\n"):
-        write_whole(file, text)
+        write_atomic(file, text)
         assert file.read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
@@ -27,6 +27,6 @@ def test_on_a_full_disk_it_is_as_it_was_and_takes_no_room(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Path, "write_text", cut_short)
     with pytest.raises(OSError, match="No space left on device"):
-        write_whole(file, "second")
+        write_atomic(file, "second")
     assert file.read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
