@@ -120,7 +120,7 @@ def test_the_wheel_made_of_the_source_distribution_is_the_same(built, tmp_path):
 
 @pytest.mark.slow
 def test_a_bare_environment_can_use_it(built, tmp_path):
-    """Installed with what it requires and nothing else: it imports, trains a step, explains itself, and nothing clashes."""
+    """Installed with what it requires and nothing else: it imports, trains, and names the extra of its command, which then works."""
     folder, environment = (
         tmp_path / "venv",
         {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "XLA"))},
@@ -138,6 +138,12 @@ def test_a_bare_environment_can_use_it(built, tmp_path):
     assert run(folder / "bin" / "pip", "check") == "No broken requirements found.\n"
     where = run(folder / "bin" / "python", "-c", "import shardopt; print(shardopt.__file__)")
     assert Path(where.strip()).is_relative_to(folder)
+    done = subprocess.run([folder / "bin" / "shardopt", "train"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Fix: pip install 'shardopt[cli]'")
+    example = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert "PartitionSpec" in run(folder / "bin" / "python", "-c", f"{example}print(state.params['w'].sharding)")
+    run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", f"{built[1]}[cli]")
+    assert run(folder / "bin" / "pip", "check") == "No broken requirements found.\n"
     assert "launch" in run(folder / "bin" / "shardopt", "--help")
     assert "stage 0" in run(folder / "bin" / "shardopt", "schedule", "--stages", 2, "--micro-batches", 4)
     text = tmp_path / "fox.txt"
