@@ -141,7 +141,7 @@ def test_a_bare_environment_can_use_it(built, tmp_path):
     done = subprocess.run([folder / "bin" / "shardopt", "train"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Fix: pip install 'shardopt[cli]'")
     example = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
-    assert "PartitionSpec" in run(folder / "bin" / "python", "-c", f"{example}print(state.params['w'].sharding)")
+    assert "P('data', None)" in run(folder / "bin" / "python", "-c", example)
     run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", f"{built[1]}[cli]")
     assert run(folder / "bin" / "pip", "check") == "No broken requirements found.\n"
     assert "launch" in run(folder / "bin" / "shardopt", "--help")
