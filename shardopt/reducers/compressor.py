@@ -84,7 +84,7 @@ def compressor(reducer: Reducer) -> Compressor:
       >>> import jax.numpy as jnp, shardopt as so
       >>> compressor = so.reducers.compressor(so.reducers.error_feedback(so.reducers.top_k(density=0.5)))
       >>> grads = {"w": jnp.array([3.0, 2.0])}
-      >>> memory = codec.init(grads)
+      >>> memory = compressor.init(grads)
       >>> for _ in range(2):
       ...     message, memory = compressor.encode(grads, memory)
       ...     print(compressor.decode(message, grads)["w"], memory.unsent["w"], compressor.nbytes(grads))
