@@ -162,12 +162,12 @@ def aot(
         fix = "return a strategy, such as so.fsdp(tx, mesh, model)."
         raise TypeError(format_error("aot", f"make must return a ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
     start = time.perf_counter()
-    step: Any = opt.step
+    step = opt.step
     compiled = _compile(step.lower(opt.abstract_state(abstract_params), abstract_batch), topology, chip)
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     # where a chip shows up as two devices, each has half of its memory
-    schedule = getattr(opt.config, "schedule", None)
+    schedule = opt.config.schedule
     share = len(devices) // (math.prod(dims) * num_slices)
     return AotReport(
         topology=topology,
