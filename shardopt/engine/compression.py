@@ -64,7 +64,7 @@ class CompressionPlan(NamedTuple):
 
 
 def compression_plan(
-    reducer: Reducer, mesh: Mesh, axes: Sequence[str], plans: Sequence[LeafPlan], *, split: bool
+    reducer: Reducer, mesh: Mesh, axes: Sequence[str], plans: Sequence[LeafPlan], *, sharded: bool
 ) -> CompressionPlan:
     """Return how leaves go through a reducer; those that are sharded over different axes travel apart.
 
@@ -73,9 +73,9 @@ def compression_plan(
       mesh: the mesh.
       axes: what the mean is taken over.
       plans: of the leaves.
-      split: whether the leaves are sharded over data where their plans say so.
+      sharded: whether the leaves are sharded over data where their plans say so.
     """
-    specs = [plan.spec(split=split) for plan in plans]
+    specs = [plan.spec(sharded=sharded) for plan in plans]
     named = [{a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))} for spec in specs]
     keys = [frozenset(axis for axis in mesh.axis_names if axis in own and mesh.shape[axis] > 1) for own in named]
     shapes = tuple(local_shape(mesh, plan, spec) for plan, spec in zip(plans, specs, strict=True))

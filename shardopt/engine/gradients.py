@@ -106,7 +106,7 @@ def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax
 def grad_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
     """Return how gradients of the trainable leaves are sharded over all but tensor: as the optimizer state, if reduced so."""
     sharded = config.placement.opt_state and layout.compression is None
-    return [config.axes.stack(plan.data_spec(split=sharded)) for plan in layout.trained]
+    return [config.axes.stack(plan.data_spec(sharded=sharded)) for plan in layout.trained]
 
 
 def _sum(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
@@ -135,7 +135,7 @@ def _divide(parts: LossParts) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 def _in_specs(config: StrategyConfig, layout: Layout) -> tuple[list[PartitionSpec], *tuple[PartitionSpec, ...]]:
     """Return how (params, batch, step, rng) come into the per-device view."""
-    params = [config.axes.stack(plan.data_spec(split=config.placement.params)) for plan in layout.plans]
+    params = [config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans]
     return params, PartitionSpec(config.axes.rows), PartitionSpec(), PartitionSpec()
 
 

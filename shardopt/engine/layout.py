@@ -82,17 +82,17 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     opt_specs = state_specs(
         opt_state,
         list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
-        split=config.placement.opt_state,
+        sharded=config.placement.opt_state,
         data_size=config.mesh.shape["data"],
         min_shard_elements=config.min_shard_elements,
     )
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    param_specs = treedef.unflatten([plan.spec(split=config.placement.params) for plan in flat])
+    param_specs = treedef.unflatten([plan.spec(sharded=config.placement.params) for plan in flat])
     compression = None
     if config.reducer is not None:
         trained = [plan for plan in flat if plan.trainable]
-        compression = compression_plan(config.reducer, config.mesh, config.axes.summed, trained, split=False)
+        compression = compression_plan(config.reducer, config.mesh, config.axes.summed, trained, sharded=False)
         opt_state = CompressedOptState(opt_state, jax.eval_shape(lambda: init_compression(compression)))
         opt_specs = CompressedOptState(opt_specs, compression_specs(compression))
     return Layout(

@@ -32,7 +32,7 @@ def apply_update(
     always do. Line searches get `value_fn`, the loss of this batch at other parameters.
     """
     sharded = config.placement.opt_state
-    where = layout.merge([None] * len(layout.plans), [plan.spec(split=sharded) for plan in layout.trained])
+    where = layout.merge([None] * len(layout.plans), [plan.spec(sharded=sharded) for plan in layout.trained])
     place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))  # noqa: E731
     grads, shards = place(found.grads, where), place(layout.trainable(params), where)
     frozen = layout.treedef.flatten_up_to(params)
@@ -62,12 +62,12 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
         run = per_device(
             lambda leaves: all_gather(leaves, dims, tensor, axis=SHARD, bucket_bytes=BUCKET_BYTES),
             config.mesh,
-            in_specs=([axes.stack(plan.data_spec(split=True)) for plan in layout.trained],),
-            out_specs=[axes.stack(plan.data_spec(split=False)) for plan in layout.trained],
+            in_specs=([axes.stack(plan.data_spec(sharded=True)) for plan in layout.trained],),
+            out_specs=[axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained],
         )
         replicated = run(jax.tree.leaves(layout.trainable(params)))
         params = layout.merge(layout.treedef.flatten_up_to(params), replicated)
-    specs = layout.treedef.unflatten([axes.stack(plan.spec(split=sharded.params)) for plan in layout.plans])
+    specs = layout.treedef.unflatten([axes.stack(plan.spec(sharded=sharded.params)) for plan in layout.plans])
     return jax.lax.with_sharding_constraint(params, shardings(config.mesh, specs))
 
 

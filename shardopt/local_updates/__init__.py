@@ -1,4 +1,4 @@
-"""Ring 2: replicas that train apart, in lockstep, and agree now and then."""
+"""Local updates: replicas that train apart, and synchronize every few steps."""
 
 from shardopt.local_updates.diloco import diloco
 from shardopt.local_updates.local_sgd import local_sgd

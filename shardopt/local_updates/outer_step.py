@@ -29,10 +29,10 @@ class OuterStep:
         self.plans = [local.layout.plans[i] for i in fragment.leaves]
         sharded = local.config.placement.params
         self.parts = fragment_plans(local, fragment)
-        self.specs = [plan.data_spec(split=sharded) for plan in local.layout.plans]
+        self.specs = [plan.data_spec(sharded=sharded) for plan in local.layout.plans]
         self.own_specs = [local.config.axes.stack(spec) for spec in self.specs]
-        self.part_specs = [plan.data_spec(split=sharded) for plan in self.parts]
-        self.placed = shardings(self.mesh, [plan.spec(split=sharded) for plan in self.parts])
+        self.part_specs = [plan.data_spec(sharded=sharded) for plan in self.parts]
+        self.placed = shardings(self.mesh, [plan.spec(sharded=sharded) for plan in self.parts])
 
     def send(self, shared: Leaves, own: Leaves, wire: PyTree) -> tuple[Leaves, PyTree]:
         """Return the mean over replicas of shared - own, the outer gradient, and the state of its reducer."""
@@ -89,7 +89,7 @@ class OuterStep:
 
 def average(config: StrategyConfig, plans: Sequence[LeafPlan], own: Leaves) -> tuple[Leaves, Leaves]:
     """Return leaves shared and own, all of them the mean of the replicas'; integers take the maximum."""
-    specs = [plan.data_spec(split=config.placement.params) for plan in plans]
+    specs = [plan.data_spec(sharded=config.placement.params) for plan in plans]
     replicas = config.mesh.shape[REPLICA]
 
     def one(plan, leaf):
@@ -122,7 +122,7 @@ def average_updated(
 
 def take_own(config: StrategyConfig, layout: Layout, own: Leaves) -> Leaves:
     """Return each device's own parameters as the shared ones, where all replicas' are equal."""
-    specs = [plan.data_spec(split=config.placement.params) for plan in layout.plans]
+    specs = [plan.data_spec(sharded=config.placement.params) for plan in layout.plans]
     run = per_device(
         lambda own: [x.reshape(x.shape[1:]) for x in own],
         config.mesh,

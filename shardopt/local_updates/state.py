@@ -117,7 +117,7 @@ def make_local_layout(config: StrategyConfig, layout: Layout) -> LocalLayout:
     sharded = config.placement.params
     parts = [fragment_plans(local, fragment) for fragment in fragments]
     compressions = (
-        compression_plan(local.sync.reducer, config.mesh, (REPLICA,), part, split=sharded) for part in parts
+        compression_plan(local.sync.reducer, config.mesh, (REPLICA,), part, sharded=sharded) for part in parts
     )
     return local._replace(fragments=fragments, compressions=tuple(compressions))
 
@@ -206,7 +206,7 @@ def abstract_state(local: LocalLayout) -> tuple[TrainState, TrainState]:
         optimizer=PerReplica(_map_specs(stack, optimizer)),
         inner_reducer=wire,
         outer=tuple(_outer_specs(local.config, one, plans) for one, plans in zip(state.outer, parts, strict=True)),
-        pending=tuple([plan.spec(split=sharded) for plan in plans] for plans in parts) if delayed else (),
+        pending=tuple([plan.spec(sharded=sharded) for plan in plans] for plans in parts) if delayed else (),
         reducer=tuple(Delayed(one, one) if delayed else one for one in states) or None,
     )
     return base._replace(opt_state=state), specs._replace(opt_state=where)
@@ -217,7 +217,7 @@ def _outer_specs(config: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -
     return state_specs(
         state,
         list(zip(paths, plans, strict=True)),
-        split=config.placement.params,
+        sharded=config.placement.params,
         data_size=config.mesh.shape["data"],
         min_shard_elements=config.min_shard_elements,
     )

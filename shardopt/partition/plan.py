@@ -24,12 +24,12 @@ class LeafPlan:
       path: its key path, "blocks/attention/qkv".
       shape: its global shape, with the stacked dim where there is one.
       dtype: its dtype.
-      tensor: its split over the tensor axis alone, one entry a dim.
+      tensor: its spec over the tensor axis alone, one entry per dim.
       dim: the dim that is sharded over data wherever a placement shards it; None if it stays replicated.
       reason: why `dim` is None; empty otherwise.
       stacked: whether dim 0 counts blocks.
       trainable: whether the optimizer updates it.
-      pipelined: whether dim 0, which counts blocks, is split over the pipeline axis.
+      pipelined: whether dim 0, which counts blocks, is sharded over the pipeline axis.
     """
 
     path: str
@@ -42,12 +42,12 @@ class LeafPlan:
     trainable: bool
     pipelined: bool = False
 
-    def spec(self, *, split: bool) -> PartitionSpec:
-        """Return the full spec: tensor and pipeline, and data as well if `split`."""
+    def spec(self, *, sharded: bool) -> PartitionSpec:
+        """Return the full spec: tensor and pipeline, and data as well if `sharded`."""
         entries = list(self.tensor)
         if self.pipelined:
             entries[0] = "pipeline"
-        if split and self.dim is not None:
+        if sharded and self.dim is not None:
             entries[self.dim] = "data"
         return PartitionSpec(*entries)
 
@@ -58,9 +58,9 @@ class LeafPlan:
             self, shape=self.shape[1:], tensor=PartitionSpec(*self.tensor[1:]), dim=dim, stacked=False, pipelined=False
         )
 
-    def data_spec(self, *, split: bool) -> PartitionSpec:
-        """Return the split over all but tensor, for the per-device view."""
-        entries = ["data" if split and dim == self.dim else None for dim in range(len(self.shape))]
+    def data_spec(self, *, sharded: bool) -> PartitionSpec:
+        """Return the spec over all but tensor, for the per-device view."""
+        entries = ["data" if sharded and dim == self.dim else None for dim in range(len(self.shape))]
         if self.pipelined:
             entries[0] = "pipeline"
         return PartitionSpec(*entries)
@@ -85,7 +85,7 @@ def plan_leaves(
       mesh: the mesh.
       rules: see `match_rules`; for stacked leaves they speak of one block.
       stacked: whether the leaves of "blocks" are stacked along dim 0.
-      pipelined: whether the stacked leaves are split over the pipeline axis.
+      pipelined: whether the stacked leaves are sharded over the pipeline axis.
       min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
       is_trainable: whether a floating leaf with this key path is trained.
 
@@ -94,7 +94,7 @@ def plan_leaves(
 
     Raises:
       ValueError: if rules do not fit, a dim named by a rule is not divisible by the axis size, or the tensor
-        axis is above 1 and no leaf is split over it.
+        axis is above 1 and no leaf is sharded over it.
     """
     leaves = leaves_with_paths(abstract_params)
     is_stacked = [stacked and path.split("/")[0] == BLOCKS for path, _ in leaves]
@@ -169,21 +169,21 @@ def state_specs(
     abstract_state: PyTree,
     plans: Sequence[tuple[KeyPath, LeafPlan]],
     *,
-    split: bool,
+    sharded: bool,
     data_size: int,
     min_shard_elements: int,
 ) -> PyTree:
     """Give every leaf of an optimizer state its `PartitionSpec`.
 
     A leaf whose key path ends in that of a parameter of the same shape (a moment) lives as the parameter would.
-    Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is a leaf of its own: split over
+    Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is a leaf of its own: sharded over
     data on the largest dim that it divides. The update runs in the global view, so this choice never changes
     the numbers, only the bytes.
 
     Args:
       abstract_state: the state, of which only shapes are read.
       plans: the trainable parameters' key paths (as jax gives them) and plans.
-      split: whether the placement splits optimizer state over data.
+      sharded: whether the placement shards optimizer state over data.
       data_size: size of the data axis.
       min_shard_elements: leaves with fewer elements stay replicated.
 
@@ -196,9 +196,9 @@ def state_specs(
         for start in range(len(path) + 1):  # the longest ending first
             plan = by_path.get(tuple(path[start:]))
             if plan is not None and plan.shape == leaf.shape:
-                return plan.spec(split=split)
+                return plan.spec(sharded=sharded)
         free = PartitionSpec(*[None] * len(leaf.shape))
-        dim, _ = data_dim(leaf.shape, free, data_size, min_shard_elements) if split else (None, "")
+        dim, _ = data_dim(leaf.shape, free, data_size, min_shard_elements) if sharded else (None, "")
         return PartitionSpec(*("data" if one == dim else None for one in range(len(leaf.shape))))
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)

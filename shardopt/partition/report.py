@@ -92,7 +92,7 @@ def report(
     """Build the report of a train state's `specs` (a `TrainState` of `PartitionSpec`)."""
     rows = []
     for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):
-        params, state = plan.spec(split=params_split), plan.spec(split=state_split)
+        params, state = plan.spec(sharded=params_split), plan.spec(sharded=state_split)
         bytes_total = math.prod(plan.shape) * plan.dtype.itemsize
         rows.append(
             ReportRow(

@@ -214,7 +214,7 @@ def place(
     specs = state_specs(
         opt_state,
         list(zip(paths, plans, strict=True)),
-        split=placement.opt_state,
+        sharded=placement.opt_state,
         data_size=layout.data,
         min_shard_elements=min_shard_elements,
     )
@@ -223,7 +223,7 @@ def place(
         workload=workload,
         layout=layout,
         elements=_elements(plans, mesh, workload.loss_reads),
-        params=held(workload.params, [plan.spec(split=placement.params) for plan in plans]),
+        params=held(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
         opt_state=held(opt_state, jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
@@ -231,7 +231,7 @@ def place(
 
 
 def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...]) -> Elements:
-    sizes = {plan.path: math.prod(plan.shape) // shards(plan.spec(split=False), mesh) for plan in plans}
+    sizes = {plan.path: math.prod(plan.shape) // shards(plan.spec(sharded=False), mesh) for plan in plans}
 
     def counts(*, stacked: bool, sharded: bool) -> list[int]:
         return [sizes[plan.path] for plan in plans if plan.stacked is stacked and (plan.dim is not None) is sharded]

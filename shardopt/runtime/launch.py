@@ -353,7 +353,7 @@ def _place(rank: int, count: int, address: str) -> dict[str, str]:
 
 
 def _huge_pages() -> dict[str, str]:
-    """Let glibc ask for huge pages, unless the user tunes it: a step on CPU maps its memory anew every time.
+    """Let glibc ask for huge pages, unless the user tunes it: a step on CPU maps its memory again every time.
 
     Memory comes page by page, on first touch: with pages of 2 MB instead of 4 kB the steps of a small GPT took a
     quarter less time. Where transparent huge pages are switched off, or there is no glibc from 2.35 on, nothing changes.

@@ -1,4 +1,4 @@
-"""`shardopt launch`: train as several processes, killed and started anew with fewer; scripts; what is refused."""
+"""`shardopt launch`: train as several processes, killed and started again with fewer; scripts; what is refused."""
 
 import contextlib
 import json

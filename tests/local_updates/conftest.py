@@ -104,7 +104,7 @@ def new_batches():
 
 @pytest.fixture
 def strategy_of(mesh_of, model_of):
-    """Return a function from a name and mesh sizes to a ring-1 strategy."""
+    """Return a function from a name and mesh sizes to a synchronous strategy."""
 
     def make(name="fsdp", tx=None, *, weighted=False, model=None, options=(), **sizes):
         sizes = {"replica": 2, "data": 2} | sizes

@@ -31,10 +31,10 @@ def test_tensor_keeps_its_dim_and_data_takes_another(mesh_of):
     plans = plan(
         {"a": (8, 64), "b": (64, 8)}, mesh_of(data=4, tensor=2), [("a", P(None, "tensor")), ("b", P("tensor"))]
     )
-    assert plans["a"].spec(split=True) == P("data", "tensor")
-    assert plans["b"].spec(split=True) == P("tensor", "data")
-    assert plans["b"].spec(split=False) == P("tensor", None)
-    assert plans["b"].data_spec(split=True) == P(None, "data")
+    assert plans["a"].spec(sharded=True) == P("data", "tensor")
+    assert plans["b"].spec(sharded=True) == P("tensor", "data")
+    assert plans["b"].spec(sharded=False) == P("tensor", None)
+    assert plans["b"].data_spec(sharded=True) == P(None, "data")
 
 
 def test_what_stays_whole_says_why(mesh_of):
@@ -109,7 +109,7 @@ def test_optimizer_state_lives_as_its_parameter_does_and_else_where_it_fits(name
     abstract = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in plans.items()}
     state = jax.eval_shape(STATEFUL[name].init, abstract)
     flat = jax.tree_util.tree_leaves_with_path(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
-    specs = state_specs(state, flat, split=True, data_size=4, min_shard_elements=1)
+    specs = state_specs(state, flat, sharded=True, data_size=4, min_shard_elements=1)
     assert jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(state)
     placed = zip(jax.tree.leaves(state), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True)
     for leaf, spec in placed:

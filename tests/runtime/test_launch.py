@@ -1,4 +1,4 @@
-"""Processes of one job: told their places, heard, ended together, started anew. Small scripts stand for them."""
+"""Processes of one job: told their places, heard, ended together, started again. Small scripts stand for them."""
 
 import os
 import re

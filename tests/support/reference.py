@@ -1,4 +1,4 @@
-"""Single-device training in plain jax and optax: what every ring-1 strategy is compared with."""
+"""Single-device training in plain jax and optax: what every synchronous strategy is compared with."""
 
 from collections.abc import Sequence
 
