@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-ROOMS = ["audit", "collectives", "core", "data", "mesh", "partition"]
+ROOMS = ["audit", "collectives", "data", "mesh", "partition"]
 FILES = {
     "": ["tiers"],
     "checkpoint": ["record", "run_folder", "tree"],
-    "cli": ["audit", "communication_refusals", "plan", "schedule"],
+    "cli": ["options", "plan"],
     "docs": ["commands"],
     "fuzz": ["mesh_strings", "rules"],
     "local_updates": ["refusals"],
@@ -21,8 +21,9 @@ FILES = {
     "pipeline": ["check", "construct", "plot", "schedule", "schedules", "ticks"],
     "planning": ["aot", "layout", "search"],
     "reducers": ["refusals"],
+    "runtime": ["files", "lock"],
     "strategies": ["hybrid_refusals", "refusals"],
-    "training": ["arguments", "early_stopping", "loggers", "position"],
+    "training": ["arguments", "early_stopping", "loggers"],
     "transforms": ["refusals"],
 }
 PATHS = [TESTS / room for room in ROOMS]
