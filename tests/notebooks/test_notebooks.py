@@ -9,8 +9,6 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-pytestmark = pytest.mark.slow  # each runs for a minute
-
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 SCRIPTS = sorted(FOLDER.glob("[0-9]_*.py"))
@@ -57,6 +55,7 @@ def test_a_notebook_is_its_script_with_outputs(script, tool):
     assert "stderr" not in [one.get("name") for cell in code for one in cell.outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_notebook_runs_and_shows_what_the_committed_one_shows(script, tool):
     # a notebook asks for devices itself
