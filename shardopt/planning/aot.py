@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from shardopt.audit.collective import Collective
@@ -16,7 +17,7 @@ from shardopt.audit.report import Audit
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.extras import require
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, abstract, is_array_like
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import make_mesh
 from shardopt.planning.hardware import HARDWARE, Hardware
@@ -129,7 +130,7 @@ def aot(
     Args:
       make: `make(mesh) -> ShardedOptimizer`, such as `lambda mesh: so.fsdp(tx, mesh, model)`.
       abstract_params: shapes of the parameters, from `jax.eval_shape(init, key)`.
-      abstract_batch: shapes of the global batch.
+      abstract_batch: shapes of the global batch; of arrays only the shapes are read.
       topology: chip and torus, "v5p:4x4x8"; v4, v5p and tpu7x have three axes, v5e and v6e two.
       num_slices: how many of them.
       data: as in `so.make_mesh`; so are tensor, pipeline and replica.
@@ -162,8 +163,8 @@ def aot(
         fix = "return a strategy, such as so.fsdp(tx, mesh, model)."
         raise TypeError(format_error("aot", f"make must return a ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
     start = time.perf_counter()
-    step = opt.step
-    compiled = _compile(step.lower(opt.abstract_state(abstract_params), abstract_batch), topology, chip)
+    shapes = jax.tree.map(lambda leaf: abstract(leaf) if is_array_like(leaf) else leaf, abstract_batch)
+    compiled = _compile(opt.step.lower(opt.abstract_state(abstract_params), shapes), topology, chip)
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     # where a chip shows up as two devices, each has half of its memory

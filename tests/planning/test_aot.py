@@ -5,6 +5,7 @@ import os
 import re
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -133,6 +134,13 @@ def test_arguments_are_those_of_the_placement_formula(sizes):
     assert report.mesh_shape["tensor"] == sizes.get("tensor", 1)
     assert "data" in {axis for one in report.collectives for axis in one.axes or ()}
     assert 0 < report.peak_bytes < report.hbm_bytes
+
+
+@pytest.mark.slow
+def test_of_a_batch_only_the_shapes_are_read():
+    batch = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in transformer.abstract_batch(SHAPE, 32).items()}
+    make = lambda mesh: so.fsdp(optax.adamw(1e-3), mesh, transformer.model(SHAPE))  # noqa: E731
+    assert so.aot(make, SHAPE.abstract_params(), batch, topology="v5e:4x4").audit == compiled(topology="v5e:4x4").audit
 
 
 @pytest.mark.slow
