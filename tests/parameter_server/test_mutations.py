@@ -105,7 +105,7 @@ def bound_kept_and_reached():
 
 def same_bits_in_any_order():
     draw = np.random.default_rng(0)
-    batches = [draw.normal(size=(2, 5)).astype(np.float32) * np.float32(10.0**k) for k in range(3)]
+    batches = [draw.normal(size=(2, 64)).astype(np.float32) * np.float32(10.0**k) for k in range(3)]
 
     def final(speeds):
         result = simulate(
@@ -113,7 +113,7 @@ def same_bits_in_any_order():
             num_updates=3,
             tx=optax.sgd(0.1),
             loss_fn=lambda params, batch: jnp.mean(batch @ params["w"]),
-            params={"w": jnp.zeros(5)},
+            params={"w": jnp.zeros(64)},
             batches_of=lambda worker: [batches[worker]] * 3,
         )
         return np.asarray(result.params["w"]).tobytes()

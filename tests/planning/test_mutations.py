@@ -14,7 +14,7 @@ DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, 
 def forget_the_moments(patch):
     found = layout.state_specs
     # as if the optimizer state were replicated over data
-    patch.setattr(layout, "state_specs", lambda *args, **more: found(*args, **more | {"split": False}))
+    patch.setattr(layout, "state_specs", lambda *args, **more: found(*args, **more | {"sharded": False}))
 
 
 def keep_no_activations(patch):
