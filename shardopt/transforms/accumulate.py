@@ -1,6 +1,6 @@
 """`accumulate`: several gradients, one update."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         check_leaves(who, params)
         return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(zeros_like(params)), tx.init(params))
 
-    def update(updates, state, params=None, **extra_args: Any):
+    def update(updates, state, params=None, **extra_args: PyTree):
         check_leaves(who, updates)
         check_alike(who, "the parameters that init saw", updates, state.total.value)
         total = jax.tree.map(lambda kept, g: kept + g.astype(kept.dtype), state.total.value, updates)

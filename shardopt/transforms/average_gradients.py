@@ -1,6 +1,6 @@
 """`average_gradients`: data parallelism as a link of an optax chain."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 
@@ -55,7 +55,7 @@ def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> op
     def init(params):
         return AverageGradientsState(chosen.init(params))
 
-    def update(updates, state, params=None, **extra_args: Any):
+    def update(updates, state, params=None, **extra_args: PyTree):
         axis_size(who, axis_name)
         mean, reducer_state = chosen.reduce(updates, state.reducer, axis_name)
         return mean, AverageGradientsState(reducer_state)

@@ -18,7 +18,7 @@ WHO = "clip_by_global_norm"
 
 
 def clip_by_global_norm(
-    max_norm: Any, axis_names: AxisName, *, split: Any = None
+    max_norm: float | jax.Array, axis_names: AxisName, *, split: bool | PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Scale gradients so that their norm over all devices is at most `max_norm`, counting each element once.
 
@@ -68,7 +68,7 @@ def clip_by_global_norm(
     def init(params):
         return optax.EmptyState()
 
-    def update(updates, state, params=None, **extra_args: Any):
+    def update(updates, state, params=None, **extra_args: PyTree):
         check_leaves(WHO, updates)
         axis_size(WHO, names)
         leaves, treedef = jax.tree.flatten(updates)
@@ -81,7 +81,7 @@ def clip_by_global_norm(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _sum_of_squares(leaves: Sequence[Any], over: Sequence[tuple[str, ...]]) -> Any:
+def _sum_of_squares(leaves: Sequence[jax.Array], over: Sequence[tuple[str, ...]]) -> jax.Array:
     squares = [jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype))))) for leaf in leaves]
     widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
     total = jnp.zeros((), widest)
@@ -91,7 +91,7 @@ def _sum_of_squares(leaves: Sequence[Any], over: Sequence[tuple[str, ...]]) -> A
     return total
 
 
-def _scaled(leaf: Any, norm: Any, max_norm: Any) -> Any:
+def _scaled(leaf: jax.Array, norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
     """As optax: not min(1, max_norm / norm), so that a NaN norm reaches every leaf; in fp32 at least."""
     wide = wide_dtype(leaf.dtype)
     real = real_dtype(wide)
@@ -99,7 +99,7 @@ def _scaled(leaf: Any, norm: Any, max_norm: Any) -> Any:
     return jnp.where(norm < max_norm, leaf, clipped.astype(leaf.dtype))
 
 
-def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: Any) -> list[tuple[str, ...]]:
+def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: bool | PyTree) -> list[tuple[str, ...]]:
     tracked = tracks_varying(names)
     leaves = leaves_with_paths(updates)
     if split is None:
@@ -118,7 +118,7 @@ def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: Any) -> list
     return over
 
 
-def _per_leaf(split: Any, updates: PyTree) -> list[Any]:
+def _per_leaf(split: bool | PyTree, updates: PyTree) -> list[PartitionSpec | bool]:
     def is_entry(node):
         return isinstance(node, PartitionSpec | bool)
 
@@ -154,7 +154,7 @@ def _checked_names(names: AxisName) -> tuple[str, ...]:
     return axis_names(WHO, names)
 
 
-def _check_max_norm(max_norm: Any) -> None:
+def _check_max_norm(max_norm: float | jax.Array) -> None:
     if isinstance(max_norm, jax.Array):
         return
     check_is_number(WHO, "max_norm", max_norm)
@@ -162,7 +162,7 @@ def _check_max_norm(max_norm: Any) -> None:
         raise ValueError(format_error(WHO, f"max_norm must be above 0, got {max_norm}."))
 
 
-def _check_split(split: Any) -> None:
+def _check_split(split: bool | PyTree) -> None:
     if split is None or isinstance(split, bool | PartitionSpec):
         return
     entries = jax.tree.leaves(split, is_leaf=lambda node: isinstance(node, PartitionSpec))

@@ -1,7 +1,7 @@
 """`delay_gradients`: what asynchronous training does to an optimizer, made deterministic."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,7 @@ def delay_gradients(
         pulled = jax.tree.map(jnp.zeros_like, held) if rule.uses_pulled else ()
         return DelayGradientsState(slot, PerDevice(held), PerDevice(pulled), inner_state)
 
-    def update(updates, state, params=None, **extra_args: Any):
+    def update(updates, state, params=None, **extra_args: PyTree):
         if rule.uses_pulled:
             check_params(who, params)
         if staleness:

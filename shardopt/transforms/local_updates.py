@@ -1,13 +1,13 @@
 """`local_updates`: each device by itself, parameters averaged now and then."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from shardopt.core.arguments import check_count, check_params, check_transformation
-from shardopt.core.types import wide_dtype
+from shardopt.core.types import PyTree, wide_dtype
 from shardopt.reducers import PerDevice, exact
 from shardopt.reducers.axis import AxisName, agreeing_cond, axis_names, axis_size
 
@@ -74,7 +74,7 @@ def local_updates(
     def init(params):
         return LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))
 
-    def update(updates, state, params=None, **extra_args: Any):
+    def update(updates, state, params=None, **extra_args: PyTree):
         axis_size(who, axis_name)
         known = check_params(who, params)
         found, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
