@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.engine.config import StrategyConfig
+from shardopt.mesh import data_axes
 
 
 def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
@@ -98,7 +99,7 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
         what = "batch leaves must share their first dim, the global batch."
         raise ValueError(format_error(config.strategy, what, listed, "give every leaf the shape [global batch, ...]."))
     size = leaves[0][1].shape[0]
-    axes, micro_batches = config.axes.rows, config.micro_batches
+    axes, micro_batches = data_axes(config.mesh), config.micro_batches
     devices = math.prod(config.mesh.shape[axis] for axis in axes)
     pieces = devices * micro_batches
     if size == 0 or size % pieces:
