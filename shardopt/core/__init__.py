@@ -6,6 +6,7 @@ from shardopt.core.errors import (
     CheckpointInUseError,
     DamagedCheckpointError,
     NonFiniteLossError,
+    NotSeparableError,
     StepNotFoundError,
 )
 from shardopt.core.types import TrainState, Updated, Weighted
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointInUseError",
     "DamagedCheckpointError",
     "NonFiniteLossError",
+    "NotSeparableError",
     "StepNotFoundError",
     "TrainState",
     "Updated",

@@ -18,6 +18,18 @@ class NonFiniteLossError(FloatingPointError):
         self.step, self.position = step, position
 
 
+class NotSeparableError(ValueError):
+    """A loss is not a (weighted) mean over rows, so that its pieces on several devices do not add up to it.
+
+    Attributes:
+      operation: the operation that mixes rows, as in "reduce_sum at loss.py:12 (batch_loss)"; "" if it is not known.
+    """
+
+    def __init__(self, message: str, *, operation: str = ""):
+        super().__init__(message)
+        self.operation = operation
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be used (damaged, incomplete, of another model), or could not be written."""
 
