@@ -34,11 +34,7 @@ class Module(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """Parse the text of an optimised or unoptimised HLO module.
-
-    Raises:
-      ValueError: if it is not HLO text, or has no entry computation.
-    """
+    """Parse the text of an optimised or unoptimised HLO module."""
     header, entry, name = "", "", None
     computations: dict[str, list[Instruction]] = {}
     for line in text.splitlines():

@@ -81,11 +81,7 @@ def times_taken(turns: int, schedule: HasTicks | None) -> int:
 
 
 def check_schedule(who: str, module: Module, schedule: HasTicks | None) -> None:
-    """Refuse a schedule that is not that of the program.
-
-    Raises:
-      ValueError: if no loop turns as often as it has ticks.
-    """
+    """Refuse a schedule that is not that of the program."""
     if schedule is None or schedule.num_ticks == 1:  # a loop that turns once is no loop any more
         return
     loops = [

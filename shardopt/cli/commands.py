@@ -137,12 +137,7 @@ def saved_defaults(before: TrainOptions, now: TrainOptions) -> TrainOptions:
 
 
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
-    """Run the command that came after -- as the options say, and return its exit code.
-
-    Raises:
-      ValueError: if there is no command, or a number is out of range.
-      OSError: if the command cannot be started, or the logs cannot be written.
-    """
+    """Run the command that came after -- as the options say, and return its exit code."""
     if not command:
         example = "shardopt launch --processes 4 -- train --steps 100"
         raise ValueError(format_error("launch", "there is no command to launch.", fix=f"say it after --: {example}"))

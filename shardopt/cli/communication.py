@@ -131,11 +131,7 @@ _REDUCING = {"reducer", "error_feedback", "reducer_warmup_steps"}
 
 
 def check_communication(options: TrainOptions) -> None:
-    """Refuse what does not go together, as far as it can be told before there are devices.
-
-    Raises:
-      ValueError: if a number is out of range, an option has no meaning beside the others, or there is no such reducer.
-    """
+    """Refuse what does not go together, as far as it can be told before there are devices."""
     asked = options.communication
     _check_numbers(asked)
     if asked.sync_every is None:
@@ -160,11 +156,7 @@ def check_communication(options: TrainOptions) -> None:
 
 
 def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
-    """Return the reducer that was asked for, with error feedback unless it rounds only, or that was declined.
-
-    Raises:
-      ValueError: if there is no such reducer or argument, an argument is wrong, or there is no feedback to decline.
-    """
+    """Return the reducer that was asked for, with error feedback unless it rounds only, or that was declined."""
     text = asked.reducer
     if text is None:
         if asked.reducer_warmup_steps is not None:
@@ -192,11 +184,7 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
 
 
 def combined(asked: Communication, strategy: so.ShardedOptimizer) -> so.ShardedOptimizer:
-    """Return the strategy, with local updates if they were asked for.
-
-    Raises:
-      ValueError: if steps, fragments and delay do not go together.
-    """
+    """Return the strategy, with local updates if they were asked for."""
     if asked.sync_every is None:
         return strategy
     if asked.outer == "average":

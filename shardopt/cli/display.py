@@ -228,12 +228,7 @@ _BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
 
 
 def draw_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw training and validation loss over the steps into a PNG.
-
-    Args:
-      metrics: `{"step": n, "loss": ..., "val_loss": ...}` each, either loss may be missing.
-      path: the file to write.
-    """
+    """Draw training and validation loss over the steps into a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -241,9 +241,6 @@ def make_optimizer(text: str, *, learning_rate: float, steps: int, clip: float) 
       learning_rate: the peak.
       steps: of the whole run.
       clip: the largest global norm of the gradient; 0 for none.
-
-    Raises:
-      ValueError: if there is no such optimizer or argument, or a number is out of range.
     """
     _check("--learning-rate", learning_rate > 0, "above 0", learning_rate)
     check_count("train", "--steps", steps)
@@ -263,11 +260,7 @@ def make_schedule(peak: float, steps: int) -> optax.Schedule:
 
 
 def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
-    """Return the function of optax that a text such as "adamw" or "contrib.muon(beta=0.9)" names, and its arguments.
-
-    Raises:
-      ValueError: if the text cannot be read, no such function takes a learning rate, or it has no such arguments.
-    """
+    """Return the function of optax that a text such as "adamw" or "contrib.muon(beta=0.9)" names, and its arguments."""
     name, arguments = read_call("--optimizer", text, example="adamw(b2=0.99)")
     known, name = optimizers(), name.removeprefix("optax.")
     if name not in known:
@@ -315,9 +308,6 @@ def _check(option: str, good: bool, wanted: str, value: float) -> None:
 def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments in "adamw" or "adamw(b2=0.99, nesterov=True)".
 
-    Raises:
-      ValueError: if it is neither a name nor a call with literal keyword arguments.
-
     Example:
       >>> read_call("--reducer", "top_k(density=0.05)", example="")
       ('top_k', {'density': 0.05})
@@ -335,11 +325,7 @@ def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, A
 
 
 def check_keywords(what: str, arguments: dict[str, Any], taken: Sequence[str], note: str = "") -> None:
-    """Refuse arguments that are not among those taken.
-
-    Raises:
-      ValueError: if there are some.
-    """
+    """Refuse arguments that are not among those taken."""
     if wrong := sorted(set(arguments) - set(taken)):
         unknown = f"{what} has no argument {' or '.join(map(repr, wrong))}."
         raise ValueError(format_error("train", unknown, fix=f"it takes {', '.join(taken) or 'none'}{note}."))

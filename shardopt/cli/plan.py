@@ -59,11 +59,7 @@ class PlanOptions:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print the plans.
-
-    Raises:
-      ValueError: if a name is unknown, a number out of range, or nothing fits.
-    """
+    """Print the plans."""
     check_count("plan", "--top", options.top)
     shape = find_model("plan", options.model)
     if options.length is not None:
@@ -257,11 +253,7 @@ class ScheduleOptions:
 
 
 def schedule(options: ScheduleOptions) -> None:
-    """Print the schedule.
-
-    Raises:
-      ValueError: if the schedule refuses the sizes, or has no chunks.
-    """
+    """Print the schedule."""
     check_chunks("schedule", "--kind", options.kind, options.chunks)
     table = schedule_builder(options.kind, options.chunks)(options.stages, options.micro_batches)
     if options.png is not None:

@@ -30,11 +30,7 @@ _FIXED = ("dim", "layers", "heads")
 
 
 def check_run_folder(options: TrainOptions) -> None:
-    """Refuse a folder that holds a run already, unless it is to be resumed, and a resume that cannot be one.
-
-    Raises:
-      ValueError: if a run is there and `resume` is not set, or a resumed run would have another model.
-    """
+    """Refuse a folder that holds a run already, unless it is to be resumed, and a resume that cannot be one."""
     folder = options.run.run_dir
     if not options.run.resume:
         if steps := committed(folder / CHECKPOINTS):
@@ -54,11 +50,7 @@ def check_run_folder(options: TrainOptions) -> None:
 
 
 def read_options(folder: Path) -> TrainOptions:
-    """Return the options of the run in a folder.
-
-    Raises:
-      ValueError: if there is none, or its file is damaged.
-    """
+    """Return the options of the run in a folder."""
     return from_json(_read(folder))
 
 

@@ -36,9 +36,6 @@ def start_devices(count: int) -> Sequence[Any]:
     """Start jax and return its devices: accelerators where there are some, else `count` simulated on the CPU.
 
     Each of several processes has an equal share of those.
-
-    Raises:
-      ValueError: if `count` is below 1, or cannot be shared out evenly among the processes that are to simulate it.
     """
     check_count("train", "--devices", count)
     so.initialize()
@@ -56,11 +53,7 @@ def start_devices(count: int) -> Sequence[Any]:
 
 
 def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
-    """Return the mesh that "data=4,tensor=2" or "auto" describes; `pipelined` gives "auto" two stages.
-
-    Raises:
-      ValueError: if the text cannot be read, says another number of replicas, or the sizes do not fit the devices.
-    """
+    """Return the mesh that "data=4,tensor=2" or "auto" describes; `pipelined` gives "auto" two stages."""
     if sizes == "auto":
         count = replicas or 1
         if len(devices) % count:
@@ -80,9 +73,6 @@ def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False, repl
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Return the sizes in a text such as "data=4,tensor=2".
-
-    Raises:
-      ValueError: if an axis is unknown or named twice, or a size is no integer.
 
     Example:
       >>> parse_mesh("data=4,tensor=2")
@@ -107,11 +97,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def check_strategy(options: TrainOptions) -> None:
-    """Refuse options that do not go together, as far as they can be told before there are devices.
-
-    Raises:
-      ValueError: if a number is out of range, a flag is for another strategy, or the schedule has no chunks.
-    """
+    """Refuse options that do not go together, as far as they can be told before there are devices."""
     where, pipeline = options.where, options.pipeline
     numbers = {
         "--batch-size": options.training.batch_size,
@@ -148,11 +134,7 @@ def _given(pipeline: Pipeline) -> list[str]:
 
 
 def check_chunks(who: str, flag: str, schedule: str, chunks: int | None) -> None:
-    """Refuse several chunks for a schedule that has one per stage.
-
-    Raises:
-      ValueError: if `chunks` is anything but None or 1, and the schedule has none.
-    """
+    """Refuse several chunks for a schedule that has one per stage."""
     if chunks not in (None, 1) and schedule not in _CHUNKS:
         what = f"--chunks {chunks} is for schedules that have chunks; {schedule} has one a stage."
         raise ValueError(format_error(who, what, fix=f"leave it out, or choose {flag} {' or '.join(_CHUNKS)}."))
@@ -169,12 +151,7 @@ def _schedule_name(pipeline: Pipeline) -> str:
 
 
 def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
-    """Return the options with a number of layers, where none was given, that can be cut into stages.
-
-    Raises:
-      ValueError: if the mesh has a pipeline axis above 1, and the strategy is not hybrid; --sync-every is given and
-        there is one replica; or the layers that were given cannot be cut evenly.
-    """
+    """Return the options with a number of layers, where none was given, that can be cut into stages."""
     where, stages = options.where, mesh.shape["pipeline"]
     asked = options.communication
     if asked.sync_every is not None and mesh.shape.get("replica", 1) < 2:
@@ -197,11 +174,7 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
 def make_strategy(
     options: TrainOptions, tx: optax.GradientTransformation, mesh: Mesh, model: so.BlockModel
 ) -> so.ShardedOptimizer:
-    """Return the strategy that the options name, once they have passed `check_strategy` and `fitted`.
-
-    Raises:
-      ValueError: if the batch cannot be cut as asked, or the strategy refuses the rest.
-    """
+    """Return the strategy that the options name, once they have passed `check_strategy` and `fitted`."""
     asked = options.communication
     reducer = make_reducer(asked) if asked.sync_every is None else None
     return combined(asked, make_base(options, tx, mesh, model, reducer=reducer))
@@ -238,11 +211,7 @@ def make_base(
 
 
 def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
-    """Return how many there are: as asked, else twice as many as stages, or as many; one without a pipeline.
-
-    Raises:
-      ValueError: if the batch cannot be cut so over the devices.
-    """
+    """Return how many there are: as asked, else twice as many as stages, or as many; one without a pipeline."""
     size, asked, stages = options.training.batch_size, options.where.micro_batches, mesh.shape["pipeline"]
     axes = data_axes(mesh)
     devices = math.prod(mesh.shape[axis] for axis in axes)

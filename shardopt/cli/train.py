@@ -33,15 +33,7 @@ _SAMPLE_BYTES = 400
 
 
 def train(options: TrainOptions) -> None:
-    """Train, validate, sample, and leave a run folder that can be resumed.
-
-    Raises:
-      ValueError: if an option cannot be used; the message names the remedy.
-      TypeError: if an optimizer was given an argument of the wrong kind.
-      ModuleNotFoundError: if a package of the extra "cli" is not installed.
-      OSError: if the text or the run folder cannot be used.
-      NonFiniteLossError: if training diverged.
-    """
+    """Train, validate, sample, and leave a run folder that can be resumed."""
     for module in ("grain", "matplotlib"):
         require(module, extra="cli", who="train")
     check_run_folder(options)

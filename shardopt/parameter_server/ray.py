@@ -84,13 +84,7 @@ _CONNECT_SECONDS = 5.0
 
 @contextlib.contextmanager
 def cluster(who: str, address: str | None, num_workers: int) -> Iterator[ModuleType]:
-    """Return the module `ray`, connected: to what is there, an address, or a local Ray that ends with the run.
-
-    Raises:
-      ImportError: if Ray is not installed.
-      ConnectionError: if nothing answers at the address.
-      ValueError: if this process is connected to another Ray than the address says.
-    """
+    """Return the module `ray`, connected: to what is there, an address, or a local Ray that ends with the run."""
     try:
         import ray
     except ImportError as error:

@@ -53,14 +53,8 @@ def run_on_threads(
 def run_threads(who: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
     """Work until all is over. Whatever ends it, every thread has ended when this returns.
 
-    Args:
-      who: the function that the user called, for messages.
-      coordinator: the server.
-      compute: what the workers do.
-      watch: `watch(coordinator)`, which takes milestones away until nobody works, on the caller's thread.
-
-    Raises:
-      BaseException: what a worker raised, with its traceback and a note saying which worker it was.
+    `watch(coordinator)` takes milestones away until nobody works, on the caller's thread. What a worker raised is
+    raised here, with its traceback and a note saying which worker it was.
     """
     settings, errors = settings_here(), []
 

@@ -104,11 +104,6 @@ def check_sizes(who: str, **sizes: int) -> None:
     """Refuse sizes that are no positive integers, and tables that no machine holds.
 
     With several chunks, micro-batches go through them in whole groups of one per stage.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1, the table too large, or there are several chunks, and micro-batches that are
-        not a multiple of the stages.
     """
     if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)]:
         raise TypeError(format_error(who, f"sizes must be integers, got {', '.join(bad)}."))
@@ -124,11 +119,7 @@ def check_sizes(who: str, **sizes: int) -> None:
 
 
 def check_cells(who: str, num_stages: int, num_ticks: int) -> None:
-    """Refuse a table that would fill the memory, before it does.
-
-    Raises:
-      ValueError: if stages times ticks are above 2^20; 256 stages with 1024 micro-batches are below.
-    """
+    """Refuse a table that would fill the memory, before it does."""
     if num_stages * num_ticks > _MOST_CELLS:
         what = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
         fix = f"keep stages x ticks at {_MOST_CELLS} or below."

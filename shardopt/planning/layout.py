@@ -193,9 +193,6 @@ def place(
     """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
 
     A TPU stores arrays in tiles (`tiled`).
-
-    Raises:
-      ValueError: if a dim that a tensor rule names is not divisible, or no rule uses a tensor axis above 1.
     """
     mesh = cast(Mesh, _Sizes(layout.sizes))
     placement = PLACEMENTS[layout.placement]

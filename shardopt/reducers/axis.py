@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 def axis_names(who: str, axis_name: AxisName) -> tuple[str, ...]:
-    """Return one name or several as a tuple.
-
-    Raises:
-      TypeError: if it is neither a string nor a non-empty sequence of strings.
-      ValueError: if a name comes twice.
-    """
+    """Return one name or several as a tuple."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         what = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
@@ -34,12 +29,7 @@ def axis_names(who: str, axis_name: AxisName) -> tuple[str, ...]:
 
 
 def axis_size(who: str, axis_name: AxisName) -> int:
-    """Return how many devices there are along the axis.
-
-    Raises:
-      TypeError: as `axis_names`.
-      ValueError: if the axis is not bound where this is called.
-    """
+    """Return how many devices there are along the axis."""
     names = axis_names(who, axis_name)
     if unbound := [name for name in names if not is_bound(name)]:
         quoted = ", ".join(repr(name) for name in unbound)
@@ -72,11 +62,7 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def check_not_summed(who: str, axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None:
-    """Refuse gradients that jax has summed over the axis already, where types tell.
-
-    Raises:
-      ValueError: if types track what varies, and a gradient does not vary along the axis.
-    """
+    """Refuse gradients that jax has summed over the axis already, where types tell."""
     names = axis_names(who, axis_name)
     if not tracks_varying(names):
         return
@@ -124,28 +110,12 @@ def agreeing_cond(predicate: jax.Array | bool, if_true: Callable[..., T], if_fal
 
 
 def all_to_all_packed(parts: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Send row i of each part to device i.
-
-    Args:
-      parts: arrays [N, k].
-      axis_name: the axis, of size N.
-
-    Returns:
-      As many arrays [N, k]: row j came from device j.
-    """
+    """Send row i of each part [N, k] to device i; row j of the results came from device j."""
     return _packed(parts, lambda buffer: _all_to_all(buffer, axis_name))
 
 
 def all_gather_packed(parts: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Send rows to all devices.
-
-    Args:
-      parts: arrays [1, k].
-      axis_name: the axis, of size N.
-
-    Returns:
-      As many arrays [N, k]: row j came from device j.
-    """
+    """Send each part [1, k] to all devices; row j of the results [N, k] came from device j."""
     return _packed(parts, lambda buffer: _all_gather(buffer, axis_name))
 
 

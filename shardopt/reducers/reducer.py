@@ -140,11 +140,7 @@ def keep_if_finite(mean: PyTree, after: PyTree, before: PyTree) -> PyTree:
 
 
 def check_reducer(who: str, reducer: Any) -> None:
-    """Refuse what is not a reducer.
-
-    Raises:
-      TypeError: if it is not a `Reducer`.
-    """
+    """Refuse what is not a reducer."""
     if not isinstance(reducer, Reducer):
         shown = getattr(reducer, "__name__", type(reducer).__name__)
         fix = "pass one such as so.reducers.int8(), called."
@@ -210,11 +206,7 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) ->
 
 
 def check_leaves(who: str, tree: PyTree) -> None:
-    """Refuse leaves that have no mean.
-
-    Raises:
-      TypeError: if a leaf is not a floating or complex array.
-    """
+    """Refuse leaves that have no mean."""
     wrong = [
         f"{path or 'the tree itself'}: {leaf.dtype if is_array_like(leaf) else type(leaf).__name__}"
         for path, leaf in leaves_with_paths(tree)
@@ -226,11 +218,7 @@ def check_leaves(who: str, tree: PyTree) -> None:
 
 
 def check_alike(who: str, what: str, tree: PyTree, reference: PyTree) -> None:
-    """Refuse a tree that does not have the structure and shapes of another.
-
-    Raises:
-      ValueError: if structure or shapes differ.
-    """
+    """Refuse a tree that does not have the structure and shapes of another."""
     if jax.tree.structure(tree) != jax.tree.structure(reference):
         raise ValueError(format_error(who, f"the gradients have another tree structure than {what}."))
     pairs = zip(leaves_with_paths(tree), jax.tree.leaves(reference), strict=True)

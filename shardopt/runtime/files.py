@@ -15,11 +15,7 @@ from shardopt.core.errors import CheckpointInUseError, format_error
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a text file by one that is complete: a kill or a full disk leaves it as it was.
-
-    Raises:
-      OSError: if it cannot be written.
-    """
+    """Replace a text file by one that is complete: a kill or a full disk leaves it as it was."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text)

@@ -224,15 +224,7 @@ def _run_attempt(
 ) -> _Ended:
     """Run `count` processes until all have ended well, or one has failed and the others were ended.
 
-    Args:
-      command: what each runs.
-      count: how many.
-      log_of: the log file of a rank.
-      stop: returns a signal once for each that is to be passed on to all, else None.
-      keep: descriptors that they inherit.
-
-    Raises:
-      OSError: if the command cannot be started, or a log cannot be written.
+    They inherit the descriptors `keep`. `stop()` returns each signal that is to be passed on to all, once, else None.
     """
     address, finished, members = _free_address(), queue.SimpleQueue(), []
     with failures() as heard:
@@ -297,16 +289,7 @@ def _start(
 ) -> _Member:
     """Start one process with its output in a file, and on the screen too where it is shown. It dies with this thread.
 
-    Args:
-      command: what it runs.
-      rank: its number.
-      log: the file.
-      environment: what is added to that of this process.
-      shown: whether its output is on the screen too.
-      keep: descriptors that it inherits.
-
-    Raises:
-      OSError: if the command cannot be started, or the log cannot be written.
+    It has `environment` beside that of this process, and inherits the descriptors `keep`.
     """
     if shutil.which(command[0]) is None:
         number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT

@@ -73,11 +73,7 @@ def tensorboard(directory: str | os.PathLike[str]) -> Log:
 
 
 def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
-    """Return `log` as a tuple: it may be None, one logger or a sequence of them.
-
-    Raises:
-      TypeError: if a logger is not callable.
-    """
+    """Return `log` as a tuple: it may be None, one logger or a sequence of them."""
     if log is None:
         return ()
     given = log if isinstance(log, list | tuple) and not callable(log) else (log,)

@@ -59,11 +59,7 @@ class Meter:
         return (late.step, fetched) if late.wanted else None
 
     def settle(self) -> dict[str, float]:
-        """Return the metrics of the newest step, waiting for it; empty if there was no step.
-
-        Raises:
-          NonFiniteLossError: if its loss is not finite.
-        """
+        """Return the metrics of the newest step, waiting for it; empty if there was no step."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._settled = self._fetch(pending, everything=True)

@@ -28,9 +28,6 @@ def begin(
 
     A checkpoint is restored if `checkpoints.resume` is set and it is newer than the state, whose memory is freed first.
     What is done is said.
-
-    Raises:
-      ValueError: if the folder has checkpoints and `checkpoints.resume` is not set, or the batches cannot be put back.
     """
     if checkpoints is None or (latest := checkpoints.latest()) is None:
         return state, StoppingState()
@@ -118,11 +115,7 @@ class Stream:
         return batch
 
     def position(self) -> dict[str, Any]:
-        """Return the position in a form that survives JSON.
-
-        Raises:
-          TypeError: if the state of the iterator does not survive it.
-        """
+        """Return the position in a form that survives JSON."""
         return {"drawn": self.drawn, "state": _encode(self._iterator.get_state()) if self._keeps_state() else None}
 
     def restore(self, position: Mapping[str, Any]) -> str:
