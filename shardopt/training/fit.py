@@ -17,8 +17,16 @@ from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.training.evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training.loggers import Log, as_loggers, open_log, show_progress
 from shardopt.training.metrics import Meter, check_state, count_examples
-from shardopt.training.resume import END, Stream, begin, pack, written_out
-from shardopt.training.signals import SIGNALS, catch_signals, common_verdict
+from shardopt.training.resume import (
+    END,
+    SIGNALS,
+    Stream,
+    begin,
+    catch_signals,
+    common_verdict,
+    pack,
+    written_out,
+)
 
 
 class FitResult(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 
 from shardopt.checkpoint import Checkpoints
 from shardopt.training import EarlyStopping, fit
-from shardopt.training.signals import VERDICTS, catch_signals, common_verdict
+from shardopt.training.resume import VERDICTS, catch_signals, common_verdict
 
 
 @pytest.fixture(autouse=True)

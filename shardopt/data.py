@@ -1,4 +1,7 @@
-"""Text as bytes: a corpus of files, cut into training and validation windows, and drawn in shuffled batches."""
+"""Data to train on: a corpus of files as bytes, cut into training and validation windows, drawn in shuffled batches.
+
+A user of the library, which nothing in it imports but the command line.
+"""
 
 import dataclasses
 import os
@@ -14,6 +17,8 @@ from shardopt.core.extras import require
 
 if TYPE_CHECKING:
     import grain
+
+__all__ = ["Corpus", "Windows", "batches", "decode", "encode", "open_corpus", "split", "spread_batches"]
 
 Batch = dict[str, np.ndarray]
 
