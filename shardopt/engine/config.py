@@ -112,6 +112,7 @@ class StrategyConfig(NamedTuple):
       local_updates: how replicas that train apart agree; None in a synchronous strategy. With it each replica has
         parameters and optimizer state of its own, stacked along a first dim.
       sync_gradients: whether gradients are averaged over replicas that have parameters of their own, as in a warm-up.
+      evaluate_fn: the loss that is evaluated; None for `loss_fn`.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
 
@@ -130,6 +131,7 @@ class StrategyConfig(NamedTuple):
     reducer: Reducer | None = None
     local_updates: SyncConfig | None = None
     sync_gradients: bool = False
+    evaluate_fn: LossFn | None = None
     report: ReportFn = _no_report
 
     @property
@@ -141,6 +143,12 @@ class StrategyConfig(NamedTuple):
     def per_replica(self) -> bool:
         """Whether each replica has parameters of its own."""
         return self.local_updates is not None
+
+    @property
+    def of_evaluation(self) -> "StrategyConfig":
+        """The config of evaluation: with its own loss where there is one, and of parameters that all replicas share."""
+        loss_fn = self.loss_fn if self.evaluate_fn is None else self.evaluate_fn
+        return self._replace(loss_fn=loss_fn, local_updates=None)
 
     @property
     def axes(self) -> Axes:
@@ -172,6 +180,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     if model is None and not callable(config.loss_fn):
         what = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
         raise TypeError(f"{who}: {what}, got {type(config.loss_fn).__name__}.")
+    check_evaluate_fn(who, config)
     check_count(who, "micro_batches", config.micro_batches, least=1)
     check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
     if config.reducer is not None:
@@ -198,6 +207,30 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
             f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
             "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         )
+
+
+def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
+    """Refuse a loss of evaluation that cannot run on the parameters as they are placed.
+
+    Raises:
+      TypeError: if it is not a function or `BlockModel`, or is not a `BlockModel` where stages of a pipeline run one, or is
+        one where training knows no blocks.
+    """
+    if config.evaluate_fn is None:
+        return
+    trains_blocks, has_blocks = (as_block_model(fn) is not None for fn in (config.loss_fn, config.evaluate_fn))
+    if not has_blocks and not callable(config.evaluate_fn):
+        what = (
+            f"evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got {config.evaluate_fn!r:.80}."
+        )
+        raise TypeError(format_error(who, what, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn."))
+    if config.schedule is not None and not has_blocks:
+        what = "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
+        raise TypeError(format_error(who, what, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
+    if has_blocks and not trains_blocks:
+        what = "evaluate_fn is a BlockModel, but loss_fn is not."
+        fix = "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
+        raise TypeError(format_error(who, what, fix=fix))
 
 
 def _check_reducer(who: str, config: StrategyConfig) -> None:

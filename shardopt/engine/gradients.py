@@ -73,7 +73,7 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
     run = per_device(
         local,
         config.mesh,
-        in_specs=(*_in_specs(config, layout), state_specs),
+        in_specs=(*in_specs(config, layout), state_specs),
         out_specs=(grad_specs(config, layout), axes.stack(), state_specs),
     )
 
@@ -95,7 +95,7 @@ def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax
     def local(params, batch, step, rng):
         return sum_parts(losses(config, layout, params, batch, step, rng), config.axes)
 
-    run = per_device(local, config.mesh, in_specs=_in_specs(config, layout), out_specs=PartitionSpec())
+    run = per_device(local, config.mesh, in_specs=in_specs(config, layout), out_specs=PartitionSpec())
 
     def loss(params, batch, step=None, rng=None):
         return _divide(run(layout.treedef.flatten_up_to(params), batch, step, rng))
@@ -133,7 +133,7 @@ def _divide(parts: LossParts) -> tuple[jax.Array, dict[str, jax.Array]]:
     return divide(parts.loss), {name: divide(one) for name, one in parts.metrics.items()}
 
 
-def _in_specs(config: StrategyConfig, layout: Layout) -> tuple[list[PartitionSpec], *tuple[PartitionSpec, ...]]:
+def in_specs(config: StrategyConfig, layout: Layout) -> tuple[list[PartitionSpec], *tuple[PartitionSpec, ...]]:
     """Return how (params, batch, step, rng) come into the per-device view."""
     params = [config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans]
     return params, PartitionSpec(config.axes.rows), PartitionSpec(), PartitionSpec()

@@ -82,13 +82,12 @@ def batch_sharding(config: StrategyConfig) -> NamedSharding:
     return NamedSharding(config.mesh, PartitionSpec(config.axes.rows))
 
 
-def check_batch(config: StrategyConfig, batch: PyTree) -> None:
-    """Refuse a batch that cannot be cut into devices and micro-batches.
+def check_rows(config: StrategyConfig, batch: PyTree) -> int:
+    """Return the number of rows of a batch.
 
     Raises:
       TypeError: if a leaf is not an array.
-      ValueError: if there is no leaf, a leaf has no dims, sizes differ, or the size is not divisible by
-        replica * data * micro_batches.
+      ValueError: if there is no leaf, a leaf has no dims, or sizes differ.
     """
     leaves = leaves_with_paths(batch)
     if strange := [f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not is_array_like(leaf)]:
@@ -98,7 +97,17 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
         listed = [f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in leaves]
         what = "batch leaves must share their first dim, the global batch."
         raise ValueError(format_error(config.strategy, what, listed, "give every leaf the shape [global batch, ...]."))
-    size = leaves[0][1].shape[0]
+    return leaves[0][1].shape[0]
+
+
+def check_batch(config: StrategyConfig, batch: PyTree) -> None:
+    """Refuse a batch that cannot be cut into devices and micro-batches.
+
+    Raises:
+      TypeError: as `check_rows`.
+      ValueError: as `check_rows`, and if the size is not divisible by replica * data * micro_batches.
+    """
+    size = check_rows(config, batch)
     axes, micro_batches = data_axes(config.mesh), config.micro_batches
     devices = math.prod(config.mesh.shape[axis] for axis in axes)
     pieces = devices * micro_batches

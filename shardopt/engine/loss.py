@@ -25,8 +25,8 @@ class LossParts(NamedTuple):
     """A loss as sums: they add up over micro-batches and devices, and are divided at the very end.
 
     Attributes:
-      loss: the loss as total and weight; a plain scalar is a mean, of weight 1.
-      metrics: the aux dict without updates, each value as total and weight.
+      loss: the loss as total and weight per row; a plain scalar is a mean, of weight 1.
+      metrics: the aux dict without updates, each value as total and weight per row.
       updates: key path -> new value of a frozen leaf.
     """
 
@@ -128,7 +128,7 @@ def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
     Args:
       who: the function that the user called, for messages.
       returned: what the loss function returned.
-      rows: how many rows it was given. A `Weighted` loss is taken per row, both parts, which leaves its quotient
+      rows: how many rows it was given. What is `Weighted` is taken per row, both parts, which leaves its quotient
         and makes its size that of a mean.
 
     Raises:
@@ -157,7 +157,7 @@ def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
         raise TypeError(format_error(who, what, fix="return a scalar, so.Weighted, or (that, aux dict)."))
     return LossParts(
         loss=_scalar(who, main, rows),
-        metrics={name: _stopped(_weighted(value)) for name, value in metrics.items()},
+        metrics={name: _stopped(_per_row(value, rows)) for name, value in metrics.items()},
         updates={path: jax.lax.stop_gradient(value) for path, value in updates},
     )
 
@@ -168,11 +168,12 @@ def _is_metric(value: PyTree) -> bool:
     return all(isinstance(part, int | float) or (is_array_like(part) and numeric(part.dtype)) for part in parts)
 
 
-def _weighted(value: ArrayLike | Weighted) -> Weighted:
+def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
     total, weight = value if isinstance(value, Weighted) else (value, 1.0)
     total, weight = jnp.asarray(total), jnp.asarray(weight)
     total = total.astype(wide_dtype(total.dtype))
-    return Weighted(total, jax.lax.stop_gradient(weight.astype(total.dtype)))
+    weight = jax.lax.stop_gradient(weight.astype(total.dtype))
+    return Weighted(total / rows, weight / rows) if isinstance(value, Weighted) else Weighted(total, weight)
 
 
 def _stopped(value: Weighted) -> Weighted:
@@ -183,10 +184,10 @@ def _scalar(who: str, main: ArrayLike | Weighted, rows: int) -> Weighted:
     dtype = jnp.asarray(main.total if isinstance(main, Weighted) else main).dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{who}: loss_fn must return a real floating number, got dtype {dtype}.")
-    loss = _weighted(main)
+    loss = _per_row(main, rows)
     for name, value in loss._asdict().items():
         if value.shape != ():
             what = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
             fix = "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
             raise ValueError(format_error(who, what, fix=fix))
-    return Weighted(loss.total / rows, loss.weight / rows) if isinstance(main, Weighted) else loss
+    return loss

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -20,6 +20,7 @@ from shardopt.engine.optimizer import Metrics
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
 from shardopt.mesh import on_mesh
 
+_Compiled = TypeVar("_Compiled")
 _Result = TypeVar("_Result", Metrics, tuple[TrainState, Metrics])
 
 
@@ -105,7 +106,7 @@ def init_opt_state(config: StrategyConfig, layout: Layout, params: PyTree) -> Py
 
 def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
     """Return `(params, batch) -> metrics`, the loss and metrics of a batch without a random key."""
-    loss = make_loss(config, layout)
+    loss = make_loss(config.of_evaluation, layout)
 
     def evaluate(params: PyTree, batch: PyTree) -> Metrics:
         value, metrics = loss(params, batch)
@@ -119,16 +120,16 @@ def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
     return check_no_deadlock(config, jitted)
 
 
-class StepCache:
-    """The compiled steps of a strategy, one per parameter structure; it remembers which was asked for last."""
+class LayoutCache(Generic[_Compiled]):
+    """What is compiled for one parameter structure, of each; it remembers which was asked for last."""
 
-    def __init__(self, config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep]):
-        self._config, self._compile = config, compile_step
-        self._made: dict[Hashable, CompiledStep] = {}
-        self._last: CompiledStep | None = None
+    def __init__(self, config: StrategyConfig, compile_for: Callable[[StrategyConfig, Layout], _Compiled]):
+        self._config, self._compile = config, compile_for
+        self._made: dict[Hashable, _Compiled] = {}
+        self._last: _Compiled | None = None
 
-    def of(self, params: PyTree) -> CompiledStep:
-        """Return the step for parameters as jax holds them, or as `abstract_params` gives them."""
+    def of(self, params: PyTree) -> _Compiled:
+        """Return what belongs to parameters as jax holds them, or as `abstract_params` gives them."""
         leaves, treedef = jax.tree.flatten(params)
         key = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._made:
@@ -136,8 +137,8 @@ class StepCache:
         self._last = self._made[key]
         return self._last
 
-    def last(self) -> CompiledStep:
-        """Return the step last asked for.
+    def last(self) -> _Compiled:
+        """Return what was last asked for.
 
         Raises:
           ValueError: if there is none.
@@ -147,6 +148,9 @@ class StepCache:
             fix = "call opt.init or opt.specs first, or pass the abstract parameters (jax.eval_shape gives them)."
             raise ValueError(format_error(self._config.strategy, what, fix=fix))
         return self._last
+
+
+StepCache = LayoutCache[CompiledStep]
 
 
 def limit_in_flight(config: StrategyConfig) -> Callable[[_Result], _Result]:

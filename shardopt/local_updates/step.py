@@ -50,7 +50,7 @@ def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         shardings=placed,
         init_opt_state=init_replicas,
         step=LocalStep(local, placed),
-        evaluate=compile_evaluate(config._replace(local_updates=None), layout),
+        evaluate=compile_evaluate(config, layout),
         synchronize=make_average(local, placed),
     )
 

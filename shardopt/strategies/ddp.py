@@ -22,6 +22,7 @@ def ddp(
     micro_batches: int = 1,
     rules: Rules = (),
     frozen: Sequence[str] = (),
+    evaluate_fn: LossFn | None = None,
 ) -> ShardedOptimizer:
     """Train on the mean gradient of all devices, each holding a copy of the model.
 
@@ -56,6 +57,8 @@ def ddp(
         a BlockModel's "blocks" the spec speaks of one block.
       frozen: regexes of key paths that are not trained: no gradient, no optimizer state. Leaves that are not
         floating are frozen anyway. `loss_fn` may give them new values through `Updated`.
+      evaluate_fn: the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters as they are placed; by
+        default `loss_fn`. Its form is that of `loss_fn`; it gets no key.
 
     Returns:
       A `ShardedOptimizer`.
@@ -78,6 +81,15 @@ def ddp(
     """
     return build(
         StrategyConfig(
-            "ddp", tx, mesh, loss_fn, DDP, micro_batches=micro_batches, rules=rules, frozen=frozen, reducer=reducer
+            "ddp",
+            tx,
+            mesh,
+            loss_fn,
+            DDP,
+            micro_batches=micro_batches,
+            rules=rules,
+            frozen=frozen,
+            evaluate_fn=evaluate_fn,
+            reducer=reducer,
         )
     )

@@ -23,6 +23,7 @@ def fsdp(
     min_shard_elements: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
+    evaluate_fn: LossFn | None = None,
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -53,6 +54,7 @@ def fsdp(
       gather_dtype: what trained floating parameters are cast to before they are gathered and used;
         frozen ones keep their dtype.
       frozen: see `ddp`; frozen leaves are sharded too.
+      evaluate_fn: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -85,5 +87,6 @@ def fsdp(
             min_shard_elements=min_shard_elements,
             gather_dtype=gather_dtype,
             frozen=frozen,
+            evaluate_fn=evaluate_fn,
         )
     )

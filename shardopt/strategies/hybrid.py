@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count
-from shardopt.core.block_model import BlockModel, as_block_model
+from shardopt.core.block_model import BlockModel, LossFn, as_block_model
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
@@ -29,6 +29,7 @@ def hybrid(
     min_shard_elements: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
+    evaluate_fn: LossFn | None = None,
     remat: bool = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -72,6 +73,7 @@ def hybrid(
       min_shard_elements: see `zero`.
       gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
       frozen: see `ddp`.
+      evaluate_fn: see `ddp`; a `BlockModel` where there are stages.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
         memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a schedule
         that splits weight passes off keeps from backward to weight what the latter needs.
@@ -137,6 +139,7 @@ def hybrid(
             min_shard_elements=min_shard_elements if PLACEMENTS[placement].opt_state else 1,
             gather_dtype=gather_dtype,
             frozen=frozen,
+            evaluate_fn=evaluate_fn,
             schedule=table if num_stages > 1 else None,
             remat=remat,
             reducer=reducer,

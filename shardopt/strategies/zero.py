@@ -23,6 +23,7 @@ def zero(
     rules: Rules = (),
     min_shard_elements: int = 1024,
     frozen: Sequence[str] = (),
+    evaluate_fn: LossFn | None = None,
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
@@ -50,6 +51,7 @@ def zero(
       min_shard_elements: leaves with fewer elements (in one block, where blocks are stacked) stay replicated
         over data; `opt.config.report()` lists them.
       frozen: see `ddp`.
+      evaluate_fn: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -85,5 +87,6 @@ def zero(
             rules=rules,
             min_shard_elements=min_shard_elements,
             frozen=frozen,
+            evaluate_fn=evaluate_fn,
         )
     )

@@ -1,4 +1,4 @@
-"""An `evaluate` function for `fit`: the mean of each metric over a fixed set of batches."""
+"""An `evaluate` function for `fit`: each metric over a fixed set of batches, of any sizes."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -7,38 +7,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, TrainState
+from shardopt.core.types import PyTree, TrainState, Weighted
+from shardopt.engine.config import check_evaluate_fn
+from shardopt.engine.evaluate import Totals
+from shardopt.engine.loss import LossParts
 from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.training.metrics import count_examples
 
 Evaluate = Callable[[TrainState], Mapping[str, float | np.ndarray | jax.Array]]
 
 
-def evaluation(opt: ShardedOptimizer, batches: Iterable[PyTree], *, prefix: str = "val_") -> "Evaluation":
-    """Return `evaluate(state) -> metrics`: loss and aux metrics of `opt.evaluate`, averaged over batches.
+def evaluation(
+    opt: ShardedOptimizer, batches: Iterable[PyTree], *, evaluate_fn: LossFn | None = None, prefix: str = "val_"
+) -> "Evaluation":
+    """Return `evaluate(state) -> metrics`: loss and aux metrics over the rows of all batches, of whatever sizes.
 
-    With batches b of n_b examples, a metric is sum_b n_b m_b / sum_b n_b. For a loss that is a mean over examples
-    this is the mean over all examples. For a `Weighted` loss m_b is already divided by the weight of its own batch, so
-    batches of uneven weight count by their examples, not by their weight.
+    With pieces p of n_p rows, as devices, micro-batches and batches cut the set, a plain value v_p is a mean over rows,
+    and the metric is sum_p n_p v_p / sum_p n_p. Of what is `so.Weighted`, totals and weights are summed over all batches
+    and divided once, at the end, in double precision: tokens count alike, however they are batched.
+
+    **Equivalence**: equal to one device on the whole set at once, up to summation order, for every loss that is a
+    (weighted) mean over rows. A batch that the devices do not divide, also one of fewer rows than devices, is filled up
+    with copies of a row, which count nothing. It costs two more programs, run once for such a batch.
 
     With local updates (`local_sgd`, `diloco`) it is the loss of `state.params`, which change when replicas synchronize; of
     the mean of the replicas, `evaluate(opt.synchronize(state))`.
 
     Args:
-      opt: the optimizer whose loss it is.
+      opt: the optimizer whose parameters, placement and loss they are.
       batches: a list of batches, or anything that can be iterated again each time; with several processes the same
-        batches on each.
+        batches on each. Leaves are [rows, ...] with any number of rows.
+      evaluate_fn: another loss than that of `opt.evaluate`, in the form of `loss_fn` of `so.ddp`; it gets no key.
       prefix: put before the name of each metric, since training reports "loss" too.
 
     Raises:
-      TypeError: if `batches` is an iterator, which would be empty the second time.
+      TypeError: if `batches` is an iterator, which would be empty the second time; `evaluate_fn` is not a function.
       ValueError: by the returned function, if there are no batches.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
       >>> loss_fn = lambda params, batch: ((batch - params["mean"]) ** 2).mean()
-      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
+      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn)
       >>> evaluate = evaluation(opt, [jnp.array([1.0, 3.0]), jnp.array([2.0])])
       >>> evaluate(opt.init({"mean": jnp.array(2.0)}))["val_loss"] == 2 / 3
       True
@@ -46,7 +56,9 @@ def evaluation(opt: ShardedOptimizer, batches: Iterable[PyTree], *, prefix: str 
     if iter(batches) is batches:
         what = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
         raise TypeError(format_error("evaluation", what, fix="pass list(itertools.islice(batches, n))."))
-    return Evaluation(opt, batches, prefix)
+    config = opt.config if evaluate_fn is None else opt.config._replace(evaluate_fn=evaluate_fn)
+    check_evaluate_fn("evaluation", config)
+    return Evaluation(opt, batches, prefix, Totals(config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,36 +69,39 @@ class Evaluation:
       opt: the optimizer whose loss it is.
       batches: the batches.
       prefix: what the names of its metrics begin with.
+      totals: its compiled programs.
     """
 
     opt: ShardedOptimizer
     batches: Iterable[PyTree]
     prefix: str
+    totals: Totals
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Return the means of the metrics of a state."""
-        totals: dict[str, float] = {}
-        examples = 0
-        # Fetched one batch late: the device works on one while the host prepares the next, and holds no more than two.
+        """Return the metrics of a state over the whole set."""
+        sums: dict[str, Weighted] = {}
+        # Fetched one late: the device works on one while the host prepares the next, and holds no more than two.
         waiting = None
         for batch in self.batches:
-            ready, waiting = waiting, (count_examples(batch), self.opt.evaluate(state, batch))
-            examples += _add(totals, ready)
-        examples += _add(totals, waiting)
-        if not examples:
+            for parts in self.totals(state, batch):
+                ready, waiting = waiting, parts
+                _add(sums, ready)
+        _add(sums, waiting)
+        if not sums:
             what = "there are no examples in batches."
             raise ValueError(format_error("evaluation", what, fix="pass at least one batch."))
-        return {self.prefix + name: total / examples for name, total in totals.items()}
+        with np.errstate(invalid="ignore", divide="ignore"):  # nothing of any weight: not a number
+            return {self.prefix + name: (one.total / one.weight).item() for name, one in sums.items()}
 
 
-def _add(totals: dict[str, float], measured: tuple[int, Mapping[str, jax.Array]] | None) -> int:
-    """Add the metrics of one batch to the totals, in double precision, and return its size."""
-    if measured is None:
-        return 0
-    size, metrics = measured
-    for name, value in jax.device_get(metrics).items():
-        totals[name] = totals.get(name, 0.0) + size * float(value)
-    return size
+def _add(sums: dict[str, Weighted], parts: LossParts | None) -> None:
+    """Add totals and weights, in double precision."""
+    if parts is None:
+        return
+    for name, one in jax.device_get({"loss": parts.loss, **parts.metrics}).items():
+        total, weight = (np.asarray(x, np.float64) for x in one)
+        before = sums.get(name, Weighted(0.0, 0.0))
+        sums[name] = Weighted(before.total + total, before.weight + weight)
 
 
 def call_evaluate(evaluate: Evaluate, state: TrainState, taken: Collection[str]) -> dict[str, float]:
