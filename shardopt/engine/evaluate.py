@@ -59,8 +59,8 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
     losses = micro_batch_losses if config.schedule is None else pipelined_losses
     rows = PartitionSpec(config.axes.rows)
 
-    def local(params, batch, counted):
-        parts = losses(config, layout, params, batch, None, None)
+    def local(params, batch, step, rng, counted):
+        parts = losses(config, layout, params, batch, step, rng)
         size = jax.tree.leaves(batch)[0].shape[0] // config.micro_batches
 
         def total(one):
@@ -70,10 +70,10 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
         loss, metrics = jax.tree.map(total, (parts.loss, parts.metrics))
         return sum_parts(LossParts(loss, metrics, {}), config.axes)
 
-    run = per_device(local, config.mesh, in_specs=(in_specs(config, layout)[0], rows, rows), out_specs=PartitionSpec())
+    run = per_device(local, config.mesh, in_specs=(*in_specs(config, layout), rows), out_specs=PartitionSpec())
 
     def totals(params, batch, counted):
-        return run(layout.treedef.flatten_up_to(params), batch, counted)
+        return run(layout.treedef.flatten_up_to(params), batch, None, None, counted)
 
     on_params, on_rows = shardings(config.mesh, layout.specs.params), batch_sharding(config)
     everywhere = NamedSharding(config.mesh, PartitionSpec())
