@@ -1,7 +1,7 @@
 """Collectives over trees, and the one convention for gradients inside `shard_map`."""
 
 from shardopt.collectives.buckets import BUCKET_BYTES, SMALL_BUCKET_BYTES
-from shardopt.collectives.per_device import all_reduce, per_device, shard_by_shard
+from shardopt.collectives.per_device import all_reduce, constrain_tensor, has_auto_tensor, per_device, shard_by_shard
 from shardopt.collectives.shards import all_gather, reduce_scatter
 
 __all__ = [
@@ -9,6 +9,8 @@ __all__ = [
     "SMALL_BUCKET_BYTES",
     "all_gather",
     "all_reduce",
+    "constrain_tensor",
+    "has_auto_tensor",
     "per_device",
     "reduce_scatter",
     "shard_by_shard",

@@ -22,7 +22,9 @@ TENSOR = "tensor"
 
 
 def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
-    """Return `f` in the per-device view of every mesh axis but tensor, which stays with the partitioner.
+    """Return `f` in the per-device view of every mesh axis but a tensor axis above 1, which stays with the partitioner.
+
+    Where nothing is left to the partitioner, callbacks run, and jax finds the place of a NaN.
 
     Args:
       f: a function of local shards. Gradients taken inside it are local (see the module).
@@ -30,8 +32,20 @@ def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_sp
       in_specs: how the arguments are sharded over the manual axes; tensor is not named.
       out_specs: likewise for the results. An axis that is not named must hold equal values along it.
     """
-    manual = frozenset(mesh.axis_names) - {TENSOR}
+    manual = frozenset(axis for axis, size in mesh.shape.items() if axis != TENSOR or size == 1)
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+
+
+def has_auto_tensor() -> bool:
+    """Return whether the mesh under trace has a tensor axis above 1, which `per_device` leaves to the partitioner."""
+    return jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) > 1
+
+
+def constrain_tensor(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
+    """Constrain local arrays to where `specs` place them over tensor, where that is left to the partitioner."""
+    if not has_auto_tensor():
+        return list(leaves)
+    return [jax.lax.with_sharding_constraint(x, spec) for x, spec in zip(leaves, specs, strict=True)]
 
 
 def all_reduce(
@@ -57,6 +71,7 @@ def shard_by_shard(
 
     The partitioner does not split a manual collective over an axis that is left to it: it would gather the operand
     over tensor first. (XLA:CPU moreover aborts on a half-precision sum while some axis is left to the partitioner.)
+    A tensor axis of size 1 is manual already.
 
     Args:
       f: maps arrays to as many arrays, not moving their tensor split.
@@ -65,6 +80,8 @@ def shard_by_shard(
     """
     if not leaves:
         return []
+    if not has_auto_tensor():
+        return f(list(leaves))
     inner = jax.shard_map(
         lambda *xs: f(list(xs)), in_specs=tuple(specs), out_specs=list(specs), axis_names={TENSOR}, check_vma=False
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from shardopt.collectives import has_auto_tensor
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.types import PyTree
 from shardopt.partition import LeafPlan
@@ -120,8 +121,8 @@ def manual_specs(plan: CompressionPlan) -> PyTree:
 def compress_mean(plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyTree) -> tuple[list[jax.Array], PyTree]:
     """Return the means over the axes of the plan, and the new state; call it in the per-device view.
 
-    It runs in a nested region that is manual over tensor too, so that what crosses the wire is what the reducer
-    sends, and each shard is compressed by itself. Where a mean is not finite on one of them, none changes its state.
+    Where tensor is above 1 it runs in a nested region that is manual over it too, so that what crosses the wire is what
+    the reducer sends, and each shard is compressed by itself. Where a mean is not finite on one of them, none changes its state.
     """
     tensor = jax.tree.map(
         lambda spec: PartitionSpec(*(entry if entry == TENSOR else None for entry in spec)),
@@ -139,6 +140,8 @@ def compress_mean(plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyT
         stored = [x.reshape((1,) * n + x.shape) for x, n in zip(jax.tree.leaves(new), count, strict=True)]
         return means, treedef.unflatten(stored)
 
+    if not has_auto_tensor():
+        return run(leaves, state)
     specs = (list(plan.specs), tensor)
     return jax.shard_map(run, in_specs=specs, out_specs=specs, axis_names={TENSOR}, check_vma=False)(
         list(leaves), state

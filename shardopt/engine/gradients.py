@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardopt.collectives import per_device
+from shardopt.collectives import constrain_tensor, per_device
 from shardopt.core.types import PyTree, wide_dtype
 from shardopt.engine.axes import SHARD
 from shardopt.engine.compression import compress_mean, manual_specs
@@ -197,7 +197,7 @@ def _accumulate(
 
     # Left alone, the partitioner would replicate the accumulators over tensor.
     def keep(sums):
-        return [jax.lax.with_sharding_constraint(x, plan.tensor) for x, plan in zip(sums, plans, strict=True)]
+        return constrain_tensor(sums, [plan.tensor for plan in plans])
 
     micro_batches = cut(batch, count)
     shapes, _ = jax.eval_shape(one_micro_batch, *jax.tree.map(lambda x: x[0], micro_batches))

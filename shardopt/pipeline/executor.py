@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardopt.collectives import constrain_tensor
 from shardopt.core.types import PyTree
 from shardopt.pipeline import messages
 from shardopt.pipeline.messages import PIPELINE, Index, add, make_buffers, make_filled, read_slot, write_slot
@@ -68,7 +69,8 @@ def execute(
         carry = tick_weight(setup, carry, row)
         # Left alone, the partitioner would replicate the sums over tensor.
         sums = carry.sums._replace(
-            blocks=_constrained(carry.sums.blocks, block_specs), outer=_constrained(carry.sums.outer, outer_specs)
+            blocks=constrain_tensor(carry.sums.blocks, block_specs),
+            outer=constrain_tensor(carry.sums.outer, outer_specs),
         )
         return carry._replace(
             arrived=messages.send(schedule, "forward", y),
@@ -225,10 +227,6 @@ def _place_again(setup: Setup, deferred: Arrays, row: Row) -> Place:
     for at, i in enumerate(setup.residuals_for_weight, len(setup.passes.deferred)):
         buffers[i], slots[i] = deferred[at], row["backward_deferred"]
     return Place(buffers, slots)
-
-
-def _constrained(leaves: Arrays, specs: Sequence[PartitionSpec]) -> Arrays:
-    return [jax.lax.with_sharding_constraint(x, spec) for x, spec in zip(leaves, specs, strict=True)]
 
 
 def _table(schedule: Schedule) -> Row:

@@ -45,9 +45,10 @@ def ddp(
       mesh: from `make_mesh`. A replica axis is a second data axis.
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over the examples it was given, or `Weighted`; or
         `(that, aux dict)`; with a keyword `rng`, a fresh key per step, device and micro-batch. Or a `BlockModel`.
-        Batch leaves are [global batch, ...] outside and [rows here, ...] inside. It runs in the per-device view,
-        but for the tensor axis; a kernel that wants every axis manual (Pallas, callbacks) is wrapped in
-        `jax.shard_map(kernel, in_specs=..., out_specs=..., axis_names={"tensor"}, check_vma=False)`.
+        Batch leaves are [global batch, ...] outside and [rows here, ...] inside. It runs in the per-device view, but
+        for a tensor axis above 1; there a kernel that wants every axis manual (Pallas, callbacks) is wrapped in
+        `jax.shard_map(kernel, in_specs=..., out_specs=..., axis_names={"tensor"}, check_vma=False)`. Where tensor is 1,
+        callbacks, `jax.debug`, `equinox.error_if` and `jax_debug_nans` work as on one device.
       reducer: how the mean of gradients crosses the wire, from `so.reducers`; by default as an exact all-reduce. Its
         state lives in the train state, what differs between devices stacked, one per device. See the reducer for what it does
         to the equivalence and to the bytes.

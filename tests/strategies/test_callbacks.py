@@ -1,0 +1,86 @@
+"""Where tensor is 1 nothing of a loss is left to the partitioner, so that callbacks run as on one device."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import tiered
+
+import shardopt as so
+
+PARAMS = {"blocks": {"kernel": jnp.ones((4, 4, 4)) / 8}, "in": jnp.eye(4)}
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
+SEEN = []
+
+
+def host_double(x):
+    return jax.pure_callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def embed(outer, batch):
+    x = host_double(jax.lax.stop_gradient(batch)) @ outer["in"]
+    return eqx.error_if(x, jnp.any(jnp.abs(x) > 1e3), "embedded too far")
+
+
+def block(w, x):
+    return x + jnp.tanh(x @ w["kernel"])
+
+
+def mean_square(outer, x, batch):
+    loss = jnp.mean((x @ outer["in"].T - batch) ** 2)
+    jax.debug.callback(lambda value: SEEN.append(float(value)), loss)
+    return loss
+
+
+def unrolled(params, batch):
+    x = embed(params, batch)
+    for i in range(4):
+        x = block({"kernel": params["blocks"]["kernel"][i]}, x)
+    return mean_square(params, x, batch)
+
+
+MODEL = so.BlockModel(embed, block, mean_square)
+FSDP = {"min_shard_elements": 1}
+ROWS = {
+    "ddp": (so.ddp, {"data": 4}, unrolled, {"micro_batches": 2}),
+    "zero 2, replicas": (so.zero, {"replica": 2, "data": 2}, unrolled, {"stage": 2, **FSDP}),
+    "fsdp": (so.fsdp, {"data": 4}, unrolled, {"micro_batches": 2, **FSDP}),
+    "fsdp, blocks": (so.fsdp, {"data": 4}, MODEL, {"micro_batches": 2, **FSDP}),
+    "hybrid": (so.hybrid, {"data": 2, "pipeline": 2}, MODEL, {"micro_batches": 2, **FSDP}),
+}
+
+
+@pytest.mark.parametrize("row", tiered(ROWS, quick=lambda row: row != "zero 2, replicas"))
+def test_callbacks_run_in_a_loss(row, mesh_of):
+    make, sizes, loss_fn, options = ROWS[row]
+    opt = make(optax.sgd(0.1), mesh_of(**sizes), loss_fn, **options)
+    state = opt.init(PARAMS)
+    SEEN.clear()
+    state, metrics = opt.step(state, X)
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    rows = np.split(X, 4 * options.get("micro_batches", 1) // (2 if row == "hybrid" else 1))
+    expected = [float(unrolled(PARAMS, part)) for part in rows]
+    assert float(metrics["loss"]) == pytest.approx(np.mean(expected), rel=1e-6)
+    jax.effects_barrier()
+    assert sorted(SEEN[: -len(rows)]) == pytest.approx(sorted(expected), rel=1e-6)
+
+    if row != "hybrid":  # XLA:CPU: idle stages would wait for those that raised
+        with pytest.raises(Exception, match="embedded too far"):
+            float(opt.step(state, 1e4 * np.ones_like(X))[1]["loss"])
+
+
+@pytest.mark.parametrize("make", [so.ddp, so.fsdp])
+def test_debug_nans_names_the_line_of_the_loss(make, mesh_of):
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.log(batch @ params["in"] - 1e3))
+
+    opt = make(optax.sgd(0.1), mesh_of(data=2), loss_fn, **(FSDP if make is so.fsdp else {}))
+    state = opt.init(PARAMS)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as found:
+        jax.block_until_ready(opt.step(state, X))
+    lines = [str(one.statement) for one in found.traceback if one.name == "loss_fn"]
+    assert lines
+    assert "jnp.log" in lines[-1]
