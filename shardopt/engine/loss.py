@@ -61,7 +61,7 @@ def local_loss(
         # Or the compiler sees that every micro-batch gathers the same, and keeps the whole model through the loop.
         params, batch = _tied_together((params, batch))
         batch = jax.lax.stop_gradient(batch)  # the barrier gives it tangents, which callbacks refuse
-    if jax.config.jax_debug_nans:  # a checkpoint would hide the place of a NaN
+    if jax.debug_nans.value:  # a checkpoint would hide the place of a NaN
         return gathered_loss(params, batch)
     # The backward pass gathers again what it needs rather than keeping every gathered weight from the forward pass.
     return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
