@@ -4,7 +4,7 @@ Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`
 Over slow links `local_sgd` and `diloco` combine replicas of any of these; `async_sgd` and `async_local_sgd` do without barriers.
 """
 
-from shardopt import checkpoint, parameter_server, planning, reducers, training, transforms
+from shardopt import checkpoint, interop, parameter_server, planning, reducers, training, transforms
 from shardopt.audit import audit
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
@@ -58,6 +58,7 @@ __all__ = [
     "hybrid",
     "hyperparams",
     "initialize",
+    "interop",
     "local_sgd",
     "make_mesh",
     "parameter_server",

@@ -1,6 +1,7 @@
 """What init and step are given, checked and placed: parameters, keys, train states, batches."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
 
     Raises:
       TypeError: if they are a train state, or a leaf is not an array or a number.
+      ValueError: if a leaf is a random key that `frozen` does not name.
     """
     if isinstance(params, TrainState):
         fix = "pass its .params."
@@ -32,7 +34,24 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
         what = "parameters must be a pytree of arrays."
         fix = "split the rest off, for instance with equinox.partition(model, equinox.is_array) or flax.nnx.split."
         raise TypeError(format_error(config.strategy, what, strange, fix))
-    return abstract(params)
+    shapes = abstract(params)
+    _check_keys(config, shapes)
+    return shapes
+
+
+def _check_keys(config: StrategyConfig, params: PyTree) -> None:
+    """Refuse random keys among the parameters: no optimizer changes them, so a loss would draw the same for ever."""
+    leaves = [path for path, leaf in leaves_with_paths(params) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    keys = [path for path in leaves if not any(re.search(pattern, path) for pattern in config.frozen)]
+    if keys:
+        what = (
+            f"{plural(len(keys), 'parameter leaf')} would be the same random key at every step, with the same dropout."
+        )
+        fix = (
+            "let the loss take a keyword rng, a new key each step, and leave keys out of the parameters "
+            "(so.interop.nnx does both for an nnx module); or name them in frozen= if they are to stay as they are."
+        )
+        raise ValueError(format_error(config.strategy, what, keys, fix))
 
 
 def check_state(config: StrategyConfig, state: TrainState) -> None:

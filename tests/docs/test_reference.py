@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardopt
-from shardopt import checkpoint, data, models, parameter_server, planning, reducers, training, transforms
+from shardopt import checkpoint, data, interop, models, parameter_server, planning, reducers, training, transforms
 from shardopt.models import gpt
 
 audit = importlib.import_module("shardopt.audit")  # `shardopt.audit` as an attribute is the function
@@ -22,6 +22,7 @@ ROOMS = {
     "audit.": (audit, audit.__all__),
     "checkpoint.": (checkpoint, checkpoint.__all__),
     "data.": (data, data.__all__),
+    "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
     "models.gpt.": (gpt, ["GPTConfig", "init", "model", "num_parameters", "rules"]),
     "parameter_server.": (parameter_server, parameter_server.__all__),

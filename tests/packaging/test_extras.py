@@ -10,7 +10,7 @@ import sys
 
 class Hide:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("rich", "tyro", "matplotlib", "tensorboardX", "grain", "safetensors"):
+        if name.split(".")[0] in ("rich", "tyro", "matplotlib", "tensorboardX", "grain", "safetensors", "flax"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hide())
@@ -48,6 +48,7 @@ refused(lambda: so.parameter_server.plot_timeline(so.parameter_server.simulate(2
 refused(lambda: so.training.tensorboard(folder))
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
 refused(lambda: models.import_safetensors(folder))
+refused(lambda: so.interop.nnx(None, None))
 print(main(["plan"]))
 """
 
@@ -76,6 +77,7 @@ def test_the_error_names_the_extra(without_extras):
         ("tensorboard", "tensorboardX", "tensorboard"),
         ("data.batches", "grain", "data"),
         ("import_safetensors", "safetensors", "huggingface"),
+        ("interop.nnx", "flax", "flax"),
     ]
     told = "".join(
         f"{who}: {what} is needed, which is not installed.\nFix: pip install 'shardopt[{extra}]'\n"

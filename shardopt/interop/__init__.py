@@ -1,0 +1,5 @@
+"""Models of other libraries, as the parameters and the loss that strategies take."""
+
+from shardopt.interop.flax_nnx import NnxLoss, nnx
+
+__all__ = ["NnxLoss", "nnx"]
