@@ -20,6 +20,7 @@ from shardopt.core import (
     Weighted,
 )
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.rows import batch_mean, batch_sum, gather_batch
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
@@ -49,12 +50,15 @@ __all__ = [
     "async_local_sgd",
     "async_sgd",
     "audit",
+    "batch_mean",
+    "batch_sum",
     "checkpoint",
     "ddp",
     "diloco",
     "fit",
     "from_bytes",
     "fsdp",
+    "gather_batch",
     "hybrid",
     "hyperparams",
     "initialize",

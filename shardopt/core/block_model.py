@@ -111,7 +111,7 @@ def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: 
     if rng is not None:
         return fn(*args, rng=jax.random.fold_in(rng, index))
     if as_block_model(fn) is None and inspect.signature(fn).parameters["rng"].default is inspect.Parameter.empty:
-        name = getattr(fn, "__name__", type(fn).__name__)
+        name = getattr(inspect.unwrap(fn), "__name__", type(inspect.unwrap(fn)).__name__)
         raise TypeError(f"{name}: there is no random key to give outside of training.\nFix: give rng the default None.")
     return fn(*args)
 
@@ -125,5 +125,6 @@ def takes_rng(fn: Any) -> bool:
         parameter = inspect.signature(fn).parameters.get("rng")
     except (TypeError, ValueError):  # builtins and some C callables have no signature
         return False
+    fn = inspect.unwrap(fn)
     bound = isinstance(fn, functools.partial) and "rng" in fn.keywords
     return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY and not bound

@@ -15,6 +15,7 @@ from shardopt.core.types import PyTree, Updated, Weighted, is_array_like, leaves
 from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
+from shardopt.engine.rows import row_context, with_rows
 from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import gathered_block
 
@@ -40,7 +41,8 @@ def local_loss(
 ) -> LossParts:
     """Return the local loss; parameters that are sharded, or cast to travel, are gathered on the way."""
     plans = layout.treedef.unflatten(layout.plans)
-    model, rows = as_block_model(config.loss_fn), jax.tree.leaves(batch)[0].shape[0]
+    rows, loss_fn = jax.tree.leaves(batch)[0].shape[0], with_rows(row_context(config), config.loss_fn)
+    model = as_block_model(loss_fn)
     gathers = config.placement.params or config.gather_dtype is not None
     if model is not None:
         hooks = {}
@@ -51,11 +53,11 @@ def local_loss(
             hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
         return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
     if not gathers:
-        return loss_parts(config.strategy, call(config.loss_fn, key, 0, params, batch), rows)
+        return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
 
     def gathered_loss(params, batch):
         gathered = all_gather_leaves(config, params, plans, bucket_bytes=0)  # or all would be held at the same time
-        return loss_parts(config.strategy, call(config.loss_fn, key, 0, gathered, batch), rows)
+        return loss_parts(config.strategy, call(loss_fn, key, 0, gathered, batch), rows)
 
     if config.micro_batches > 1:
         # Or the compiler sees that every micro-batch gathers the same, and keeps the whole model through the loop.

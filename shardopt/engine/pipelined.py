@@ -9,6 +9,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import LossParts, all_gather_leaves, cut, loss_parts, step_key
 from shardopt.engine.reductions import reduce_scatter_grads
+from shardopt.engine.rows import row_context, with_rows
 from shardopt.pipeline import Schedule
 from shardopt.pipeline.executor import execute, forward_only
 from shardopt.pipeline.messages import to_model, to_schedule
@@ -98,7 +99,7 @@ def _stage_fns(
 
     The outer parameters are gathered here, once for all micro-batches; their gradients are those of the gathered leaves.
     """
-    model, sharded = as_block_model(config.loss_fn), config.placement
+    model, sharded = as_block_model(with_rows(row_context(config), config.loss_fn)), config.placement
     assert model is not None
     gathers = sharded.params or config.gather_dtype is not None
     blocks, outer_indices = _block_and_outer(layout)

@@ -1,0 +1,264 @@
+"""What a loss can ask about the rows of the whole batch: all of them, their mean, their sum.
+
+A loss runs on every device with that device's rows. The engine wraps it in `with_rows`, so that the functions here know
+which mesh axes carry the other rows; without it (one device, the global view) the rows given are all there are.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax._src.core import extend_axis_env_nd
+
+from shardopt.core.block_model import LossFn, as_block_model
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
+from shardopt.engine.config import StrategyConfig
+
+
+class RowContext(NamedTuple):
+    """Where the rows of the batch are, while a loss is traced.
+
+    Attributes:
+      axes: the mesh axes that carry the rows of one gradient.
+      devices: how many devices these are.
+      micro_batches: into how many pieces each device cuts its rows.
+      pipelined: whether the loss runs on the last stage of a pipeline only.
+      tracing: whether the loss is only analysed: no axis is bound, and each function leaves its name in the trace.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    micro_batches: int = 1
+    pipelined: bool = False
+    tracing: bool = False
+
+
+_CONTEXT: ContextVar[RowContext | None] = ContextVar("shardopt_rows", default=None)
+
+
+def gather_batch(x: PyTree) -> PyTree:
+    """Return the rows of all devices, in the order of the global batch; for use inside a loss.
+
+    With x_d [rows, ...] on device d of D: y = concatenate(x_1, ..., x_D), the same on every device. Differentiable; the
+    gradient of x_d is the sum over devices of their gradients of these rows.
+
+    **Equivalence.** The loss sees what it would see on one device with the whole batch: exact, up to summation order,
+    in every strategy, replicas that train apart seeing the rows of their own replica. On one device, in
+    `view="global"` and outside of a strategy it returns x.
+
+    **Communication** each time it is called: an all-gather over the axes that carry rows (replica, data) of all rows, and
+    a reduce-scatter of as much in the backward pass. Half precision is sent, and its gradient summed, in float32.
+
+    Args:
+      x: an array, or a pytree of them, [rows, ...]: what follows from this device's rows.
+
+    Returns:
+      The same, [devices * rows, ...].
+
+    Raises:
+      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> def contrastive(params, batch):  # CLIP: every other row of the whole batch is a negative
+      ...     images, texts = batch["image"] @ params["image"], batch["text"] @ params["text"]
+      ...     logits = images @ so.gather_batch(texts).T
+      ...     own = jax.lax.dot_general(images, texts, (((1,), (1,)), ((0,), (0,))))
+      ...     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - own)
+      >>> params = {"image": jnp.eye(2), "text": jnp.eye(2)}
+      >>> round(float(contrastive(params, {"image": jnp.eye(2), "text": jnp.eye(2)})), 4)
+      0.3133
+
+    References:
+      Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, figure 3.
+    """
+    context = _context("gather_batch", x)
+
+    def plain(x: jax.Array, copies: int = 1) -> jax.Array:
+        return jnp.concatenate([x] * copies)
+
+    def one(x: jax.Array, context: RowContext) -> jax.Array:
+        wide = wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+        return jax.lax.all_gather(x.astype(wide), context.axes, tiled=True).astype(x.dtype)
+
+    if context is None:
+        return jax.tree.map(jnp.asarray, x)
+    if context.tracing:
+        return _named("shardopt_gather_batch", lambda x: plain(x, context.devices), x)
+    return jax.tree.map(lambda x: one(jnp.asarray(x), context), x)
+
+
+def batch_mean(x: PyTree) -> PyTree:
+    """Return the mean over the rows of the whole global batch; for use inside a loss.
+
+    With x_d [rows, ...] on device d of D: m = 1/(D rows) sum_d sum_r x_d[r], the same on every device. Differentiable.
+
+    **Equivalence.** As `gather_batch`; on one device it is `jnp.mean(x, axis=0)`.
+
+    **Communication** each time it is called: an all-reduce of the mean's size over the axes that carry rows (replica,
+    data), and one in the backward pass, in float32 at least.
+
+    Args:
+      x: an array, or a pytree of them, [rows, ...]: what follows from this device's rows.
+
+    Returns:
+      The same, [...], in the dtype of `jnp.mean`.
+
+    Raises:
+      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
+
+    Example:
+      >>> import jax.numpy as jnp, shardopt as so
+      >>> def policy_gradient(params, batch):  # advantages normalised over the whole batch
+      ...     mean = so.batch_mean(batch["advantage"])
+      ...     std = jnp.sqrt(so.batch_mean((batch["advantage"] - mean) ** 2))
+      ...     return -jnp.mean((batch["advantage"] - mean) / std * (batch["x"] @ params))
+      >>> batch = {"advantage": jnp.array([1.0, 3.0]), "x": jnp.eye(2)}
+      >>> float(policy_gradient(jnp.array([0.0, 2.0]), batch))
+      -1.0
+
+    References:
+      Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1.
+    """
+    context = _context("batch_mean", x)
+
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.mean(x, axis=0)
+
+    def one(x: jax.Array, context: RowContext) -> jax.Array:
+        dtype = jax.eval_shape(plain, x).dtype
+        mean = jnp.mean(x, axis=0, dtype=wide_dtype(dtype))
+        return (jax.lax.psum(mean, context.axes) / context.devices).astype(dtype)
+
+    return _reduced("shardopt_batch_mean", context, plain, one, x)
+
+
+def batch_sum(x: PyTree) -> PyTree:
+    """Return the sum over the rows of the whole global batch; for use inside a loss.
+
+    With x_d [rows, ...] on device d of D: s = sum_d sum_r x_d[r], the same on every device. Differentiable.
+
+    **Equivalence.** As `gather_batch`; on one device it is `jnp.sum(x, axis=0)`.
+
+    **Communication** each time it is called: an all-reduce of the sum's size over the axes that carry rows (replica,
+    data), and one in the backward pass, in float32 at least for floating numbers.
+
+    Args:
+      x: an array, or a pytree of them, [rows, ...]: what follows from this device's rows.
+
+    Returns:
+      The same, [...], in the dtype of `jnp.sum`.
+
+    Raises:
+      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
+
+    Example:
+      >>> import jax.numpy as jnp, shardopt as so
+      >>> def summed(params, batch):  # a sum over the examples, not their mean
+      ...     return so.batch_sum((batch - params) ** 2)
+      >>> float(summed(jnp.array(1.0), jnp.array([0.0, 3.0])))
+      5.0
+    """
+    context = _context("batch_sum", x)
+
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.sum(x, axis=0)
+
+    def one(x: jax.Array, context: RowContext) -> jax.Array:
+        dtype = jax.eval_shape(plain, x).dtype
+        wide = wide_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+        return jax.lax.psum(jnp.sum(x, axis=0, dtype=wide), context.axes).astype(dtype)
+
+    return _reduced("shardopt_batch_sum", context, plain, one, x)
+
+
+def row_context(config: StrategyConfig) -> RowContext:
+    """Return what the loss of a strategy is told in the per-device view."""
+    axes = config.axes
+    return RowContext(axes.summed, axes.num_shares, config.micro_batches, pipelined=config.schedule is not None)
+
+
+def with_rows(context: RowContext, loss_fn: LossFn) -> LossFn:
+    """Return the loss, or the `BlockModel`, each of whose functions is called within the context, whenever it is traced."""
+    model = as_block_model(loss_fn)
+    if model is None:
+        return _within(context, loss_fn)
+    parts = {name: _within(context, getattr(model, name)) for name in ("embed", "block", "loss")}
+    return model._replace(**parts)
+
+
+def _within(context: RowContext, f: Any) -> Callable[..., Any]:
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _entered(context):
+            return f(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _entered(context: RowContext) -> Iterator[None]:
+    """Set the context, and make it a part of the key under which jax keeps traces.
+
+    Without that a function that the user jitted would be traced in one context and used in another. Named axes are in
+    that key; the name of this one is the context, and nothing is ever done over it.
+    """
+    token = _CONTEXT.set(context)
+    try:
+        with extend_axis_env_nd([(f"shardopt {context}", 1)]):
+            yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+def _context(who: str, x: PyTree) -> RowContext | None:
+    """Return the context, after checking that it, and x, are such that there is an answer."""
+    if scalars := [path or "x" for path, leaf in leaves_with_paths(x) if jnp.ndim(leaf) == 0]:
+        fix = "pass what each row gives, [rows, ...]; a mean over rows is no row."
+        raise ValueError(format_error(who, "an array without dims has no rows.", scalars, fix))
+    context = _CONTEXT.get()
+    if context is None:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            what = "it was called in the per-device view, but outside of a strategy's loss."
+            fix = "call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
+            raise ValueError(format_error(who, what, fix=fix))
+        return None
+    if context.pipelined:
+        _refuse(who, "in a pipeline the loss sees one micro-batch at a time", "use a mesh with pipeline=1")
+    if context.micro_batches > 1:
+        what = f"with micro_batches={context.micro_batches} the loss sees one micro-batch at a time"
+        _refuse(who, what, "use micro_batches=1, or view='global'")
+    return context
+
+
+def _refuse(who: str, what: str, fix: str) -> NoReturn:
+    raise ValueError(format_error(who, f"{what}, never the rows of the whole batch.", fix=f"{fix}."))
+
+
+def _reduced(
+    name: str,
+    context: RowContext | None,
+    plain: Callable[[jax.Array], jax.Array],
+    one: Callable[[jax.Array, RowContext], jax.Array],
+    x: PyTree,
+) -> PyTree:
+    if context is None:
+        return jax.tree.map(lambda x: plain(jnp.asarray(x)), x)
+    if context.tracing:
+        return _named(name, plain, x)
+    return jax.tree.map(lambda x: one(jnp.asarray(x), context), x)
+
+
+def _named(name: str, f: Callable[[jax.Array], jax.Array], x: PyTree) -> PyTree:
+    """Apply f to each leaf in one jitted function of that name, which shows in the trace."""
+
+    def run(x: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: f(jnp.asarray(x)), x)
+
+    run.__name__ = name
+    return jax.jit(run)(x)

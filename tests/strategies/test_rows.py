@@ -1,0 +1,273 @@
+"""Losses that look across rows, with gather_batch, batch_mean and batch_sum: as one device on the whole batch."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.reference import relative_difference, train
+from support.table import STRATEGIES
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.engine.rows import RowContext, with_rows
+
+ONE_DEVICE = SimpleNamespace(
+    gather_batch=lambda x: x,
+    batch_mean=lambda x: jax.tree.map(lambda x: x.mean(0), x),
+    batch_sum=lambda x: jax.tree.map(lambda x: x.sum(0), x),
+)
+
+
+def clip(rows, params, batch):
+    """In-batch negatives in both directions."""
+    images, texts = hidden(params, batch), batch["y"] @ params["text"]
+    to_texts, to_images = images @ rows.gather_batch(texts).T, texts @ rows.gather_batch(images).T
+    own = (images * texts).sum(1)
+    return jnp.mean(jax.nn.logsumexp(to_texts, 1) + jax.nn.logsumexp(to_images, 1) - 2 * own)
+
+
+def advantages(rows, params, batch):
+    mean = rows.batch_mean(batch["weights"])
+    std = jnp.sqrt(rows.batch_mean((batch["weights"] - mean) ** 2))
+    return -jnp.mean((batch["weights"] - mean) / std * jnp.tanh(hidden(params, batch).sum(1)))
+
+
+def batch_norm(rows, params, batch):
+    x = hidden(params, batch)
+    mean, square = rows.batch_mean((x, x**2))
+    x = (x - mean[None]) * jax.lax.rsqrt(square - mean**2 + 1e-3)[None]
+    return jnp.mean((x @ params["out"] - batch["y"]) ** 2)
+
+
+def root_of_mean(rows, params, batch):
+    return jnp.sqrt(rows.batch_mean(errors(params, batch)))
+
+
+def summed(rows, params, batch):
+    return 0.01 * rows.batch_sum(errors(params, batch))
+
+
+def own_normaliser(rows, params, batch):
+    gates = jax.nn.sigmoid(batch["x"][:, 0] * params["scale"])
+    return rows.batch_sum(gates * errors(params, batch)) / rows.batch_sum(gates)
+
+
+def expert_balance(rows, params, batch):
+    chosen = jax.nn.softmax(hidden(params, batch))
+    loads, probabilities = rows.batch_mean((jax.nn.one_hot(chosen.argmax(1), 8, dtype=chosen.dtype), chosen))
+    return 8 * (loads * probabilities).sum()
+
+
+def hidden(params, batch):
+    return jnp.tanh(batch["x"] @ params["in"])
+
+
+def errors(params, batch):
+    return ((hidden(params, batch) @ params["out"] - batch["y"]) ** 2).sum(1)
+
+
+LOSSES = [clip, advantages, batch_norm, root_of_mean, summed, own_normaliser, expert_balance]
+
+
+def all_of_them(rows, params, batch):
+    return sum(loss(rows, params, batch) for loss in LOSSES)
+
+
+PLACES = {
+    "ddp": ("ddp", {"data": 4}),
+    "zero1": ("zero1", {"data": 4}),
+    "fsdp": ("fsdp", {"data": 4}),
+    "hsdp": ("fsdp", {"replica": 2, "data": 2}),
+    "tensor": ("fsdp", {"data": 2, "tensor": 2}),
+}
+RULES = [("in", P(None, "tensor")), ("text", P(None, "tensor")), ("out", P("tensor"))]
+
+
+def exactly(message):
+    return rf"^{re.escape(message)}(\n-+\nFor simplicity, JAX.*)?$"  # jax adds a note to what is raised under jit
+
+
+def setup(dtype=np.float64):
+    draw = np.random.default_rng(0)
+    shapes = {"in": (6, 8), "out": (8, 4), "text": (4, 8)}
+    params = {name: (0.5 * draw.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
+    params["scale"] = np.ones((), dtype)
+    # Rows of growing scale: no two devices see alike.
+    scale = np.linspace(0.2, 2.0, 16)
+    batches = [
+        {
+            "x": (scale[:, None] * draw.normal(size=(16, 6))).astype(dtype),
+            "y": draw.normal(size=(16, 4)).astype(dtype),
+            "weights": (scale * draw.uniform(size=16)).astype(dtype),
+        }
+        for _ in range(3)
+    ]
+    return params, batches
+
+
+def distance(build, mesh, loss, tx=None, dtype=np.float64, **options):
+    """Train by a strategy and on one device; return how far losses and parameters are apart."""
+    params, batches = setup(dtype)
+    tx = tx or optax.adamw(1e-2, eps=1e-4)
+    opt = build(tx, mesh, lambda params, batch: loss(so, params, batch), **options)
+    history, expected = train(tx, lambda params, batch: loss(ONE_DEVICE, params, batch), params, batches)
+    state, losses = opt.init(params), []
+    for batch in batches:
+        state, metrics = opt.step(state, batch)
+        losses.append(metrics["loss"])
+    return relative_difference((losses, state.params), ([np.asarray(loss) for loss, _ in history], expected))
+
+
+ROWS = [(place, loss) for place in PLACES for loss in [all_of_them, *LOSSES]]
+
+
+@pytest.mark.parametrize(
+    ("place", "loss"),
+    tiered(ROWS, lambda row: row[1] is all_of_them, ids=lambda row: f"{row[0]}-{row[1].__name__}"),
+)
+def test_equals_one_device(place, loss, mesh_of, x64):
+    strategy, sizes = PLACES[place]
+    assert distance(STRATEGIES[strategy], mesh_of(**sizes), loss, rules=RULES if "tensor" in sizes else ()) < 1e-10
+
+
+def normalised_block(rows):
+    """Return a block that normalises over the batch, within vmap (over two groups of features) and jax.checkpoint."""
+
+    @jax.checkpoint
+    def normalise(x):
+        mean, square = rows.batch_mean((x, x**2))
+        return (x - mean[None]) * jax.lax.rsqrt(square - mean**2 + 1e-2)[None]
+
+    def block(one, x):
+        groups = x.reshape(len(x), 2, -1)
+        groups = jax.vmap(jax.jit(normalise), in_axes=1, out_axes=1)(groups)
+        return x + jnp.tanh(groups.reshape(x.shape) @ one["w"])
+
+    return block
+
+
+def deep(rows, remat=None):
+    return so.BlockModel(
+        embed=lambda outer, batch: batch["x"] @ outer["in"],
+        block=normalised_block(rows),
+        loss=lambda outer, x, batch: jnp.sqrt(rows.batch_mean(((x @ outer["out"] - batch["y"]) ** 2).sum(1))),
+        remat=remat,
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remat"),
+    tiered([("fsdp", None), ("fsdp", "full"), ("ddp", None)], lambda row: row == ("fsdp", None), ids=str),
+)
+def test_in_blocks_that_are_gathered_one_at_a_time(strategy, remat, mesh_of, x64):
+    params, batches = setup()
+    params = {"in": params["in"], "out": params["out"], "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])}}
+    tx = optax.adam(1e-2, eps=1e-4)
+    opt = STRATEGIES[strategy](tx, mesh_of(data=4), deep(so, remat))
+    history, expected = train(tx, deep(ONE_DEVICE).loss_fn, params, batches)
+    state = opt.init(params)
+    for batch, (loss, _) in zip(batches, history, strict=True):
+        state, metrics = opt.step(state, batch)
+        assert abs(metrics["loss"] - loss) < 1e-10
+    assert relative_difference(state.params, expected) < 1e-10
+
+
+def test_line_searches_differentiate_it_again(mesh_of, x64):
+    params, batches = setup()
+    params = {"in": params["in"], "out": params["out"], "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])}}
+    opt = so.fsdp(optax.lbfgs(), mesh_of(data=4), deep(so), min_shard_elements=8)
+    history, expected = train(optax.lbfgs(), deep(ONE_DEVICE).loss_fn, params, batches[:1], value_fn=True)
+    state, metrics = opt.step(opt.init(params), batches[0])
+    assert abs(metrics["loss"] - history[0][0]) < 1e-10
+    assert relative_difference(state.params, expected) < 1e-9
+
+
+def both(rows, params, batch):
+    return clip(rows, params, batch) + batch_norm(rows, params, batch)
+
+
+def test_half_precision_beside_a_tensor_axis(mesh_of):
+    params, (batch, *_) = setup(jnp.bfloat16)
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2, tensor=2), lambda *args: both(so, *args), rules=RULES)
+    state, metrics = opt.step(opt.init(params), batch)
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
+    loss, grads = jax.value_and_grad(lambda params: both(ONE_DEVICE, params, wide[1]))(wide[0])
+    expected = jax.tree.map(lambda x, grad: x - 0.1 * grad, wide[0], grads)
+    assert relative_difference((metrics["loss"], state.params), (np.asarray(loss), jax.device_get(expected))) < 0.05
+    assert state.params["in"].dtype == jnp.bfloat16
+
+
+def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_elsewhere(mesh_of):
+    mean = jax.jit(so.batch_mean)
+
+    def loss_fn(params, batch):
+        return params * mean(batch) ** 2
+
+    mesh, rows = mesh_of(data=2), np.arange(8, dtype=np.float32)
+    assert mean(rows[:4]) == 1.5
+    run = lambda micro_batches, rows: (  # noqa: E731
+        (opt := so.ddp(optax.sgd(0.1), mesh, loss_fn, micro_batches=micro_batches)).step(opt.init(np.float32(1)), rows)
+    )
+    assert run(1, rows[:4])[1]["loss"] == 1.5**2
+    with pytest.raises(ValueError, match="micro_batches=2"):
+        run(2, rows)
+    assert mean(rows[:2]) == 0.5
+
+
+@pytest.mark.parametrize("name", ["gather_batch", "batch_mean", "batch_sum"])
+def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
+    function = getattr(so, name)
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, x: (params * function(x)).sum(), micro_batches=2)
+    message = (
+        f"{name}: with micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
+        "Fix: use micro_batches=1, or view='global'."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
+    blocks = so.BlockModel(
+        lambda outer, x: x[:, None], lambda one, x: x * one[None], lambda _, x, batch: function(x).sum()
+    )
+    opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
+    message = (
+        f"{name}: in a pipeline the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
+        "Fix: use a mesh with pipeline=1."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        opt.step(opt.init({"blocks": np.ones((2, 1), np.float32)}), np.ones(4, np.float32))
+    message = (
+        f"{name}: an array without dims has no rows.\n  mean\n"
+        "Fix: pass what each row gives, [rows, ...]; a mean over rows is no row."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        function({"mean": jnp.float32(1), "rows": jnp.ones(2)})
+    message = (
+        f"{name}: it was called in the per-device view, but outside of a strategy's loss.\n"
+        "Fix: call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        jax.shard_map(function, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P(), check_vma=False)(jnp.ones(4))
+
+
+def test_an_analysis_sees_their_names_and_shapes():
+    def loss_fn(x):
+        return so.gather_batch(x), so.batch_mean(x), so.batch_sum(x)
+
+    run = with_rows(RowContext(("replica", "data"), 6, tracing=True), loss_fn)
+    found = jax.make_jaxpr(run)(jnp.ones((2, 3)))
+    assert [(eqn.params["name"], eqn.outvars[0].aval.shape) for eqn in found.eqns] == [
+        ("shardopt_gather_batch", (12, 3)),
+        ("shardopt_batch_mean", (3,)),
+        ("shardopt_batch_sum", (3,)),
+    ]
+
+
+def test_alone_they_are_plain_and_keep_dtypes():
+    rows = {"half": jnp.ones((4, 2), jnp.bfloat16), "whole": jnp.arange(4)}
+    same = jax.tree.map(lambda x: (x.shape, x.dtype), (so.gather_batch(rows), so.batch_mean(rows), so.batch_sum(rows)))
+    plain = rows, jax.tree.map(lambda x: jnp.mean(x, 0), rows), jax.tree.map(lambda x: jnp.sum(x, 0), rows)
+    assert same == jax.tree.map(lambda x: (x.shape, x.dtype), plain)
