@@ -45,7 +45,7 @@ def parse(text: str) -> Module:
                 name = opening["name"]
                 computations[name] = []
                 entry = name if opening["entry"] else entry
-        elif line.lstrip().startswith("}"):
+        elif _CLOSING.match(line):
             name = None
         elif instruction := _instruction(line):
             computations[name].append(instruction)
@@ -95,6 +95,8 @@ def split(text: str) -> list[str]:
 
 
 _OPENING = re.compile(r"^\s*(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
+_CLOSING = re.compile(r'^\s*\}\s*(?:,\s*execution_thread="[^"]*")?\s*(?://.*)?$')
+"""Not any line that begins with a brace: metadata of kernels goes over several lines."""
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')

@@ -187,7 +187,7 @@ def _from_outside(module: Module, name: str, caller: Instruction, callee: str, f
         return found._replace(loops=(turns, *found.loops), branches=(False, *found.branches))
     if caller.opcode == "conditional":
         return found._replace(branches=(True, *found.branches[1:]))
-    if caller.opcode == "async-start":
+    if caller.opcode in ("async-start", "call-start", "custom-call-start"):  # the latter two on a TPU's SparseCore
         return found._replace(asynchronous=True)
     if caller.opcode == "fusion":
         is_scatter = found.kind == "all-reduce" and _returns_a_slice(module, callee, found.instruction)

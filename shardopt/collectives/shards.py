@@ -73,9 +73,7 @@ def reduce_scatter(
     """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
 
     def scatter(x, axis, dim):
-        for groups in reversed(torus_groups(axis)):
-            x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-        return x
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
     move = lambda xs, dims: reduce_scatter_buckets(xs, dims, axis, scatter, bucket_bytes=bucket_bytes)  # noqa: E731
     return _where_sharded(move, leaves, dims, specs)
@@ -98,36 +96,12 @@ def _where_sharded(
 
 
 def _all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Gather half-precision floats as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
-    as_bits = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-    moved = jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
-    for groups in torus_groups(axis):
-        moved = jax.lax.all_gather(moved, axis, axis=dim, axis_index_groups=groups, tiled=True)
-    return jax.lax.bitcast_convert_type(moved, x.dtype) if as_bits else moved
+    """Gather an array; on CPU half-precision floats as the bits they are, which XLA:CPU would widen to fp32 on the wire.
 
-
-_TORUS_OF_THREE = ("TPU v4", "TPU v5", "TPU7x")
-"""Kinds of chips whose torus has three axes; v5p calls itself "TPU v5"."""
-
-_LEAST = 64
-"""From so many chips on XLA:TPU was seen to do it: 16 and 32 were gathered over."""
-
-
-def torus_groups(axis: str) -> list[list[list[int]] | None]:
-    """Return the groups of each step of a gather over an axis, in order; a scatter takes them the other way round.
-
-    XLA:TPU makes an all-reduce of padded buffers of a gather over every chip of a torus of three axes, and another of a
-    scatter: twice the bytes, and twice the memory. It leaves alone what goes over fewer. So where an axis is the whole
-    torus, pairs of neighbours gather first, and then every other chip: as many bytes as one gather, (n - 1) / n of
-    all. Of one slice: a torus in each of several slices goes in one step, which has not been compiled.
+    Elsewhere they travel as they are: on a TPU the cast to bits and back is a copy of the gathered array.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    n = mesh.shape[axis]
-    if not is_whole_torus(device_kind(), n, mesh.size):
-        return [None]
-    return [[[i, i + 1] for i in range(0, n, 2)], [list(range(first, n, 2)) for first in range(2)]]
-
-
-def is_whole_torus(kind: str | None, size: int, devices: int) -> bool:
-    """Return whether an axis of this size is a torus of three axes, as far as a program under trace can tell."""
-    return kind in _TORUS_OF_THREE and size == devices and size >= _LEAST and size % 2 == 0
+    half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    if not half or device_kind() != "cpu":
+        return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+    bits = jax.lax.all_gather(jax.lax.bitcast_convert_type(x, jnp.uint16), axis, axis=dim, tiled=True)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)

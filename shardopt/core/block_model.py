@@ -95,7 +95,9 @@ def checkpointed(model: BlockModel, f: Callable[..., T]) -> Callable[..., T]:
     """Return `f`, whose backward pass recomputes what the model's `remat` says."""
     if model.remat is None:
         return f
-    return jax.checkpoint(f, policy=model.remat if callable(model.remat) else None)
+    # Blocks run in a scan, where nothing can be merged with the forward pass; the barrier against it would wait for all
+    # that is gathered.
+    return jax.checkpoint(f, policy=model.remat if callable(model.remat) else None, prevent_cse=False)
 
 
 def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: PyTree) -> PyTree:
