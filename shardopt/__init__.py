@@ -19,6 +19,7 @@ from shardopt.core import (
     Updated,
     Weighted,
 )
+from shardopt.engine.compiler_options import compiler_options
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.rows import batch_mean, batch_sum, gather_batch
 from shardopt.local_updates import diloco, local_sgd
@@ -53,6 +54,7 @@ __all__ = [
     "batch_mean",
     "batch_sum",
     "checkpoint",
+    "compiler_options",
     "ddp",
     "diloco",
     "fit",

@@ -1,7 +1,7 @@
 """What a strategy was asked for, checked before anything else happens: one config, from which all follows."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,6 +14,7 @@ from shardopt.core.block_model import LossFn, as_block_model
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.axes import TABLE, Axes, axes_of
+from shardopt.engine.compiler_options import CompilerOptions, compiler_options
 from shardopt.mesh import AXES
 from shardopt.partition import Report
 from shardopt.partition.rules import check_rules
@@ -113,6 +114,7 @@ class StrategyConfig(NamedTuple):
         parameters and optimizer state of its own, stacked along a first dim.
       sync_gradients: whether gradients are averaged over replicas that have parameters of their own, as in a warm-up.
       evaluate_fn: the loss that is evaluated; None for `loss_fn`.
+      compiler_options: what the compiler is told; None for what `compiler_options` says of the mesh.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
 
@@ -132,6 +134,7 @@ class StrategyConfig(NamedTuple):
     local_updates: SyncConfig | None = None
     sync_gradients: bool = False
     evaluate_fn: LossFn | None = None
+    compiler_options: CompilerOptions | None = None
     report: ReportFn = _no_report
 
     @property
@@ -185,6 +188,10 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
     if config.reducer is not None:
         _check_reducer(who, config)
+    options = compiler_options(mesh) if config.compiler_options is None else config.compiler_options
+    if not isinstance(options, Mapping):
+        what = f"compiler_options must be a dict of option name to value, got {type(options).__name__}."
+        raise TypeError(format_error(who, what, fix="start from so.compiler_options(mesh)."))
     # Stored as checked: an iterator would be empty by the time it is used.
     rules = config.rules if callable(config.rules) else _as_tuple(config.rules)
     check_rules(rules, who=who)
@@ -193,7 +200,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     if model is not None and not (model.remat in (None, "full") or callable(model.remat)):
         what = f"BlockModel.remat must be None, 'full' or a jax.checkpoint policy, got {model.remat!r}."
         raise ValueError(format_error(who, what, fix="policies are in jax.checkpoint_policies."))
-    return config._replace(mesh=mesh, rules=rules, frozen=frozen, gather_dtype=gather_dtype)
+    return config._replace(mesh=mesh, rules=rules, frozen=frozen, gather_dtype=gather_dtype, compiler_options=options)
 
 
 def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:

@@ -83,6 +83,7 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         in_shardings=(on_state, batch_sharding(config)),
         out_shardings=(on_state, NamedSharding(config.mesh, PartitionSpec())),
         donate_argnums=0,
+        compiler_options=dict(config.compiler_options or {}),
     )
     return CompiledStep(
         layout=layout,
@@ -115,7 +116,10 @@ def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
     on_params = shardings(config.mesh, layout.specs.params)
     everywhere = NamedSharding(config.mesh, PartitionSpec())
     jitted = jax.jit(
-        on_mesh(config.mesh, evaluate), in_shardings=(on_params, batch_sharding(config)), out_shardings=everywhere
+        on_mesh(config.mesh, evaluate),
+        in_shardings=(on_params, batch_sharding(config)),
+        out_shardings=everywhere,
+        compiler_options=dict(config.compiler_options or {}),
     )
     return check_no_deadlock(config, jitted)
 

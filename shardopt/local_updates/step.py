@@ -195,6 +195,7 @@ def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> A
         in_shardings=(placed, batch_sharding(config)),
         out_shardings=(placed, by_replica),
         donate_argnums=0,
+        compiler_options=dict(config.compiler_options or {}),
         keep_unused=True,  # what a step overwrites unread, such as what was on its way, gives its memory as well
     )
     return check_no_deadlock(config, jitted)

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
+from shardopt.engine.compiler_options import CompilerOptions
 from shardopt.engine.config import DDP, StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.reducers import Reducer
@@ -23,6 +24,7 @@ def ddp(
     rules: Rules = (),
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
+    compiler_options: CompilerOptions | None = None,
 ) -> ShardedOptimizer:
     """Train on the mean gradient of all devices, each holding a copy of the model.
 
@@ -60,6 +62,7 @@ def ddp(
         floating are frozen anyway. `loss_fn` may give them new values through `Updated`.
       evaluate_fn: the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters as they are placed; by
         default `loss_fn`. Its form is that of `loss_fn`; it gets no key.
+      compiler_options: what XLA is told when it compiles a step, name -> value; by default `so.compiler_options(mesh)`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -91,6 +94,7 @@ def ddp(
             rules=rules,
             frozen=frozen,
             evaluate_fn=evaluate_fn,
+            compiler_options=compiler_options,
             reducer=reducer,
         )
     )

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
+from shardopt.engine.compiler_options import CompilerOptions
 from shardopt.engine.config import ZERO_3, StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer
 
@@ -24,6 +25,7 @@ def fsdp(
     gather_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
+    compiler_options: CompilerOptions | None = None,
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -55,6 +57,7 @@ def fsdp(
         frozen ones keep their dtype.
       frozen: see `ddp`; frozen leaves are sharded too.
       evaluate_fn: see `ddp`.
+      compiler_options: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -88,5 +91,6 @@ def fsdp(
             gather_dtype=gather_dtype,
             frozen=frozen,
             evaluate_fn=evaluate_fn,
+            compiler_options=compiler_options,
         )
     )

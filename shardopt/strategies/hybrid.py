@@ -11,6 +11,7 @@ from shardopt.core.block_model import BlockModel, LossFn, as_block_model
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
+from shardopt.engine.compiler_options import CompilerOptions
 from shardopt.engine.config import PLACEMENTS, StrategyConfig, check_mesh
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.pipeline import Schedule, schedules
@@ -30,6 +31,7 @@ def hybrid(
     gather_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
+    compiler_options: CompilerOptions | None = None,
     remat: bool = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -74,6 +76,7 @@ def hybrid(
       gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
       frozen: see `ddp`.
       evaluate_fn: see `ddp`; a `BlockModel` where there are stages.
+      compiler_options: see `ddp`.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
         memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a schedule
         that splits weight passes off keeps from backward to weight what the latter needs.
@@ -140,6 +143,7 @@ def hybrid(
             gather_dtype=gather_dtype,
             frozen=frozen,
             evaluate_fn=evaluate_fn,
+            compiler_options=compiler_options,
             schedule=table if num_stages > 1 else None,
             remat=remat,
             reducer=reducer,

@@ -9,6 +9,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
+from shardopt.engine.compiler_options import CompilerOptions
 from shardopt.engine.config import STAGES, StrategyConfig
 from shardopt.engine.optimizer import ShardedOptimizer
 
@@ -24,6 +25,7 @@ def zero(
     min_shard_elements: int = 1024,
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
+    compiler_options: CompilerOptions | None = None,
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
@@ -52,6 +54,7 @@ def zero(
         over data; `opt.config.report()` lists them.
       frozen: see `ddp`.
       evaluate_fn: see `ddp`.
+      compiler_options: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -88,5 +91,6 @@ def zero(
             min_shard_elements=min_shard_elements,
             frozen=frozen,
             evaluate_fn=evaluate_fn,
+            compiler_options=compiler_options,
         )
     )

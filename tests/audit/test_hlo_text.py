@@ -120,3 +120,18 @@ def test_unknown_shapes_are_refused(shape, message):
 )
 def test_tiles_are_filled_up(shape, size):
     assert tiled_nbytes(shape) == size
+
+
+def test_metadata_over_several_lines_ends_no_computation():
+    text = """HloModule m
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %kernel = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="kernel
+}, more of its text"}
+  ROOT %sum = f32[4]{0} add(%kernel, %p)
+}
+"""
+    assert [one.opcode for one in parse(text).computations["main"]] == ["parameter", "custom-call", "add"]
+    threaded = text.replace("\n}\n", '\n}, execution_thread="sparsecore"\n')
+    assert len(parse(threaded).computations["main"]) == 3

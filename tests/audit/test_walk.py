@@ -3,7 +3,7 @@
 import pytest
 
 from shardopt.audit.hlo_text import parse
-from shardopt.audit.walk import trip_count
+from shardopt.audit.walk import collectives_of, trip_count
 
 LOOP = """HloModule m
 
@@ -102,3 +102,22 @@ def test_what_cannot_be_followed_is_unknown(changes):
 def test_a_start_that_is_an_input_is_unknown():
     module = parse(LOOP.format(**PLAIN).replace("%from = s32[] copy(%zero)", "%from = s32[] parameter(1)"))
     assert trip_count(module, "main", module.computations["main"][-1]) is None
+
+
+@pytest.mark.parametrize("start", ["call-start", "custom-call-start"])
+def test_what_runs_on_the_sparse_core_is_asynchronous(start):
+    text = f"""HloModule m, num_partitions=4
+
+%on_core (p: f32[8]) -> f32[32] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %gathered = f32[32]{{0}} all-gather(%p), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+
+ENTRY %main (p: f32[8]) -> f32[32] {{
+  %p = f32[8]{{0}} parameter(0)
+  %start = ((f32[8]{{0}}), f32[32]{{0}}, u32[]) {start}(%p), async_execution_thread="sparsecore", called_computations={{%on_core}}
+  ROOT %done = f32[32]{{0}} call-done(%start)
+}}
+"""
+    (found,) = collectives_of(parse(text))
+    assert (found.kind, found.asynchronous) == ("all-gather", True)

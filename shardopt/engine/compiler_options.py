@@ -1,0 +1,47 @@
+"""What the compiler is told, by platform and generation of the chips."""
+
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh
+
+CompilerOptions = Mapping[str, str | bool | int | float]
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+_SPARSE_CORE = tuple(
+    _OFFLOAD + kind
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "2d_all_gather", "3d_all_gather", "nd_reduce_scatter")
+)
+_WITH_SPARSE_CORE = ("TPU v5", "TPU v6 lite", "TPU7x")
+"""Kinds of chips whose SparseCore moves collectives; v5p calls itself "TPU v5"."""
+
+
+def compiler_options(mesh: Mesh) -> CompilerOptions:
+    """Return the compiler options that strategies compile their steps with, for the devices of a mesh.
+
+    - **TPU v5p, v6e and 7x**: gathers, scatters and reductions run on the SparseCore, beside the TensorCore, and scatters
+      over several axes of the torus stay scatters instead of becoming all-reduces. Llama 3 8B with fsdp on v5p:4x4x4,
+      2048 tokens per chip, by the compiler's own estimates: 624 ms a step without them, 472 with; 92.8 GB sent, 61.2 with.
+    - Anything else: none. XLA:CPU and XLA:GPU have no such choice that was measured here, and v5e has no such core.
+
+    jax before 0.11 gets none: its jaxlib cannot read such a program back ("async-update instruction should have 1 operand").
+
+    Args:
+      mesh: the mesh whose devices are compiled for; they need not exist.
+
+    Returns:
+      Option name -> value, as `compiler_options` of `jax.jit` takes them. A strategy's `compiler_options=` replaces them;
+      `{**so.compiler_options(mesh), "name": value}` adds to them.
+
+    Example:
+      >>> import shardopt as so
+      >>> so.compiler_options(so.make_mesh())
+      {}
+
+    References:
+      XLA flags of MaxText's `xla_flags_library` (SparseCore offload); the figures are of `so.aot`, libtpu 0.0.52.
+    """
+    kind = getattr(mesh.devices.flat[0], "device_kind", "")
+    if kind not in _WITH_SPARSE_CORE or jax.__version_info__ < (0, 11):
+        return {}
+    return dict.fromkeys(_SPARSE_CORE, True)

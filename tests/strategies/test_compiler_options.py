@@ -1,0 +1,39 @@
+"""Strategies compile with the options that the mesh asks for, or with the user's."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+
+loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)  # noqa: E731
+
+
+def test_the_users_options_reach_the_compiler(mesh_of):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=8), loss_fn, compiler_options={"no_such_option": True})
+    state = opt.init(jnp.ones(4))
+    with pytest.raises(Exception, match="no_such_option"):
+        opt.step(state, np.ones((8, 4), np.float32))
+
+
+def test_options_are_a_dict(mesh_of):
+    with pytest.raises(TypeError) as caught:
+        so.fsdp(optax.sgd(0.1), mesh_of(data=8), loss_fn, compiler_options=["xla_something"])
+    assert str(caught.value) == (
+        "fsdp: compiler_options must be a dict of option name to value, got list.\n"
+        "Fix: start from so.compiler_options(mesh)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "offloads"), [("TPU v5", True), ("TPU v6 lite", True), ("TPU v5 lite", False), ("cpu", False)]
+)
+def test_which_chips_have_a_sparse_core(kind, offloads):
+    devices = np.array([types.SimpleNamespace(device_kind=kind)])
+    found = so.compiler_options(types.SimpleNamespace(devices=devices))
+    assert bool(found) is (offloads and jax.__version_info__ >= (0, 11))
+    assert all("sparse_core" in name for name in found)
