@@ -76,19 +76,20 @@ def run_blocks(
     """
     blocks = params[BLOCKS]
     outer = gather_outer({name: value for name, value in params.items() if name != BLOCKS})
-    num_blocks = jax.tree.leaves(blocks)[0].shape[0]
+    num_blocks, run = jax.tree.leaves(blocks)[0].shape[0], run_block or plain_block(model)
 
     def body(x, block_and_index):
         one_block, index = block_and_index
-        if run_block is not None:
-            return run_block(one_block, index, rng, x), None
-        return call(model.block, rng, index, one_block, x), None
+        return run(one_block, index, rng, x), None
 
     x = call(model.embed, rng, num_blocks, outer, batch)
-    if run_block is None:
-        body = checkpointed(model, body)
     x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
     return call(model.loss, rng, num_blocks + 1, outer, x, batch)
+
+
+def plain_block(model: BlockModel) -> Callable[..., PyTree]:
+    """Return `run(one_block, index, rng, x) -> x`, the block of a model, with its `remat`."""
+    return checkpointed(model, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x))
 
 
 def checkpointed(model: BlockModel, f: Callable[..., T]) -> Callable[..., T]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from shardopt.partition.rules import check_rules
 from shardopt.pipeline import Schedule
 from shardopt.reducers import Reducer
 from shardopt.reducers.reducer import check_reducer
+
+View = Literal["per_device", "global"]
+"""Where a loss runs: on each device's rows, or on the whole batch."""
 
 
 class ReportFn(Protocol):
@@ -115,6 +118,7 @@ class StrategyConfig(NamedTuple):
       sync_gradients: whether gradients are averaged over replicas that have parameters of their own, as in a warm-up.
       evaluate_fn: the loss that is evaluated; None for `loss_fn`.
       compiler_options: what the compiler is told; None for what `compiler_options` says of the mesh.
+      view: where the loss runs: on each device's rows, or on the whole batch in the global view.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
 
@@ -135,6 +139,7 @@ class StrategyConfig(NamedTuple):
     sync_gradients: bool = False
     evaluate_fn: LossFn | None = None
     compiler_options: CompilerOptions | None = None
+    view: View = "per_device"
     report: ReportFn = _no_report
 
     @property
@@ -186,6 +191,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     check_evaluate_fn(who, config)
     check_count(who, "micro_batches", config.micro_batches, least=1)
     check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
+    _check_view(who, config)
     if config.reducer is not None:
         _check_reducer(who, config)
     options = compiler_options(mesh) if config.compiler_options is None else config.compiler_options
@@ -238,6 +244,25 @@ def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
         what = "evaluate_fn is a BlockModel, but loss_fn is not."
         fix = "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
         raise TypeError(format_error(who, what, fix=fix))
+
+
+def _check_view(who: str, config: StrategyConfig) -> None:
+    fix = (
+        "use view='per_device' (each device runs the loss on its rows) or view='global' (one loss of the whole batch)."
+    )
+    if not isinstance(config.view, str):
+        raise TypeError(format_error(who, f"view must be a string, got {config.view!r}.", fix=fix))
+    if config.view not in get_args(View):
+        raise ValueError(format_error(who, f"unknown view {config.view!r}.", fix=fix))
+    if config.view == "global" and config.schedule is not None:
+        what = "a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch."
+        fix = "make the mesh with pipeline=1, or use view='per_device'."
+        raise ValueError(format_error(who, what, fix=fix))
+    if config.view == "global" and config.reducer is not None:
+        what = (
+            "a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch."
+        )
+        raise ValueError(format_error(who, what, fix="leave reducer out, or use view='per_device'."))
 
 
 def _check_reducer(who: str, config: StrategyConfig) -> None:

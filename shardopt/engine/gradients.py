@@ -1,40 +1,22 @@
 """The per-device view: differentiate the loss of each micro-batch, and reduce the gradient once."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import constrain_tensor, per_device
-from shardopt.core.types import PyTree, wide_dtype
+from shardopt.core.types import PyTree
 from shardopt.engine.axes import SHARD
 from shardopt.engine.compression import compress_mean, manual_specs
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.global_view import global_gradients, global_loss
 from shardopt.engine.layout import Layout
-from shardopt.engine.loss import LossParts, cut, local_loss, step_key
+from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
+from shardopt.engine.micro_batches import accumulate, cut, numbers
 from shardopt.engine.pipelined import pipelined_gradients, pipelined_losses, stored_order
 from shardopt.engine.reductions import all_reduce_grads, reduce_scatter_grads, scale, sum_parts
-from shardopt.partition import LeafPlan
-
-
-class Gradients(NamedTuple):
-    """What one global batch gives.
-
-    Attributes:
-      grads: the gradient of the loss of the union batch; None for frozen leaves.
-      loss: that loss, scalar.
-      metrics: name -> mean over the union batch.
-      updates: key path -> new value of a frozen leaf.
-      reducer: the new state of the reducer that the gradient went through, or None.
-    """
-
-    grads: PyTree
-    loss: jax.Array
-    metrics: dict[str, jax.Array]
-    updates: dict[str, jax.Array]
-    reducer: PyTree
 
 
 def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
@@ -47,6 +29,8 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
 
     Where replicas train apart, parameters, gradients, loss and metrics are stacked, one a replica.
     """
+    if config.view == "global":
+        return global_gradients(config, layout)
     axes = config.axes
     differentiate = micro_batch_gradients if config.schedule is None else pipelined_gradients
     compression = layout.compression
@@ -79,7 +63,7 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
 
     def gradients(params, batch, step, rng, reducer_state=None):
         grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
-        return Gradients(layout.merge([None] * len(layout.plans), grads), *_divide(parts), parts.updates, state)
+        return Gradients(layout.merge([None] * len(layout.plans), grads), *parts.divided(), parts.updates, state)
 
     return gradients
 
@@ -90,6 +74,8 @@ def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax
     With a step and rng it is the very function that `make_gradients` differentiates, with the same keys and
     micro-batches; without them the loss gets no key.
     """
+    if config.view == "global":
+        return global_loss(config, layout)
     losses = micro_batch_losses if config.schedule is None else pipelined_losses
 
     def local(params, batch, step, rng):
@@ -98,7 +84,7 @@ def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax
     run = per_device(local, config.mesh, in_specs=in_specs(config, layout), out_specs=PartitionSpec())
 
     def loss(params, batch, step=None, rng=None):
-        return _divide(run(layout.treedef.flatten_up_to(params), batch, step, rng))
+        return run(layout.treedef.flatten_up_to(params), batch, step, rng).divided()
 
     return loss
 
@@ -127,12 +113,6 @@ def _stacked(config: StrategyConfig, x: jax.Array) -> jax.Array:
     return x[None] if config.per_replica else x
 
 
-def _divide(parts: LossParts) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the loss and metrics: totals divided by weights."""
-    divide = lambda one: one.total / one.weight  # noqa: E731
-    return divide(parts.loss), {name: divide(one) for name, one in parts.metrics.items()}
-
-
 def in_specs(config: StrategyConfig, layout: Layout) -> tuple[list[PartitionSpec], *tuple[PartitionSpec, ...]]:
     """Return how (params, batch, step, rng) come into the per-device view."""
     params = [config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans]
@@ -150,7 +130,7 @@ def micro_batch_gradients(
     plans, pieces, sharded = [layout.plans[i] for i in trained], config.num_pieces, config.placement
 
     def total(train_leaves, micro_batch, key):
-        parts = local_loss(config, layout, layout.merge(params, train_leaves), micro_batch, key)
+        parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), micro_batch, key)
         return parts.loss.total / pieces, parts
 
     def one_micro_batch(micro_batch, index):
@@ -158,7 +138,11 @@ def micro_batch_gradients(
         grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key)
         return reduce_scatter_grads(grads, plans) if sharded.grads and not sharded.params else grads, parts
 
-    return _accumulate(one_micro_batch, batch, config.micro_batches, plans)
+    # Left alone, the partitioner would replicate the accumulators over tensor.
+    def keep(sums):
+        return constrain_tensor(sums, [plan.tensor for plan in plans])
+
+    return accumulate(one_micro_batch, batch, config.micro_batches, keep)
 
 
 def micro_batch_losses(
@@ -170,37 +154,11 @@ def micro_batch_losses(
     @jax.checkpoint  # a line search differentiates this: one micro-batch at a time then, too
     def one_micro_batch(micro_batch, index):
         key = None if rng is None else step_key(config, step, rng, index)
-        return local_loss(config, layout, tree, micro_batch, key)
+        return loss_of_rows(config, layout, tree, micro_batch, key)
 
     def body(_, micro_batch_and_index):
         return None, one_micro_batch(*micro_batch_and_index)
 
     if config.micro_batches == 1:
         return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
-    return jax.lax.scan(body, None, cut(batch, config.micro_batches))[1]
-
-
-def _accumulate(
-    one_micro_batch: Callable[[PyTree, jax.Array], tuple[list[jax.Array], LossParts]],
-    batch: PyTree,
-    count: int,
-    plans: Sequence[LeafPlan],
-) -> tuple[list[jax.Array], LossParts]:
-    """Sum gradients over micro-batches in a scan, in fp32 at least; parts come stacked [count, ...]."""
-    if count == 1:
-        grads, parts = one_micro_batch(batch, jnp.int32(0))
-        return grads, jax.tree.map(lambda x: x[None], parts)
-
-    def body(sums, micro_batch_and_index):
-        grads, parts = one_micro_batch(*micro_batch_and_index)
-        return keep([total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]), parts
-
-    # Left alone, the partitioner would replicate the accumulators over tensor.
-    def keep(sums):
-        return constrain_tensor(sums, [plan.tensor for plan in plans])
-
-    micro_batches = cut(batch, count)
-    shapes, _ = jax.eval_shape(one_micro_batch, *jax.tree.map(lambda x: x[0], micro_batches))
-    zeros = keep([jnp.zeros(one.shape, wide_dtype(one.dtype)) for one in shapes])
-    sums, parts = jax.lax.scan(body, zeros, micro_batches)
-    return [total.astype(one.dtype) for total, one in zip(sums, shapes, strict=True)], parts
+    return jax.lax.scan(body, None, (cut(batch, config.micro_batches), numbers(config.micro_batches)))[1]

@@ -1,4 +1,7 @@
-"""The loss of one micro-batch on one device: parameters gathered on the way, a random key of its own, sums returned."""
+"""The loss of the rows at hand: parameters gathered on the way, a random key of its own, sums returned.
+
+In the per-device view these are the rows of one micro-batch on one device, in the global view those of all devices.
+"""
 
 from typing import NamedTuple
 
@@ -9,17 +12,36 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
-from shardopt.core.block_model import BLOCKS, as_block_model, call, run_blocks, takes_rng
+from shardopt.core.block_model import BLOCKS, as_block_model, call, plain_block, run_blocks, takes_rng
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Updated, Weighted, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.constraints import GATHERED, gather_leaves, rows_apart
 from shardopt.engine.layout import Layout
 from shardopt.engine.rows import row_context, with_rows
 from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import gathered_block
 
 RESERVED = ("loss", "grad_norm")
+
+
+class Gradients(NamedTuple):
+    """What one global batch gives.
+
+    Attributes:
+      grads: the gradient of the loss of the union batch; None for frozen leaves.
+      loss: that loss, scalar.
+      metrics: name -> mean over the union batch.
+      updates: key path -> new value of a frozen leaf.
+      reducer: the new state of the reducer that the gradient went through, or None.
+    """
+
+    grads: PyTree
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    updates: dict[str, jax.Array]
+    reducer: PyTree = None
 
 
 class LossParts(NamedTuple):
@@ -35,11 +57,16 @@ class LossParts(NamedTuple):
     metrics: dict[str, Weighted]
     updates: dict[str, jax.Array]
 
+    def divided(self) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the loss and metrics: totals divided by weights."""
+        divide = lambda one: one.total / one.weight  # noqa: E731
+        return divide(self.loss), {name: divide(one) for name, one in self.metrics.items()}
 
-def local_loss(
+
+def loss_of_rows(
     config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
 ) -> LossParts:
-    """Return the local loss; parameters that are sharded, or cast to travel, are gathered on the way."""
+    """Return the loss of these rows; parameters that are sharded, or cast to travel, are gathered on the way."""
     plans = layout.treedef.unflatten(layout.plans)
     rows, loss_fn = jax.tree.leaves(batch)[0].shape[0], with_rows(row_context(config), config.loss_fn)
     model = as_block_model(loss_fn)
@@ -51,6 +78,8 @@ def local_loss(
             hooks["gather_outer"] = lambda outer: all_gather_leaves(config, outer, outer_plans)
             gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], of_block=True)  # noqa: E731
             hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
+        if config.view == "global":
+            hooks["run_block"] = rows_apart(config, hooks.get("run_block", plain_block(model)), rows)
         return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
     if not gathers:
         return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
@@ -69,10 +98,6 @@ def local_loss(
     return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
 
 
-_GATHERED = "shardopt_gathered"
-"""The `checkpoint_name` of weights gathered for the moment."""
-
-
 def all_gather_leaves(
     config: StrategyConfig,
     tree: PyTree,
@@ -86,12 +111,14 @@ def all_gather_leaves(
     flat: list[LeafPlan] = treedef.flatten_up_to(plans)
     if of_block:
         flat = [plan.of_block() for plan in flat]
+    if config.view == "global":
+        return treedef.unflatten(gather_leaves(config, leaves, flat))
     # Only what is trained: running statistics would stop moving in half precision.
     cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
     dtypes = [config.gather_dtype if one else None for one in cast]
     where = [plan.dim for plan in flat], [plan.tensor for plan in flat]
     gathered = all_gather(leaves, *where, axis=SHARD, dtypes=dtypes, bucket_bytes=bucket_bytes)
-    return treedef.unflatten([checkpoint_name(leaf, _GATHERED) for leaf in gathered])
+    return treedef.unflatten([checkpoint_name(leaf, GATHERED) for leaf in gathered])
 
 
 def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **params: object) -> bool:
@@ -100,7 +127,8 @@ def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **pa
     Every step from the gather (of bits, in half precision) to its named result is refused: one that was saved
     would keep the gathered weight, and make recomputing the rest free.
     """
-    return primitive.name not in ("all_gather", "bitcast_convert_type") and params.get("name") != _GATHERED
+    gathers = ("all_gather", "bitcast_convert_type", "sharding_constraint")
+    return primitive.name not in gathers and params.get("name") != GATHERED
 
 
 def _tied_together(tree: PyTree) -> PyTree:
@@ -112,18 +140,14 @@ def _tied_together(tree: PyTree) -> PyTree:
     return treedef.unflatten(leaves)
 
 
-def cut(batch: PyTree, count: int) -> tuple[PyTree, jax.Array]:
-    """Return the local rows as micro-batches [count, rows, ...], and their numbers."""
-    cut = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-    return cut, jnp.arange(count, dtype=jnp.int32)
-
-
-def step_key(config: StrategyConfig, step: jax.Array, rng: jax.Array, micro_batch: jax.Array) -> jax.Array | None:
-    """A key of its own for each step, device along the data axes, and micro-batch."""
+def step_key(
+    config: StrategyConfig, step: jax.Array, rng: jax.Array, micro_batch: ArrayLike, device: ArrayLike | None = None
+) -> jax.Array | None:
+    """A key of its own for each step, device along the data axes (by default this one), and micro-batch."""
     if not takes_rng(config.loss_fn):
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
-    key = jax.random.fold_in(key, jax.lax.axis_index(config.axes.rows))
+    key = jax.random.fold_in(key, jax.lax.axis_index(config.axes.rows) if device is None else device)
     return jax.random.fold_in(key, micro_batch)
 
 

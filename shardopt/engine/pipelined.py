@@ -7,7 +7,8 @@ from shardopt.core.block_model import BLOCKS, as_block_model, call
 from shardopt.core.types import PyTree
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
-from shardopt.engine.loss import LossParts, all_gather_leaves, cut, loss_parts, step_key
+from shardopt.engine.loss import LossParts, all_gather_leaves, loss_parts, step_key
+from shardopt.engine.micro_batches import cut
 from shardopt.engine.reductions import reduce_scatter_grads
 from shardopt.engine.rows import row_context, with_rows
 from shardopt.pipeline import Schedule
@@ -105,7 +106,7 @@ def _stage_fns(
     blocks, outer_indices = _block_and_outer(layout)
     plans = layout.treedef.unflatten(layout.plans)
     block_treedef, num_blocks = jax.tree.structure(plans[BLOCKS]), layout.plans[blocks[0]].shape[0]
-    micro_batches, _ = cut(batch, config.micro_batches)
+    micro_batches = cut(batch, config.micro_batches)
     rows, pieces = jax.tree.leaves(micro_batches)[0].shape[1], config.num_pieces
 
     outer = [params[i] for i in outer_indices]

@@ -13,8 +13,9 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, wide_dtype
 from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.gradients import Gradients, grad_specs
+from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
+from shardopt.engine.loss import Gradients
 
 
 def apply_update(

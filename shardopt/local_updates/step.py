@@ -133,7 +133,8 @@ def variant_of(sync: SyncConfig, step: int) -> StepVariant:
 def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> AotCompiled:
     """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one a replica."""
     config, layout, delay = local.config._replace(sync_gradients=variant.warm), local.layout, local.sync.delay
-    gradients = make_gradients(config, layout)
+    together = variant.warm and config.view == "global"  # one loss of the whole batch, at parameters that are equal yet
+    gradients = make_gradients(config._replace(local_updates=None) if together else config, layout)
     outer_steps = [OuterStep(local, fragment) for fragment in local.fragments]
     before, after = (variant.send, None) if delay else (None, variant.send)
 
@@ -167,7 +168,10 @@ def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> A
         if before is not None:
             delta, replicas = send(before, shared, flatten(replicas.params.value), replicas)
             replicas = replicas._replace(pending=_replaced(replicas.pending, before, delta))
-        found = gradients(replicas.params.value, batch, state.step, state.rng, replicas.inner_reducer)
+        at = state.params if together else replicas.params.value
+        found = gradients(at, batch, state.step, state.rng, replicas.inner_reducer)
+        if together:
+            found = jax.tree.map(lambda x: jnp.broadcast_to(x, (local.replicas, *x.shape)), found)
         wire, found = found.reducer, found._replace(reducer=None)
         run = jax.vmap(update, spmd_axis_name=REPLICA)
         params, optimizer = run(replicas.params.value, replicas.optimizer.value, found)

@@ -9,7 +9,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import DDP, StrategyConfig
+from shardopt.engine.config import DDP, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.reducers import Reducer
 
@@ -25,6 +25,7 @@ def ddp(
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
+    view: View = "per_device",
 ) -> ShardedOptimizer:
     """Train on the mean gradient of all devices, each holding a copy of the model.
 
@@ -34,6 +35,10 @@ def ddp(
     **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
     transformation whose updates mirror the parameters (not lookahead, sam or sophia, which want more than a
     gradient). Losses with `rng` agree in expectation: each device draws its own, the same for every strategy.
+
+    With `view="global"` the loss runs once, on the whole batch, as if there were one device, and XLA's partitioner divides
+    the work. The step is then the one of a single device for **every** loss: in-batch negatives, batch norm, a sum, a
+    sorted half, what else mixes rows; and `rng` is the key that `ddp` gives on one device.
 
     **Placement**: parameters, gradients and optimizer state replicated over data and replica; sharded over tensor
     where a rule says so.
@@ -63,6 +68,8 @@ def ddp(
       evaluate_fn: the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters as they are placed; by
         default `loss_fn`. Its form is that of `loss_fn`; it gets no key.
       compiler_options: what XLA is told when it compiles a step, name -> value; by default `so.compiler_options(mesh)`.
+      view: "per_device": each device runs `loss_fn` on its rows. "global": it runs once, on the whole batch, and the
+        partitioner of XLA divides the work; see above.
 
     Returns:
       A `ShardedOptimizer`.
@@ -96,5 +103,6 @@ def ddp(
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,
             reducer=reducer,
+            view=view,
         )
     )

@@ -10,7 +10,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import ZERO_3, StrategyConfig
+from shardopt.engine.config import ZERO_3, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 
 
@@ -26,6 +26,7 @@ def fsdp(
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
+    view: View = "per_device",
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -58,6 +59,7 @@ def fsdp(
       frozen: see `ddp`; frozen leaves are sharded too.
       evaluate_fn: see `ddp`.
       compiler_options: see `ddp`.
+      view: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -92,5 +94,6 @@ def fsdp(
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,
+            view=view,
         )
     )

@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import PLACEMENTS, StrategyConfig, check_mesh
+from shardopt.engine.config import PLACEMENTS, StrategyConfig, View, check_mesh
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.pipeline import Schedule, schedules
 from shardopt.reducers import Reducer
@@ -32,6 +32,7 @@ def hybrid(
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
+    view: View = "per_device",
     remat: bool = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -77,6 +78,7 @@ def hybrid(
       frozen: see `ddp`.
       evaluate_fn: see `ddp`; a `BlockModel` where there are stages.
       compiler_options: see `ddp`.
+      view: see `ddp`; "global" is for meshes with pipeline=1.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
         memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a schedule
         that splits weight passes off keeps from backward to weight what the latter needs.
@@ -144,6 +146,7 @@ def hybrid(
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,
+            view=view,
             schedule=table if num_stages > 1 else None,
             remat=remat,
             reducer=reducer,

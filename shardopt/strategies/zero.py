@@ -10,7 +10,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import STAGES, StrategyConfig
+from shardopt.engine.config import STAGES, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 
 
@@ -26,6 +26,7 @@ def zero(
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
+    view: View = "per_device",
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
@@ -55,6 +56,7 @@ def zero(
       frozen: see `ddp`.
       evaluate_fn: see `ddp`.
       compiler_options: see `ddp`.
+      view: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -92,5 +94,6 @@ def zero(
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,
+            view=view,
         )
     )

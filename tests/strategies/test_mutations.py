@@ -56,11 +56,11 @@ def swap_two_axes(patch):
 
 
 def forget_a_micro_batch(patch):
-    accumulate = gradients._accumulate
+    accumulate = gradients.accumulate
     patch.setattr(
         gradients,
-        "_accumulate",
-        lambda one, batch, count, plans: accumulate(one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, plans),
+        "accumulate",
+        lambda one, batch, count, keep: accumulate(one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, keep),
     )
 
 

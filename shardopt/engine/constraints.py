@@ -1,0 +1,86 @@
+"""Where arrays of the global view live: weights gathered while they are used, gradients sharded, activations by rows."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardopt.core.types import PyTree
+from shardopt.engine.config import StrategyConfig
+from shardopt.partition import LeafPlan
+
+GATHERED = "shardopt_gathered"
+"""The `checkpoint_name` of weights gathered for the moment."""
+
+
+def constrain(config: StrategyConfig, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Return `x`, placed so by the partitioner."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(config.mesh, spec))
+
+
+def gather_leaves(config: StrategyConfig, leaves: Sequence[jax.Array], plans: Sequence[LeafPlan]) -> list[jax.Array]:
+    """Have the partitioner gather leaves over data, each cast to what travels, and keep their gradients sharded."""
+    return [_gather(config, leaf, plan) for leaf, plan in zip(leaves, plans, strict=True)]
+
+
+def _gather(config: StrategyConfig, leaf: jax.Array, plan: LeafPlan) -> jax.Array:
+    def gathered(x: jax.Array) -> jax.Array:
+        if config.gather_dtype is not None and plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating):
+            x = x.astype(config.gather_dtype)
+        x = constrain(config, x, plan.spec(sharded=config.placement.params))  # or it would be cast once gathered
+        return checkpoint_name(constrain(config, x, plan.spec(sharded=False)), GATHERED)
+
+    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        return (constrain(config, grad, plan.spec(sharded=config.placement.opt_state)).astype(plan.dtype),)
+
+    if not jnp.issubdtype(plan.dtype, jnp.inexact):
+        return gathered(leaf)
+    run = jax.custom_vjp(gathered)
+    run.defvjp(lambda x: (gathered(x), None), backward)
+    return run(leaf)
+
+
+def shard_grads(config: StrategyConfig, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]) -> list[jax.Array]:
+    """Place gradients where the optimizer state of their leaves lives."""
+    specs = [plan.spec(sharded=config.placement.opt_state) for plan in plans]
+    return [constrain(config, grad, spec) for grad, spec in zip(grads, specs, strict=True)]
+
+
+def rows_apart(config: StrategyConfig, run_block: Callable[..., PyTree], rows: int) -> Callable[..., PyTree]:
+    """Return a block function whose activations, before and after, have their rows on the axes of the batch's rows.
+
+    Left alone, the partitioner may follow a weight instead. Leaves whose first dim does not count the rows are left to it.
+    """
+
+    def place(x: jax.Array) -> jax.Array:
+        if x.shape[:1] != (rows,):
+            return x
+        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        return constrain(config, x, PartitionSpec(config.axes.summed, *free))
+
+    def run(one_block: PyTree, index: jax.Array, rng: jax.Array | None, x: PyTree) -> PyTree:
+        return jax.tree.map(place, run_block(one_block, index, rng, jax.tree.map(place, x)))
+
+    return run
+
+
+def cut_rows(config: StrategyConfig, batch: PyTree, count: int) -> PyTree:
+    """Return the rows as micro-batches [count, rows, ...], of which each device keeps its own: those of `micro_batches.cut`."""
+    devices = config.axes.num_shares
+
+    def one(x: jax.Array) -> jax.Array:
+        pieces = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(config, pieces.reshape(count, -1, *x.shape[1:]), PartitionSpec(None, config.axes.summed))
+
+    return jax.tree.map(one, batch)
+
+
+def by_replica(config: StrategyConfig, batch: PyTree) -> PyTree:
+    """Return the rows as [replicas, rows, ...], of which each replica keeps its own."""
+    (replica,), inner = config.axes.stacked, config.axes.summed
+    count = config.axes.sizes[replica]
+    return jax.tree.map(
+        lambda x: constrain(config, x.reshape(count, -1, *x.shape[1:]), PartitionSpec(replica, inner)), batch
+    )

@@ -1,0 +1,91 @@
+"""The global view of the loss: it sees the whole batch, as on one device, and the partitioner places the collectives."""
+
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.core.errors import format_error
+from shardopt.engine.config import StrategyConfig
+from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
+from shardopt.engine.layout import Layout
+from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
+from shardopt.engine.micro_batches import accumulate, numbers
+from shardopt.engine.reductions import scale, sum_parts
+
+
+def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
+    """Return what `make_gradients` returns: the gradient of the loss of the whole batch, whatever the loss does.
+
+    Parameters come and gradients go as the placement has them; in between, what is sharded is gathered where it is used.
+    Micro-batches, where the loss may be cut into them, are summed as in the per-device view. Where replicas train apart,
+    each computes the loss of its own rows.
+    """
+    trained = [i for i, plan in enumerate(layout.plans) if plan.trainable]
+
+    def gradients_of(params, batch, step, rng, replica):
+        count = num_micro_batches(config)
+
+        def total(train_leaves, rows, key):
+            parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), rows, key)
+            return parts.loss.total / count, parts
+
+        def one_micro_batch(rows, index):
+            key = step_key(config, step, rng, index, device=replica)
+            grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], rows, key)
+            return keep(grads), parts
+
+        def keep(grads):
+            return shard_grads(config, grads, layout.trained)
+
+        grads, parts = accumulate(one_micro_batch, batch, count, keep, lambda *args: cut_rows(config, *args))
+        parts = _sum(config, parts)
+        grads = layout.merge([None] * len(layout.plans), [scale(grad, count / parts.loss.weight) for grad in grads])
+        return Gradients(grads, *parts.divided(), parts.updates)
+
+    def gradients(params, batch, step, rng, reducer_state=None):
+        del reducer_state  # there is none
+        params = layout.treedef.flatten_up_to(params)
+        if not config.per_replica:
+            return gradients_of(params, batch, step, rng, 0)
+        (replica,) = config.axes.stacked
+        run = jax.vmap(gradients_of, in_axes=(0, 0, None, None, 0), spmd_axis_name=replica)
+        return run(params, by_replica(config, batch), step, rng, jnp.arange(config.axes.sizes[replica]))
+
+    return gradients
+
+
+def global_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+    """Return what `make_loss` returns: the loss and metrics of the whole batch."""
+
+    def loss(params, batch, step=None, rng=None):
+        count = num_micro_batches(config)
+
+        @jax.checkpoint
+        def one_micro_batch(rows, index):
+            key = None if step is None or rng is None else step_key(config, step, rng, index, device=0)
+            return loss_of_rows(config, layout, params, rows, key)
+
+        if count == 1:
+            parts = jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
+        else:
+            micro_batches = cut_rows(config, batch, count), numbers(count)
+            parts = jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
+        return _sum(config, parts).divided()
+
+    return loss
+
+
+def num_micro_batches(config: StrategyConfig) -> int:
+    """Return into how many micro-batches the batch is cut: one, with a warning, where it is not shown that it may be cut."""
+    if config.micro_batches == 1:
+        return 1
+    what = f"micro_batches={config.micro_batches}, but the whole batch runs at once: cut up, the loss might be another."
+    warnings.warn(format_error(config.strategy, what, fix="use micro_batches=1 with view='global'."), stacklevel=2)
+    return 1
+
+
+def _sum(config: StrategyConfig, parts: LossParts) -> LossParts:
+    """Add parts up over stacked micro-batches; there are no devices to sum over."""
+    return sum_parts(parts, config.axes._replace(summed=(), stages=()))
