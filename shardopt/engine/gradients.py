@@ -63,7 +63,8 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
 
     def gradients(params, batch, step, rng, reducer_state=None):
         grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
-        return Gradients(layout.merge([None] * len(layout.plans), grads), *parts.divided(), parts.updates, state)
+        loss, metrics = parts.divided()
+        return Gradients(layout.merge([None] * len(layout.plans), grads), loss, metrics, parts.updates, state)
 
     return gradients
 
