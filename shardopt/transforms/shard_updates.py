@@ -20,7 +20,7 @@ from shardopt.reducers.axis import (
 )
 from shardopt.reducers.mean import buckets_of
 from shardopt.reducers.reducer import check_alike, check_leaves
-from shardopt.transforms.elementwise import check_elementwise
+from shardopt.transforms.shard_checks import check_elementwise
 
 
 class ShardUpdatesState(NamedTuple):
@@ -35,10 +35,13 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     u = all_gather(inner(shard of mean_d g_d)). It takes the place of `average_gradients`; after it, the result is
     the same, but gradients are reduced twice.
 
-    **Equivalence**: equal to `inner` on the mean gradients, up to summation order, for what works element by element.
-    An `inner` that does not (a norm, a factored moment, an orthogonalisation, random numbers) is found by tracing it,
-    and refused. A sum over a shard is let through if a collective completes it before it is used, as in
-    `so.transforms.clip_by_global_norm(..., split=True)`: in here every leaf is split, those without dims too.
+    **Equivalence**: equal to `inner` on the mean gradients, up to summation order, for what acts element by element;
+    anything else is refused before it runs. `inner` is traced for whole leaves on one device and for shards, and the
+    traces are read side by side: they must be the same operations but for shapes, each of them known to act on
+    elements in place. So a norm, a factored moment, a transpose, a mask by size or by position, a factor of 1/fan-in
+    or random numbers are all found. A sum over a shard is let through if a collective completes it before it is used,
+    and if padding adds 0 to it, as in `so.transforms.clip_by_global_norm(..., split=True)`: in here every leaf is
+    split, those without dims too. Extra arguments of `update` must be the same on all devices.
 
     **Placement**: the state of `inner` is split N ways: each leaf flattened, padded, and cut into N equal shards, which
     keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. A leaf without dims is
@@ -49,7 +52,7 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     summed in fp32.
 
     Args:
-      inner: an optimizer that works element by element.
+      inner: an optimizer that acts element by element.
       axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `init` and `update`.
 
     Returns:
@@ -57,8 +60,8 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
 
     Raises:
       TypeError: if an argument is of the wrong kind; in `init` and `update`, if a leaf is not floating.
-      ValueError: in `init` and `update`, if the axis is not bound; in `update`, if `inner` mixes elements or
-        draws random numbers, or the gradients are known to be summed already.
+      ValueError: in `init` and `update`, if the axis is not bound; in `update`, if `inner` cannot be shown to act
+        element by element, or the gradients are known to be summed already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -97,9 +100,9 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
         check_not_summed(who, axis_name, [path for path, _ in leaves_with_paths(updates)], leaves)
         if params is not None:
             check_alike(who, "the parameters", updates, params)
-        check_elementwise(who, tx, names, updates, params, extra_args)
         shards = treedef.unflatten(_mean_shards(leaves, count, axis_name))
         own_params = None if params is None else shards_of(params)
+        check_elementwise(who, tx, names, (updates, params), (shards, own_params), extra_args)
         found, inner_state = tx.update(shards, state.inner.value, own_params, **extra_args)
         whole = _gather_whole(jax.tree.leaves(found), [leaf.shape for leaf in leaves], axis_name)
         return treedef.unflatten(whole), ShardUpdatesState(PerDevice(inner_state))

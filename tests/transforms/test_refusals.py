@@ -167,10 +167,10 @@ def test_bad_updates(call, kind, message):
 
 
 MIXERS = {
-    "adafactor": (optax.adafactor(0.1, min_dim_size_to_factor=2), "reduce_sum"),
+    "adafactor": (optax.adafactor(0.1, min_dim_size_to_factor=5), "reduce_sum"),
     "lamb": (optax.lamb(0.1), "reduce_sum"),
     "global norm": (optax.clip_by_global_norm(1.0), "reduce_sum"),
-    "muon": (optax.contrib.muon(0.1), "dot_general, reduce_sum"),
+    "centralized": (optax.centralize(), "reduce_sum"),
     "skips": (optax.apply_if_finite(SGD, 3), "reduce_and"),
 }
 

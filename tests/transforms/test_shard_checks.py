@@ -1,5 +1,7 @@
 """What may stand inside of `shard_updates`: only what a shard computes as the whole would, or a collective completes."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +90,10 @@ ALLOWED = {
         T.accumulate(optax.chain(CLIP, optax.adam(0.1)), 2),
         T.accumulate(optax.chain(OPTAX_CLIP, optax.adam(0.1)), 2),
     ),
+    "elements clipped, then all": (
+        optax.chain(optax.clip(1.0), CLIP, optax.sgd(0.1)),
+        optax.chain(optax.clip(1.0), OPTAX_CLIP, optax.sgd(0.1)),
+    ),
     "rows by a loop": (
         stateless(lambda u: {**u, "w": jax.lax.map(lambda row: 2 * row, u["w"])}),
         stateless(lambda u: {**u, "w": 2 * u["w"]}),
@@ -145,21 +151,106 @@ def by_sum_of_largest(updates):
     return jax.tree.map(lambda x: x / jax.lax.psum(jnp.max(x), "data"), updates)
 
 
+def leaves(f):
+    """One leaf with dims at a time."""
+    return stateless(lambda updates: jax.tree.map(lambda x: f(x) if x.ndim else x, updates))
+
+
+def matrix(f):
+    return stateless(lambda updates: {**updates, "w": f(updates["w"])})
+
+
+def decayed_by_fan_in(updates, state, params):
+    return jax.tree.map(lambda g, p: g + 0.1 * p / (p.shape[0] if p.ndim else 1), updates, params), state
+
+
+def permuted(x):
+    return x.ravel()[np.random.default_rng(0).permutation(x.size)].reshape(x.shape)
+
+
+def summed(f):
+    """Scaled by a sum over all shards of what is not 0 at padding."""
+    return leaves(lambda x: x * jax.lax.psum(jnp.sum(f(x)), "data"))
+
+
 SOME_SPLIT = {"w": True, "b": True, "s": False, "t": False}
 REFUSED = {
     "clip, lamb": (optax.chain(CLIP, optax.lamb(0.1)), "reduce_sum"),
     "lamb, clip": (optax.chain(optax.lamb(0.1), CLIP), "reduce_sum"),
-    "clip, adafactor": (optax.chain(CLIP, optax.adafactor(0.1, min_dim_size_to_factor=2)), "reduce_sum"),
+    "clip, adafactor": (optax.chain(CLIP, optax.adafactor(0.1, min_dim_size_to_factor=2)), None),
     "a sum of local norms": (stateless(by_sum_of_norms), "reduce_sum"),
-    "the largest sum": (stateless(by_largest_sum), "reduce_sum"),
+    "the largest sum": (stateless(by_largest_sum), "pmax, reduce_sum"),
     "the sum of the largest": (stateless(by_sum_of_largest), "reduce_max"),
-    "averages of shards": (optax.chain(T.average_gradients("data"), CLIP), "psum"),
-    "leaves said to be whole": (T.clip_by_global_norm(0.5, "data", split=SOME_SPLIT), "div, select_n"),
+    "averages of shards": (optax.chain(T.average_gradients("data"), CLIP), None),
+    "leaves said to be whole": (T.clip_by_global_norm(0.5, "data", split=SOME_SPLIT), "div"),
     "a leaf that scales another": (optax.chain(CLIP, stateless(scaled_by_a_leaf)), "mul"),
     "a running sum": (optax.chain(CLIP, stateless(running_sum)), "scan"),
-    "a loop until": (optax.chain(CLIP, stateless(halved_while_large)), "reduce_sum"),
-    "a branch if": (optax.chain(CLIP, stateless(negated_if_large)), "reduce_sum"),
+    "a loop until": (optax.chain(CLIP, stateless(halved_while_large)), "reduce_sum, while"),
+    "a branch if": (optax.chain(CLIP, stateless(negated_if_large)), "cond, reduce_sum"),
+    "a branch that is rare": (
+        matrix(lambda x: jax.lax.cond(jnp.sum(x) > 1e9, jnp.zeros_like, jnp.sin, x)),
+        "reduce_sum",
+    ),
 }
+PLACES = {
+    "masked by size": (optax.masked(optax.scale(0.1), lambda t: jax.tree.map(lambda x: x.size > 2, t)), None),
+    "scaled by fan-in": (leaves(lambda x: x / np.sqrt(x.shape[0])), None),
+    "decayed by fan-in": (optax.GradientTransformation(lambda p: optax.EmptyState(), decayed_by_fan_in), None),
+    "scaled by size": (leaves(lambda x: x / x.size), None),
+    "rolled": (leaves(lambda x: jnp.roll(x, 1)), "slice"),
+    "reversed": (leaves(jnp.flip), "rev"),
+    "permuted": (matrix(permuted), None),
+    "transposed": (matrix(lambda x: x.T.reshape(x.shape)), "transpose"),
+    "triangle": (matrix(jnp.tril), "iota"),
+    "first row frozen": (leaves(lambda x: x.at[0].set(0.0)), "scatter"),
+    "by position": (leaves(lambda x: x * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)), "iota"),
+    "by an array": (leaves(lambda x: x * np.arange(x.size).reshape(x.shape)), None),
+    "differences": (leaves(lambda x: jnp.concatenate([x[:1], x[1:] - x[:-1]])), None),
+    "counted rows": (leaves(lambda x: jax.lax.scan(lambda n, row: (n + 1, row * n), 1.0, x)[1]), "scan"),
+    "by the first row": (matrix(lambda x: jax.lax.map(lambda row: row * x[0], x)), "scan"),
+    "sums of rows": (matrix(lambda x: x * jax.lax.psum(x.sum(1, keepdims=True), "data")), "reduce_sum"),
+    "the least element": (leaves(lambda x: x * jax.lax.pmin(jnp.min(x), "data")), "reduce_min"),
+    "the largest, below 0": (leaves(lambda x: x * jax.lax.pmax(jnp.max(-x * x), "data")), "reduce_max"),
+    "counts with padding": (summed(jnp.ones_like), "reduce_sum"),
+    "exponentials with padding": (summed(jnp.exp), "reduce_sum"),
+    "a sum and 1": (leaves(lambda x: x * jax.lax.psum(jnp.sum(x) + 1.0, "data")), "reduce_sum"),
+    "a sum of integers": (leaves(lambda x: x * jax.lax.psum(jnp.sum(x).astype(int), "data")), "reduce_sum"),
+    "by device": (leaves(lambda x: x * (1 + jax.lax.axis_index("data"))), "axis_index"),
+    "by number of devices": (leaves(lambda x: x / jax.lax.axis_size("data")), None),
+}
+"""By where an element is, how many there are, or what stands at padding. None: seen in the shapes of the traces."""
+
+
+def said(primitives):
+    if primitives is None:
+        return (
+            "shard_updates: inner computes something else for shards: it depends on shapes, or on the number of "
+            "devices." + FIX
+        )
+    return (
+        f"shard_updates: inner mixes elements of a leaf ({primitives}), which means something else on a shard of it."
+        + FIX
+    )
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_depends_on_place_or_number_is_refused(name, ways):
+    inner, primitives = PLACES[name]
+    assert refusal(T.shard_updates(inner, "data"), ways["vmap"]) == said(primitives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACES)
+def test_refused_for_a_reason(name, ways, x64, monkeypatch):
+    """Let through, it would compute something else than on one device, where an axis of size 1 is bound."""
+    module = importlib.import_module("shardopt.transforms.shard_updates")
+    monkeypatch.setattr(module, "check_elementwise", lambda *args: None)
+    inner = PLACES[name][0]
+    means = jax.tree.map(lambda g: jnp.asarray(g.mean(0))[None], GRADS)
+    found = ways["vmap"](steps(T.shard_updates(inner, "data")), N)(jax.tree.map(jnp.asarray, GRADS))
+    expected = ways["vmap"](steps(inner), 1)(means)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert max(np.abs(a[0] - b[0]).max() / (np.abs(b[0]).max() + 1e-9) for a, b in pairs) > 1e-2
 
 
 def refusal(tx, way):
@@ -173,10 +264,7 @@ def refusal(tx, way):
 def test_a_collective_excuses_nothing_else(name, ways):
     inner, primitives = REFUSED[name]
     for way in WAYS[:2]:
-        assert refusal(T.shard_updates(inner, "data"), ways[way]) == (
-            f"shard_updates: inner mixes elements of a leaf ({primitives}), which means something else on a shard of it."
-            + FIX
-        )
+        assert refusal(T.shard_updates(inner, "data"), ways[way]) == said(primitives)
 
 
 def from_old_key(updates):
