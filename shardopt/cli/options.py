@@ -206,7 +206,7 @@ class TrainOptions:
         return self.pipeline.placement or "fsdp" if self.is_hybrid else self.where.strategy
 
 
-def to_json(options: TrainOptions) -> dict[str, Any]:
+def to_json(options: TrainOptions) -> dict[str, dict[str, object]]:
     """Return the options as nested dicts that survive JSON."""
     return {
         group: {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
@@ -291,7 +291,7 @@ def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
     return found
 
 
-def _needs_only_a_learning_rate(function: Callable[..., Any]) -> bool:
+def _needs_only_a_learning_rate(function: Callable[..., object]) -> bool:
     parameters = inspect.signature(function).parameters
     others = [parameter for name, parameter in parameters.items() if name != "learning_rate"]
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -324,7 +324,7 @@ def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, A
     return ast.unparse(call.func), arguments
 
 
-def check_keywords(what: str, arguments: dict[str, Any], taken: Sequence[str], note: str = "") -> None:
+def check_keywords(what: str, arguments: dict[str, object], taken: Sequence[str], note: str = "") -> None:
     """Refuse arguments that are not among those taken."""
     if wrong := sorted(set(arguments) - set(taken)):
         unknown = f"{what} has no argument {' or '.join(map(repr, wrong))}."

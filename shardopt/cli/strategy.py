@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import optax
@@ -20,6 +19,7 @@ from shardopt.models import gpt
 from shardopt.pipeline import Schedule
 from shardopt.runtime.processes import num_processes
 
+Devices = Sequence[jax.Device]
 _AXES = ("replica", "data", "tensor", "pipeline")
 
 _DIGITS = 18
@@ -32,7 +32,7 @@ _GATHER = ("fsdp", "zero3")
 """Placements of hybrid that gather weights."""
 
 
-def start_devices(count: int) -> Sequence[Any]:
+def start_devices(count: int) -> Devices:
     """Start jax and return its devices: accelerators where there are some, else `count` simulated on the CPU.
 
     Each of several processes has an equal share of those.
@@ -52,7 +52,7 @@ def start_devices(count: int) -> Sequence[Any]:
     return devices
 
 
-def mesh_of(sizes: str, devices: Sequence[Any], *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
+def mesh_of(sizes: str, devices: Devices, *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
     """Return the mesh that "data=4,tensor=2" or "auto" describes; `pipelined` gives "auto" two stages."""
     if sizes == "auto":
         count = replicas or 1

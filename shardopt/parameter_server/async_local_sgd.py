@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from shardopt.engine.config import check_optimizer
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.parameter_server.async_sgd import check_not_shared
 from shardopt.parameter_server.clock import check_max_staleness
-from shardopt.parameter_server.optimizer import AsyncOptimizer, check_backend, make_replay, make_run
+from shardopt.parameter_server.optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
@@ -27,7 +26,8 @@ from shardopt.reducers import Compressor, Reducer
 
 WHO = "async_local_sgd"
 
-MakeIsland = Callable[[Sequence[jax.Device]], ShardedOptimizer]
+Devices = Sequence[jax.Device]
+MakeIsland = Callable[[Devices], ShardedOptimizer]
 """`devices -> strategy`, called in the process of an island."""
 
 
@@ -128,10 +128,10 @@ def async_local_sgd(
         max_restarts=int(max_restarts),
     )
     meshes = tuple(one.mesh for one in islands)
-    return AsyncOptimizer(make_run(spec), make_replay(spec), meshes, outer, max_staleness, rule, backend)
+    return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, outer, max_staleness, rule, backend)
 
 
-def _islands_here(strategies: Sequence[ShardedOptimizer | MakeIsland], here: Sequence[Any]) -> list[ShardedOptimizer]:
+def _islands_here(strategies: Sequence[ShardedOptimizer | MakeIsland], here: Devices) -> list[ShardedOptimizer]:
     """Return strategies on devices of this process, also of islands that have a process of their own."""
     return [one if isinstance(one, ShardedOptimizer) else one(here) for one in strategies]
 

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
 from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server.clock import check_max_staleness
-from shardopt.parameter_server.optimizer import AsyncOptimizer, check_backend, make_replay, make_run
+from shardopt.parameter_server.optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.sparse import check_sparse
 from shardopt.parameter_server.worker import meshes_here, sgd_spec
@@ -114,7 +113,7 @@ def async_sgd(
     if on_ray:
         spec = spec._replace(backend="ray", devices=where, address=address, max_restarts=int(max_restarts))
     meshes = tuple(meshes_here(where))
-    return AsyncOptimizer(make_run(spec), make_replay(spec), meshes, tx, max_staleness, rule, backend)
+    return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
 
 
 def worker_meshes(who: str, workers: Workers) -> list[Mesh]:
@@ -175,7 +174,7 @@ def process_sizes(who: str, workers: Workers) -> list[int]:
         raise TypeError(format_error(who, what, fix="pass workers=4, or workers=[2, 2] for two devices each."))
     if not workers:
         raise ValueError(format_error(who, "workers must be at least 1, got none.", fix="pass workers=4."))
-    sizes: Sequence[Any] = workers
+    sizes = [int(size) for size in workers if is_integer(size)]
     for number, size in enumerate(sizes):
         check_count(who, f"workers[{number}]", size, least=1)
-    return [int(size) for size in sizes]
+    return sizes

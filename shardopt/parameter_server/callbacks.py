@@ -1,7 +1,6 @@
 """Beside a run, on the thread of the caller: checkpoints, evaluation, early stopping and progress."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -124,9 +123,9 @@ class Callbacks:
             self._save(found)
         self.checkpoints.wait()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, object]:
         """Return what the result says of all this."""
-        found: dict[str, Any] = {"resumed_from": self.resumed_from}
+        found: dict[str, object] = {"resumed_from": self.resumed_from}
         if self.policy.evaluate_every is not None:
             found["evaluations"], found["best"] = self.evaluations, stopping.best(self.rule, self.state)
         return found

@@ -1,7 +1,7 @@
 """Who is at which step, and who may start the next one: the stale synchronous parallel bound."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error, plural
@@ -33,8 +33,8 @@ class PersistentMap(Mapping[int, Value]):
     def __getitem__(self, key: int) -> Value:
         return self._buckets[key >> _BITS][key]
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self._buckets.get(key >> _BITS, ())
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, int) and key in self._buckets.get(key >> _BITS, ())
 
     def __iter__(self) -> Iterator[int]:
         return (key for bucket in self._buckets.values() for key in bucket)

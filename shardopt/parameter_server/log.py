@@ -57,6 +57,10 @@ FORMAT = 1
 _COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time", "waited")
 
 
+Header = Mapping[str, Any]
+"""The settings of a run, and checksums of its parameters, as JSON."""
+
+
 class Log:
     """What happened, in order, and under which settings. About 64 bytes an event in memory.
 
@@ -72,7 +76,7 @@ class Log:
       (1, 'join')
     """
 
-    def __init__(self, header: Mapping[str, Any]):
+    def __init__(self, header: Header):
         self.header = dict(header)
         self._integers = tuple(array("q") for _ in range(6))
         self._times, self._waits = array("d"), array("d")
@@ -91,7 +95,7 @@ class Log:
         return {name: np.array(value) for name, value in zip(_COLUMNS, values, strict=True)}
 
     @classmethod
-    def from_columns(cls, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> "Log":
+    def from_columns(cls, header: Header, columns: Mapping[str, np.ndarray]) -> "Log":
         """Return the log whose `columns` these are."""
         log = cls(header)
         for name, column in zip(_COLUMNS, (*log._integers, log._times, log._waits), strict=True):

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,14 +19,15 @@ from shardopt.parameter_server.log import Log
 from shardopt.parameter_server.ray import run_on_ray
 from shardopt.parameter_server.replay import check_log, replay_events
 from shardopt.parameter_server.rules import Rule
-from shardopt.parameter_server.run import AsyncResult, Availability, BatchesOf, Checkpoints, RunSpec
+from shardopt.parameter_server.run import AsyncResult, Availability, BatchesOf, Checkpoints, Job, RunSpec
+from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.simulation import check_availability
 from shardopt.parameter_server.threads import run_on_threads
 from shardopt.parameter_server.updates import check_params
 from shardopt.parameter_server.worker import key_data
 
 
-class RunFn(Protocol):
+class RunFn(NamedTuple):
     """Train until the server has made `num_updates` updates: the `run` of an `AsyncOptimizer`.
 
     On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
@@ -68,6 +69,9 @@ class RunFn(Protocol):
       Exception: what a worker raises ends the run, and reaches the caller with its traceback.
     """
 
+    spec: RunSpec
+    server: Server
+
     def __call__(
         self,
         params: PyTree,
@@ -84,15 +88,36 @@ class RunFn(Protocol):
         progress: bool = False,
     ) -> AsyncResult:
         """Train."""
-        ...
+        spec, who = self.spec, self.spec.who
+        check_params(who, params)
+        check_count(who, "num_updates", num_updates, least=0)
+        periods = _periods(who, availability, spec.num_workers)
+        callbacks = Callbacks(
+            who,
+            checkpoints=checkpoints,
+            early_stopping=early_stopping,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            progress=progress,
+        )
+        job = Job(params, batches_of, key_data(who, rng), num_updates, periods, log_path)
+        return (
+            run_on_ray(spec, job, callbacks)
+            if spec.backend == "ray"
+            else run_on_threads(spec, self.server, job, callbacks)
+        )
 
 
-class ReplayFn(Protocol):
+class ReplayFn(NamedTuple):
     """Do a run again, on one thread, bit for bit; see `parameter_server.replay`."""
+
+    spec: RunSpec
 
     def __call__(self, log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
         """Return the parameters that the run ended with."""
-        ...
+        check_log(log)
+        key = np.asarray(log.header["rng"], np.uint32)
+        return replay_events(log, self.spec.make_server(donate=False), self.spec.make_compute(batches_of, key), params)
 
 
 class AsyncOptimizer(NamedTuple):
@@ -118,51 +143,8 @@ class AsyncOptimizer(NamedTuple):
 
 
 def make_run(spec: RunSpec) -> RunFn:
-    """Return the `run` of an optimizer."""
-    who, server = spec.who, spec.make_server(donate=True)
-
-    def run(
-        params: PyTree,
-        batches_of: BatchesOf,
-        *,
-        num_updates: int,
-        rng: jax.Array | None = None,
-        availability: Availability | None = None,
-        log_path: str | os.PathLike[str] | None = None,
-        checkpoints: Checkpoints | None = None,
-        early_stopping: EarlyStopping | None = None,
-        evaluate: EvaluateParams | None = None,
-        evaluate_every: int = 100,
-        progress: bool = False,
-    ) -> AsyncResult:
-        check_params(who, params)
-        check_count(who, "num_updates", num_updates, least=0)
-        periods = _periods(who, availability, spec.num_workers)
-        callbacks = Callbacks(
-            who,
-            checkpoints=checkpoints,
-            early_stopping=early_stopping,
-            evaluate=evaluate,
-            evaluate_every=evaluate_every,
-            progress=progress,
-        )
-        arguments = params, batches_of, key_data(who, rng), num_updates, periods, callbacks, log_path
-        return run_on_ray(spec, *arguments) if spec.backend == "ray" else run_on_threads(spec, server, *arguments)
-
-    run.__doc__ = RunFn.__doc__
-    return run
-
-
-def make_replay(spec: RunSpec) -> ReplayFn:
-    """Return the `replay` of an optimizer."""
-
-    def replay(log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
-        check_log(log)
-        key = np.asarray(log.header["rng"], np.uint32)
-        return replay_events(log, spec.make_server(donate=False), spec.make_compute(batches_of, key), params)
-
-    replay.__doc__ = ReplayFn.__doc__
-    return replay
+    """Return the `run` of an optimizer, whose programs stay compiled from call to call."""
+    return RunFn(spec, spec.make_server(donate=True))
 
 
 def _periods(who: str, availability: Availability | None, num_workers: int) -> Availability:

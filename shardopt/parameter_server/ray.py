@@ -13,31 +13,23 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
 
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree
 from shardopt.parameter_server.callbacks import Callbacks
-from shardopt.parameter_server.coordinator import Coordinator, Milestone, SavePolicy, Task
+from shardopt.parameter_server.coordinator import Coordinator, Milestone, Task
 from shardopt.parameter_server.log import Log
-from shardopt.parameter_server.run import (
-    AsyncResult,
-    Availability,
-    BatchesOf,
-    Compute,
-    Run,
-    RunSpec,
-    Snapshot,
-    restore_run,
-    snapshot,
-)
+from shardopt.parameter_server.run import AsyncResult, Compute, Job, Run, RunSpec, Snapshot, restore_run, snapshot
 from shardopt.parameter_server.threads import settings_values, use_settings
 from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status, show_workers
 from shardopt.parameter_server.worker import Streams, no_compute, run_worker
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 
 class ServerLostError(RuntimeError):
@@ -48,23 +40,14 @@ class WorkersLostError(RuntimeError):
     """Every worker was killed."""
 
 
-def run_on_ray(
-    spec: RunSpec,
-    params: PyTree,
-    batches_of: BatchesOf,
-    key: np.ndarray,
-    num_updates: int,
-    availability: Availability,
-    callbacks: Callbacks,
-    log_path: str | os.PathLike[str] | None,
-) -> AsyncResult:
+def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     """Do a run, and leave nothing running."""
-    Streams(spec.who, batches_of)  # checks it
+    Streams(spec.who, job.batches_of)  # checks it
     with cluster(spec.who, spec.address, spec.num_workers) as ray:
-        params = jax.device_put(params)
-        found = callbacks.latest(spec.make_server(donate=False), params)
+        job = job._replace(params=jax.device_put(job.params))
+        found = callbacks.latest(spec.make_server(donate=False), job.params)
         callbacks.resumed_from = callbacks.saved = None if found is None else int(found.state.step)
-        driver = RayDriver(ray, spec, params, batches_of, key, num_updates, availability, callbacks)
+        driver = RayDriver(ray, spec, job, callbacks)
         log = None
         try:
             with show_workers(spec.who, shown=callbacks.progress) as callbacks.show:
@@ -74,8 +57,8 @@ def run_on_ray(
         finally:
             log = driver.log() if log is None else log
             driver.close()
-            if log_path is not None and log is not None:
-                log.save(log_path)
+            if job.log_path is not None and log is not None:
+                log.save(job.log_path)
 
 
 _CONNECT_SECONDS = 5.0
@@ -138,36 +121,25 @@ _POLL_SECONDS = 0.5
 
 
 class RayDriver:
-    """The processes of a run, as the caller sees them. Handles and references of Ray have no types."""
+    """The processes of a run, as the caller sees them."""
 
-    def __init__(
-        self,
-        ray: Any,
-        spec: RunSpec,
-        params: PyTree,
-        batches_of: BatchesOf,
-        key: np.ndarray,
-        num_updates: int,
-        availability: Availability,
-        callbacks: Callbacks,
-    ):
+    def __init__(self, ray: ModuleType, spec: RunSpec, job: Job, callbacks: Callbacks):
         check_capacity(spec.who, ray, spec.num_workers)
-        self.ray, self.spec, self.params, self.key, self.callbacks = ray, spec, params, key, callbacks
-        self.num_updates, self.availability = num_updates, availability
+        self.ray, self.spec, self.job, self.callbacks = ray, spec, job, callbacks
         self.settings = settings_values()
-        self.work = ray.cloudpickle.dumps((spec.make_compute, batches_of, key))
+        self.work = ray.cloudpickle.dumps((spec.make_compute, job.batches_of, job.key))
         self.gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self.alive: dict[int, Any] = {}
-        self.restarts = dict.fromkeys(availability, spec.max_restarts)
+        self.alive: dict[int, ActorHandle] = {}
+        self.restarts = dict.fromkeys(job.availability, spec.max_restarts)
         self.killed: list[int] = []
         self.seen, self.lost_updates = 0, 0
         self.server: Any = None
-        self.working: dict[Any, int] = {}
+        self.working: dict[ObjectRef, int] = {}
 
     def run(self, found: Snapshot | None) -> AsyncResult:
         """Train; whatever happens, `close` must be called."""
         self.start_server(found)
-        for worker in self.availability:
+        for worker in self.job.availability:
             self.start_worker(worker)
         self.send_to_work()
         while not self.stand_by():
@@ -178,8 +150,8 @@ class RayDriver:
         result, kept = self.ray.get(self.server.finish.remote(more, keep))
         self.callbacks.finish(kept)
         if all_died:
-            what = f"all {len(self.availability)} workers were killed, the last one at version"
-            what += f" {result.metrics['updates']} of {self.num_updates}."
+            what = f"all {len(self.job.availability)} workers were killed, the last one at version"
+            what += f" {result.metrics['updates']} of {self.job.num_updates}."
             fix = "pass max_restarts so that they are started again, or checkpoints to go on from here."
             error = WorkersLostError(format_error(self.spec.who, what, fix=fix))
             error.add_note(f"Killed, in this order: {self.killed}.")
@@ -200,16 +172,16 @@ class RayDriver:
 
     def start_server(self, found: Snapshot | None) -> None:
         """Start the server, from a checkpoint or from the beginning."""
-        availability = self.availability
+        params, found = jax.device_get((self.job.params, found))
+        job = self.job._replace(params=params, batches_of=lambda _: (), log_path=None)
         if self.server is not None:  # whoever is dead for good is not waited for
-            availability = {worker: availability[worker] for worker in self.alive}
-        params, found = jax.device_get((self.params, found))
-        spec = self.spec._replace(make_compute=no_compute)  # the loss stays out of the server
-        start = ServerStart(spec, params, self.key, self.num_updates, availability, self.callbacks.policy, found)
+            job = job._replace(availability={worker: job.availability[worker] for worker in self.alive})
+        # Loss and data stay out of the server.
+        start = self.spec._replace(make_compute=no_compute), job, self.callbacks.policy, found
         # Every worker may wait in a call of its own, and calls of killed ones end only when they are noticed.
         process = self.ray.remote(ServerProcess).options(num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8)
         self.server = process.remote(self.settings, self.ray.cloudpickle.dumps(start))
-        self.incarnations = dict.fromkeys(self.availability, 0)
+        self.incarnations = dict.fromkeys(self.job.availability, 0)
 
     def start_worker(self, worker: int) -> None:
         """Start a worker's process."""
@@ -254,7 +226,7 @@ class RayDriver:
             if self.callbacks.handle(milestone):
                 self.call("finish_early")
 
-    def ended(self, reference: Any, worker: int) -> bool:
+    def ended(self, reference: "ObjectRef", worker: int) -> bool:
         """Take note of how a worker's work ended; say whether the server is gone."""
         try:
             outcome = self.ray.get(reference)
@@ -293,7 +265,7 @@ class RayDriver:
             fix = "pass checkpoints=so.Checkpoints(folder, every=..., keep=...)."
             raise ServerLostError(format_error(who, f"{what} and no checkpoints were kept.", fix=fix))
         checkpoints.wait()
-        found = self.callbacks.latest(self.spec.make_server(donate=False), jax.device_put(self.params))
+        found = self.callbacks.latest(self.spec.make_server(donate=False), jax.device_put(self.job.params))
         if found is None:
             fix = "save more often, or run again."
             raise ServerLostError(format_error(who, f"{what} before its first checkpoint.", fix=fix))
@@ -323,18 +295,6 @@ class RayDriver:
             return False
 
 
-class ServerStart(NamedTuple):
-    """What the process of a server starts from; arrays in numpy."""
-
-    spec: RunSpec
-    params: PyTree
-    key: np.ndarray
-    num_updates: int
-    availability: Availability
-    policy: SavePolicy
-    snapshot: Snapshot | None
-
-
 class Failed(NamedTuple):
     """What a process says instead of a result: the error, and its traceback as text."""
 
@@ -351,18 +311,18 @@ class ServerLost(NamedTuple):
 class ServerProcess:
     """A `Coordinator` in a process of its own; parameters go to workers through the object store."""
 
-    def __init__(self, settings: dict[str, Any], start: bytes):
+    def __init__(self, settings: dict[str, object], start: bytes):
         from ray import cloudpickle
 
         begin_process(settings, devices=1, platform="cpu")
-        what: ServerStart = cloudpickle.loads(start)
-        began, spec = time.perf_counter(), what.spec
-        header = spec.settings(what.key)
-        run = Run(spec.make_server(donate=True), what.params, header, lambda: time.perf_counter() - began)
-        if what.snapshot is not None:
-            restore_run(spec.who, run, what.snapshot)
-        self.coordinator = Coordinator(run, what.num_updates, what.availability, what.policy)
-        self.shared: tuple[int, Any] = (-1, None)
+        spec, job, policy, found = cloudpickle.loads(start)
+        began = time.perf_counter()
+        header = spec.settings(job.key)
+        run = Run(spec.make_server(donate=True), job.params, header, lambda: time.perf_counter() - began)
+        if found is not None:
+            restore_run(spec.who, run, found)
+        self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
+        self.shared: tuple[int, ObjectRef | None] = (-1, None)
         self.sharing = threading.Lock()
 
     def enter(self, worker: int, incarnation: int) -> int | None:
@@ -399,14 +359,14 @@ class ServerProcess:
         with self.coordinator.changed:
             return self.coordinator.run.log
 
-    def finish(self, metrics: dict[str, Any], keep: bool) -> tuple[AsyncResult, Snapshot | None]:
+    def finish(self, metrics: dict[str, object], keep: bool) -> tuple[AsyncResult, Snapshot | None]:
         """Return the result, and a snapshot if it is to be kept, as numpy arrays."""
         run = self.coordinator.run
         result = run.finish(self.coordinator.why(), **metrics)
         kept = jax.device_get(snapshot(run)) if keep else None
         return result._replace(params=jax.device_get(result.params)), kept
 
-    def _share(self, task: Task) -> Any:
+    def _share(self, task: Task) -> list["ObjectRef | None"]:
         import ray
 
         with self.sharing:
@@ -418,11 +378,11 @@ class ServerProcess:
 class WorkerProcess:
     """A worker; its programs stay compiled when the server comes back."""
 
-    def __init__(self, settings: dict[str, Any], devices: int):
+    def __init__(self, settings: dict[str, object], devices: int):
         begin_process(settings, devices=devices)
         self.compute: Compute | None = None
 
-    def work(self, server: Any, worker: int, incarnation: int, work: bytes) -> ServerLost | Failed | None:
+    def work(self, server: "ActorHandle", worker: int, incarnation: int, work: bytes) -> ServerLost | Failed | None:
         """Work through a run; say what ended it, None for its end."""
         from ray import cloudpickle
 
@@ -445,7 +405,7 @@ class WorkerProcess:
 class RemoteCoordinator:
     """The coordinator as a worker in another process sees it."""
 
-    def __init__(self, server: Any):
+    def __init__(self, server: "ActorHandle"):
         self.server, self.version = server, 0
 
     def enter(self, worker: int, incarnation: int) -> int | None:
@@ -470,7 +430,7 @@ class RemoteCoordinator:
         self.version = max(self.version, found[1])
         return found[0]
 
-    def _get(self, reference: Any) -> Any:
+    def _get(self, reference: "ObjectRef") -> Any:
         import ray
         from ray.exceptions import ObjectLostError, RayActorError
 
@@ -490,7 +450,7 @@ class _AtServer(Exception):  # noqa: N818
         self.failed = failed
 
 
-def begin_process(settings: dict[str, Any], *, devices: int, platform: str | None = None) -> None:
+def begin_process(settings: dict[str, object], *, devices: int, platform: str | None = None) -> None:
     """Set up jax in a fresh process as it is set up in the caller's, with so many devices if they are CPUs."""
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"])

@@ -1,8 +1,6 @@
 """Do a run again from its log, on one thread, bit for bit."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +10,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server.log import Log, Positions
+from shardopt.parameter_server.log import Header, Log, Positions
 from shardopt.parameter_server.rules import Rule, from_config
 from shardopt.parameter_server.run import BatchesOf, Compute
 from shardopt.parameter_server.server import Server
@@ -152,7 +150,7 @@ def _check_reducer(recorded: str | None, given: Reducer | None) -> None:
         raise ValueError(format_error(WHO, what, fix="pass the reducer of the run."))
 
 
-def _rule(recorded: Mapping[str, Any], given: Rule | None) -> Rule:
+def _rule(recorded: Header, given: Rule | None) -> Rule:
     name, config = recorded["name"], _as_json(recorded["config"])
     if given is None and (known := from_config(name, recorded["config"])) is not None:
         return known
@@ -163,5 +161,5 @@ def _rule(recorded: Mapping[str, Any], given: Rule | None) -> Rule:
     return given
 
 
-def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(config: Header) -> Header:
     return json.loads(json.dumps(dict(config)))

@@ -5,6 +5,7 @@ Whatever drives a run (threads, Ray, a simulation) drives a `Run`; it is the one
 
 import base64
 import io
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.types import PyTree, TrainState
 from shardopt.parameter_server.clock import PersistentMap, make_clock
-from shardopt.parameter_server.log import Event, Log, Positions
+from shardopt.parameter_server.log import Event, Header, Log, Positions
 from shardopt.parameter_server.server import Server, ServerState
 from shardopt.parameter_server.updates import Update, digest
 from shardopt.parameter_server.views import Status, WorkerStats, summarize
@@ -87,9 +88,29 @@ class RunSpec(NamedTuple):
     address: str | None = None
     max_restarts: int = 0
 
-    def settings(self, key: np.ndarray) -> dict[str, Any]:
+    def settings(self, key: np.ndarray) -> Header:
         """Return what the log of a run with this random key data keeps of its workers."""
         return {"rng": key.tolist(), **self.header}
+
+
+class Job(NamedTuple):
+    """What a call of a run asks for.
+
+    Attributes:
+      params: the parameters to begin with.
+      batches_of: the data.
+      key: the data of the random key.
+      num_updates: the version to stop at.
+      availability: when each worker is there.
+      log_path: a file that gets the log, or None.
+    """
+
+    params: PyTree
+    batches_of: BatchesOf
+    key: np.ndarray
+    num_updates: int
+    availability: Availability
+    log_path: str | os.PathLike[str] | None
 
 
 class AsyncResult(NamedTuple):
@@ -126,7 +147,7 @@ class Run:
       now: `now() -> seconds` since the run began.
     """
 
-    def __init__(self, server: Server, params: PyTree, header: Mapping[str, Any], now: Callable[[], float]):
+    def __init__(self, server: Server, params: PyTree, header: Header, now: Callable[[], float]):
         self.server, self.now = server, now
         self.state: ServerState = server.init(params)
         settings = {
@@ -328,7 +349,7 @@ def load_snapshot(who: str, checkpoints: Checkpoints, server: Server, params: Py
     return Snapshot(found, extra["server"])
 
 
-def _check_settings(who: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def _check_settings(who: str, saved: Header, mine: Header) -> None:
     names = [name for name in {**saved, **mine} if name not in ("initial", "final", "devices")]
     others = [
         f"{name}: {saved.get(name)} in the checkpoint, {mine.get(name)} now"
@@ -354,7 +375,7 @@ def _pack(run: Run) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _unpack(text: str, header: Mapping[str, Any]) -> tuple[Log, list[Mapping[str, np.ndarray]]]:
+def _unpack(text: str, header: Header) -> tuple[Log, list[Mapping[str, np.ndarray]]]:
     with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
         arrays = dict(file)
     log = Log.from_columns(header, {name[4:]: value for name, value in arrays.items() if name.startswith("log/")})

@@ -1,7 +1,7 @@
 """The parameter server as a pure state machine: join, pull, push, leave."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -174,7 +174,7 @@ def make_server(
         raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
     codec = None if reducer is None else compressor(reducer)
     mathematics = None if tx is None else make_apply(tx, rule, donate=donate, codec=codec)
-    expected: dict[tuple[Any, ...], PyTree] = {}  # the message for parameters of these shapes
+    expected: dict[Hashable, PyTree] = {}  # the message for parameters of these shapes
 
     def init(params: PyTree) -> ServerState:
         if tx is None:

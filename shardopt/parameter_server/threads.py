@@ -1,53 +1,39 @@
 """Workers as threads of this process, each with devices of its own."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import jax
-import numpy as np
 
-from shardopt.core.types import PyTree
 from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator
-from shardopt.parameter_server.run import AsyncResult, Availability, BatchesOf, Compute, Run, RunSpec, snapshot
+from shardopt.parameter_server.run import AsyncResult, Compute, Job, Run, RunSpec, snapshot
 from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.views import show_workers
 from shardopt.parameter_server.worker import run_worker
 
 
-def run_on_threads(
-    spec: RunSpec,
-    server: Server,
-    params: PyTree,
-    batches_of: BatchesOf,
-    key: np.ndarray,
-    num_updates: int,
-    availability: Availability,
-    callbacks: Callbacks,
-    log_path: str | os.PathLike[str] | None,
-) -> AsyncResult:
+def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks) -> AsyncResult:
     """Do a run; `server` is `spec.make_server(donate=True)`, whose programs stay compiled from run to run."""
-    compute = spec.make_compute(batches_of, key)
+    compute = spec.make_compute(job.batches_of, job.key)
     began = time.perf_counter()
-    params = compute.on_server(params)
-    run = Run(server, params, spec.settings(key), lambda: time.perf_counter() - began)
+    params = compute.on_server(job.params)
+    run = Run(server, params, spec.settings(job.key), lambda: time.perf_counter() - began)
     callbacks.begin(run, params)
-    if log_path is not None:
-        run.log.save(log_path)  # or a path that cannot be written would be noticed when all is done
+    if job.log_path is not None:
+        run.log.save(job.log_path)  # or a path that cannot be written would be noticed when all is done
     try:
-        coordinator = Coordinator(run, num_updates, availability, callbacks.policy)
+        coordinator = Coordinator(run, job.num_updates, job.availability, callbacks.policy)
         with show_workers(spec.who, shown=callbacks.progress) as callbacks.show:
             run_threads(spec.who, coordinator, compute, callbacks.watch)
         result = run.finish(coordinator.why(), **callbacks.metrics())
         callbacks.finish(None if callbacks.checkpoints is None else snapshot(run))
         return result
     finally:
-        if log_path is not None:
-            run.log.save(log_path)
+        if job.log_path is not None:
+            run.log.save(job.log_path)
 
 
 def run_threads(who: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
@@ -120,12 +106,12 @@ def settings_here() -> Callable[[], AbstractContextManager[object]]:
     return enter
 
 
-def settings_values() -> dict[str, Any]:
+def settings_values() -> dict[str, object]:
     """Return the settings as they are here."""
     return {name: getattr(jax.config, name) for name in _THREAD_SETTINGS}
 
 
-def use_settings(values: dict[str, Any]) -> None:
+def use_settings(values: dict[str, object]) -> None:
     """Make settings those of this process."""
     for name, value in values.items():
         jax.config.update(name, value)

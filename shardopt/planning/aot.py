@@ -6,10 +6,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
 
 from shardopt.audit.collective import Collective
 from shardopt.audit.program import Memory, argument_padding, audit, inner_product_flops, memory
@@ -74,7 +75,7 @@ class AotReport(NamedTuple):
         """The collectives, as `so.audit` gives them."""
         return self.audit.collectives
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain numbers and words."""
         extra = {"argument_padding": self.argument_padding, "peak": self.peak_bytes, "hbm": self.hbm_bytes}
         return {
@@ -107,6 +108,7 @@ class AotReport(NamedTuple):
         return "\n".join(lines)
 
 
+Devices = Sequence[jax.Device]
 _TPUS = {name: chip for name, chip in HARDWARE.items() if chip.torus_dims}
 
 
@@ -166,7 +168,7 @@ def aot(
     shapes = jax.tree.map(lambda leaf: abstract(leaf) if is_array_like(leaf) else leaf, abstract_batch)
     compiled = _compile(opt.step.lower(opt.abstract_state(abstract_params), shapes), topology, chip)
     seconds = time.perf_counter() - start
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     # where a chip shows up as two devices, each has half of its memory
     schedule = opt.config.schedule
     share = len(devices) // (math.prod(dims) * num_slices)
@@ -206,7 +208,7 @@ def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
     return chip, dims
 
 
-def topology_devices(topology: str, *, num_slices: int = 1) -> Sequence[Any]:
+def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     """Return the devices of a TPU topology, to compile for; none of them exists.
 
     Raises:
@@ -245,7 +247,7 @@ def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:
     return dims[0] == 16, dims[1] == 16, False
 
 
-def _compile(lowered: Any, topology: str, chip: Hardware) -> Any:
+def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
     try:
         return lowered.compile()
     except Exception as error:

@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
         """Bytes that a device sends in a step, by mesh axis."""
         return by_axis(self.transfers, self.mesh)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain numbers and words."""
         dtype = self.layout.gather_dtype
         return {

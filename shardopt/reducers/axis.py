@@ -3,13 +3,14 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core.errors import format_error, plural
+from shardopt.core.types import PyTree
 
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or a tuple of names that stand for one axis, the last one fastest."""
@@ -56,7 +57,7 @@ def tracks_varying(axis_name: AxisName) -> bool:
     return bool(varying(jax.lax.axis_index(axis_name)))
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying(x: jax.Array) -> frozenset[str]:
     """Return the axes along which the type says that a value differs; none where types do not track it."""
     return jax.typeof(x).mat.varying
 
@@ -79,7 +80,9 @@ def check_not_summed(who: str, axis_name: AxisName, paths: Sequence[str], leaves
         raise ValueError(format_error(who, what, summed, fix))
 
 
-def agreeing_cond(predicate: jax.Array | bool, if_true: Callable[..., T], if_false: Callable[..., T], *args: Any) -> T:
+def agreeing_cond(
+    predicate: jax.Array | bool, if_true: Callable[..., T], if_false: Callable[..., T], *args: PyTree
+) -> T:
     """Return `jax.lax.cond` of branches whose results may vary along different axes: what varies in one, varies.
 
     The predicate must be the same on all devices, since collectives run in the branches.

@@ -6,7 +6,7 @@ marks are pytree nodes, so these functions find them in any state: that of a red
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, merge_replicas, path_text
 from shardopt.reducers.axis import AxisName, axis_names
-
-Leaf = Any
-"""An array, or an abstract one."""
 
 
 class PerDevice(NamedTuple):
@@ -139,7 +136,7 @@ def _is_marked(node: object) -> bool:
     return isinstance(node, PerDevice | ErrorFeedback)
 
 
-def _map(state: PyTree, marked: Callable[[Leaf], PyTree], other: Callable[[Leaf], PyTree]) -> PyTree:
+def _map(state: PyTree, marked: Callable[[PyTree], PyTree], other: Callable[[PyTree], PyTree]) -> PyTree:
     def node(one):
         return jax.tree.map(marked, one) if _is_marked(one) else other(one)
 

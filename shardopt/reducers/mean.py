@@ -9,7 +9,7 @@ as the gradient holds both, and N mean + sum of memories is the sum of the value
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,7 @@ def mean_bytes(sizes: Sequence[int], wide: Sequence[np.dtype], dtypes: Sequence[
 def in_buckets(
     values: Sequence[jax.Array],
     keys: Sequence[Hashable],
-    move: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]],
+    move: Callable[[jax.Array, Hashable], tuple[jax.Array, jax.Array]],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Apply `move(flat, key) -> (mean, left)`, both flat, to each bucket; return the means and lefts of all values."""
     means, lefts = list(values), [jnp.zeros_like(value) for value in values]

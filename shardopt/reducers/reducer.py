@@ -1,7 +1,7 @@
 """What a reducer is, and how one is made of a function over lists of real arrays."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ def keep_if_finite(mean: PyTree, after: PyTree, before: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
 
 
-def check_reducer(who: str, reducer: Any) -> None:
+def check_reducer(who: str, reducer: object) -> None:
     """Refuse what is not a reducer."""
     if not isinstance(reducer, Reducer):
         shown = getattr(reducer, "__name__", type(reducer).__name__)
@@ -172,10 +172,10 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) ->
     """
     groups = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
 
-    def pick(leaves: Sequence[Any]) -> list[dict[str, Any]]:
+    def pick(leaves: Sequence[PyTree]) -> list[dict[str, PyTree]]:
         return [{paths[i]: leaves[i] for i in members} for members in groups.values()]
 
-    def put_back(parts: Sequence[dict[str, Any]]) -> list[Any]:
+    def put_back(parts: Sequence[dict[str, PyTree]]) -> list[PyTree]:
         found = {path: leaf for part in parts for path, leaf in part.items()}
         return [found[path] for path in paths]
 

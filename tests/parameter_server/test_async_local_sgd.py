@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.reference import relative_difference
+from support.reference import relative_difference, same_bits
 
 import shardopt as so
 from shardopt.parameter_server import Log, rules
@@ -19,11 +19,6 @@ def islands(loss_fn, tx=None, *, make=so.fsdp, size=2, count=WORKERS, **options)
         make(tx or optax.adamw(0.01), so.make_mesh(devices=devices[size * i : size * (i + 1)]), loss_fn, **options)
         for i in range(count)
     ]
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
 @pytest.mark.parametrize("outer", [None, optax.sgd(1.0)], ids=["nesterov", "average"])

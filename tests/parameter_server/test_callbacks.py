@@ -6,15 +6,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.reference import same_bits
 
 import shardopt as so
 from shardopt.parameter_server import replay, rules
 from shardopt.parameter_server import worker as compute
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
 class BrokenOffError(Exception):

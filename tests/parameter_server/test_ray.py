@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import ray
-from support.reference import OPTIMIZERS, relative_difference
+from support.reference import OPTIMIZERS, relative_difference, same_bits
 
 import shardopt as so
 from shardopt.parameter_server import ServerLostError, WorkersLostError
@@ -43,11 +43,6 @@ def nothing_left_running():
     while ray.is_initialized() and ray.available_resources().get("CPU") != 6:
         assert time.monotonic() < deadline, "a process of the run still holds its CPU"
         time.sleep(0.1)
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
 @pytest.mark.parametrize(("optimizer", "weighted", "workers"), [("momentum", False, 2), ("adamw", True, [2, 2])])

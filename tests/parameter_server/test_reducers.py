@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.reference import same_bits
 
 import shardopt as so
 from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update, replay
@@ -12,11 +13,6 @@ from shardopt.parameter_server import worker as worker_side
 
 R = so.reducers
 INT8 = R.error_feedback(R.int8(block_size=4))
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
 def loss_fn(params, batch):

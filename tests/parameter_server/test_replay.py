@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.reference import same_bits
 
 import shardopt as so
 from shardopt.parameter_server import Event, Log, replay, rules
@@ -17,11 +18,6 @@ RULES = {
     "dc_asgd_adaptive": rules.dc_asgd_adaptive(),
     "delayed_nesterov": rules.delayed_nesterov(every=3),
 }
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
 @pytest.mark.parametrize(

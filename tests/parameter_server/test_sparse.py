@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.reference import same_bits
 
 import shardopt as so
 from shardopt.parameter_server import SparseRows, make_server, make_update, rules
@@ -31,11 +32,6 @@ def batches_of(worker, rows=ROWS, size=8, count=100):
 def run(tx, *, sparse=("table",), max_staleness=0, workers=3, num_updates=12, rule=None):
     opt = so.async_sgd(tx, loss_fn, workers=workers, max_staleness=max_staleness, sparse=sparse, rule=rule)
     return opt, opt.run(start(), batches_of, num_updates=num_updates)
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
 
 
 @pytest.mark.parametrize(

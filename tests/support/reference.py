@@ -55,3 +55,9 @@ def relative_difference(found, expected) -> float:
         difference = np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))) / scale
         worst = np.maximum(worst, difference)  # max() would drop a NaN
     return float(worst)
+
+
+def same_bits(a, b):
+    """Assert that two trees have the same leaves, bit for bit."""
+    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
+        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
