@@ -106,7 +106,8 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
       True
     """
     if path is None:
-        root, files = python_sources()
+        root = Path(os.__file__).parent
+        files = [path for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
     else:
         root = Path(path)
         if not root.exists():
@@ -114,7 +115,9 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
             raise FileNotFoundError(
                 format_error("data", what, fix="check the path; without one, Python's own source is read.")
             )
-        files = text_files(root)
+        files = (
+            [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)] if root.is_dir() else [root]
+        )
     sized = [(file, size) for file in files if (size := file.stat().st_size)]
     if not sized:
         what = f"{str(root)!r} is empty." if root.is_file() else f"there is no text in the folder {str(root)!r}."
@@ -130,19 +133,6 @@ _NOT_LIBRARY = frozenset(
 
 The tables are near copies of each other: split between training and validation they would leak.
 """
-
-
-def python_sources() -> tuple[Path, list[Path]]:
-    """Return the folder of the Python standard library and its own source files."""
-    root = Path(os.__file__).parent
-    return root, [path for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
-
-
-def text_files(root: Path) -> list[Path]:
-    """Return the file itself, or the text files below a folder: neither hidden nor binary."""
-    if not root.is_dir():
-        return [root]
-    return [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)]
 
 
 def _walk(root: Path, skip: frozenset[str] | set[str]) -> Iterator[Path]:

@@ -159,11 +159,9 @@ def make_reducer(asked: Communication) -> so.reducers.Reducer | None:
     """Return the reducer that was asked for, with error feedback unless it rounds only, or that was declined."""
     text = asked.reducer
     if text is None:
-        if asked.reducer_warmup_steps is not None:
-            what = "--reducer-warmup-steps is for a reducer, and there is none."
-            raise ValueError(format_error("train", what, fix="leave it out, or choose one with --reducer."))
-        if not asked.error_feedback:
-            what = "--no-error-feedback is for a reducer, and there is none."
+        if asked.reducer_warmup_steps is not None or not asked.error_feedback:
+            flag = "--no-error-feedback" if asked.reducer_warmup_steps is None else "--reducer-warmup-steps"
+            what = f"{flag} is for a reducer, and there is none."
             raise ValueError(format_error("train", what, fix="leave it out, or choose one with --reducer."))
         return None
     name, arguments = read_call("--reducer", text, example="top_k(density=0.05)")

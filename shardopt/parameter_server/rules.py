@@ -32,16 +32,6 @@ class GradientFn(Protocol):
         ...
 
 
-def _no_state(params: PyTree) -> tuple[()]:
-    return ()
-
-
-def _same_gradient(
-    grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
-) -> tuple[PyTree, PyTree]:
-    return grads, state
-
-
 class Rule(NamedTuple):
     """How the server treats a gradient that is late. Pure functions, traced by jit; make your own from them.
 
@@ -62,8 +52,8 @@ class Rule(NamedTuple):
 
     name: str
     config: Mapping[str, Any]
-    init: Callable[[PyTree], PyTree] = _no_state
-    gradient: GradientFn = _same_gradient
+    init: Callable[[PyTree], PyTree] = lambda params: ()
+    gradient: GradientFn = lambda grads, state, **_: (grads, state)
     scale: Callable[[jax.Array], jax.Array] | None = None
     uses_pulled: bool = False
 
@@ -134,9 +124,7 @@ def dc_asgd(strength: float = 0.04) -> Rule:
     """
     check_number("dc_asgd", "strength", strength)
 
-    def gradient(
-        grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
-    ) -> tuple[PyTree, PyTree]:
+    def gradient(grads, state, *, params, pulled, delay):
         corrected = jax.tree.map(lambda g, w, old: g + strength * g * g * (w - old), grads, params, pulled)
         return corrected, state
 
@@ -183,9 +171,7 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
     def init(params: PyTree) -> PyTree:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
 
-    def gradient(
-        grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
-    ) -> tuple[PyTree, PyTree]:
+    def gradient(grads, state, *, params, pulled, delay):
         square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
 
         def correct(g, w, old, m):
@@ -256,9 +242,7 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)  # noqa: E731
         return DelayedNesterovState(zeros(), zeros(), jnp.zeros((), jnp.int32))
 
-    def gradient(
-        grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
-    ) -> tuple[PyTree, PyTree]:
+    def gradient(grads, state, *, params, pulled, delay):
         last = state.count == every - 1
         buffer = jax.tree.map(lambda b, g: b + g.astype(b.dtype), state.buffer, grads)
         velocity = jax.tree.map(lambda m, b: jnp.where(last, momentum * m + b / every, m), state.momentum, buffer)

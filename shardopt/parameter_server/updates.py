@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -56,11 +57,7 @@ class NonFiniteUpdateError(FloatingPointError):
 
     def __reduce__(self):
         """Cross from one process to another with all attributes."""
-        return _rebuild, (str(self), self.worker, self.clock)
-
-
-def _rebuild(message: str, worker: int, clock: int) -> NonFiniteUpdateError:
-    return NonFiniteUpdateError(message, worker=worker, clock=clock)
+        return partial(NonFiniteUpdateError, worker=self.worker, clock=self.clock), (str(self),)
 
 
 def make_update(

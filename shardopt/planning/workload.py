@@ -172,26 +172,12 @@ def trace(
         params=params,
         rules=rules,
         tokens=tokens,
-        **row._asdict(),
+        **row,
         tensor_sums=tensor_sums(params, rules),
-        model_flops=3.0 * (num_blocks * row.block_flops + row.ends_flops),
+        model_flops=3.0 * (num_blocks * row["block_flops"] + row["ends_flops"]),
         itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.boundary(batch))),
         loss_reads=_reads(parts, batch),
     )
-
-
-class _RowCosts(NamedTuple):
-    """What of a `Workload` grows with the rows."""
-
-    block_flops: float
-    recompute_flops: float
-    ends_flops: float
-    boundary_bytes: int
-    residuals: Bytes
-    stage_residuals: Bytes
-    deferred: Bytes
-    working: Bytes
-    ends_working: Bytes
 
 
 class _Parts(NamedTuple):
@@ -230,7 +216,8 @@ class _Parts(NamedTuple):
         return jax.eval_shape(self.embed, self.outer, batch, self.key)
 
 
-def _row_costs(parts: _Parts, batch: PyTree) -> _RowCosts:
+def _row_costs(parts: _Parts, batch: PyTree) -> dict[str, PyTree]:
+    """Return what of a `Workload` grows with the rows."""
     outer, weights, key, x = parts.outer, parts.weights, parts.key, parts.boundary(batch)
 
     def flops(f: Callable[..., PyTree], *args: PyTree) -> float:
@@ -244,17 +231,17 @@ def _row_costs(parts: _Parts, batch: PyTree) -> _RowCosts:
     like = {leaf.shape for leaf in jax.tree.leaves(x)}
     kept, ends = _residuals(parts.block, weights, x, key), _residuals(parts.loss, outer, x, batch, key)
     stage, deferred = _stage_residuals(parts.block, weights, x)
-    return _RowCosts(
-        block_flops=flops(parts.block, weights, x, key),
-        recompute_flops=flops(again, weights, x, x, key) - flops(once, weights, x, x, key),
-        ends_flops=flops(parts.loss, outer, x, batch, key) + flops(parts.embed, outer, batch, key),
-        boundary_bytes=boundary,
-        residuals=_by_shape(kept, like),
-        stage_residuals=_by_shape(stage, like),
-        deferred=_by_shape(deferred, like),
-        working=Bytes(boundary, max(map(_nbytes, kept), default=0)),
-        ends_working=Bytes(0, sum(map(_nbytes, ends))),
-    )
+    return {
+        "block_flops": flops(parts.block, weights, x, key),
+        "recompute_flops": flops(again, weights, x, x, key) - flops(once, weights, x, x, key),
+        "ends_flops": flops(parts.loss, outer, x, batch, key) + flops(parts.embed, outer, batch, key),
+        "boundary_bytes": boundary,
+        "residuals": _by_shape(kept, like),
+        "stage_residuals": _by_shape(stage, like),
+        "deferred": _by_shape(deferred, like),
+        "working": Bytes(boundary, max(map(_nbytes, kept), default=0)),
+        "ends_working": Bytes(0, sum(map(_nbytes, ends))),
+    }
 
 
 def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *rest: PyTree) -> list[ShapedArray]:

@@ -113,18 +113,12 @@ def make_reducer(
         check_leaves(name, params)
         return init(abstract(params))
 
-    return Reducer(name, checked_init, reduce, _counter(name, count), transmit, codec)
-
-
-def _counter(name: str, count: Callable[[PyTree, int], int]) -> Callable[[PyTree, int], int]:
-    """Return `wire_bytes` with its arguments checked."""
-
     def wire_bytes(abstract_params, axis_size):
         check_count(name, "axis_size", axis_size)
         check_leaves(name, abstract_params)
         return count(abstract(abstract_params), int(axis_size))
 
-    return wire_bytes
+    return Reducer(name, checked_init, reduce, wire_bytes, transmit, codec)
 
 
 def keep_if_finite(mean: PyTree, after: PyTree, before: PyTree) -> PyTree:

@@ -46,23 +46,15 @@ def begin(
         return state, StoppingState()
     _free(state)
     state, extra = checkpoints.restore(opt, step=latest)
-    return state, _resume(extra or {}, stream, rule, f"Resuming from step {latest} in {checkpoints.directory}", say)
-
-
-def _resume(
-    extra: Mapping[str, Any], stream: "Stream", rule: EarlyStopping | None, headline: str, say: Callable[[str], None]
-) -> StoppingState:
     position, saved = extra.get("batches"), extra.get("early_stopping")
     how = "the data from its beginning: the checkpoint holds no position"
     if position is not None:
         how = stream.restore(position)
-    say(f"{headline}, {how}.")
-    if rule is None:
-        return StoppingState()
-    state = None if saved is None else stopping.from_json(rule, saved)
-    if state is None:
+    say(f"Resuming from step {latest} in {checkpoints.directory}, {how}.")
+    seen = None if rule is None or saved is None else stopping.from_json(rule, saved)
+    if rule is not None and seen is None:
         say(f"Early stopping starts counting again: the checkpoint knows nothing of {rule.metric!r} ({rule.mode}).")
-    return state or StoppingState()
+    return state, seen or StoppingState()
 
 
 def _free(state: TrainState) -> None:
