@@ -220,7 +220,7 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     require("libtpu", extra="tpu", who="aot")
     from jax.experimental import topologies
 
-    more: dict[str, Any] = {"wrap": wraps(dims)}
+    more: dict[str, object] = {"wrap": wraps(dims)}
     if num_slices > 1:
         more["num_slices"] = num_slices
     with _without_a_tpu():
