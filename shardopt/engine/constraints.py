@@ -55,7 +55,7 @@ def rows_apart(config: StrategyConfig, run_block: Callable[..., PyTree], rows: i
     """
 
     def place(x: jax.Array) -> jax.Array:
-        if x.shape[:1] != (rows,):
+        if x.shape[:1] != (rows,) or rows % config.axes.num_shares:
             return x
         free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         return constrain(config, x, PartitionSpec(config.axes.summed, *free))

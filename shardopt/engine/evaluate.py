@@ -11,6 +11,7 @@ from shardopt.collectives import per_device
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.compile import AotCompiled, check_no_deadlock
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.global_view import global_parts
 from shardopt.engine.gradients import in_specs, micro_batch_losses
 from shardopt.engine.inputs import batch_sharding, check_rows, check_state, place_batch
 from shardopt.engine.layout import Layout, shardings
@@ -29,6 +30,8 @@ class Totals:
     the last row, and count nothing. So for a loss that is a (weighted) mean over rows, totals and weights are exactly
     those of the rows.
 
+    In the global view a batch runs at once, so that any loss is exact; where devices do not divide it, each runs all of it.
+
     Args:
       config: of the optimizer; `of_evaluation` of it is run.
     """
@@ -36,13 +39,19 @@ class Totals:
     def __init__(self, config: StrategyConfig):
         self._config = config.of_evaluation
         self._pieces = self._config.num_pieces
-        self._programs = LayoutCache(self._config, compile_totals)
+        compile_for = compile_totals if self._config.view == "per_device" else compile_global_totals
+        self._programs = LayoutCache(self._config, compile_for)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
         """Run what adds up to the batch: a plain value has its number of rows as weight."""
         check_state(self._config, state)
         size, pieces = check_rows(self._config, batch), self._pieces
         program, even = self._programs.of(state.params), size // pieces * pieces
+        if self._config.view == "global" and size:
+            everywhere = NamedSharding(self._config.mesh, PartitionSpec())
+            where = batch_sharding(self._config) if size % self._config.axes.num_shares == 0 else everywhere
+            yield program(state.params, place_batch(batch, where))
+            return
         if even:
             yield self._run(program, state, batch if even == size else _rows(batch, slice(even)), pieces)
         if even < size:
@@ -79,6 +88,20 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
     everywhere = NamedSharding(config.mesh, PartitionSpec())
     jitted = jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, on_rows, on_rows), out_shardings=everywhere)
     return check_no_deadlock(config, jitted)
+
+
+def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
+    """Return `(params, batch) -> LossParts` of the whole batch."""
+    parts_of = global_parts(config, layout)
+
+    def totals(params, batch):
+        parts, size = parts_of(params, batch), jax.tree.leaves(batch)[0].shape[0]
+        loss, metrics = jax.tree.map(lambda one: one * size, (parts.loss, parts.metrics))  # they are per row
+        return LossParts(loss, metrics, {})
+
+    on_params = shardings(config.mesh, layout.specs.params)
+    everywhere = NamedSharding(config.mesh, PartitionSpec())
+    return AotCompiled(jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, None), out_shardings=everywhere))
 
 
 def _rows(batch: PyTree, rows: slice | np.ndarray) -> PyTree:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
 from shardopt.engine.layout import Layout
@@ -25,7 +26,7 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
     trained = [i for i, plan in enumerate(layout.plans) if plan.trainable]
 
     def gradients_of(params, batch, step, rng, replica):
-        count = num_micro_batches(config)
+        count = num_micro_batches(config, batch)
 
         def total(train_leaves, rows, key):
             parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), rows, key)
@@ -58,9 +59,15 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
 
 def global_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """Return what `make_loss` returns: the loss and metrics of the whole batch."""
+    parts_of = global_parts(config, layout)
+    return lambda params, batch, step=None, rng=None: parts_of(params, batch, step, rng).divided()
 
-    def loss(params, batch, step=None, rng=None):
-        count = num_micro_batches(config)
+
+def global_parts(config: StrategyConfig, layout: Layout) -> Callable[..., LossParts]:
+    """Return `parts(params, batch, step=None, rng=None)`, the loss of the whole batch as total and weight."""
+
+    def parts_of(params, batch, step=None, rng=None):
+        count = num_micro_batches(config, batch)
 
         @jax.checkpoint
         def one_micro_batch(rows, index):
@@ -72,14 +79,14 @@ def global_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[j
         else:
             micro_batches = cut_rows(config, batch, count), numbers(count)
             parts = jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
-        return _sum(config, parts).divided()
+        return _sum(config, parts)
 
-    return loss
+    return parts_of
 
 
-def num_micro_batches(config: StrategyConfig) -> int:
+def num_micro_batches(config: StrategyConfig, batch: PyTree) -> int:
     """Return into how many micro-batches the batch is cut: one, with a warning, where it is not shown that it may be cut."""
-    if config.micro_batches == 1:
+    if config.micro_batches == 1 or jax.tree.leaves(batch)[0].shape[0] % config.num_pieces:
         return 1
     what = f"micro_batches={config.micro_batches}, but the whole batch runs at once: cut up, the loss might be another."
     warnings.warn(format_error(config.strategy, what, fix="use micro_batches=1 with view='global'."), stacklevel=2)

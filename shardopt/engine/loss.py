@@ -18,6 +18,7 @@ from shardopt.core.types import PyTree, Updated, Weighted, is_array_like, leaves
 from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import GATHERED, gather_leaves, rows_apart
+from shardopt.engine.explain import explained
 from shardopt.engine.layout import Layout
 from shardopt.engine.rows import row_context, with_rows
 from shardopt.partition import LeafPlan
@@ -67,8 +68,17 @@ def loss_of_rows(
     config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
 ) -> LossParts:
     """Return the loss of these rows; parameters that are sharded, or cast to travel, are gathered on the way."""
+    with explained(config):
+        return _loss_of_rows(config, layout, params, batch, key)
+
+
+def _loss_of_rows(
+    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
+) -> LossParts:
     plans = layout.treedef.unflatten(layout.plans)
-    rows, loss_fn = jax.tree.leaves(batch)[0].shape[0], with_rows(row_context(config), config.loss_fn)
+    rows, loss_fn = jax.tree.leaves(batch)[0].shape[0], config.loss_fn
+    if config.view == "per_device":
+        loss_fn = with_rows(row_context(config), loss_fn)
     model = as_block_model(loss_fn)
     gathers = config.placement.params or config.gather_dtype is not None
     if model is not None:

@@ -30,18 +30,21 @@ def apply_update(
 
     Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own shard.
     The wrapped transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they
-    always do. Line searches get `value_fn`, the loss of this batch at other parameters.
+    always do. It may ask for the loss of this batch at other parameters (line searches, sophia), or its gradient (sam).
     """
     sharded = config.placement.opt_state
     where = layout.merge([None] * len(layout.plans), [plan.spec(sharded=sharded) for plan in layout.trained])
     place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))  # noqa: E731
     grads, shards = place(found.grads, where), place(layout.trainable(params), where)
     frozen = layout.treedef.flatten_up_to(params)
-    extra = {
-        "value": found.loss,
-        "grad": grads,
-        "value_fn": lambda at: value_fn(layout.merge(frozen, jax.tree.leaves(at))),
-    }
+
+    def loss_at(trained: PyTree) -> jax.Array:
+        return value_fn(layout.merge(frozen, jax.tree.leaves(trained)))
+
+    def grad_at(trained: PyTree, _: int = 0) -> PyTree:  # the number of a step of sam
+        return place(jax.grad(loss_at)(trained), where)
+
+    extra = {"value": found.loss, "grad": grads, "value_fn": loss_at, "obj_fn": loss_at, "grad_fn": grad_at}
     updates, opt_state = config.tx.update(grads, opt_state, shards, **_taken(config.tx.update, extra))
     shards = optax.apply_updates(shards, updates)
     new = layout.merge(frozen, jax.tree.leaves(place(shards, where)))

@@ -139,7 +139,7 @@ def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> A
     before, after = (variant.send, None) if delay else (None, variant.send)
 
     def value_fn(_):
-        what = "a line search evaluates the loss at other parameters, which replicas that train apart cannot."
+        what = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
         raise ValueError(format_error(config.strategy, what, fix="use an optimizer without value_fn."))
 
     def update(params, opt_state, found):

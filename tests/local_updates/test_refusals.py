@@ -134,7 +134,7 @@ def test_a_line_search_needs_the_loss_elsewhere(strategy_of, new_params, new_bat
     opt = so.local_sgd(strategy_of("ddp", optax.lbfgs()), sync_every=2)
     state = opt.init(jax.tree.map(jnp.copy, new_params()))
     message = (
-        "local_sgd: a line search evaluates the loss at other parameters, which replicas that train apart cannot.\n"
+        "local_sgd: this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot.\n"
         "Fix: use an optimizer without value_fn."
     )
     assert message_of(lambda: opt.step(state, new_batches(1)[0])) == message

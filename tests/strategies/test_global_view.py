@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from local_updates import reference
@@ -105,6 +106,42 @@ def test_a_line_search_sees_the_whole_batch(mesh_of, x64):
     check(opt, case.loss_fn, case.params, case.batches(3), tx=tx, value_fn=True)
 
 
+def test_evaluation_of_batches_that_devices_do_not_divide(mesh_of, x64):
+    case = LOSSES["batch_norm"]
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=8), case.loss_fn, min_shard_elements=8, view="global")
+    batches = [*case.batches(1), *case.batches(1, rows=5)]
+    found = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
+    one, other = (float(case.loss_fn(case.params, batch)) for batch in batches)
+    np.testing.assert_allclose(found, (32 * one + 5 * other) / 37, rtol=1e-12)
+
+
+def sam(opaque_mode):
+    rise = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    return optax.contrib.sam(optax.sgd(0.05, momentum=0.9), rise, opaque_mode=opaque_mode)
+
+
+SOPHIA = optax.contrib.sophia(1e-2, update_interval=2)
+ASKING = {
+    "sam": ("fsdp", sam(True), "global"),
+    "sophia": ("zero1", SOPHIA, "global"),
+    "sam per device": ("zero1", sam(True), "per_device"),
+    "sophia per device": ("fsdp", SOPHIA, "per_device"),
+    "sam in turns": ("ddp", sam(False), "global"),
+}
+
+
+@pytest.mark.parametrize(("way", "tx", "view"), ASKING.values(), ids=ASKING)
+def test_optimizers_that_ask_for_more_than_a_gradient(way, tx, view, mesh_of, x64):
+    case, (strategy, sizes) = LOSSES["batch_norm"], WAYS[way]
+    loss_fn = case.loss_fn if view == "global" else mean_square
+    opt = STRATEGIES[strategy](tx, mesh_of(**sizes), loss_fn, view=view)
+    check(opt, loss_fn, case.params, case.batches(4), tx=tx, value_fn=True)
+
+
+def mean_square(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["up"] * params["scale"][None, :]) @ params["down"] - batch["y"]) ** 2)
+
+
 def noisy(params, batch, rng):
     kept = jax.random.bernoulli(rng, 0.7, batch["x"].shape)
     error = jnp.where(kept, batch["x"], 0.0) @ params["up"] * params["scale"][None, :]
@@ -170,6 +207,39 @@ def test_specs_are_true_buffers_are_reused_and_nothing_recompiles(strategy, mesh
         patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
         state, _ = opt.step(state, second)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == expected
+
+
+def constrained(params, batch):
+    x = jax.lax.with_sharding_constraint(batch["x"] @ params["up"], P("data"))
+    with linen.logical_axis_rules([("batch", "data"), ("embed", None)]):
+        x = linen.with_logical_constraint(x * params["scale"][None, :], ("batch", "embed"))
+    return jnp.sqrt(jnp.mean((x @ params["down"] - batch["y"]) ** 2))
+
+
+def test_models_that_carry_constraints_run_as_they_are(mesh_of, x64):
+    case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
+    opt = so.fsdp(tx, mesh_of(data=8), constrained, min_shard_elements=8, view="global")
+    plain = lambda params, batch: jnp.sqrt(  # noqa: E731
+        jnp.mean((batch["x"] @ params["up"] * params["scale"][None, :] @ params["down"] - batch["y"]) ** 2)
+    )
+    check(opt, plain, case.params, case.batches(2), tx=tx)
+
+
+def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
+    case, mesh = LOSSES["batch_norm"], mesh_of(data=8)
+    (batch,), tx = case.batches(1, np.float32), optax.sgd(0.1)
+    opt = so.fsdp(tx, mesh, constrained)
+    assert refused(lambda: opt.step(opt.init(case.params), batch)) == (
+        "fsdp: the loss constrains a sharding, but with view='per_device' it has only this device's rows ('data').\n"
+        "  The spec of NamedSharding passed to with_sharding_constraint can only refer to Auto axes of the mesh\n"
+        "Fix: use view='global', in which with_sharding_constraint and flax's logical axes hold as they are, or leave "
+        "these axes out (in logical_axis_rules map them to None)."
+    )
+    other = so.ddp(tx, mesh, lambda params, batch: jax.lax.pmean(params["up"].mean(), "data"), view="global")
+    assert refused(lambda: other.step(other.init(case.params), batch)) == (
+        "ddp: the loss calls a collective over 'data', but with view='global' it runs once, on the whole batch.\n"
+        "Fix: take the collective out (a mean is jnp.mean), use so.batch_mean, right in both views, or view='per_device'."
+    )
 
 
 def refused(build):
