@@ -4,7 +4,7 @@ Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`
 Over slow links `local_sgd` and `diloco` combine replicas of any of these; `async_sgd` and `async_local_sgd` do without barriers.
 """
 
-from shardopt import checkpoint, interop, parameter_server, planning, reducers, training, transforms
+from shardopt import checkpoint, interop, nn, parameter_server, planning, reducers, training, transforms
 from shardopt.audit import audit
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
@@ -67,6 +67,7 @@ __all__ = [
     "interop",
     "local_sgd",
     "make_mesh",
+    "nn",
     "parameter_server",
     "plan",
     "planning",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardopt.core.arguments import is_integer
 from shardopt.core.errors import format_error
@@ -61,7 +61,7 @@ def make_mesh(
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def data_axes(mesh: Mesh) -> tuple[str, ...]:
+def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Return the axes that the batch is split over: data, and replica where there is one."""
     return tuple(axis for axis in ("replica", "data") if axis in mesh.axis_names)
 

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from shardopt import nn
+from shardopt.nn.attention import masked_attention
+
 
 class KVCache(NamedTuple):
     """Keys and values of the positions seen so far, of one block (or stacked: one more dim in front).
@@ -80,8 +83,9 @@ def attention(
     query, key = rotate(query, positions, rope_base), rotate(key, positions, rope_base)
     if cache is not None:
         cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
-        key, value = cache
-    mixed = _attend(query, key, value, positions)
+        mixed = masked_attention(query, *cache, _visible(positions, cache.key.shape[1])[None])
+    else:
+        mixed = nn.attention(query, key, value)
     return jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), cache
 
 
@@ -109,21 +113,6 @@ def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> 
 def _parts(x: Array) -> list[Array]:
     """Cut [B, T, C, ...] into C parts [B, T, ...]. Of a split the gradient is one concatenation, of indices a sum of paddings."""
     return [jnp.squeeze(part, 2) for part in jnp.split(x, x.shape[2], axis=2)]
-
-
-def _attend(query: Array, key: Array, value: Array, positions: Array) -> Array:
-    """Mix the values that each query may see: those at its own position and before.
-
-    The softmax is taken in float32 at least, and divided by its sum after the values are mixed: K numbers a query are
-    divided then, not S, and nothing of size S but the exponentials is kept for the backward pass.
-    """
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    hidden = jnp.where(_visible(positions, key.shape[1]), 0, -1e30).astype(wide)[None, None]
-    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
-    scores = scores * query.shape[-1] ** -0.5 + hidden
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    mixed = jnp.einsum("bhts,bshk->bthk", weights.astype(value.dtype), value, preferred_element_type=wide)
-    return (mixed / jnp.einsum("bhts->bth", weights)[..., None]).astype(value.dtype)
 
 
 @jax.checkpoint

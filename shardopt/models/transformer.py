@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from shardopt import nn
 from shardopt.core.block_model import BlockModel
 from shardopt.models.gpt import Batch, Params, Remat
 from shardopt.models.layers import cross_entropy, rms_norm, rotate
@@ -15,7 +16,7 @@ def model(shape: Transformer, *, remat: Remat = None) -> BlockModel:
 
     A batch is a dict of "tokens", integers [B, T + 1]. Norms are RMS norms and positions rotary, or learned where the
     shape has rows for them; without a gate the mlp is GELU. Weights are cast to the dtype of the shape. Attention is
-    XLA's own, which writes its scores to memory; `fused_attention` speaks of the formulas only.
+    `so.nn.attention`: a fused kernel on TPU and GPU; `fused_attention` speaks of the formulas only.
 
     Args:
       shape: sizes and dtypes.
@@ -76,7 +77,7 @@ def _grouped_attend(shape: Transformer, weights: Params, x: Float[Array, "B T D"
     if not shape.positions:
         at = jnp.arange(x.shape[1])
         query, key = rotate(query, at, 500_000.0), rotate(key, at, 500_000.0)
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    mixed = nn.attention(query, key, value)
     return jnp.einsum("bthk,hkd->btd", mixed, weights["out"])
 
 

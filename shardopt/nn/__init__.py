@@ -1,0 +1,5 @@
+"""Layers that know the mesh axes; on one device they are plain functions."""
+
+from shardopt.nn.attention import attention
+
+__all__ = ["attention"]

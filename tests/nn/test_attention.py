@@ -1,0 +1,121 @@
+"""Attention: every implementation that runs here computes the same, alone and inside a strategy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+
+T, H, G, K = 160, 4, 2, 16  # neither length nor width fills a tile of the kernel
+
+
+def drawn(length=T, heads=H, groups=G, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, length, heads, K), (2, length, groups, K), (2, length, groups, K)]
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def expected(query, key, value, *, causal=True, segment_ids=None, window=None):
+    """Softmax attention, position by position, in numpy."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    repeat = query.shape[2] // key.shape[2]
+    scores = np.einsum("bthk,bshk->bhts", query, np.repeat(key, repeat, 2)) / np.sqrt(query.shape[-1])
+    at = np.arange(query.shape[1])
+    ahead = at[:, None] - at[None, :]
+    seen = np.ones_like(scores, bool)
+    if causal:
+        seen &= ahead >= 0
+    if window is not None:
+        seen &= ahead < window
+    if segment_ids is not None:
+        seen &= (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), np.repeat(value, repeat, 2))
+
+
+SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 4, (2, T)), axis=1)
+WAYS = {
+    "causal": {},
+    "both ways": {"causal": False},
+    "window": {"window": 37},
+    "packed": {"segment_ids": SEGMENTS},
+    "packed both ways": {"segment_ids": SEGMENTS, "causal": False},
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "splash"])
+@pytest.mark.parametrize("way", WAYS)
+def test_values(way, implementation):
+    args, how = drawn(), WAYS[way]
+    found = so.nn.attention(*args, **how, implementation=implementation)
+    np.testing.assert_allclose(found, expected(*args, **how), atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ["causal", "packed"])
+def test_gradients_of_splash_are_those_of_xla(way):
+    args = drawn()
+
+    def loss(args, implementation):
+        return jnp.sum(jnp.sin(so.nn.attention(*args, **WAYS[way], implementation=implementation)))
+
+    found, wanted = (jax.grad(loss)(args, one) for one in ("splash", "xla"))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5)
+
+
+def loss_fn(params, batch):
+    split = lambda name: jnp.einsum("btd,dhk->bthk", batch["x"], params[name])  # noqa: E731
+    mixed = so.nn.attention(split("q"), split("k"), split("v"), window=9, implementation="splash")
+    return jnp.mean((jnp.einsum("bthk,hkd->btd", mixed, params["out"]) - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 4, "tensor": 2}])
+def test_kernels_run_on_local_rows_and_heads(sizes, mesh_of):
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(8, 2, 4)).astype(np.float32) for name in "qkv"}
+    params["out"] = rng.normal(size=(2, 4, 8)).astype(np.float32)
+    batch = {name: rng.normal(size=(8, 12, 8)).astype(np.float32) for name in "xy"}
+    rules = [("^[qkv]$", P(None, "tensor")), ("out", P("tensor"))]
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(**sizes), loss_fn, rules=rules, min_shard_elements=1)
+    state, metrics = opt.step(opt.init(params), batch)
+    value, grads = jax.value_and_grad(loss_fn)(params, batch)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(state.params[name], params[name] - 0.1 * grad, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"groups": 3},
+            "attention: 4 heads of queries are not a multiple of 3 heads of keys and values.\n"
+            "Fix: give keys and values a number of heads that divides it.",
+        ),
+        (
+            {"window": 3, "causal": False},
+            "attention: a window looks back from each position, so it needs causal=True.\n"
+            "Fix: pass causal=True, or leave window out.",
+        ),
+        (
+            {"implementation": "flash"},
+            "attention: unknown implementation 'flash'.\n"
+            "Fix: use 'splash', 'cudnn', 'xla', or None to choose by device.",
+        ),
+    ],
+)
+def test_refusals(how, message):
+    args = drawn(8, groups=how.pop("groups", G))
+    with pytest.raises(ValueError, match="attention") as caught:
+        so.nn.attention(*args, **how)
+    assert str(caught.value) == message
+
+
+def test_heads_that_tensor_does_not_divide_are_refused(mesh_of):
+    args = drawn(8, groups=1)
+    mesh = mesh_of(data=4, tensor=2)
+    with pytest.raises(ValueError, match="1 heads of keys and values cannot be sharded over mesh axis 'tensor'"):
+        jax.jit(so.mesh.on_mesh(mesh, lambda *xs: so.nn.attention(*xs, implementation="splash")))(*args)
