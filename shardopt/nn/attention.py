@@ -199,7 +199,7 @@ def _splash(
     one: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
     if window is not None:
         one = splash.LocalMask(shape, (window - 1, 0), 0)
-    kernel: Callable[..., Array] = splash.make_splash_mha(
+    kernel: Any = splash.make_splash_mha(
         splash.MultiHeadMask([one] * H),
         block_sizes=sizes,
         head_shards=1,
