@@ -199,9 +199,6 @@ def argument_padding(program: Compiled | str) -> int:
 
     XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32: shards that are thin in both pay.
     Elsewhere it is 0.
-
-    Args:
-      program: a `jax.stages.Compiled`, or HLO text.
     """
     inputs = _INDEX.sub("", _header(program).partition("entry_computation_layout={")[2].partition("->")[0])
     return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0

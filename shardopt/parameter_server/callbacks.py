@@ -24,16 +24,7 @@ _PROGRESS_SECONDS = 0.25
 
 
 class Callbacks:
-    """What is done with milestones.
-
-    Args:
-      who: the function that the user called, for messages.
-      checkpoints: a `shardopt.Checkpoints`, or None.
-      early_stopping: a `shardopt.EarlyStopping`, or None.
-      evaluate: `evaluate(params) -> metrics`, or None.
-      evaluate_every: updates between evaluations, and observations of early stopping.
-      progress: whether the run is shown; `show` is then to be set, from `show_workers`.
-    """
+    """What is done with milestones; arguments as in `RunFn`. To show a run, set `show`, from `show_workers`."""
 
     def __init__(
         self,

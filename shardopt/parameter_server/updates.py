@@ -95,9 +95,7 @@ _jitted_finiteness = jax.jit(finiteness)
 def faults(update: Update, part: PyTree) -> list[str]:
     """Return what of an update cannot be used: the loss and leaves that are not finite, or a weight of 0.
 
-    Args:
-      update: if its gradient is encoded, `is_finite` is that of the decoded one.
-      part: the trained parameters, for the names of leaves.
+    `part` are the trained parameters, for names. `is_finite` of an encoded gradient is that of the decoded one.
     """
     is_finite = np.asarray(
         _jitted_finiteness(update._replace(rows=None)) if update.is_finite is None else update.is_finite

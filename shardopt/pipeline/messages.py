@@ -60,12 +60,7 @@ def read_message(
 ) -> Arrays:
     """Return what a pass works on: `at_end()` (source 0), a message just arrived (1, 2, ...), or one that waited.
 
-    Args:
-      source: which, as `message_sources` numbers them.
-      at_end: what stands at that end of the model; None if this is known not to be it.
-      arrived: the messages of this tick.
-      buffers: the messages that wait.
-      slot: where in the buffers.
+    The source is as `message_sources` numbers it; `at_end` is None where this is known to be no end of the model.
     """
     branches = [at_end] if at_end is not None else []
     branches += [lambda message=message: message for message in arrived]

@@ -101,18 +101,10 @@ def _checked(dtype: DTypeLike) -> np.dtype:
 def mean_of(
     values: Sequence[jax.Array], dtypes: Sequence[np.dtype], axis_name: AxisName
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Average arrays over an axis, sent in given dtypes, summed in their own.
+    """Average real arrays, fp32 or wider, over an axis, sent in given dtypes, summed in their own; return (means, lefts).
 
     An array that is sent as it is takes an all-reduce. One that is rounded takes two phases, so that sums are taken in
-    the wide dtype and each number is rounded twice, rather than once a hop.
-
-    Args:
-      values: real arrays, fp32 or wider.
-      dtypes: of each on the wire.
-      axis_name: the bound axis.
-
-    Returns:
-      (means, lefts): what rounding has lost, as `two_phase_mean` has it; zero where nothing was rounded.
+    the wide dtype and each number is rounded twice, rather than once a hop. What that has lost is left, zero elsewhere.
     """
     count = size_of("mean_of", axis_name)
 
@@ -126,13 +118,9 @@ def mean_of(
 
 
 def mean_bytes(sizes: Sequence[int], wide: Sequence[np.dtype], dtypes: Sequence[np.dtype], axis_size: int) -> int:
-    """Return what a device sends in `mean_of`.
+    """Return what a device sends in `mean_of`, of arrays of these sizes, their own (`wide`) dtypes and those on the wire.
 
-    Args:
-      sizes: elements of each array.
-      wide: the dtypes of the arrays.
-      dtypes: of each on the wire.
-      axis_size: N. An all-reduce sends 2 (N - 1) / N of the padded buffer.
+    An all-reduce sends 2 (N - 1) / N of the padded buffer.
     """
     sent = 0
     for bucket in buckets_of(sizes, list(zip(wide, dtypes, strict=True))):
@@ -194,16 +182,7 @@ class Codec(NamedTuple):
 
 
 def two_phase_mean(flat: jax.Array, codec: Codec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """Return the mean of flat arrays over an axis, and what this device must send again.
-
-    Args:
-      flat: this device's values [n], fp32 or wider.
-      codec: how they are written.
-      axis_name: the bound axis.
-
-    Returns:
-      (mean, left), both [n]; mean is bit for bit the same on all devices.
-    """
+    """Return the mean of flat arrays [n] over an axis, the same bits on all devices, and what this device must send again."""
     count, n, dtype = size_of("two_phase_mean", axis_name), flat.size, flat.dtype
     length = _chunk(n, count, codec)
     rows = jnp.pad(flat, (0, count * length - n)).reshape(count, length)

@@ -34,32 +34,19 @@ _DRAIN = 5.0
 
 
 class _Member(NamedTuple):
-    """A process that was started.
-
-    Attributes:
-      rank: its number, from 0.
-      process: the process, the leader of a process group of its own.
-      log: the file with all it says.
-      readers: the threads that copy what it says to the screen too; none for a process that is not shown.
-    """
+    """A process that was started."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]  # the leader of a process group of its own
     log: Path
-    readers: tuple[threading.Thread, ...]
+    readers: tuple[threading.Thread, ...]  # copy what it says to the screen too; none for one that is not shown
 
 
 class _Ended(NamedTuple):
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-      failed: the rank and exit code (negative for a signal) of the process that failed first; None if none did.
-      killed: how many processes ended by a signal that we did not send.
-      logs: the log of each process.
-    """
-
-    failed: tuple[int, int] | None
-    killed: int
+    failed: tuple[int, int] | None  # rank and exit code (negative for a signal) of the process that failed first
+    killed: int  # how many ended by a signal that we did not send
     logs: tuple[Path, ...]
 
 

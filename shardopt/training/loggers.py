@@ -193,13 +193,7 @@ class Display(NamedTuple):
 
 @contextmanager
 def show_progress(num_steps: int, *, shown: bool, console: "Console | None" = None) -> Iterator[Display]:
-    """Show a run of `num_steps` steps on the first process.
-
-    Args:
-      num_steps: the step count at the end.
-      shown: False for messages only.
-      console: a rich console; by default standard error. Without rich there are lines only.
-    """
+    """Show a run of `num_steps` steps on the first process; messages only where it is not to be `shown`."""
     if jax.process_index() != 0:
         yield Display(_nothing, _nothing, _nothing)
         return

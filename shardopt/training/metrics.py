@@ -34,21 +34,9 @@ class Meter:
     def push(
         self, step: int, position: int, metrics: Mapping[str, jax.Array], *, examples: int, wanted: bool
     ) -> tuple[int, dict[str, float]] | None:
-        """Hand in a step and settle the one before.
+        """Hand in a step (`step` counts it), drawn after `position` batches, its scalar metrics still being computed.
 
-        Args:
-          step: steps taken, this one included.
-          position: batches drawn before this step's.
-          metrics: scalar arrays, still being computed.
-          examples: the size of its batch.
-          wanted: whether all metrics of this step are to be reported.
-
-        Returns:
-          (step, metrics) of the step before if it was wanted and has not been settled yet, or else None.
-
-        Raises:
-          NonFiniteLossError: if the loss of the step before is not finite.
-          ValueError: if a metric is not a scalar.
+        Settles the step before: returns (step, metrics) of it if it was wanted and has not been settled yet.
         """
         if self._pending is None and not self._settled:
             _check_metrics(metrics)

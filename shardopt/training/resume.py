@@ -97,14 +97,11 @@ _VERDICTS = {signal.SIGTERM: "sigterm", signal.SIGINT: "interrupted"}
 
 
 def common_verdict(*verdicts: str | None, due: bool) -> str | None:
-    """Return the weightiest verdict of all processes, or None if none has one.
+    """Return the weightiest of the `VERDICTS` of all processes, or None if none has one.
 
-    With several processes each call where `due` is true gathers one integer per process, which waits for the steps under
-    way; where it is false the answer is None, and a process with a verdict brings it again next time.
-
-    Args:
-      *verdicts: what this process wants: names from `VERDICTS`, or None.
-      due: whether to ask at this step; the same on all processes.
+    With several processes each call where `due` is true, at the same steps on all, gathers one integer per process,
+    which waits for the steps under way; where it is false the answer is None, and a process with a verdict brings it
+    again next time.
     """
     code = max((VERDICTS.index(verdict) for verdict in verdicts if verdict is not None), default=-1)
     if jax.process_count() > 1:
