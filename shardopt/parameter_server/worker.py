@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from shardopt.engine.config import DDP, StrategyConfig, check_config
 from shardopt.engine.inputs import batch_sharding, check_batch, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import make_mesh, on_mesh
-from shardopt.parameter_server.coordinator import Task
+from shardopt.parameter_server.coordinator import Coordinator
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
@@ -28,24 +28,13 @@ from shardopt.parameter_server.updates import Update, finiteness, merge, trained
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers.reducer import check_reducer
 
-
-class WorkerPort(Protocol):
-    """What a worker asks of a `Coordinator`, which may be in another process."""
-
-    def enter(self, worker: int, incarnation: int) -> int | None:
-        """See `Coordinator.enter`."""
-        ...
-
-    def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
-        """See `Coordinator.pull`."""
-        ...
-
-    def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """See `Coordinator.push`."""
-        ...
+if TYPE_CHECKING:
+    from shardopt.parameter_server.ray import RemoteCoordinator
 
 
-def run_worker(coordinator: WorkerPort, compute: Compute, worker: int, incarnation: int = 0) -> None:
+def run_worker(
+    coordinator: "Coordinator | RemoteCoordinator", compute: Compute, worker: int, incarnation: int = 0
+) -> None:
     """Work in every period of a worker's availability; `incarnation` counts how often it was started again."""
     while (position := coordinator.enter(worker, incarnation)) is not None:
         compute.begin(worker, position)
