@@ -14,7 +14,7 @@ from shardopt.checkpoint.read import check_match, load
 from shardopt.checkpoint.record import Meta, read_meta
 from shardopt.checkpoint.run_folder import committed, step_folder
 from shardopt.checkpoint.store import Leaf, describe, dtype_of
-from shardopt.checkpoint.tree import LeafPath, leaves_by_path, nest, unescape
+from shardopt.checkpoint.tree import Json, LeafPath, leaves_by_path, nest, unescape
 from shardopt.cli.options import TrainOptions, from_json, to_json
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, merge_replicas
@@ -87,7 +87,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> dict[str, Json]:
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
@@ -126,7 +126,7 @@ class ConvertingCheckpoints(so.Checkpoints):
         super().__init__(*where, **how)
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
-    def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Json]]:
         """Return the state of a checkpoint in the form of `target`, and its `extra`."""
         self.wait()
         chosen = self.latest() if step is None else step
@@ -158,7 +158,7 @@ def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
     return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _OWN_PARAMS), 0)
 
 
-def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tuple[TrainState, dict[str, Any]]:
+def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tuple[TrainState, dict[str, Json]]:
     """Return the state of `checkpoints.base`, and what was kept beside it."""
     replicas, like = _num_replicas(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
     wrapped = any(path[:2] in _REDUCERS for path in meta.leaves)

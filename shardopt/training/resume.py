@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint import Checkpoints
+from shardopt.checkpoint.tree import Json
 from shardopt.core import early_stopping as stopping
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import CheckpointError, NonFiniteLossError, format_error, plural
@@ -64,7 +65,7 @@ def _free(state: TrainState) -> None:
             leaf.delete()
 
 
-def pack(stream: "Stream", rule: EarlyStopping | None, state: StoppingState) -> dict[str, Any]:
+def pack(stream: "Stream", rule: EarlyStopping | None, state: StoppingState) -> dict[str, Json]:
     """Return what a checkpoint keeps besides the train state, as JSON."""
     return {"batches": stream.position(), "early_stopping": None if rule is None else stopping.to_json(rule, state)}
 
@@ -165,11 +166,11 @@ class Stream:
         self.drawn += batch is not END
         return batch
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Json]:
         """Return the position in a form that survives JSON."""
         return {"drawn": self.drawn, "state": _encode(self._iterator.get_state()) if self._keeps_state() else None}
 
-    def restore(self, position: Mapping[str, Any]) -> str:
+    def restore(self, position: Mapping[str, Json]) -> str:
         """Go to a saved position, and return in words how.
 
         Raises:
@@ -195,7 +196,7 @@ class Stream:
         return callable(getattr(self._iterator, "get_state", None)) and hasattr(self._iterator, "set_state")
 
 
-def _encode(state: Any) -> dict[str, Any]:
+def _encode(state: object) -> dict[str, Json]:
     if isinstance(state, bytes):  # grain's DataLoader
         return {"base64": base64.b64encode(state).decode("ascii")}
     try:
@@ -209,5 +210,5 @@ def _encode(state: Any) -> dict[str, Any]:
     return {"json": state}
 
 
-def _decode(saved: Mapping[str, Any]) -> Any:
+def _decode(saved: Mapping[str, Json]) -> Json:
     return base64.b64decode(saved["base64"]) if "base64" in saved else saved["json"]
