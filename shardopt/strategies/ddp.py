@@ -32,13 +32,17 @@ def ddp(
     With L_d the mean loss of the rows on device d of N, a step applies `tx` to (1/N) sum_d grad L_d, which is
     the gradient of the mean over the global batch.
 
-    **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
-    transformation whose updates mirror the parameters (not lookahead, sam or sophia, which want more than a
-    gradient). Losses with `rng` agree in expectation: each device draws its own, the same for every strategy.
+    **Equivalence**: equal to one device on the union batch, up to summation order, for every optax transformation but
+    lookahead (which has two copies of the parameters), and every loss that is a (weighted) mean over rows. Losses with
+    `rng` agree in expectation: each device draws its own, the same for every strategy.
 
-    With `view="global"` the loss runs once, on the whole batch, as if there were one device, and XLA's partitioner divides
-    the work. The step is then the one of a single device for **every** loss: in-batch negatives, batch norm, a sum, a
-    sorted half, what else mixes rows; and `rng` is the key that `ddp` gives on one device.
+    With `view="global"` the step is L(p, B) and its gradient on the whole batch B, for **every** loss L: in-batch negatives,
+    batch norm, sums, sorting, whatever mixes rows. The loss is written as for one device, runs under `jit` on global arrays,
+    and XLA's partitioner divides the work: rows stay on their devices, weights are gathered where the placement shards
+    them (of a `BlockModel` one block at a time), gradients go to where the optimizer state is. A loss with `rng` gets the
+    key that `ddp` gives on one device, and draws the same. `micro_batches` cut the batch where the loss is shown to be a mean over
+    rows; elsewhere it runs at once, which a warning says. Replicas that train apart (`local_sgd`, `diloco`) each see their
+    whole rows, and in warm-up steps those of all.
 
     **Placement**: parameters, gradients and optimizer state replicated over data and replica; sharded over tensor
     where a rule says so.
@@ -46,9 +50,15 @@ def ddp(
     **Communication** a step, per device, for Psi gradient bytes: one all-reduce over (replica, data), after the
     last micro-batch: 2(N-1)/N Psi on the wire; and a few bytes for the loss and metrics.
 
+    With `view="global"`, what compiled programs were seen to send (`so.audit`): besides what the loss needs of other rows, the
+    bytes of the per-device view, but each block's gradient in the loop over blocks, and again each micro-batch. XLA:TPU
+    scatters the gradients of `zero` and `fsdp` as the per-device view does; XLA:CPU all-reduces them and cuts, 2(N-1)/N Psi
+    instead of (N-1)/N Psi. With `gather_dtype` gradients are summed in that dtype.
+
     Args:
-      tx: any optax transformation. Those that take extra arguments get `value` (the loss), `grad`, and `value_fn`,
-        the loss of this batch at other parameters, which line searches evaluate.
+      tx: any optax transformation but lookahead. Those that take extra arguments get `value` (the loss), `grad`, and the
+        loss of this batch at other parameters: `value_fn` (line searches), `obj_fn` (sophia), and its gradient, `grad_fn`
+        (sam with `opaque_mode=True`).
       mesh: from `make_mesh`. A replica axis is a second data axis.
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over the examples it was given, or `Weighted`; or
         `(that, aux dict)`; with a keyword `rng`, a fresh key per step, device and micro-batch. Or a `BlockModel`.
@@ -76,7 +86,8 @@ def ddp(
 
     Raises:
       TypeError: if an argument is of the wrong kind; `tx` is not an optax transformation.
-      ValueError: if a number is out of range, rules do not fit, or a mesh axis above 1 has nothing to split.
+      ValueError: if a number is out of range, rules do not fit, a mesh axis above 1 has nothing to split, or
+        `view="global"` is asked for with a reducer.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so

@@ -242,6 +242,33 @@ def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
     )
 
 
+SENT = {
+    "ddp": {"all-reduce": 1},
+    "zero1": {"all-reduce": 1, "all-gather": 1},
+    "fsdp": {"all-reduce": 1, "all-gather": 2},
+}
+"""What XLA:CPU sends, in bytes of all parameters."""
+
+
+@pytest.mark.parametrize("way", SENT)
+def test_what_the_partitioner_is_seen_to_send(way, mesh_of):
+    strategy, sizes = WAYS[way]
+    model = MODEL._replace(block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])
+    shapes = {"blocks": {"up": (4, 64, 256), "down": (4, 256, 64)}, "in": (16, 64), "out": (64, 16)}
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple
+    )
+    batch = {"x": jax.ShapeDtypeStruct((32, 16), jnp.float32), "y": jax.ShapeDtypeStruct((32, 16), jnp.float32)}
+    opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(**sizes), model, view="global")
+    found = so.audit(opt.step, opt.abstract_state(params), batch)
+    psi = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    sent = {kind: traffic.bytes / psi for kind, traffic in found.by_kind().items()}
+    assert sent == pytest.approx(SENT[way], rel=0.02)
+    gathers = found.of(kind="all-gather", in_loop=True).collectives
+    assert all(one.bytes <= 2 * 64 * 256 * 4 for one in gathers)  # one block, forwards and again backwards
+    assert bool(gathers) == (way == "fsdp")
+
+
 def refused(build):
     with pytest.raises((TypeError, ValueError)) as caught:
         build()
