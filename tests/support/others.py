@@ -26,6 +26,7 @@ class Case(NamedTuple):
       make_batch: `make_batch(draw) -> batch` of 16 rows.
       frozen: regexes of leaves that are not trained.
       mixing: whether rows mix, so that only the global view can have it.
+      constrained: whether it says itself how rows are split, which only the global view lets it.
     """
 
     params: Any
@@ -33,6 +34,12 @@ class Case(NamedTuple):
     make_batch: Callable[[np.random.Generator], Any]
     frozen: tuple[str, ...] = ()
     mixing: bool = False
+    constrained: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a strategy is told of it."""
+        return {"frozen": self.frozen} | ({"view": "global"} if self.mixing or self.constrained else {})
 
     def batches(self, steps: int) -> list[Any]:
         """Return as many batches, floats as float32."""
@@ -141,7 +148,7 @@ def linen_transformer():
         with nn.logical_axis_rules(rules):
             return model.apply(params, tokens)
 
-    return Case(nn.unbox(variables), next_token(apply), tokens)
+    return Case(nn.unbox(variables), next_token(apply), tokens, constrained=True)
 
 
 def equinox_vit():
@@ -353,7 +360,7 @@ def diffrax_ode():
         return jnp.mean((jax.vmap(solve)(batch["x"]) - batch["y"]) ** 2)
 
     make = lambda draw: {"x": draw.normal(size=(ROWS, 2)), "y": draw.normal(size=(ROWS, 2))}  # noqa: E731
-    return Case(params, loss_fn, make)
+    return Case(params, loss_fn, make, constrained=True)
 
 
 def ppo():
@@ -485,6 +492,31 @@ def maml_of_batch():
 
     return case._replace(loss_fn=loss_fn, mixing=True)
 
+
+def gan():
+    """Return parameters, the losses of discriminator and generator, and a function that makes batches."""
+    draw = np.random.default_rng(0)
+    normal = lambda *shape: (draw.normal(size=shape) * 0.4).astype(np.float32)  # noqa: E731
+    params = {
+        "discriminator": {"up": normal(12, 16), "down": normal(16, 1)},
+        "generator": {"up": normal(6, 16), "down": normal(16, 12)},
+    }
+
+    def generate(params, z):
+        return jnp.tanh(z @ params["generator"]["up"]) @ params["generator"]["down"]
+
+    def discriminate(params, x):
+        return jax.nn.leaky_relu(x @ params["discriminator"]["up"]) @ params["discriminator"]["down"]
+
+    def discriminator_loss(params, batch):
+        real, fake = discriminate(params, batch["x"]), discriminate(params, generate(params, batch["z"]))
+        return jax.nn.softplus(-real).mean() + jax.nn.softplus(fake).mean()
+
+    def generator_loss(params, batch):
+        return jax.nn.softplus(-discriminate(params, generate(params, batch["z"]))).mean()
+
+    make = lambda draw: vectors(draw) | {"z": draw.normal(size=(ROWS, 6))}  # noqa: E731
+    return params, discriminator_loss, generator_loss, make
 
 MODELS: dict[str, Callable[[], Case]] = {
     make.__name__: make
