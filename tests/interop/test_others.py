@@ -69,7 +69,9 @@ def one_device(case, tx):
 
 def assert_same(found, expected):
     for (path, one), other in zip(leaves_with_paths(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
-        scale = max(0.1, np.max(np.abs(other)))  # some gradients are zero but for rounding: of keys' biases in attention
+        scale = max(
+            0.1, np.max(np.abs(other))
+        )  # some gradients are zero but for rounding: of keys' biases in attention
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE * scale, err_msg=path)
 
 

@@ -237,7 +237,9 @@ def _haiku_transformer():
         for _ in range(2):
             norm = lambda: hk.LayerNorm(-1, True, True)  # noqa: E731
             y = norm()(x)
-            x = x + hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0), model_size=16)(y, y, y, mask)
+            x = x + hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0), model_size=16)(
+                y, y, y, mask
+            )
             x = x + hk.nets.MLP([32, 16])(norm()(x))
         return hk.Linear(16)(x)
 
@@ -425,7 +427,10 @@ def lora():
     normal = lambda *shape: (draw.normal(size=shape) * 0.3).astype(np.float32)  # noqa: E731
     params = {
         "base": {"up": normal(12, 16), "down": normal(16, 4)},
-        "lora": {"up": {"a": normal(12, 2), "b": np.zeros((2, 16), np.float32)}, "down": {"a": normal(16, 2), "b": normal(2, 4)}},
+        "lora": {
+            "up": {"a": normal(12, 2), "b": np.zeros((2, 16), np.float32)},
+            "down": {"a": normal(16, 2), "b": normal(2, 4)},
+        },
     }
 
     def loss_fn(params, batch):
@@ -458,7 +463,10 @@ def dpo():
 def maml_of_tasks():
     """Rows are tasks, each with a gradient step of its own: a mean over rows."""
     draw = np.random.default_rng(0)
-    params = {"w": (draw.normal(size=(3, 8)) * 0.5).astype(np.float32), "v": (draw.normal(size=8) * 0.5).astype(np.float32)}
+    params = {
+        "w": (draw.normal(size=(3, 8)) * 0.5).astype(np.float32),
+        "v": (draw.normal(size=8) * 0.5).astype(np.float32),
+    }
 
     def errors(params, x, y):
         return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
@@ -517,6 +525,7 @@ def gan():
 
     make = lambda draw: vectors(draw) | {"z": draw.normal(size=(ROWS, 6))}  # noqa: E731
     return params, discriminator_loss, generator_loss, make
+
 
 MODELS: dict[str, Callable[[], Case]] = {
     make.__name__: make
