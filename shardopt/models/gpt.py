@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from shardopt import nn
 from shardopt.core.block_model import BlockModel
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Weighted
@@ -169,7 +170,7 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
         return apply_block(config, one_block, x)[0]
 
     def loss(outer: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, ""] | Weighted:
-        nats = layers.cross_entropy(logits_of(config, outer, x), _tokens_of(batch)[:, 1:])
+        nats = nn.cross_entropy(*_normed_and_head(config, outer, x), _tokens_of(batch)[:, 1:])
         if "weights" not in batch:
             return jnp.mean(nats)
         weights = jnp.asarray(batch["weights"], nats.dtype)
@@ -201,9 +202,14 @@ def apply_block(
 
 def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Return the logits of the next token, in float32 at least: bfloat16 would cost a digit of the loss."""
-    norm, head = _cast((outer["norm"], outer["embedding" if config.tied else "head"]), config)
+    normed, head = _normed_and_head(config, outer, x)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum("btd,vd->btv", layers.rms_norm(x, norm), head, preferred_element_type=wide)
+    return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=wide)
+
+
+def _normed_and_head(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+    norm, head = _cast((outer["norm"], outer["embedding" if config.tied else "head"]), config)
+    return layers.rms_norm(x, norm), head
 
 
 def sample(

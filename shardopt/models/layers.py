@@ -99,17 +99,6 @@ def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, 
     return _gated_down(gate, up, weights["down"])
 
 
-def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return -log softmax(logits)[target] in nats.
-
-    The target's logit is picked by a mask and a sum rather than an index, so that a vocabulary sharded over the
-    tensor axis is reduced where it lies instead of being gathered.
-    """
-    is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
-    picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - picked
-
-
 def _parts(x: Array) -> list[Array]:
     """Cut [B, T, C, ...] into C parts [B, T, ...]. Of a split the gradient is one concatenation, of indices a sum of paddings."""
     return [jnp.squeeze(part, 2) for part in jnp.split(x, x.shape[2], axis=2)]

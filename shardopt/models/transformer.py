@@ -7,11 +7,11 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core.block_model import BlockModel
 from shardopt.models.gpt import Batch, Params, Remat
-from shardopt.models.layers import cross_entropy, rms_norm, rotate
+from shardopt.models.layers import rms_norm, rotate
 from shardopt.planning import Transformer
 
 
-def model(shape: Transformer, *, remat: Remat = None) -> BlockModel:
+def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) -> BlockModel:
     """Return the mean cross-entropy of the next token as a `BlockModel`, with the parameters of the shape.
 
     A batch is a dict of "tokens", integers [B, T + 1]. Norms are RMS norms and positions rotary, or learned where the
@@ -21,6 +21,7 @@ def model(shape: Transformer, *, remat: Remat = None) -> BlockModel:
     Args:
       shape: sizes and dtypes.
       remat: what the backward pass recomputes, as in `BlockModel`.
+      chunk: positions whose logits are held at a time, as in `so.nn.cross_entropy`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -46,8 +47,7 @@ def model(shape: Transformer, *, remat: Remat = None) -> BlockModel:
     def loss(outer: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, ""]:
         head = _cast(outer["embedding" if shape.tied else "head"], shape)
         normed = rms_norm(x, _cast(outer["norm"], shape))
-        logits = jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.float32)
-        return jnp.mean(cross_entropy(logits, jnp.asarray(batch["tokens"])[:, 1 : T + 1]))
+        return jnp.mean(nn.cross_entropy(normed, head, jnp.asarray(batch["tokens"])[:, 1 : T + 1], chunk=chunk))
 
     return BlockModel(embed, block, loss, remat)
 

@@ -1,5 +1,6 @@
 """Layers that know the mesh axes; on one device they are plain functions."""
 
 from shardopt.nn.attention import attention
+from shardopt.nn.cross_entropy import cross_entropy
 
-__all__ = ["attention"]
+__all__ = ["attention", "cross_entropy"]

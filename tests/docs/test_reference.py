@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardopt
-from shardopt import checkpoint, data, interop, models, parameter_server, planning, reducers, training, transforms
+from shardopt import checkpoint, data, interop, models, nn, parameter_server, planning, reducers, training, transforms
 from shardopt.models import gpt
 
 audit = importlib.import_module("shardopt.audit")  # `shardopt.audit` as an attribute is the function
@@ -25,6 +25,7 @@ ROOMS = {
     "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
     "models.gpt.": (gpt, ["GPTConfig", "init", "model", "num_parameters", "rules"]),
+    "nn.": (nn, nn.__all__),
     "parameter_server.": (parameter_server, parameter_server.__all__),
     "parameter_server.durations.": (parameter_server.durations, ["exponential", "lognormal", "with_stalls"]),
     "parameter_server.rules.": (parameter_server.rules, parameter_server.rules.__all__),

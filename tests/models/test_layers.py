@@ -54,13 +54,6 @@ def test_swiglu_gates_with_the_first_of_the_two():
     )
 
 
-def test_cross_entropy_is_minus_the_log_probability_of_the_target():
-    logits, targets = 5 * draw(0, 2, 3, 7), jnp.array([[0, 6, 3], [1, 1, 5]])
-    log_probs = jax.nn.log_softmax(logits)
-    expected = -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(layers.cross_entropy(logits, targets), expected, rtol=1e-5)
-
-
 def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
     x = draw(0, 1, 4, 2, 8).astype(jnp.bfloat16)
     assert layers.rotate(x, jnp.arange(4), 1e4).dtype == jnp.bfloat16
