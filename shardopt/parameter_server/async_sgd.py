@@ -67,8 +67,10 @@ def async_sgd(
         worker, and lost when it leaves, is killed or resumed: `metrics["lost_memory"]` says how much it held.
       sparse: regexes of key paths of leaves [rows, ...] such as embedding tables: only the rows whose gradient is not
         zero travel and are updated. For SGD without momentum that is the same as dense, up to summation order; other
-        optimizers become lazy: in other rows moments and weights do not decay, while counts go on. State must have the
-        shape of its parameter, and the rule none. Pulls are dense.
+        optimizers become lazy: in other rows moments and weights do not decay, while counts go on. What cannot be shown
+        to act on each row by itself is refused at the first push (trust ratios, adaptive and block-wise clips, factors
+        of the number of rows); a clip by the global norm of the gradients is let through. Other leaves may have any
+        optimizer, through `optax.multi_transform`. The rule must have no state. Pulls are dense.
       backend: "threads"; or "ray", server and workers as processes; see `parameter_server.RunFn`.
       nonfinite: what to do about gradients that are not finite: "raise", which ends the run, or "skip" them.
       address: of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.

@@ -9,8 +9,12 @@ import numpy as np
 import optax
 
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, leaves_with_paths
+from shardopt.core.types import PyTree, abstract, leaves_with_paths
+from shardopt.transforms.elementwise import compare
+from shardopt.transforms.primitives import ELEMENT, SAME, SHAPE, Label, Scope
 
+WHO = "parameter_server"
+FIX = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
 _LEAST = 8
 """Rows in the smallest program; sizes are powers of two, so that few programs are compiled."""
 
@@ -117,48 +121,105 @@ def on_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) -> Callab
     """Return `run` of an update, but on some rows of parameters and optimizer state only.
 
     `run(params, opt_state, rule_state, ...)` as in `make_apply`; the result takes `where`, from `on_union`, first.
+    An update that would treat some rows otherwise than it treats them among all is refused.
     """
 
     def wrapped(where, params, opt_state, rule_state, pushed, rows, pulled, delay):
-        _check_state(tx, params, opt_state, rule_state, where)
-        part = jax.tree.map(_get, params, where)
-        state = optax.tree_utils.tree_map_params(tx, _get, opt_state, where)
+        if jax.tree.leaves(rule_state):
+            raise ValueError(format_error(WHO, "a rule with a state cannot take sparse pushes.", fix=FIX))
+        owners = _owners(tx, params, where)
+        _check_by_row(run, (params, opt_state, rule_state, pushed, rows, pulled, delay), owners, where)
+        of_leaf = [*jax.tree.leaves(where), np.zeros(0, np.int32)]
+        of_state = jax.tree.unflatten(jax.tree.structure(opt_state), [of_leaf[owner] for owner in owners])
+        part, state = jax.tree.map(_get, params, where), jax.tree.map(_get, opt_state, of_state)
         pulled = None if pulled is None else jax.tree.map(_get, pulled, where)
         found = run(part, state, rule_state, pushed, rows, pulled, delay)
-        old = iter(_param_leaves(tx, opt_state, where))
-        new_state = optax.tree_utils.tree_map_params(
-            tx, lambda part, rows: _put(part, next(old), rows), found.opt_state, where
+        return found._replace(
+            params=jax.tree.map(_put, found.params, params, where),
+            opt_state=jax.tree.map(_put, found.opt_state, opt_state, of_state),
         )
-        return found._replace(params=jax.tree.map(_put, found.params, params, where), opt_state=new_state)
 
     return wrapped
 
 
-def _param_leaves(tx: optax.GradientTransformation, opt_state: PyTree, where: PyTree) -> list[jax.Array]:
-    """Return the leaves of the optimizer's state that belong to parameters, in the order in which they are mapped."""
-    found: list[jax.Array] = []
-    optax.tree_utils.tree_map_params(tx, lambda leaf, _: found.append(leaf), opt_state, where)
-    return found
+DENSE = -1
+"""The owner of a leaf that has no rows; also where its empty array of rows stands, after those of all parameters."""
 
 
-def _check_state(
-    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, rule_state: PyTree, where: PyTree
-) -> None:
-    """Refuse states that have no rows to take."""
-    fix = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
-    if jax.tree.leaves(rule_state):
-        raise ValueError(format_error("parameter_server", "a rule with a state cannot take sparse pushes.", fix=fix))
-    bad: list[str] = []
-
-    def check(leaf, param, rows):
-        if rows.shape != (0,) and leaf.shape != param.shape:
-            bad.append(f"state {leaf.dtype}{list(leaf.shape)} of a parameter {param.dtype}{list(param.shape)}")
-        return leaf
-
-    optax.tree_utils.tree_map_params(tx, check, opt_state, params, where)
+def _owners(tx: optax.GradientTransformation, params: PyTree, where: PyTree) -> list[int]:
+    """Return for each leaf of the optimizer's state the index of the sparse leaf whose rows it has; or DENSE."""
+    leaves, treedef = jax.tree.flatten(abstract(params))
+    before = jax.tree.leaves(jax.eval_shape(tx.init, treedef.unflatten(leaves)))
+    owners, bad = [DENSE] * len(before), []
+    for i, (leaf, rows) in enumerate(zip(leaves, jax.tree.leaves(where), strict=True)):
+        if rows.shape == (0,):
+            continue
+        longer = _resized(leaf, leaf.shape[0] + 1)
+        after = jax.tree.leaves(jax.eval_shape(tx.init, treedef.unflatten([*leaves[:i], longer, *leaves[i + 1 :]])))
+        for j, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old.shape != new.shape:
+                owners[j] = i
+                if old.shape[:1] != leaf.shape[:1] or new.shape != (longer.shape[0], *old.shape[1:]):
+                    bad.append(f"state {old.dtype}{list(old.shape)} of a parameter {leaf.dtype}{list(leaf.shape)}")
     if bad:
         what = "the optimizer keeps state that has no row for each row of a sparse leaf."
-        raise ValueError(format_error("parameter_server", what, bad, fix))
+        raise ValueError(format_error(WHO, what, bad, FIX))
+    return owners
+
+
+def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: list[int], where: PyTree) -> None:
+    """Refuse an update that cannot be shown to treat some rows as it treats them among all.
+
+    It is traced for all rows and for some. Of those that nobody pushed it is only known that their gradient is 0: so
+    a norm of the gradients is that of all rows, and a norm of parameters is not.
+    """
+    params, opt_state, rule_state, pushed, rows, pulled, delay = args
+    sparse = [i if x.shape != (0,) else DENSE for i, x in enumerate(jax.tree.leaves(where))]
+    total = [leaf.shape[0] if i != DENSE else 0 for i, leaf in zip(sparse, jax.tree.leaves(params), strict=True)]
+    some: list[int] = []  # never as many as of another leaf, whose rows are others
+    for count, own in zip(jax.tree.leaves(where), total, strict=True):
+        taken = {*some, own}
+        some.append(next(n for n in range(count.shape[0], count.shape[0] + len(taken) + 1) if n not in taken))
+    owners: list[int] = [*sparse, *state_owners]
+    zeros = [None] * len(owners)
+    for _, *others in pushed:
+        num_others = len(jax.tree.leaves(others))
+        owners += [*sparse, *[DENSE] * num_others]
+        zeros += [*[0.0] * len(sparse), *[None] * num_others]
+    owners += [DENSE, *([] if pulled is None else sparse), DENSE]
+    leaves, treedef = jax.tree.flatten(abstract((params, opt_state, rule_state, pushed, rows, pulled, delay)))
+    zeros += [None] * (len(leaves) - len(zeros))
+    labels = [
+        Label(SAME) if owner == DENSE else Label(ELEMENT, pad=zero) for owner, zero in zip(owners, zeros, strict=True)
+    ]
+
+    def traced(counts):
+        sized = [
+            leaf if owner == DENSE else _resized(leaf, counts[owner])
+            for leaf, owner in zip(leaves, owners, strict=True)
+        ]
+        return jax.make_jaxpr(run)(*treedef.unflatten(sized))
+
+    try:
+        whole, part = traced(total), traced(some)
+    except TypeError as error:
+        what = "the optimizer or the rule cannot be traced for some rows of a sparse leaf."
+        raise ValueError(format_error(WHO, what, [str(error).split("\n")[0]], FIX)) from error
+    found = frozenset[str]()
+    for label, a, b in zip(
+        compare(whole, part, labels, Scope(rows=True)), whole.out_avals, part.out_avals, strict=True
+    ):
+        if label.kind != (SAME if a.shape == b.shape else ELEMENT):
+            found |= label.by or {SHAPE}
+    if found:
+        by = ", ".join(sorted(found - {SHAPE})) or "it depends on the number of rows"
+        what = f"the optimizer or the rule does not act on each row of a sparse leaf by itself ({by})."
+        fix = "use what acts row by row, such as sgd, adam or a clip of gradients before them; or leave sparse out."
+        raise ValueError(format_error(WHO, what, fix=fix))
+
+
+def _resized(leaf: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype)
 
 
 def _get(leaf: jax.Array, rows: jax.Array) -> jax.Array:

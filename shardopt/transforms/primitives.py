@@ -110,19 +110,23 @@ def result_of(a: JaxprEqn, b: JaxprEqn, labels: list[Label], scope: Scope) -> La
         is_same = _shapes(a.invars) == _shapes(b.invars) and _shapes(a.outvars) == _shapes(b.outvars)
         pad = _pad(a, labels) if name in _ELEMENTWISE else None
         return Label(SAME, pad=pad, positive=_positive(a, labels)) if is_same else mixed(name)
-    return _elementwise(a, labels) if name in _ELEMENTWISE else mixed(name)
+    return _elementwise(a, b, labels, scope) if name in _ELEMENTWISE else mixed(name)
 
 
-def _elementwise(a: JaxprEqn, labels: list[Label]) -> Label:
-    name, shape = a.primitive.name, shape_of(a.outvars[0])
-    for x, label in zip(a.invars, labels, strict=True):
-        if label.kind == ELEMENT and label.lead is not None and shape_of(x) != shape:
-            return mixed(name)  # one element reaches others, which may be on other shards
-    leads = _leads(labels)
-    varies = any(label.kind == SAME and shape_of(x) != () for x, label in zip(a.invars, labels, strict=True))
-    if len(leads) > 1 or (varies and not leads):
+def _elementwise(a: JaxprEqn, b: JaxprEqn, labels: list[Label], scope: Scope) -> Label:
+    name, leads = a.primitive.name, _leads(labels)
+    in_place = [_in_place(x, i, label, scope) for x in (a, b) for i, label in enumerate(labels)]
+    if len(leads) > 1 or not all(in_place):
         return mixed(name)
     return Label(ELEMENT, pad=_pad(a, labels), positive=_positive(a, labels), lead=max(leads, default=None))
+
+
+def _in_place(a: JaxprEqn, i: int, label: Label, scope: Scope) -> bool:
+    """Return whether an operand gives to each place of the result what is at this place, or the same to all."""
+    shape, result = shape_of(a.invars[i]), shape_of(a.outvars[0])
+    if label.kind == SAME:
+        return math.prod(shape) == 1 or (scope.rows and shape[0] == 1)
+    return label.lead is None or shape == result or (scope.rows and shape[:1] == result[:1])
 
 
 def _partial(a: JaxprEqn, labels: list[Label]) -> Label:

@@ -111,6 +111,109 @@ def test_a_large_table_sends_its_touched_rows_only():
     assert np.count_nonzero(np.asarray(result.params["table"])[:, 0] != 0.5) == len(ids)
 
 
+def test_an_optimizer_for_the_rows_and_another_for_the_rest():
+    """SGD on the table, Adam elsewhere: equal to dense pushes, since only the table is sparse."""
+    make = lambda: optax.multi_transform(  # noqa: E731
+        {"rows": optax.sgd(0.1), "rest": optax.adam(0.1)}, {"table": "rows", "w": "rest"}
+    )
+    _, few = run(make(), num_updates=4)
+    _, dense = run(make(), sparse=(), num_updates=4)
+    for name in ("table", "w"):
+        np.testing.assert_allclose(few.params[name], dense.params[name], atol=1e-6)
+
+
+def stateless(f):
+    def update(updates, state, params=None):
+        return f(updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def on_table(f):
+    return stateless(lambda updates, params: {**updates, "table": f(updates["table"])})
+
+
+def row_norms(updates, params):
+    g = updates["table"]
+    return {**updates, "table": g / (1e-3 + jnp.linalg.norm(g, axis=1, keepdims=True))}
+
+
+BY_ROW = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "clip, then adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)),
+    "norms of rows": stateless(row_norms),
+    "lamb elsewhere": optax.multi_transform({"a": optax.adagrad(0.1), "b": optax.lamb(0.1)}, {"table": "a", "w": "b"}),
+    "injected": optax.inject_hyperparams(optax.rmsprop)(learning_rate=0.1),
+}
+NOT_BY_ROW = {
+    "trust ratio": (optax.lars(0.1), "broadcast_in_dim, reduce_sum"),
+    "adaptive clip": (optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), "broadcast_in_dim, reduce_sum"),
+    "block rms": (optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)), "it depends on the number of rows"),
+    "number of rows": (on_table(lambda g: g / g.shape[0]), "it depends on the number of rows"),
+    "place": (on_table(lambda g: g * jnp.arange(g.shape[0], dtype=g.dtype)[:, None]), "iota"),
+    "rolled": (on_table(lambda g: jnp.roll(g, 1, axis=0)), "slice"),
+    "first row": (on_table(lambda g: g.at[0].set(0.0)), "scatter"),
+    "sum of what is not 0": (on_table(lambda g: g * jnp.exp(g).sum()), "reduce_sum"),
+    "noise": (on_table(lambda g: g * jax.random.bernoulli(jax.random.key(0), 0.5, g.shape)), "random_bits"),
+    "norm of momentum": (optax.chain(optax.trace(0.9), optax.clip_by_global_norm(0.01)), "reduce_sum"),
+}
+
+
+def after(tx, *, sparse, steps=2):
+    """The parameters after pushes of rows 3 and 5, then 5 and 9: as rows, or dense."""
+    server = make_server(tx, max_staleness=1)
+    state, _ = server.join(server.init(start()), 0)
+    for ids in ([3, 5], [5, 9])[:steps]:
+        values = np.arange(1.0, 2 * DIM + 1, dtype=np.float32).reshape(2, DIM) * ids[0] / 10
+        table = np.zeros((ROWS, DIM), np.float32)
+        table[ids] = values
+        grads = {"table": SparseRows(np.array(ids), values) if sparse else table, "w": np.ones(DIM, np.float32)}
+        state, pulled = server.pull(state, 0)
+        state = server.push(state, 0, make_update(grads), pulled.version)[0]
+    return state.params
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_what_acts_row_by_row_equals_dense_on_the_rows_of_each_push(name):
+    found, dense = (after(BY_ROW[name], sparse=sparse, steps=1) for sparse in (True, False))
+    np.testing.assert_allclose(found["table"][np.array([3, 5])], dense["table"][np.array([3, 5])], rtol=1e-5)
+    np.testing.assert_allclose(found["w"], dense["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NOT_BY_ROW)
+def test_what_mixes_rows_is_refused(name, message_of):
+    tx, why = NOT_BY_ROW[name]
+    assert message_of(ValueError, after, tx, sparse=True) == (
+        f"parameter_server: the optimizer or the rule does not act on each row of a sparse leaf by itself ({why}).\n"
+        "Fix: use what acts row by row, such as sgd, adam or a clip of gradients before them; or leave sparse out."
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOT_BY_ROW)
+def test_refused_for_a_reason(name, monkeypatch):
+    """Let through, the rows that are pushed would move otherwise than among all."""
+    monkeypatch.setattr("shardopt.parameter_server.sparse._check_by_row", lambda *args: None)
+    found, dense = (after(NOT_BY_ROW[name][0], sparse=sparse) for sparse in (True, False))
+    moved, expected = (np.asarray(x["table"] - start()["table"]) for x in (found, dense))
+    assert np.abs(moved - expected).max() / np.abs(moved).max() > 1e-4
+
+
+def test_rows_of_two_tables_are_not_the_same_rows(message_of):
+    """Tables of one shape, whose product would pair rows by where they stand among those pushed."""
+
+    def swap(updates, params):
+        return {"a": updates["a"] * updates["b"], "b": updates["b"]}
+
+    server = make_server(stateless(swap), max_staleness=1)
+    state, _ = server.join(server.init({name: np.ones((ROWS, DIM), np.float32) for name in "ab"}), 0)
+    state, pulled = server.pull(state, 0)
+    grads = {name: SparseRows(np.array([row]), np.ones((1, DIM), np.float32)) for name, row in [("a", 1), ("b", 2)]}
+    assert message_of(ValueError, server.push, state, 0, make_update(grads), pulled.version).startswith(
+        "parameter_server: the optimizer or the rule cannot be traced for some rows of a sparse leaf.\n  mul got"
+    )
+
+
 def test_refusals(message_of):
     found = message_of(ValueError, run, optax.sgd(0.1), sparse=["tabel"], workers=1)
     assert found == (

@@ -239,6 +239,16 @@ def test_what_depends_on_place_or_number_is_refused(name, ways):
     assert refusal(T.shard_updates(inner, "data"), ways["vmap"]) == said(primitives)
 
 
+def test_an_array_that_fits_shards_by_accident(ways):
+    """A column [4, 1] scales the rows of a leaf [4, 4], and of each shard [4, 1] the elements."""
+    inner = leaves(lambda x: x * np.arange(4.0, dtype=np.float32)[:, None])
+    with pytest.raises(ValueError, match="element by element") as caught:
+        ways["vmap"](lambda g: T.shard_updates(inner, "data").update(g, T.shard_updates(inner, "data").init(g))[0], 4)(
+            jnp.ones((4, 4, 4))
+        )
+    assert str(caught.value) == said("mul")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_refused_for_a_reason(name, ways, x64, monkeypatch):
