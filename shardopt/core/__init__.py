@@ -9,16 +9,19 @@ from shardopt.core.errors import (
     NotSeparableError,
     StepNotFoundError,
 )
-from shardopt.core.types import TrainState, Updated, Weighted
+from shardopt.core.types import Max, Min, Sum, TrainState, Updated, Weighted
 
 __all__ = [
     "BlockModel",
     "CheckpointError",
     "CheckpointInUseError",
     "DamagedCheckpointError",
+    "Max",
+    "Min",
     "NonFiniteLossError",
     "NotSeparableError",
     "StepNotFoundError",
+    "Sum",
     "TrainState",
     "Updated",
     "Weighted",

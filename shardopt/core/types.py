@@ -37,25 +37,85 @@ class TrainState(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """A loss (or metric) as a total and the weight it is to be divided by.
+    """A loss (or metric) as a total and the weight it is to be divided by, or as several of them.
 
     The loss of a step is `sum(total) / sum(weight)` over the whole global batch, however it is cut
-    into devices and micro-batches, so padded or masked tokens count exactly. The weight is treated
-    as a constant: it must not depend on the parameters.
+    into devices and micro-batches, so padded or masked tokens count exactly. With tuples of K totals and
+    K weights it is the sum of K such quotients, each over its own weight:
+
+        sum_k sum(total_k) / sum(weight_k)
+
+    The weights are treated as constants: they must not depend on the parameters. With several terms they are summed
+    before the loss is differentiated, with micro-batches by evaluating what they follow from once more; a pipeline and
+    the parameter server take one term only.
+
+    Attributes:
+      total: a scalar, or a tuple of them.
+      weight: a scalar, or a tuple of as many.
 
     Example:
       >>> import jax.numpy as jnp
       >>> mask = jnp.array([1.0, 1.0, 0.0])
       >>> Weighted(total=(jnp.array([2.0, 4.0, 9.0]) * mask).sum(), weight=mask.sum())
       Weighted(total=Array(6., dtype=float32), weight=Array(2., dtype=float32))
+      >>> masked, z_loss = jnp.array([2.0, 4.0, 9.0]) * mask, jnp.array([0.1, 0.2, 0.3])
+      >>> _ = Weighted(total=(masked.sum(), z_loss.sum()), weight=(mask.sum(), 3.0))  # a masked mean plus a mean
     """
 
     total: Any
     weight: Any
 
 
+class Sum(NamedTuple):
+    """A metric that adds up over the rows of the batch: `aux = {"tokens": so.Sum(mask.sum())}`.
+
+    With v_i what device and micro-batch i returned, `metrics` holds sum_i v_i; over batches, `evaluation` adds them up.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Sum(jnp.array([True, True, False]).sum())
+      Sum(value=Array(2, dtype=int32))
+    """
+
+    value: Any
+
+
+class Max(NamedTuple):
+    """A metric whose largest value counts: `aux = {"longest": so.Max(lengths.max())}`.
+
+    With v_i what device and micro-batch i returned, `metrics` holds max_i v_i; over batches, `evaluation` takes the
+    largest.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Max(jnp.array([3, 5]).max())
+      Max(value=Array(5, dtype=int32))
+    """
+
+    value: Any
+
+
+class Min(NamedTuple):
+    """A metric whose smallest value counts: `aux = {"margin": so.Min(margins.min())}`.
+
+    With v_i what device and micro-batch i returned, `metrics` holds min_i v_i; over batches, `evaluation` takes the
+    smallest.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Min(jnp.array([3, 5]).min())
+      Min(value=Array(3, dtype=int32))
+    """
+
+    value: Any
+
+
+Metric = Weighted | Sum | Max | Min
+"""A metric that says how its parts become one."""
+
+
 Loss = jax.Array | Weighted | tuple[jax.Array | Weighted, dict[str, Any]]
-"""What a loss returns: a scalar or `Weighted`, or that and an aux dict of metrics."""
+"""What a loss returns: a scalar or `Weighted`, or that and an aux dict of metrics, each a mean, `Weighted`, `Sum`, `Max`, `Min`."""
 
 
 class Updated(NamedTuple):

@@ -16,8 +16,10 @@ from shardopt.engine.gradients import in_specs, micro_batch_losses
 from shardopt.engine.inputs import batch_sharding, check_rows, check_state, place_batch
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import LossParts
+from shardopt.engine.metrics import neutral, of_rows
 from shardopt.engine.pipelined import pipelined_losses
 from shardopt.engine.reductions import sum_parts
+from shardopt.engine.rows import RowContext, with_rows
 from shardopt.engine.step import LayoutCache
 from shardopt.mesh import on_mesh
 
@@ -39,19 +41,24 @@ class Totals:
     def __init__(self, config: StrategyConfig):
         self._config = config.of_evaluation
         self._pieces = self._config.num_pieces
+        uneven = "of a batch that the devices do not divide the loss sees a part at a time"
+        fix = f"use batches of a multiple of {self._pieces} rows, or view='global'"
+        of_parts = with_rows(RowContext((), 1, refused=(uneven, fix)), self._config.loss_fn)
         compile_for = compile_totals if self._config.view == "per_device" else compile_global_totals
         self._programs = LayoutCache(self._config, compile_for)
+        self._programs_of_parts = LayoutCache(self._config._replace(loss_fn=of_parts), compile_totals)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
         """Run what adds up to the batch: a plain value has its number of rows as weight."""
         check_state(self._config, state)
         size, pieces = check_rows(self._config, batch), self._pieces
-        program, even = self._programs.of(state.params), size // pieces * pieces
         if self._config.view == "global" and size:
             everywhere = NamedSharding(self._config.mesh, PartitionSpec())
             where = batch_sharding(self._config) if size % self._config.axes.num_shares == 0 else everywhere
-            yield program(state.params, place_batch(batch, where))
+            yield self._programs.of(state.params)(state.params, place_batch(batch, where))
             return
+        even = size // pieces * pieces
+        program = (self._programs if even == size else self._programs_of_parts).of(state.params)
         if even:
             yield self._run(program, state, batch if even == size else _rows(batch, slice(even)), pieces)
         if even < size:
@@ -72,12 +79,13 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
         parts = losses(config, layout, params, batch, step, rng)
         size = jax.tree.leaves(batch)[0].shape[0] // config.micro_batches
 
-        def total(one):
-            mask = counted.reshape(counted.shape + (1,) * (one.ndim - 1))
-            return jnp.where(mask, one * size, 0)  # they are per row
+        def of_counted(metric):
+            metric = of_rows(metric, size)
+            mask = lambda x: counted.reshape(counted.shape + (1,) * (x.ndim - 1))  # noqa: E731
+            return jax.tree.map(lambda x, other: jnp.where(mask(x), x, other), metric, neutral(metric))
 
-        loss, metrics = jax.tree.map(total, (parts.loss, parts.metrics))
-        return sum_parts(LossParts(loss, metrics, {}), config.axes)
+        metrics = {name: of_counted(one) for name, one in parts.metrics.items()}
+        return sum_parts(LossParts(of_counted(parts.loss), metrics, {}), config.axes)
 
     run = per_device(local, config.mesh, in_specs=(*in_specs(config, layout), rows), out_specs=PartitionSpec())
 
@@ -96,8 +104,7 @@ def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled
 
     def totals(params, batch):
         parts, size = parts_of(params, batch), jax.tree.leaves(batch)[0].shape[0]
-        loss, metrics = jax.tree.map(lambda one: one * size, (parts.loss, parts.metrics))  # they are per row
-        return LossParts(loss, metrics, {})
+        return LossParts(of_rows(parts.loss, size), {name: of_rows(x, size) for name, x in parts.metrics.items()}, {})
 
     on_params = shardings(config.mesh, layout.specs.params)
     everywhere = NamedSharding(config.mesh, PartitionSpec())

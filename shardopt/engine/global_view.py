@@ -12,6 +12,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
+from shardopt.engine.metrics import factor, objective
 from shardopt.engine.micro_batches import accumulate, numbers
 from shardopt.engine.reductions import scale, sum_parts
 
@@ -28,22 +29,28 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
     def gradients_of(params, batch, step, rng, replica):
         count = num_micro_batches(config, batch)
 
-        def total(train_leaves, rows, key):
+        def total(train_leaves, rows, key, weights):
             parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), rows, key)
-            return parts.loss.total / count, parts
+            return objective(parts.loss, count, parts.loss.weight if weights is None else weights), parts
 
-        def one_micro_batch(rows, index):
+        def one_micro_batch(rows, index, weights=None):
             key = step_key(config, step, rng, index, device=replica)
-            grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], rows, key)
+            grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], rows, key, weights)
             return keep(grads), parts
+
+        def sum_weights():
+            key_of = lambda index: step_key(config, step, rng, index, device=replica)  # noqa: E731
+            tree = layout.treedef.unflatten(params)
+            return [x.sum(0) for x in _parts(config, layout, tree, batch, count, key_of).loss.weight]
 
         def keep(grads):
             return shard_grads(config, grads, layout.trained)
 
-        grads, parts = accumulate(one_micro_batch, batch, count, keep, lambda *args: cut_rows(config, *args))
+        cut = lambda *args: cut_rows(config, *args)  # noqa: E731
+        grads, parts = accumulate(one_micro_batch, batch, count, keep, sum_weights, cut)
         parts = _sum(config, parts)
-        grads = layout.merge([None] * len(layout.plans), [scale(grad, count / parts.loss.weight) for grad in grads])
-        return Gradients(grads, *parts.divided(), parts.updates)
+        grads = layout.merge([None] * len(layout.plans), [scale(grad, factor(parts.loss, count)) for grad in grads])
+        return Gradients(grads, *parts.divided(per_replica=config.per_replica), parts.updates)
 
     def gradients(params, batch, step, rng, reducer_state=None):
         del reducer_state  # there is none
@@ -67,21 +74,27 @@ def global_parts(config: StrategyConfig, layout: Layout) -> Callable[..., LossPa
     """Return `parts(params, batch, step=None, rng=None)`, the loss of the whole batch as total and weight."""
 
     def parts_of(params, batch, step=None, rng=None):
-        count = num_micro_batches(config, batch)
+        def key_of(index):
+            return None if step is None or rng is None else step_key(config, step, rng, index, device=0)
 
-        @jax.checkpoint
-        def one_micro_batch(rows, index):
-            key = None if step is None or rng is None else step_key(config, step, rng, index, device=0)
-            return loss_of_rows(config, layout, params, rows, key)
-
-        if count == 1:
-            parts = jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
-        else:
-            micro_batches = cut_rows(config, batch, count), numbers(count)
-            parts = jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
-        return _sum(config, parts)
+        return _sum(config, _parts(config, layout, params, batch, num_micro_batches(config, batch), key_of))
 
     return parts_of
+
+
+def _parts(
+    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, count: int, key_of: Callable[..., PyTree]
+) -> LossParts:
+    """Return the parts of the loss, [micro-batches, ...]."""
+
+    @jax.checkpoint
+    def one_micro_batch(rows, index):
+        return loss_of_rows(config, layout, params, rows, key_of(index))
+
+    if count == 1:
+        return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
+    micro_batches = cut_rows(config, batch, count), numbers(count)
+    return jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
 
 
 def num_micro_batches(config: StrategyConfig, batch: PyTree) -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardopt.collectives import constrain_tensor, per_device
+from shardopt.collectives import all_reduce, constrain_tensor, per_device
 from shardopt.core.types import PyTree
 from shardopt.engine.axes import SHARD
 from shardopt.engine.compression import compress_mean, manual_specs
@@ -14,6 +14,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.global_view import global_gradients, global_loss
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
+from shardopt.engine.metrics import factor, objective
 from shardopt.engine.micro_batches import accumulate, cut, numbers
 from shardopt.engine.pipelined import pipelined_gradients, pipelined_losses, stored_order
 from shardopt.engine.reductions import all_reduce_grads, reduce_scatter_grads, scale, sum_parts
@@ -25,7 +26,8 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
     With T_i, W_i the total and weight of the loss on device and micro-batch i (a plain mean has W_i = 1), the
     gradient is that of sum_i T_i / sum_i W_i. What is differentiated and summed is T_i / n, with n the number of
     pieces, and the sum is multiplied by n / sum_i W_i at the end, in fp32 at least: half-precision gradients then
-    are of the size of the mean's all the way, and no weight is rounded to half precision.
+    are of the size of the mean's all the way, and no weight is rounded to half precision. A loss of several terms, each
+    over its own weight, is differentiated as sum_k T_ik / sum_i W_ik, whose weights are summed first.
 
     Where replicas train apart, parameters, gradients, loss and metrics are stacked, one a replica.
     """
@@ -39,15 +41,15 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
         params = [_unstacked(config, x) for x in params]
         grads, parts = differentiate(config, layout, params, batch, step, rng)
         parts = sum_parts(parts, axes)
-        factor = config.num_pieces / parts.loss.weight
+        rest = factor(parts.loss, config.num_pieces)
         if compression is None:
-            grads = [scale(grad, factor) for grad in _sum(config, layout, grads)]
+            grads = [scale(grad, rest) for grad in _sum(config, layout, grads)]
         else:
             grads = all_reduce_grads(
                 grads, layout.trained, [axes.gradient(p, done=axes.summed) for p in layout.trained]
             )
             # The mean over N devices of N times a device's part of the sum.
-            grads = [scale(grad, factor * compression.size) for grad in grads]
+            grads = [scale(grad, rest * compression.size) for grad in grads]
             grads, reducer_state = compress_mean(compression, grads, reducer_state)
         if config.schedule is not None:
             grads = stored_order(config.schedule, layout, grads)
@@ -63,7 +65,7 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
 
     def gradients(params, batch, step, rng, reducer_state=None):
         grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
-        loss, metrics = parts.divided()
+        loss, metrics = parts.divided(per_replica=config.per_replica)
         return Gradients(layout.merge([None] * len(layout.plans), grads), loss, metrics, parts.updates, state)
 
     return gradients
@@ -130,20 +132,26 @@ def micro_batch_gradients(
     trained = [i for i, plan in enumerate(layout.plans) if plan.trainable]
     plans, pieces, sharded = [layout.plans[i] for i in trained], config.num_pieces, config.placement
 
-    def total(train_leaves, micro_batch, key):
+    def total(train_leaves, micro_batch, key, weights):
         parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), micro_batch, key)
-        return parts.loss.total / pieces, parts
+        if weights is None and isinstance(parts.loss.weight, tuple):  # there are no other micro-batches
+            weights = all_reduce(parts.loss.weight, config.axes.summed)
+        return objective(parts.loss, pieces, weights), parts
 
-    def one_micro_batch(micro_batch, index):
+    def one_micro_batch(micro_batch, index, weights=None):
         key = step_key(config, step, rng, index)
-        grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key)
+        grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key, weights)
         return reduce_scatter_grads(grads, plans) if sharded.grads and not sharded.params else grads, parts
 
     # Left alone, the partitioner would replicate the accumulators over tensor.
     def keep(sums):
         return constrain_tensor(sums, [plan.tensor for plan in plans])
 
-    return accumulate(one_micro_batch, batch, config.micro_batches, keep)
+    def sum_weights():
+        weights = micro_batch_losses(config, layout, params, batch, step, rng).loss.weight
+        return all_reduce([x.sum(0) for x in weights], config.axes.summed)
+
+    return accumulate(one_micro_batch, batch, config.micro_batches, keep, sum_weights)
 
 
 def micro_batch_losses(

@@ -13,13 +13,25 @@ from jax.typing import ArrayLike
 
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
 from shardopt.core.block_model import BLOCKS, as_block_model, call, plain_block, run_blocks, takes_rng
-from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, Updated, Weighted, is_array_like, leaves_with_paths, wide_dtype
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import (
+    Max,
+    Metric,
+    Min,
+    PyTree,
+    Sum,
+    Updated,
+    Weighted,
+    is_array_like,
+    leaves_with_paths,
+    wide_dtype,
+)
 from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import GATHERED, gather_leaves, rows_apart
 from shardopt.engine.explain import explained
 from shardopt.engine.layout import Layout
+from shardopt.engine.metrics import value_of
 from shardopt.engine.rows import row_context, with_rows
 from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import gathered_block
@@ -33,7 +45,7 @@ class Gradients(NamedTuple):
     Attributes:
       grads: the gradient of the loss of the union batch; None for frozen leaves.
       loss: that loss, scalar.
-      metrics: name -> mean over the union batch.
+      metrics: name -> value on the union batch; where replicas train apart, `Sum`, `Max` and `Min` of each, stacked.
       updates: key path -> new value of a frozen leaf.
       reducer: the new state of the reducer that the gradient went through, or None.
     """
@@ -49,19 +61,24 @@ class LossParts(NamedTuple):
     """A loss as sums: they add up over micro-batches and devices, and are divided at the very end.
 
     Attributes:
-      loss: the loss as total and weight per row; a plain scalar is a mean, of weight 1.
-      metrics: the aux dict without updates, each value as total and weight per row.
+      loss: the loss as total and weight per row, or a tuple of each; a plain scalar is a mean, of weight 1.
+      metrics: the aux dict without updates, each value as its kind; a plain number is a mean, of weight 1, and what is
+        `Weighted` is taken per row.
       updates: key path -> new value of a frozen leaf.
     """
 
     loss: Weighted
-    metrics: dict[str, Weighted]
+    metrics: dict[str, Metric]
     updates: dict[str, jax.Array]
 
-    def divided(self) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss and metrics: totals divided by weights."""
-        divide = lambda one: one.total / one.weight  # noqa: E731
-        return divide(self.loss), {name: divide(one) for name, one in self.metrics.items()}
+    def divided(self, *, per_replica: bool = False) -> tuple[jax.Array, dict[str, PyTree]]:
+        """Return the loss and metrics: totals divided by weights.
+
+        Where replicas train apart, `Sum`, `Max` and `Min` are returned as they are: the host combines its replicas'.
+        """
+        keep = lambda one: per_replica and not isinstance(one, Weighted)  # noqa: E731
+        metrics = {name: one if keep(one) else value_of(one) for name, one in self.metrics.items()}
+        return value_of(self.loss), metrics
 
 
 def loss_of_rows(
@@ -171,11 +188,12 @@ def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
         and makes its size that of a mean.
 
     Raises:
-      TypeError: if the loss is no number, or aux is not a dict of arrays, `Weighted` and `Updated`.
-      ValueError: if the loss is not a scalar, or aux has a reserved name.
+      TypeError: if the loss is no number, aux is not a dict of arrays, `Weighted`, `Sum`, `Max`, `Min` and `Updated`,
+        or a metric is of integers and does not say how its parts become one.
+      ValueError: if the loss is not a scalar, `Weighted` has as many totals as weights not, or aux has a reserved name.
     """
     main, aux = returned, {}
-    if isinstance(returned, tuple) and not isinstance(returned, Weighted):
+    if isinstance(returned, tuple) and not isinstance(returned, Weighted | Sum | Max | Min):
         if len(returned) != 2:
             raise TypeError(f"{who}: loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}.")
         main, aux = returned
@@ -188,45 +206,81 @@ def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
         raise ValueError(format_error(who, f"metric names that shardopt itself reports: {taken}.", fix=fix))
     updates = [leaf for value in aux.values() if isinstance(value, Updated) for leaf in leaves_with_paths(value.values)]
     metrics = {name: value for name, value in aux.items() if not isinstance(value, Updated)}
-    if strange := [f"{name}: {type(value).__name__}" for name, value in metrics.items() if not _is_metric(value)]:
-        what = "aux values of loss_fn must be numbers, arrays, so.Weighted or so.Updated."
-        raise TypeError(format_error(who, what, strange, "give each number a name of its own."))
-    if not _is_metric(main):
+    _check_metrics(who, metrics)
+    if isinstance(main, Sum | Max | Min) or not _is_metric(main):
         what = f"loss_fn must return a number, got {type(main).__name__}."
         raise TypeError(format_error(who, what, fix="return a scalar, so.Weighted, or (that, aux dict)."))
     return LossParts(
-        loss=_scalar(who, main, rows),
-        metrics={name: _stopped(_per_row(value, rows)) for name, value in metrics.items()},
+        loss=_loss(who, main, rows),
+        metrics={name: _metric(value, rows) for name, value in metrics.items()},
         updates={path: jax.lax.stop_gradient(value) for path, value in updates},
     )
 
 
+def _check_metrics(who: str, metrics: dict[str, PyTree]) -> None:
+    if strange := [f"{name}: {type(value).__name__}" for name, value in metrics.items() if not _is_metric(value)]:
+        what = "aux values of loss_fn must be numbers, arrays, so.Weighted, so.Sum, so.Max, so.Min or so.Updated."
+        raise TypeError(format_error(who, what, strange, "give each number a name of its own."))
+    plain = {name: jnp.asarray(x) for name, x in metrics.items() if not isinstance(x, Weighted | Sum | Max | Min)}
+    shown = {name: f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain.items()}
+    if whole := [shown[name] for name, x in plain.items() if not jnp.issubdtype(x.dtype, jnp.inexact)]:
+        what = f"{plural(len(whole), 'metric')} of integers or booleans: a count, or a mean?"
+        fix = "say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or x.astype(float) for the mean."
+        raise TypeError(format_error(who, what, whole, fix))
+    for name, value in metrics.items():
+        _check_terms(who, f"metric {name!r}", value)
+
+
+def _check_terms(who: str, what: str, value: PyTree) -> None:
+    if isinstance(value, Weighted):
+        totals, weights = (len(x) if isinstance(x, tuple) else 1 for x in value)
+        if totals != weights:
+            what = f"{what} is so.Weighted of {plural(totals, 'total')} and {plural(weights, 'weight')}."
+            raise ValueError(format_error(who, what, fix="give each total a weight: so.Weighted((a, b), (wa, wb))."))
+
+
 def _is_metric(value: PyTree) -> bool:
-    parts = value if isinstance(value, Weighted) else (value,)
+    parts: list[PyTree] = [value]
+    if isinstance(value, Weighted):
+        parts = [part for x in value for part in (x if isinstance(x, tuple) else (x,))]
+    elif isinstance(value, Sum | Max | Min):
+        parts = [value.value]
     numeric = lambda dtype: jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)  # noqa: E731
     return all(isinstance(part, int | float) or (is_array_like(part) and numeric(part.dtype)) for part in parts)
 
 
+def _metric(value: ArrayLike | Metric, rows: int) -> Metric:
+    """Return a metric as its kind; a number is a mean, of weight 1."""
+    if isinstance(value, Sum | Max | Min):
+        x = jnp.asarray(value.value)
+        whole = jnp.int32 if x.dtype == bool else x.dtype
+        x = x.astype(wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else whole)
+        return type(value)(jax.lax.stop_gradient(x))
+    return jax.tree.map(jax.lax.stop_gradient, _per_row(value, rows))
+
+
 def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
+    """Return what is `Weighted` as totals and weights per row, and a number as a mean, of weight 1."""
     total, weight = value if isinstance(value, Weighted) else (value, 1.0)
+    if isinstance(total, tuple) and isinstance(weight, tuple):
+        terms = [_per_row(Weighted(*term), rows) for term in zip(total, weight, strict=True)]
+        return Weighted(tuple(one.total for one in terms), tuple(one.weight for one in terms))
     total, weight = jnp.asarray(total), jnp.asarray(weight)
     total = total.astype(wide_dtype(total.dtype))
     weight = jax.lax.stop_gradient(weight.astype(total.dtype))
     return Weighted(total / rows, weight / rows) if isinstance(value, Weighted) else Weighted(total, weight)
 
 
-def _stopped(value: Weighted) -> Weighted:
-    return Weighted(jax.lax.stop_gradient(value.total), value.weight)
-
-
-def _scalar(who: str, main: ArrayLike | Weighted, rows: int) -> Weighted:
-    dtype = jnp.asarray(main.total if isinstance(main, Weighted) else main).dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{who}: loss_fn must return a real floating number, got dtype {dtype}.")
+def _loss(who: str, main: ArrayLike | Weighted, rows: int) -> Weighted:
+    _check_terms(who, "the loss", main)
+    for total in jax.tree.leaves(main.total if isinstance(main, Weighted) else main):
+        if not jnp.issubdtype(dtype := jnp.asarray(total).dtype, jnp.floating):
+            raise TypeError(f"{who}: loss_fn must return a real floating number, got dtype {dtype}.")
     loss = _per_row(main, rows)
-    for name, value in loss._asdict().items():
-        if value.shape != ():
-            what = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
-            fix = "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
-            raise ValueError(format_error(who, what, fix=fix))
+    for name, values in loss._asdict().items():
+        for value in jax.tree.leaves(values):
+            if value.shape != ():
+                what = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
+                fix = "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
+                raise ValueError(format_error(who, what, fix=fix))
     return loss

@@ -1,6 +1,6 @@
 """Micro-batches: the rows cut into equal parts, and what each gives summed in a scan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ def numbers(count: int) -> jax.Array:
 
 
 def accumulate(
-    one_micro_batch: Callable[[PyTree, jax.Array], tuple[list[jax.Array], LossParts]],
+    one_micro_batch: Callable[..., tuple[list[jax.Array], LossParts]],
     batch: PyTree,
     count: int,
     keep: Callable[[list[jax.Array]], list[jax.Array]],
+    sum_weights: Callable[[], Sequence[jax.Array]],
     cut: Callable[[PyTree, int], PyTree] = cut,
 ) -> tuple[list[jax.Array], LossParts]:
     """Sum gradients over micro-batches in a scan, in fp32 at least; parts come stacked [count, ...].
@@ -33,6 +34,8 @@ def accumulate(
       batch: the rows.
       count: into how many micro-batches they are cut.
       keep: constrains the sums to where they live.
+      sum_weights: of a loss of several terms, evaluates it once more, of which the compiler leaves what the weights
+        follow from, and returns these summed; each micro-batch then is given them.
       cut: how they are cut.
     """
     if count == 1:
@@ -40,11 +43,12 @@ def accumulate(
         return grads, jax.tree.map(lambda x: x[None], parts)
 
     def body(sums, micro_batch_and_index):
-        grads, parts = one_micro_batch(*micro_batch_and_index)
+        grads, parts = one_micro_batch(*micro_batch_and_index, *weights)
         return keep([total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]), parts
 
     micro_batches = cut(batch, count), numbers(count)
-    shapes, _ = jax.eval_shape(one_micro_batch, *jax.tree.map(lambda x: x[0], micro_batches))
+    shapes, found = jax.eval_shape(one_micro_batch, *jax.tree.map(lambda x: x[0], micro_batches))
+    weights = [sum_weights()] if isinstance(found.loss.weight, tuple) else []
     zeros = keep([jnp.zeros(one.shape, wide_dtype(one.dtype)) for one in shapes])
     sums, parts = jax.lax.scan(body, zeros, micro_batches)
     return [total.astype(one.dtype) for total, one in zip(sums, shapes, strict=True)], parts

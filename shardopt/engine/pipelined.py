@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core.block_model import BLOCKS, as_block_model, call
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
@@ -137,7 +138,12 @@ def _stage_fns(
 
     def loss_of(leaves, m, x):
         returned = call(model.loss, key_of(m), num_blocks + 1, outer_with(leaves), x_treedef.unflatten(x), rows_of(m))
-        return loss_parts(config.strategy, returned, rows)
+        parts = loss_parts(config.strategy, returned, rows)
+        if isinstance(parts.loss.total, tuple):
+            what = "a loss of several terms needs the weights of all micro-batches before the first is differentiated."
+            fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
+            raise ValueError(format_error(config.strategy, what, fix=fix))
+        return parts
 
     def embed_grads(m, dx):
         def floats(leaves):

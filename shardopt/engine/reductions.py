@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.collectives import BUCKET_BYTES, all_reduce, reduce_scatter
-from shardopt.core.types import wide_dtype
+from shardopt.core.types import Metric, wide_dtype
 from shardopt.engine.axes import SHARD, Axes
 from shardopt.engine.loss import LossParts
+from shardopt.engine.metrics import adds_up, combined
 from shardopt.partition import LeafPlan
 
 
@@ -51,6 +52,18 @@ def sum_parts(parts: LossParts, axes: Axes) -> LossParts:
         wide = value.astype(wide_dtype(value.dtype)).mean(0)
         return (all_reduce([wide], axes.summed)[0] / jax.lax.axis_size(axes.summed)).astype(value.dtype)
 
-    sums, treedef = jax.tree.flatten((parts.loss, parts.metrics))
-    loss, metrics = treedef.unflatten(all_reduce([x.sum(0) for x in sums], (*axes.summed, *axes.stages)))
+    added = {name: one for name, one in parts.metrics.items() if adds_up(one)}
+    sums, treedef = jax.tree.flatten((parts.loss, added))
+    loss, added = treedef.unflatten(all_reduce([x.sum(0) for x in sums], (*axes.summed, *axes.stages)))
+
+    def extreme(metric: Metric) -> Metric:
+        """Only the last stage has it: the sum over stages, then the largest or smallest over the others."""
+        metric = jax.tree.map(lambda x: all_reduce([x], axes.stages)[0], metric)
+        largest, smallest = (
+            lambda x: jax.lax.pmax(x.max(0), axes.summed),
+            lambda x: jax.lax.pmin(x.min(0), axes.summed),
+        )
+        return combined(metric, largest, largest, smallest)
+
+    metrics = {name: added[name] if name in added else extreme(one) for name, one in parts.metrics.items()}
     return LossParts(loss, metrics, {path: update(value) for path, value in parts.updates.items()})

@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,15 @@ class RowContext(NamedTuple):
       axes: the mesh axes that carry the rows of one gradient.
       devices: how many devices these are.
       micro_batches: into how many pieces each device cuts its rows.
-      pipelined: whether the loss runs on the last stage of a pipeline only.
       tracing: whether the loss is only analysed: no axis is bound, and each function leaves its name in the trace.
+      refused: why the loss does not see the whole batch, and what to do; None if it does, or for the micro-batches only.
     """
 
     axes: tuple[str, ...]
     devices: int
     micro_batches: int = 1
-    pipelined: bool = False
     tracing: bool = False
+    refused: tuple[str, str] | None = None
 
 
 _CONTEXT: ContextVar[RowContext | None] = ContextVar("shardopt_rows", default=None)
@@ -180,7 +180,9 @@ def batch_sum(x: PyTree) -> PyTree:
 def row_context(config: StrategyConfig) -> RowContext:
     """Return what the loss of a strategy is told in the per-device view."""
     axes = config.axes
-    return RowContext(axes.summed, axes.num_shares, config.micro_batches, pipelined=config.schedule is not None)
+    pipelined = "in a pipeline the loss sees one micro-batch at a time", "use a mesh with pipeline=1"
+    refused = None if config.schedule is None else pipelined
+    return RowContext(axes.summed, axes.num_shares, config.micro_batches, refused=refused)
 
 
 def with_rows(context: RowContext, loss_fn: LossFn) -> LossFn:
@@ -228,16 +230,14 @@ def _context(who: str, x: PyTree) -> RowContext | None:
             fix = "call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
             raise ValueError(format_error(who, what, fix=fix))
         return None
-    if context.pipelined:
-        _refuse(who, "in a pipeline the loss sees one micro-batch at a time", "use a mesh with pipeline=1")
-    if context.micro_batches > 1:
+    refused = context.refused
+    if refused is None and context.micro_batches > 1:
         what = f"with micro_batches={context.micro_batches} the loss sees one micro-batch at a time"
-        _refuse(who, what, "use micro_batches=1, or view='global'")
+        refused = what, "use micro_batches=1, or view='global'"
+    if refused is not None:
+        what, fix = refused
+        raise ValueError(format_error(who, f"{what}, never the rows of the whole batch.", fix=f"{fix}."))
     return context
-
-
-def _refuse(who: str, what: str, fix: str) -> NoReturn:
-    raise ValueError(format_error(who, f"{what}, never the rows of the whole batch.", fix=f"{fix}."))
 
 
 def _reduced(

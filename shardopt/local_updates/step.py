@@ -1,5 +1,6 @@
 """The steps of replicas that train apart: one program per variant of a step, compiled when first needed."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,12 +10,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, TrainState
+from shardopt.core.types import Max, Min, PyTree, Sum, TrainState
 from shardopt.engine.compile import AotCompiled, check_no_deadlock
 from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.gradients import make_gradients
 from shardopt.engine.inputs import batch_sharding, copied
 from shardopt.engine.layout import Layout, shardings
+from shardopt.engine.metrics import combined, value_of
 from shardopt.engine.optimizer import Metrics
 from shardopt.engine.step import CompiledStep, compile_evaluate, init_opt_state
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
@@ -68,11 +70,11 @@ class LocalStep:
         self._last_step: tuple[jax.Array | None, int] = (None, 0)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take a step; metrics are means over the replicas of this process."""
+        """Take a step; metrics are those of the replicas of this process: their mean, sum, largest or smallest."""
         step = self._step_of(state)
         state, metrics = self._program(step)(state, batch)
         self._last_step = (state.step, step + 1)
-        return state, {name: _mean_here(value) for name, value in metrics.items()}
+        return state, {name: _of_replicas_here(value) for name, value in metrics.items()}
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Return the lowered program; an abstract state gives the first step that replicas take by themselves."""
@@ -248,13 +250,20 @@ def _replaced(items: tuple[PyTree, ...], at: int, new: PyTree) -> tuple[PyTree, 
     return (*items[:at], new, *items[at + 1 :])
 
 
-def _mean_here(values: jax.Array) -> jax.Array:
-    """Return the mean over the replicas that this process holds: asking the others would make it wait for them."""
-    if not isinstance(values, jax.Array):
-        return values
+def _of_replicas_here(metric: PyTree) -> jax.Array:
+    """Return the mean, or what the metric asks for, over this process's replicas: asking the others would wait for them."""
+    if isinstance(metric, jax.Array):
+        return _over_here(metric, jnp.mean)
+    if not isinstance(metric, Sum | Max | Min):
+        return metric
+    add, largest, smallest = (functools.partial(_over_here, over=over) for over in (jnp.sum, jnp.max, jnp.min))
+    return value_of(combined(metric, add, largest, smallest))
+
+
+def _over_here(values: jax.Array, over: Callable[..., jax.Array]) -> jax.Array:
     shards = {shard.index[0].start or 0: shard.data for shard in values.addressable_shards}
     first = next(iter(shards.values()))
     if len(shards) == 1:
         return first[0]
     device = next(iter(first.devices()))
-    return jnp.mean(jnp.concatenate([jax.device_put(data, device) for data in shards.values()]), axis=0)
+    return over(jnp.concatenate([jax.device_put(data, device) for data in shards.values()]), axis=0)

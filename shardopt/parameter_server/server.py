@@ -1,5 +1,6 @@
 """The parameter server as a pure state machine: join, pull, push, leave."""
 
+import functools
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +11,9 @@ import numpy as np
 import optax
 
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, Weighted, wide_dtype
+from shardopt.core.types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.engine.config import check_optimizer
+from shardopt.engine.metrics import combined, of_rows, value_of
 from shardopt.parameter_server import clock as clocks
 from shardopt.parameter_server.clock import Clock, PersistentMap
 from shardopt.parameter_server.log import Event
@@ -348,7 +350,7 @@ def make_apply(
 
 
 def _average(
-    pushed: Sequence[tuple[PyTree, Weighted, dict[str, Weighted]]], rows: jax.Array
+    pushed: Sequence[tuple[PyTree, Weighted, dict[str, Metric]]], rows: jax.Array
 ) -> tuple[PyTree, dict[str, jax.Array]]:
     """Return the gradient and metrics of the union of the rows."""
     losses = [loss for _, loss, _ in pushed]
@@ -363,7 +365,10 @@ def _average(
         return sum(scaled[1:], start=scaled[0]).astype(leaves[0].dtype)
 
     grads = jax.tree.map(mean, *[one for one, _, _ in pushed])
-    names = pushed[0][2]
-    aux = {name: [metrics[name] for _, _, metrics in pushed] for name in names}
-    means = {name: jnp.asarray(sum(m.total for m in all_) / sum(m.weight for m in all_)) for name, all_ in aux.items()}
+
+    means = {}
+    for name in pushed[0][2]:
+        parts = [of_rows(metrics[name], n) for (_, _, metrics), n in zip(pushed, counts, strict=True)]
+        together = functools.reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), parts)
+        means[name] = jnp.asarray(value_of(together))
     return grads, {"loss": jnp.asarray(loss), **means}

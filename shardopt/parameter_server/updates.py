@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import PyTree, TrainState, Weighted, abstract, is_array_like, leaves_with_paths, wide_dtype
+from shardopt.core.types import (
+    Metric,
+    PyTree,
+    TrainState,
+    Weighted,
+    abstract,
+    is_array_like,
+    leaves_with_paths,
+    wide_dtype,
+)
 from shardopt.parameter_server.sparse import is_rows, values_of
 
 WHO = "parameter_server"
@@ -27,7 +36,7 @@ class Update(NamedTuple):
       grads: grad T, like the parameters, None for leaves that are not trained; `SparseRows` for leaves of which only
         some rows are not zero.
       loss: T and W.
-      metrics: the aux metrics of the loss, each as total and weight.
+      metrics: the aux metrics of the loss, each as its kind: `Weighted`, `Sum`, `Max`, `Min`.
       rows: n, how many rows it was computed from.
       is_finite: bool [2 + trained leaves]: is the weight not 0, is the loss finite, is each leaf of `grads`? None if
         that is not known yet.
@@ -37,7 +46,7 @@ class Update(NamedTuple):
 
     grads: PyTree
     loss: Weighted
-    metrics: Mapping[str, Weighted]
+    metrics: Mapping[str, Metric]
     rows: int | None
     is_finite: jax.Array | None = None
     unsent: jax.Array | None = None

@@ -169,6 +169,9 @@ def _program(who: str, loss_fn: LossFn, mesh: Mesh) -> Callable[..., Update]:
 
         def total(part: PyTree) -> tuple[jax.Array, LossParts]:
             parts = _loss(who, loss_fn, merge(params, part), batch, key)
+            if isinstance(parts.loss.total, tuple):
+                what = "a loss of several terms needs the weights of all workers before any of them differentiates it."
+                raise ValueError(format_error(who, what, fix="return so.Weighted with one total and one weight."))
             return parts.loss.total, parts
 
         grads, parts = jax.grad(total, has_aux=True)(trained(params))

@@ -9,10 +9,11 @@ import numpy as np
 
 from shardopt.core.block_model import LossFn
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, TrainState, Weighted
+from shardopt.core.types import Metric, PyTree, TrainState
 from shardopt.engine.config import check_evaluate_fn
 from shardopt.engine.evaluate import Totals
 from shardopt.engine.loss import LossParts
+from shardopt.engine.metrics import added, value_of
 from shardopt.engine.optimizer import ShardedOptimizer
 
 Evaluate = Callable[[TrainState], Mapping[str, float | np.ndarray | jax.Array]]
@@ -25,7 +26,8 @@ def evaluation(
 
     With pieces p of n_p rows, as devices, micro-batches and batches cut the set, a plain value v_p is a mean over rows,
     and the metric is sum_p n_p v_p / sum_p n_p. Of what is `so.Weighted`, totals and weights are summed over all batches
-    and divided once, at the end, in double precision: tokens count alike, however they are batched.
+    and divided once, at the end, in double precision: tokens count alike, however they are batched. `so.Sum` adds up,
+    `so.Max` and `so.Min` take the largest and the smallest.
 
     **Equivalence**: equal to one device on the whole set at once, up to summation order, for every loss that is a
     (weighted) mean over rows. A batch that the devices do not divide, also one of fewer rows than devices, is filled up
@@ -79,7 +81,7 @@ class Evaluation:
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Return the metrics of a state over the whole set."""
-        sums: dict[str, Weighted] = {}
+        sums: dict[str, Metric] = {}
         # Fetched one late: the device works on one while the host prepares the next, and holds no more than two.
         waiting = None
         for batch in self.batches:
@@ -91,17 +93,16 @@ class Evaluation:
             what = "there are no examples in batches."
             raise ValueError(format_error("evaluation", what, fix="pass at least one batch."))
         with np.errstate(invalid="ignore", divide="ignore"):  # nothing of any weight: not a number
-            return {self.prefix + name: (one.total / one.weight).item() for name, one in sums.items()}
+            return {self.prefix + name: value_of(one).item() for name, one in sums.items()}
 
 
-def _add(sums: dict[str, Weighted], parts: LossParts | None) -> None:
-    """Add totals and weights, in double precision."""
+def _add(sums: dict[str, Metric], parts: LossParts | None) -> None:
+    """Add totals, weights and sums, in double precision, and keep the largest and smallest."""
     if parts is None:
         return
     for name, one in jax.device_get({"loss": parts.loss, **parts.metrics}).items():
-        total, weight = (np.asarray(x, np.float64) for x in one)
-        before = sums.get(name, Weighted(0.0, 0.0))
-        sums[name] = Weighted(before.total + total, before.weight + weight)
+        one = jax.tree.map(lambda x: np.asarray(x, np.float64), one)
+        sums[name] = added(sums[name], one) if name in sums else one
 
 
 def call_evaluate(evaluate: Evaluate, state: TrainState, taken: Collection[str]) -> dict[str, float]:

@@ -87,7 +87,7 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
             "mean": batch["x"].mean(),
             "ratio": so.Weighted(batch["x"][:, 0].sum(), (batch["x"][:, 1] ** 2).sum()),
             "vector": x.mean(0),
-            "count": jnp.int32(3),
+            "count": so.Sum(jnp.int32(3)),
             "stats": so.Updated(
                 {"stats": {"mean": batch["x"].mean(0), "most": positive, "least": -positive - 1, "any": positive > 1}}
             ),
@@ -102,7 +102,7 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
     }
     stats = {"mean": np.zeros(4), "most": np.int32(0), "least": np.int32(0), "any": np.bool_(False)}
     params = {"blocks": PARAMS["blocks"] | rest, "in": PARAMS["in"], "fixed": np.ones(3), "stats": stats}
-    model, frozen = MODEL._replace(block=block, loss=loss), ["^blocks/frozen", "^fixed", "^stats/mean"]
+    model, frozen = MODEL._replace(block=block, loss=loss), ["^blocks/frozen", "^blocks/key", "^fixed", "^stats/mean"]
     one = hybrid(mesh_of(data=2, pipeline=4), model, schedule, frozen=frozen, placement="zero2")
     state, metrics = run(one, params, {"x": X})
     other = plain(mesh_of(data=2), model, frozen=frozen)

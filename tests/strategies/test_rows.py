@@ -135,6 +135,48 @@ def test_equals_one_device(place, loss, mesh_of, x64):
     assert distance(STRATEGIES[strategy], mesh_of(**sizes), loss, rules=RULES if "tensor" in sizes else ()) < 1e-10
 
 
+def two_normalisers(rows, params, batch):
+    """A masked mean plus a mean over all rows; on one device their quotients, else so.Weighted of both terms."""
+    mask = batch["weights"] > 0.3
+    totals = (errors(params, batch) * mask).sum(), jnp.tanh(hidden(params, batch)).sum()
+    loss = so.Weighted(totals, (mask.sum(), 3 * len(mask)))
+    return sum(total / weight for total, weight in zip(*loss, strict=True)) if rows is ONE_DEVICE else loss
+
+
+SEVERAL_TERMS = [
+    ("ddp", {"data": 4}, {}),
+    ("ddp", {"data": 4}, {"micro_batches": 2}),
+    ("zero2", {"data": 4}, {"micro_batches": 2}),
+    ("fsdp", {"data": 4}, {}),
+    ("fsdp", {"replica": 2, "data": 2}, {"micro_batches": 2}),
+    ("ddp", {"data": 4}, {"reducer": so.reducers.exact()}),
+    ("fsdp", {"data": 4}, {"view": "global"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "options"),
+    tiered(SEVERAL_TERMS, lambda row: row in (SEVERAL_TERMS[0], SEVERAL_TERMS[4]), ids=str),
+)
+def test_several_terms_each_over_its_own_weight(strategy, sizes, options, mesh_of, x64):
+    assert distance(STRATEGIES[strategy], mesh_of(**sizes), two_normalisers, **options) < 1e-10
+
+
+def test_several_terms_are_refused_where_weights_come_too_late(mesh_of):
+    blocks = so.BlockModel(
+        lambda outer, x: x[:, None],
+        lambda one, x: x * one[None],
+        lambda _, x, batch: so.Weighted((x.sum(), x.mean()), (4.0, 1.0)),
+    )
+    opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
+    message = (
+        "hybrid: a loss of several terms needs the weights of all micro-batches before the first is differentiated.\n"
+        "Fix: use one total and weight in a pipeline, or a mesh with pipeline=1."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        opt.step(opt.init({"blocks": np.ones((2, 1), np.float32)}), np.ones(4, np.float32))
+
+
 def normalised_block(rows):
     """Return a block that normalises over the batch, within vmap (over two groups of features) and jax.checkpoint."""
 
@@ -185,6 +227,10 @@ def test_line_searches_differentiate_it_again(mesh_of, x64):
     state, metrics = opt.step(opt.init(params), batches[0])
     assert abs(metrics["loss"] - history[0][0]) < 1e-10
     assert relative_difference(state.params, expected) < 1e-9
+
+
+def test_the_global_view_has_all_rows(mesh_of, x64):
+    assert distance(so.fsdp, mesh_of(data=4), all_of_them, view="global") < 1e-10
 
 
 def both(rows, params, batch):
@@ -251,6 +297,18 @@ def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
     )
     with pytest.raises(ValueError, match=exactly(message)):
         jax.shard_map(function, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P(), check_vma=False)(jnp.ones(4))
+
+
+def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, x: params * so.batch_mean(x) ** 2)
+    rows, state = np.arange(5, dtype=np.float32), opt.init(np.float32(1))
+    assert so.training.evaluation(opt, [rows[:4], rows[1:3]])(state)["val_loss"] == 1.5**2
+    message = (
+        "batch_mean: of a batch that the devices do not divide the loss sees a part at a time, never the rows of the whole "
+        "batch.\nFix: use batches of a multiple of 2 rows."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        so.training.evaluation(opt, [rows])(state)
 
 
 def test_an_analysis_sees_their_names_and_shapes():

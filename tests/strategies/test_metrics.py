@@ -1,0 +1,114 @@
+"""What becomes of metrics and of losses with several weights, however the batch is cut: numpy on the whole batch."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+
+ROWS = np.arange(16.0) ** 1.5
+X = {"x": np.stack([ROWS, -ROWS, np.sin(ROWS), np.ones(16)], axis=1), "mask": ROWS % 3 > 1}
+
+
+def told(x, mask):
+    """One metric of each kind, and what numpy makes of it on the whole batch."""
+    values = x[:, 0] + x[:, 2]
+    found = {
+        "mean": values.mean(),
+        "of_masked": so.Weighted((values * mask).sum(), mask.sum()),
+        "two_terms": so.Weighted(((values * mask).sum(), values.sum()), (mask.sum(), 4.0 * len(x))),
+        "tokens": so.Sum(mask.sum()),
+        "any": so.Max(mask.any()),
+        "total": so.Sum(values.sum()),
+        "largest": so.Max(values.max()),
+        "smallest": so.Min(values.min()),
+        "longest": so.Max((100 * values).astype(np.int32).max()),
+        "columns": so.Min(x.min(0)),
+    }
+    return {name: wanted(one) for name, one in found.items()} if isinstance(x, np.ndarray) else found
+
+
+def wanted(metric):
+    if isinstance(metric, so.Weighted):
+        terms = metric if isinstance(metric.total, tuple) else ([metric.total], [metric.weight])
+        return sum(total / weight for total, weight in zip(*terms, strict=True))
+    return metric.value if isinstance(metric, tuple) else metric
+
+
+def loss_fn(params, batch):
+    return params * batch["x"].mean(), told(batch["x"], batch["mask"])
+
+
+def block_loss(outer, x, batch):
+    return x.mean(), told(batch["x"], batch["mask"])
+
+
+BLOCKS = so.BlockModel(lambda outer, batch: batch["x"], lambda one, x: x * one[None], block_loss)
+PARAMS = {"blocks": np.ones((2, 4))}
+
+
+def check(metrics):
+    expected = told(X["x"], X["mask"])
+    assert {name: metrics[name].shape for name in expected} == {name: np.shape(x) for name, x in expected.items()}
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-12, err_msg=name)
+    assert metrics["tokens"].dtype.kind == metrics["longest"].dtype.kind == "i"
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"view": "global"}], ids=str)
+def test_of_each_kind(options, mesh_of, x64):
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn, **options)
+    state = opt.init(np.ones(()))
+    check(opt.evaluate(state, X))
+    check(opt.step(state, X)[1])
+
+
+def test_of_each_kind_in_a_pipeline(mesh_of, x64):
+    opt = so.hybrid(optax.sgd(0.1), mesh_of(data=2, pipeline=2), BLOCKS, micro_batches=2)
+    state = opt.init(PARAMS)
+    check(opt.evaluate(state, X))
+    check(opt.step(state, X)[1])
+
+
+def test_of_replicas_that_train_apart(mesh_of, x64):
+    opt = so.local_sgd(so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn), sync_every=2)
+    metrics = opt.step(opt.init(np.ones(())), X)[1]
+    whole, *halves = (told(X["x"][rows], X["mask"][rows]) for rows in (slice(16), slice(8), slice(8, 16)))
+    for name in ("mean", "of_masked", "two_terms"):
+        np.testing.assert_allclose(metrics[name], (halves[0][name] + halves[1][name]) / 2, rtol=1e-12)
+        metrics[name] = np.asarray(whole[name])
+    check(metrics)
+
+
+def test_of_each_kind_over_batches_that_devices_do_not_divide(mesh_of, x64):
+    plain = lambda params, batch: (loss_fn(params, batch)[0], told(batch["x"], batch["mask"]) | {"columns": 0.0})  # noqa: E731
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), plain, micro_batches=2)
+    batches = [jax.tree.map(lambda x: x[:11], X), jax.tree.map(lambda x: x[11:], X)]
+    found = so.training.evaluation(opt, batches, prefix="")(opt.init(np.ones(())))
+    expected = told(X["x"], X["mask"])
+    for name in expected.keys() - {"columns"}:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, err_msg=name)
+
+
+def test_what_does_not_say_how_its_parts_become_one_is_refused(mesh_of):
+    aux = {"tokens": jnp.int32(3), "padded": jnp.ones(2, bool), "rows": 4, "mean": 1.0, "sum": so.Sum(jnp.int32(3))}
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: (params * batch.mean(), aux))
+    message = (
+        "ddp: 3 metrics of integers or booleans: a count, or a mean?\n"
+        "  tokens: int32[]\n  padded: bool[2]\n  rows: int32[]\n"
+        "Fix: say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or x.astype(float) for the mean."
+    )
+    with pytest.raises(TypeError) as caught:
+        opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
+    assert str(caught.value) == message
+    uneven = so.Weighted((jnp.float32(1), jnp.float32(2)), jnp.float32(1))
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: uneven)
+    with pytest.raises(ValueError, match=re.escape("ddp: the loss is so.Weighted of 2 totals and 1 weight.")):
+        opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: so.Sum(params))
+    with pytest.raises(TypeError, match=re.escape("ddp: loss_fn must return a number, got Sum.")):
+        opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
