@@ -61,7 +61,8 @@ def ddp(
         (sam with `opaque_mode=True`).
       mesh: from `make_mesh`. A replica axis is a second data axis.
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over the examples it was given, or `Weighted`; or
-        `(that, aux dict)`; with a keyword `rng`, a fresh key per step, device and micro-batch. Or a `BlockModel`.
+        `(that, aux dict)`, with metrics as `Sum` says; with a keyword `rng`, a fresh key per step, device and micro-batch.
+        Or a `BlockModel`.
         Batch leaves are [global batch, ...] outside and [rows here, ...] inside. It runs in the per-device view, but
         for a tensor axis above 1; there a kernel that wants every axis manual (Pallas, callbacks) is wrapped in
         `jax.shard_map(kernel, in_specs=..., out_specs=..., axis_names={"tensor"}, check_vma=False)`. Where tensor is 1,
