@@ -2,15 +2,13 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core.types import Max, Metric, Min, Sum, Weighted
-
-M = TypeVar("M", bound=Metric)
 
 
 def combined(
@@ -48,7 +46,7 @@ def value_of(metric: Metric) -> Any:
     return sum(total / weight for total, weight in zip(*metric, strict=True))
 
 
-def of_rows(metric: M, rows: int | jax.Array) -> M:
+def of_rows(metric: Any, rows: int | jax.Array) -> Any:
     """Return a metric with its totals and weights, which are per row, times the rows that they are of."""
     return jax.tree.map(lambda x: x * rows, metric) if isinstance(metric, Weighted) else metric
 

@@ -305,7 +305,7 @@ def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
     assert so.training.evaluation(opt, [rows[:4], rows[1:3]])(state)["val_loss"] == 1.5**2
     message = (
         "batch_mean: of a batch that the devices do not divide the loss sees a part at a time, never the rows of the whole "
-        "batch.\nFix: use batches of a multiple of 2 rows."
+        "batch.\nFix: use batches of a multiple of 2 rows, or view='global'."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         so.training.evaluation(opt, [rows])(state)
