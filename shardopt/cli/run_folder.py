@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +119,19 @@ class ConvertingCheckpoints(so.Checkpoints):
     """
 
     def __init__(
-        self, *where: Any, base: so.ShardedOptimizer, abstract_params: PyTree, say: Callable[[str], None], **how: Any
+        self,
+        directory: Path,
+        every: int,
+        keep: int | None,
+        *,
+        base: so.ShardedOptimizer,
+        abstract_params: PyTree,
+        say: Callable[[str], None],
+        best: str | None = None,
+        resume: bool = True,
     ):
         """Become the writer of a folder, as `so.Checkpoints`."""
-        super().__init__(*where, **how)
+        super().__init__(directory, every, keep, best=best, resume=resume)
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
     def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Json]]:

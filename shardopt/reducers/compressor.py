@@ -38,7 +38,7 @@ class Compressor(NamedTuple):
 
     Attributes:
       name: that of the reducer.
-      init: `init(params) -> Memory`; only shapes and dtypes are read.
+      init: `init(params) -> CompressorState`; only shapes and dtypes are read.
       encode: `encode(grads, memory) -> (message, memory)`: a tree of compact arrays, and what is kept for the next one.
       decode: `decode(message, like) -> grads`; `like` is a tree of the gradients' shapes and dtypes.
       message: `message(abstract_params) -> ` the message as `jax.ShapeDtypeStruct`s.
@@ -74,7 +74,7 @@ def compressor(reducer: Reducer) -> Compressor:
       reducer: one of this package, also in `error_feedback`.
 
     Returns:
-      An `Compressor`.
+      A `Compressor`.
 
     Raises:
       TypeError: if `reducer` is not a `Reducer`.

@@ -133,7 +133,7 @@ def fit(
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
-    local_updates = rounds_of(opt) is not None
+    local_updates = opt.config.local_updates is not None
     evaluation_scheduled = evaluate is not None and (evaluate_every is not None or checkpoints is not None)
     with ExitStack() as cleanup:
         received = cleanup.enter_context(catch_signals())
@@ -269,24 +269,6 @@ def _check_checkpoints(checkpoints: Checkpoints | None) -> None:
         raise TypeError(format_error("fit", what, fix=f"pass so.Checkpoints({path}, every=100, keep=3)."))
 
 
-class Rounds(NamedTuple):
-    """When replicas with local updates synchronize.
-
-    Attributes:
-      first: the first step after which the parameters that they share may have changed.
-      stride: steps from one synchronization, of whatever part of the model, to the next.
-    """
-
-    first: int
-    stride: int
-
-
-def rounds_of(opt: ShardedOptimizer) -> Rounds | None:
-    """Return when the replicas of `local_sgd` and `diloco` synchronize; None without local updates."""
-    sync = opt.config.local_updates
-    return None if sync is None else Rounds(1 if sync.warmup_steps else sync.stride + sync.delay, sync.stride)
-
-
 def _check_rounds(
     opt: ShardedOptimizer,
     num_steps: int,
@@ -295,25 +277,27 @@ def _check_rounds(
     early_stopping: EarlyStopping | None,
 ) -> None:
     """Refuse a run in which replicas never synchronize, and one that early stopping ends whatever they learn."""
-    rounds, sync = rounds_of(opt), opt.config.local_updates
-    if rounds is None or sync is None:
+    sync = opt.config.local_updates
+    if sync is None:
         return
+    # the first step after which the parameters that replicas share may have changed
+    first = 1 if sync.warmup_steps else sync.stride + sync.delay
     who, how = opt.config.strategy, f"sync_every={sync.sync_every}"
     how += f", fragments={sync.fragments}" if sync.fragments > 1 else ""
     how += f", delay={sync.delay}" if sync.delay else ""
-    if 0 < num_steps < rounds.first:
-        what = f"num_steps={num_steps} ends before the replicas of {who} first synchronize, at step {rounds.first} ({how})."
+    if 0 < num_steps < first:
+        what = f"num_steps={num_steps} ends before the replicas of {who} first synchronize, at step {first} ({how})."
         raise ValueError(format_error("fit", what, fix="train for as many steps at least, or make sync_every smaller."))
     # Of another function, and of a training metric, it is not known that they stand still.
     if early_stopping is None or evaluate_every is None or not isinstance(evaluate, Evaluation):
         return
-    standing = max(rounds.first - 1, rounds.stride) // evaluate_every
+    standing = max(first - 1, sync.stride) // evaluate_every
     if early_stopping.metric.startswith(evaluate.prefix) and standing > early_stopping.patience:
         what = (
             f"early_stopping would end any run: evaluated every {plural(evaluate_every, 'step')}, "
             f"{early_stopping.metric!r} stays as it is {standing} times in a row, and patience={early_stopping.patience}. "
-            f"It is of the parameters that the replicas of {who} share, which change every {plural(rounds.stride, 'step')} "
+            f"It is of the parameters that the replicas of {who} share, which change every {plural(sync.stride, 'step')} "
             f"({how})."
         )
-        fix = f"evaluate every {rounds.stride} steps, or have more patience, or make sync_every smaller."
+        fix = f"evaluate every {sync.stride} steps, or have more patience, or make sync_every smaller."
         raise ValueError(format_error("fit", what, fix=fix))
