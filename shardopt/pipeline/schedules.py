@@ -73,16 +73,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
     **Memory**: stage s keeps min(M, S - s) activations, half of what `eager_one_f_one_b` keeps; messages wait.
 
-    Args:
-      num_stages: S.
-      num_micro_batches: M.
-
-    Returns:
-      A `Schedule`.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1.
+    Arguments, result and errors are those of `gpipe`: S is `num_stages`, M `num_micro_batches`.
 
     Example:
       >>> import shardopt as so
@@ -114,16 +105,7 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
     **Memory**: stage s keeps min(M, 2(S - s) - 1) activations. Nothing else waits.
 
-    Args:
-      num_stages: S.
-      num_micro_batches: M.
-
-    Returns:
-      A `Schedule`.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1.
+    Arguments, result and errors are those of `gpipe`: S is `num_stages`, M `num_micro_batches`.
 
     Example:
       >>> import shardopt as so
@@ -205,16 +187,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     until their B, min(M, S - s). Messages wait, and B leaves something to W; nothing is gained if W runs the forward
     again.
 
-    Args:
-      num_stages: S.
-      num_micro_batches: M.
-
-    Returns:
-      A `Schedule`.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1.
+    Arguments, result and errors are those of `gpipe`: S is `num_stages`, M `num_micro_batches`.
 
     Example:
       >>> import shardopt as so
