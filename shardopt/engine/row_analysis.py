@@ -57,10 +57,16 @@ class Scope:
     Attributes:
       num_rows: the rows that the loss is given in each trace.
       row_axes: mesh axes that split rows, for collectives that the loss itself calls.
+      callers: the calls that are being followed.
     """
 
     num_rows: tuple[int, ...]
     row_axes: frozenset[str] = frozenset()
+    callers: tuple[JaxprEqn, ...] = ()
+
+    def within(self, site: Site) -> "Scope":
+        """Return the scope of what an equation calls."""
+        return dataclasses.replace(self, callers=(*self.callers, site.eqns[0]))
 
 
 def follow(scope: Scope, jaxprs: Sequence[Any], values: Sequence[Value]) -> list[Value]:
@@ -90,7 +96,7 @@ def follow(scope: Scope, jaxprs: Sequence[Any], values: Sequence[Value]) -> list
     for eqns in zip(*(one.eqns for one in opened), strict=True):
         if not _alike(eqns):
             raise DifferentTracesError(eqns[0])
-        site = Site(eqns, scope.num_rows)
+        site = Site(eqns, scope.num_rows, scope.callers)
         given = [read(atoms) for atoms in zip(*(eqn.invars for eqn in eqns), strict=True)]
         found = _results(scope, site, given)
         env.update(zip(eqns[0].outvars, found, strict=True))
@@ -140,7 +146,7 @@ def _results(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
             return [_of_all_devices(site, remedy, value) for value in values][: site.num_outs]
         key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
         if key is not None and len(_opened(site.params[key]).invars) == len(values):
-            return follow(scope, site.param(key), values)
+            return follow(scope.within(site), site.param(key), values)
     return apply(site, values)
 
 
@@ -222,7 +228,7 @@ def _fixed_point(scope: Scope, site: Site, bodies: Sequence[Any], given: list[Va
     Where the number of turns grows with the rows (`counted`), so may every constant that a turn changes.
     """
     for _ in range(_MOST_ROUNDS):
-        found = follow(scope, bodies, [*given, *carry, *xs])
+        found = follow(scope.within(site), bodies, [*given, *carry, *xs])
         new, rest = found[: len(carry)], found[len(carry) :]
         after = []
         for before, now in zip(carry, new, strict=True):
@@ -294,7 +300,7 @@ def _while(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     of_cond, of_body, start = values[:in_cond], values[in_cond : in_cond + in_body], values[in_cond + in_body :]
     conds, bodies = site.param("cond_jaxpr"), site.param("body_jaxpr")
     carry, _ = _fixed_point(scope, site, bodies, of_body, start, [])
-    (goes_on,) = follow(scope, conds, [*of_cond, *carry])
+    (goes_on,) = follow(scope.within(site), conds, [*of_cond, *carry])
     if isinstance(goes_on, Const) and not odd(goes_on.degree) and same(goes_on.degree, site.none):
         return carry
     if isinstance(goes_on, Mixed) and _vmapped(conds[0], bodies[0], goes_on.op):
@@ -320,8 +326,8 @@ def _cond(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     which, given = values[0], values[1:]
     branches = list(zip(*site.param("branches"), strict=True))
     if isinstance(which, Const) and which.values is not None and len({int(one) for one in which.values}) == 1:
-        return follow(scope, branches[int(np.clip(which.values[0], 0, len(branches) - 1))], given)
-    found = [follow(scope, branch, given) for branch in branches]
+        return follow(scope.within(site), branches[int(np.clip(which.values[0], 0, len(branches) - 1))], given)
+    found = [follow(scope.within(site), branch, given) for branch in branches]
     results: list[Value] = []
     for outs in zip(*found, strict=True):
         one = outs[0]

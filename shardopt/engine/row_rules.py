@@ -207,7 +207,7 @@ class _As(Site):
     """An equation under the name of one that is linear in the same way."""
 
     def __init__(self, site: Site, name: str):
-        super().__init__(site.eqns, site.num_rows)
+        super().__init__(site.eqns, site.num_rows, site.callers)
         self.name = name
 
 

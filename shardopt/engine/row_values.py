@@ -18,9 +18,15 @@ Degree = tuple[float, ...]
 
 
 class Op(NamedTuple):
-    """An equation of the loss, to be named in a message."""
+    """An equation of the loss, to be named in a message.
+
+    Attributes:
+      eqn: the equation.
+      callers: the calls that it is in, from outside: traces that jax keeps of its own functions do not say who called.
+    """
 
     eqn: JaxprEqn
+    callers: tuple[JaxprEqn, ...] = ()
 
 
 class Const(NamedTuple):
@@ -107,9 +113,9 @@ Value = Const | Sum | Rows | Mixed
 class Site:
     """One equation, in every trace."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn], num_rows: Sequence[int]):
-        self.eqns, self.num_rows = eqns, num_rows
-        self.name, self.params, self.op = eqns[0].primitive.name, eqns[0].params, Op(eqns[0])
+    def __init__(self, eqns: Sequence[JaxprEqn], num_rows: Sequence[int], callers: tuple[JaxprEqn, ...] = ()):
+        self.eqns, self.num_rows, self.callers = eqns, num_rows, callers
+        self.name, self.params, self.op = eqns[0].primitive.name, eqns[0].params, Op(eqns[0], callers)
 
     def ins(self, i: int = 0) -> list[Shape]:
         """Return the shape of an operand in every trace."""

@@ -178,21 +178,36 @@ WHY = {
 
 def _mixing(what: str, value: Mixed) -> Mixing:
     lines = [_line(value.op)]
-    if value.use is not None and _where(value.use) != _where(value.op):
+    if value.use is not None and _operation(value.use) != _operation(value.op):
         lines.append("whose result goes into " + _line(value.use))
     return Mixing(what, WHY[value.why], lines[0], tuple(lines), sure=value.why != "unknown")
 
 
 def _line(op: Op) -> str:
-    """Return `reduce_sum at loss.py:12 (clip)`."""
-    return f"{op.eqn.primitive.name} at {_where(op)}"
-
-
-def _where(op: Op) -> str:
-    frame = source_info_util.user_frame(op.eqn.source_info.traceback)
+    """Return `reduce_sum at loss.py:12 (clip): its source`."""
+    frame = _frame(op)
     if frame is None:
-        return "an unknown place"
+        return _operation(op)
+    text = linecache.getline(frame.file_name, frame.start_line).strip()
+    return _operation(op) + (f": {text}" if text else "")
+
+
+def _operation(op: Op | None) -> str:
+    """Return `reduce_sum at loss.py:12 (clip)`."""
+    if op is None:
+        return ""
+    frame = _frame(op)
+    if frame is None:
+        return op.eqn.primitive.name
     relative = os.path.relpath(frame.file_name)
     name = frame.file_name if relative.startswith("..") else relative
-    text = linecache.getline(frame.file_name, frame.start_line).strip()
-    return f"{name}:{frame.start_line} ({frame.function_name})" + (f": {text}" if text else "")
+    return f"{op.eqn.primitive.name} at {name}:{frame.start_line} ({frame.function_name})"
+
+
+def _frame(op: Op) -> source_info_util.Frame | None:
+    """Return the user's line; of what jax keeps of its own functions, that of the innermost call from outside of it."""
+    for eqn in (op.eqn, *reversed(op.callers)):
+        frame = source_info_util.user_frame(eqn.source_info.traceback)
+        if frame is not None:
+            return frame
+    return None
