@@ -1,7 +1,7 @@
 """From a config to the contract: init, step and the rest, for every strategy and combinator alike."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from shardopt.engine.inputs import (
 )
 from shardopt.engine.layout import Layout
 from shardopt.engine.optimizer import InitFn, ShardedOptimizer
+from shardopt.engine.separable import check_separable
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
 from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
@@ -65,6 +66,7 @@ def build(
     config = check_config(config)
     cache, limit, sharding = StepCache(config, compile_step), limit_in_flight(config), batch_sharding(config)
     checked: set[int] = set()
+    separable: set[Hashable] = set()
 
     def of(abstract_params: PyTree) -> CompiledStep:
         return cache.last() if abstract_params is None else cache.of(check_params(config, abstract_params))
@@ -78,12 +80,20 @@ def build(
             checked.add(id(compiled))
         return compiled, place_batch(batch, sharding)
 
+    def check_once(compiled: CompiledStep, batch: PyTree, config: StrategyConfig, *, training: bool) -> None:
+        kind = (id(compiled), jax.tree.structure(batch), training)
+        if kind not in separable:
+            check_separable(config, compiled.layout.abstract.params, batch, training=training)
+            separable.add(kind)
+
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
+        check_once(compiled, placed, config, training=True)
         return compiled.step, (state, placed)
 
     def prepare_evaluate(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
+        check_once(compiled, placed, config.of_evaluation, training=False)
         return compiled.evaluate, (state.params, placed)
 
     def synchronize(state: TrainState) -> TrainState:

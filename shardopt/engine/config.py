@@ -120,6 +120,7 @@ class StrategyConfig(NamedTuple):
       evaluate_fn: the loss that is evaluated; None for `loss_fn`.
       compiler_options: what the compiler is told; None for what `compiler_options` says of the mesh.
       view: where the loss runs: on each device's rows, or on the whole batch in the global view.
+      separable: True if the user says that pieces of the batch add up; None to find out.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
 
@@ -141,6 +142,7 @@ class StrategyConfig(NamedTuple):
     evaluate_fn: LossFn | None = None
     compiler_options: CompilerOptions | None = None
     view: View = "per_device"
+    separable: bool | None = None
     report: ReportFn = _no_report
 
     @property
@@ -193,6 +195,9 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     check_count(who, "micro_batches", config.micro_batches, least=1)
     check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
     _check_view(who, config)
+    if config.separable is not None and config.separable is not True:
+        what = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
+        raise TypeError(format_error(who, what, fix="leave it out."))
     if config.reducer is not None:
         _check_reducer(who, config)
     options = compiler_options(mesh) if config.compiler_options is None else config.compiler_options

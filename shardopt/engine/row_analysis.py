@@ -15,7 +15,6 @@ from shardopt.engine.row_rules import apply
 from shardopt.engine.row_values import (
     Const,
     Mixed,
-    Op,
     Rows,
     Site,
     Sum,
@@ -32,12 +31,39 @@ REMEDIES = {"shardopt_gather_batch": "gather", "shardopt_batch_mean": "mean", "s
 """Names of jitted functions whose results are equal on all devices."""
 
 _CALLS = frozenset(
-    "pjit jit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
-    "named_call custom_lin shard_map".split()
+    [
+        "pjit",
+        "jit",
+        "closed_call",
+        "core_call",
+        "remat",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "named_call",
+        "custom_lin",
+        "shard_map",
+    ]
 )
 _COLLECTIVES = frozenset(
-    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant all_gather_reduced reduce_scatter "
-    "psum_scatter all_to_all ppermute pgather unreduced_psum".split()
+    [
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "reduce_scatter",
+        "psum_scatter",
+        "all_to_all",
+        "ppermute",
+        "pgather",
+        "unreduced_psum",
+    ]
 )
 _MOST_ROUNDS = 8
 
@@ -141,6 +167,11 @@ def _results(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
         return _cond(scope, site, values)
     if site.name in _COLLECTIVES or site.name == "axis_index":
         return _collective(scope, site, values)
+    if site.name == "custom_linear_solve":
+        lengths, solve = site.params["const_lengths"], [one.solve for one in site.param("jaxprs")]
+        start = lengths.matvec + lengths.vecmat
+        given = [*values[start : start + lengths.solve], *values[sum(lengths) :]]
+        return follow(scope.within(site), solve, given)
     if site.name in _CALLS:
         if (remedy := REMEDIES.get(str(site.params.get("name")))) is not None:
             return [_of_all_devices(site, remedy, value) for value in values][: site.num_outs]
@@ -303,23 +334,14 @@ def _while(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     (goes_on,) = follow(scope.within(site), conds, [*of_cond, *carry])
     if isinstance(goes_on, Const) and not odd(goes_on.degree) and same(goes_on.degree, site.none):
         return carry
-    if isinstance(goes_on, Mixed) and _vmapped(conds[0], bodies[0], goes_on.op):
-        return carry
-    changed = [a is not b for a, b in zip(start, carry, strict=True)]
-    if isinstance(goes_on, Rows) and goes_on.loop is not None:
+    if (
+        isinstance(goes_on, Rows) and not goes_on.plus
+    ):  # by a row: in a loop over rows, or in one that was mapped over them
         of_row = goes_on._replace(degree=site.none)
-        return [_join(site, one, of_row) if moved else one for one, moved in zip(carry, changed, strict=True)]
+        moved = [a is not b for a, b in zip(start, carry, strict=True)]
+        return [_join(site, one, of_row) if changed else one for one, changed in zip(carry, moved, strict=True)]
     why = Mixed(goes_on.op, site.op, "unknown") if isinstance(goes_on, Mixed) else site.mixed("unknown")
     return [first_mixed([one]) or why for one in carry]
-
-
-def _vmapped(cond: Any, body: Any, op: Op) -> bool:
-    """Whether this is `vmap` of a loop: it runs until every row is done, and a row that is done is left as it is."""
-    eqns, body = _opened(cond).eqns, _opened(body)
-    made_by = {id(var): eqn.primitive.name for eqn in body.eqns for var in eqn.outvars}
-    kept = {id(var) for var in body.invars}
-    selects = all(id(var) in kept or made_by.get(id(var)) == "select_n" for var in body.outvars)
-    return bool(eqns) and eqns[-1] is op.eqn and op.eqn.primitive.name == "reduce_or" and selects
 
 
 def _cond(scope: Scope, site: Site, values: list[Value]) -> list[Value]:

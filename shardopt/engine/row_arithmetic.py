@@ -25,12 +25,29 @@ from shardopt.engine.row_values import (
 )
 
 LINEAR = frozenset(
-    "neg convert_element_type copy copy_p real imag conj reduce_precision name stop_gradient "
-    "sharding_constraint layout_constraint device_put mesh_cast reshard pvary pcast".split()
+    [
+        "neg",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "real",
+        "imag",
+        "conj",
+        "reduce_precision",
+        "name",
+        "stop_gradient",
+        "sharding_constraint",
+        "layout_constraint",
+        "device_put",
+        "mesh_cast",
+        "reshard",
+        "pvary",
+        "pcast",
+    ]
 )
 SUMS = frozenset(["add", "sub", "add_any"])
-SAME = SUMS | frozenset("max min nextafter complex clamp rem select_n abs".split()) | LINEAR
-COMPARE = frozenset("eq ne lt le gt ge eq_to lt_to le_to sign is_finite atan2".split())
+SAME = SUMS | frozenset(["max", "min", "nextafter", "complex", "clamp", "rem", "select_n", "abs"]) | LINEAR
+COMPARE = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "sign", "is_finite", "atan2"])
 POWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "sqrt": lambda params: 0.5,
     "rsqrt": lambda params: -0.5,
@@ -39,10 +56,58 @@ POWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "integer_pow": lambda params: params["y"],
 }
 OTHERS = frozenset(
-    "exp exp2 expm1 log log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh logistic erf erfc erf_inv "
-    "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad bessel_i0e bessel_i1e regularized_incomplete_beta "
-    "pow floor ceil round and or not xor shift_left shift_right_logical shift_right_arithmetic population_count clz "
-    "mul div zeta threefry2x32 random_fold_in bitcast_convert_type".split()
+    [
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "logistic",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "lgamma",
+        "digamma",
+        "polygamma",
+        "igamma",
+        "igammac",
+        "igamma_grad_a",
+        "random_gamma_grad",
+        "bessel_i0e",
+        "bessel_i1e",
+        "regularized_incomplete_beta",
+        "pow",
+        "floor",
+        "ceil",
+        "round",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        "population_count",
+        "clz",
+        "mul",
+        "div",
+        "zeta",
+        "threefry2x32",
+        "random_fold_in",
+        "bitcast_convert_type",
+    ]
 )
 ELEMENTWISE = SAME | COMPARE | frozenset(POWERS) | OTHERS
 
@@ -74,7 +139,7 @@ def const(site: Site, consts: Sequence[Const], degree: Degree, out: int = 0) -> 
     """Return what follows from constants, entry by entry."""
     anywhere = any(one.anywhere for one in consts)
     varies = frozenset[int]().union(*(one.varies for one in consts))
-    op = next((one.op for one in consts if one.op is not None), site.op)
+    op = next((one.op for one in consts if one.varies and one.op), site.op)
     return Const(degree, frozenset() if anywhere else varies, anywhere, None, op)
 
 
@@ -129,21 +194,24 @@ def _zero(value: Value) -> bool:
     return isinstance(value, Const) and value.zero
 
 
-def as_sum(site: Site, value: Value) -> Sum | None:
+def as_sum(site: Site, value: Sum | Const) -> Sum | None:
     """Return a constant as the sum over rows that it is: of equal parts; None for 0."""
     if isinstance(value, Sum):
         return value
-    assert isinstance(value, Const)
-    if value.zero:
-        return None
-    per_row = tuple(-math.log2(rows / site.num_rows[0]) for rows in site.num_rows[1:])
-    return Sum(add(value.degree, per_row), site.op)
+    return None if value.zero else Sum(part_degree(site.num_rows, value), site.op)
+
+
+def part_degree(num_rows: Sequence[int], value: Sum | Const) -> Degree:
+    """Return how the part of a row grows."""
+    if isinstance(value, Sum):
+        return value.degree
+    return add(value.degree, tuple(-math.log2(rows / num_rows[0]) for rows in num_rows[1:]))
 
 
 def joined(site: Site, values: Sequence[Value]) -> Value:
     """Return sums and constants added up: a sum if all grow alike."""
     real = [one for one in values if isinstance(one, Sum)]
-    parts = [part for value in values if (part := as_sum(site, value)) is not None]
+    parts = [part for one in values if isinstance(one, Sum | Const) and (part := as_sum(site, one)) is not None]
     if same(*[part.degree for part in parts]) and not odd(parts[0].degree):
         return real[0]
     return Mixed(real[0].op, site.op, "count")

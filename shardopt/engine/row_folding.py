@@ -93,7 +93,9 @@ def _fold(eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray]) -> np.n
         return found.reshape((1,) * (len(shape) - found.ndim) + found.shape)
     if name == "iota":
         size, dim = shape[params["dimension"]], params["dimension"]
-        return np.arange(size).reshape([-1 if one == dim else 1 for one in range(len(shape))]) if size <= LIMIT else None
+        return (
+            np.arange(size).reshape([-1 if one == dim else 1 for one in range(len(shape))]) if size <= LIMIT else None
+        )
     if name == "broadcast_in_dim":
         sizes = [1] * len(shape)
         for size, dim in zip(args[0].shape, params["broadcast_dimensions"], strict=True):

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from shardopt.engine.row_arithmetic import ELEMENTWISE, const, elementwise, joined, known, not_linear, summed
 from shardopt.engine.row_folding import fold
 from shardopt.engine.row_values import (
+    Clean,
     Const,
     Degree,
     Mixed,
@@ -22,7 +24,7 @@ from shardopt.engine.row_values import (
     scaled,
 )
 
-Rule = Callable[[Site, Sequence[Value]], list[Value]]
+Rule = Callable[[Site, Sequence[Clean]], list[Value]]
 
 
 def apply(site: Site, values: Sequence[Value]) -> list[Value]:
@@ -30,42 +32,54 @@ def apply(site: Site, values: Sequence[Value]) -> list[Value]:
     if (rows := _rows_of_constant(site, values)) is not None:
         values = rows
     elif site.num_outs == 1 and (numbers := fold(site, values)) is not None:
-        return [known(site, numbers, next((one.op for one in values if isinstance(one, Const) and one.op), None))]
+        return [known(site, numbers, next((one.op for one in values if isinstance(one, Const) and one.varies), None))]
     if site.name in ELEMENTWISE:
         return elementwise(site, values)
     if mixed := first_mixed(values):
         return [mixed] * site.num_outs
+    clean = [value for value in values if not isinstance(value, Mixed)]
     rule = RULES.get(site.name)
     if rule is not None:
-        return [site.mixed("count") if isinstance(one, Rows) and math.isnan(sum(one.degree)) else one for one in rule(site, values)]
-    if all(isinstance(value, Const) for value in values):
-        return _opaque(site, values)
+        return [
+            site.mixed("count") if isinstance(one, Rows) and math.isnan(sum(one.degree)) else one
+            for one in rule(site, clean)
+        ]
+    if all(isinstance(value, Const) for value in clean):
+        return _opaque(site, clean)
     return [site.mixed("unknown")] * site.num_outs
 
 
-def _opaque(site: Site, values: Sequence[Value]) -> list[Value]:
+def _opaque(site: Site, values: Sequence[Clean]) -> list[Value]:
     """Return the results of any equation on constants: they may vary wherever they have the size of rows."""
     consts = [value for value in values if isinstance(value, Const)]
     fine = all(same(one.degree, site.none) for one in consts)
     degree = site.none if fine else (math.nan,) * len(site.none)
     anywhere = any(one.anywhere for one in consts)
-    op = next((one.op for one in consts if one.op is not None), site.op)
+    op = next((one.op for one in consts if one.varies and one.op), site.op)
     return [
-        Const(degree, frozenset() if anywhere else scaled(site.outs(i)), anywhere, None, op) for i in range(site.num_outs)
+        Const(degree, frozenset() if anywhere else scaled(site.outs(i)), anywhere, None, op)
+        for i in range(site.num_outs)
     ]
+
+
+def _uniform(site: Site, values: Sequence[Clean]) -> list[Value]:
+    """Return the results, on constants, of an equation that treats every row alike: they vary only if operands do."""
+    if any(isinstance(value, Const) and value.varies for value in values):
+        return _opaque(site, values)
+    return [one._replace(varies=frozenset()) if isinstance(one, Const) else one for one in _opaque(site, values)]
 
 
 def _consts(rule: Rule) -> Rule:
     """Leave constants to `_opaque`, where nothing better is known."""
     return lambda site, values: (
-        _opaque(site, values) if all(isinstance(one, Const) for one in values) else rule(site, values)
+        _uniform(site, values) if all(isinstance(one, Const) for one in values) else rule(site, values)
     )
 
 
 def _first(change: Callable[[Site, Rows], Value]) -> Rule:
     """Make a rule of what becomes of rows, for equations that are linear in operand 0 and in which others are numbers."""
 
-    def rule(site: Site, values: Sequence[Value]) -> list[Value]:
+    def rule(site: Site, values: Sequence[Clean]) -> list[Value]:
         value, others = values[0], values[1:]
         if not all(isinstance(one, Const) and (one.anywhere or not one.varies) for one in others):
             return [site.mixed() if isinstance(value, Sum) else site.mixed("unknown")] * site.num_outs
@@ -81,14 +95,13 @@ def _first(change: Callable[[Site, Rows], Value]) -> Rule:
     return rule
 
 
-NONLINEAR = frozenset("reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin sort top_k cummax cummin "
-                      "cumprod cumlogsumexp reduce_xor fft".split())  # fmt: skip
+NONLINEAR = frozenset(["reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin", "sort", "top_k", "cummax", "cummin", "cumprod", "cumlogsumexp", "reduce_xor", "fft"])  # fmt: skip
 
 
 # --- moving entries ---------------------------------------------------------------------------------------------------
 
 
-def _rows_of_constant(site: Site, values: Sequence[Value]) -> list[Value] | None:
+def _rows_of_constant(site: Site, values: Sequence[Value]) -> Sequence[Value] | None:
     """Return a constant that is the same for every row as such rows, where reshape merges them with what differs."""
     value = values[0] if values else None
     if site.name != "reshape" or not isinstance(value, Const) or value.varies or value.anywhere:
@@ -105,7 +118,7 @@ def _rows_of_constant(site: Site, values: Sequence[Value]) -> list[Value] | None
     return None if uniform else [rows]
 
 
-def _reshape(site: Site, values: Sequence[Value]) -> list[Value]:
+def _reshape(site: Site, values: Sequence[Clean]) -> list[Value]:
     value = values[0]
     if isinstance(value, Sum):
         return [value]
@@ -135,7 +148,7 @@ def _reshaped(site: Site, value: Rows) -> Value:
     return site.mixed("unknown")
 
 
-def _broadcast(site: Site, values: Sequence[Value]) -> list[Value]:
+def _broadcast(site: Site, values: Sequence[Clean]) -> list[Value]:
     value, new = values[0], site.params["broadcast_dimensions"]
     if isinstance(value, Const):
         return [value._replace(values=None, varies=frozenset(new[dim] for dim in value.varies))]
@@ -147,7 +160,7 @@ def _broadcast(site: Site, values: Sequence[Value]) -> list[Value]:
     return [value]
 
 
-def _transpose(site: Site, values: Sequence[Value]) -> list[Value]:
+def _transpose(site: Site, values: Sequence[Clean]) -> list[Value]:
     value, order = values[0], site.params["permutation"]
     if isinstance(value, Const):
         return [value._replace(values=None, varies=frozenset(order.index(dim) for dim in value.varies))]
@@ -156,7 +169,7 @@ def _transpose(site: Site, values: Sequence[Value]) -> list[Value]:
     return [value]
 
 
-def _squeeze(site: Site, values: Sequence[Value]) -> list[Value]:
+def _squeeze(site: Site, values: Sequence[Clean]) -> list[Value]:
     value, gone = values[0], site.params["dimensions"]
     left = lambda dim: dim - sum(one < dim for one in gone)  # noqa: E731
     if isinstance(value, Const):
@@ -189,7 +202,7 @@ def _dynamic_slice(site: Site, value: Rows) -> Value:
     return value if whole else site.mixed("unknown")
 
 
-def _pad(site: Site, values: Sequence[Value]) -> list[Value]:
+def _pad(site: Site, values: Sequence[Clean]) -> list[Value]:
     value, padding = values
     if not isinstance(padding, Const):
         return [site.mixed("unknown")]
@@ -211,7 +224,7 @@ class _As(Site):
         self.name = name
 
 
-def _concatenate(site: Site, values: Sequence[Value]) -> list[Value]:
+def _concatenate(site: Site, values: Sequence[Clean]) -> list[Value]:
     along = site.params["dimension"]
     rows = [value for value in values if isinstance(value, Rows)]
     if not rows:
@@ -256,13 +269,11 @@ def _row_numbers(site: Site, operand: int, value: Const, dim: int) -> bool:
     return True
 
 
-def _one_after_the_other(site: Site, values: Sequence[Value], along: int) -> Value:
+def _one_after_the_other(site: Site, values: Sequence[Clean], along: int) -> Value:
     before, plain = 0, []
     after = next(value.after for value in values if isinstance(value, Rows))
     for i, value in enumerate(values):
-        sizes = {
-            shape[along] / (rows * after) for shape, rows in zip(site.ins(i), site.num_rows, strict=True)
-        }
+        sizes = {shape[along] / (rows * after) for shape, rows in zip(site.ins(i), site.num_rows, strict=True)}
         if len(sizes) > 1 or not (size := sizes.pop()).is_integer() or isinstance(value, Sum):
             return site.mixed()
         if isinstance(value, Rows) and (value.dim, value.after) != (along, after):
@@ -273,21 +284,38 @@ def _one_after_the_other(site: Site, values: Sequence[Value], along: int) -> Val
     return found._replace(before=before) if isinstance(found, Rows) else found
 
 
-def _split(site: Site, values: Sequence[Value]) -> list[Value]:
+def _split(site: Site, values: Sequence[Clean]) -> list[Value]:
     value = values[0]
-    if isinstance(value, Rows) and value.dim == site.params["axis"]:
+    if not isinstance(value, Rows) or value.dim != site.params["axis"]:
+        return _first(lambda site, rows: rows)(site, values)
+    if value.own:
         return [site.mixed("unknown")] * site.num_outs
-    return _first(lambda site, rows: rows)(site, values)
+    parts: list[Value] = []
+    for lengths in zip(*site.param("sizes"), strict=True):  # of which each may be some of the batch's repetitions
+        times = {length / (rows * value.after) for length, rows in zip(lengths, site.num_rows, strict=True)}
+        whole = len(times) == 1 and next(iter(times)).is_integer()
+        parts.append(value._replace(before=int(times.pop())) if whole else site.mixed())
+    return parts
+
+
+def _stack(site: Site, values: Sequence[Clean]) -> list[Value]:
+    """Join along a new dim."""
+    joint, axis = elementwise(_As(site, "add"), values)[0], site.params["axis"]
+    if isinstance(joint, Rows) and joint.dim is not None:
+        return [joint._replace(dim=joint.dim + (joint.dim >= axis))]
+    if isinstance(joint, Const):
+        return [joint._replace(varies=frozenset(dim + (dim >= axis) for dim in joint.varies))]
+    return [joint]
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _reduce_sum(site: Site, values: Sequence[Value]) -> list[Value]:
+def _reduce_sum(site: Site, values: Sequence[Clean]) -> list[Value]:
     return [summed(site, values[0], site.params["axes"])]
 
 
-def _reduce(site: Site, values: Sequence[Value]) -> list[Value]:
+def _reduce(site: Site, values: Sequence[Clean]) -> list[Value]:
     axes, value = site.params["axes"], values[0]
     if isinstance(value, Const):
         left = {dim: dim - sum(one < dim for one in axes) for dim in value.varies if dim not in axes}
@@ -303,7 +331,7 @@ def _reduce(site: Site, values: Sequence[Value]) -> list[Value]:
 def _along(name: str) -> Rule:
     """Make a rule for what runs along one dim: fine unless that is the dim of rows."""
 
-    def rule(site: Site, values: Sequence[Value]) -> list[Value]:
+    def rule(site: Site, values: Sequence[Clean]) -> list[Value]:
         along = site.params[name]
         dims = set(along) if isinstance(along, tuple) else {along}
         linear = site.name in ("cumsum", "rev")
@@ -320,17 +348,17 @@ def _along(name: str) -> Rule:
     return rule
 
 
-def _top_k(site: Site, values: Sequence[Value]) -> list[Value]:
+def _top_k(site: Site, values: Sequence[Clean]) -> list[Value]:
     value = values[0]
     along = site.params.get("axis", -1) % len(site.ins()[0])
     if isinstance(value, Sum) or (isinstance(value, Rows) and value.plus):
         return [not_linear(site, values)] * site.num_outs
     if isinstance(value, Const):
-        return _opaque(site, values)
+        return _uniform(site, values)
     return [site.mixed() if value.dim == along or value.own else value] * site.num_outs
 
 
-def _window(site: Site, values: Sequence[Value]) -> list[Value]:
+def _window(site: Site, values: Sequence[Clean]) -> list[Value]:
     """Windows that slide over other dims than rows."""
     params = site.params
 
@@ -350,7 +378,7 @@ def _window(site: Site, values: Sequence[Value]) -> list[Value]:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _dot_general(site: Site, values: Sequence[Value]) -> list[Value]:
+def _dot_general(site: Site, values: Sequence[Clean]) -> list[Value]:
     (left_sum, right_sum), (left_batch, right_batch) = site.params["dimension_numbers"]
     ndims = len(site.ins(0)[0]), len(site.ins(1)[0])
     free = [
@@ -365,16 +393,14 @@ def _dot_general(site: Site, values: Sequence[Value]) -> list[Value]:
         return len(left_batch) + (len(free[0]) if side else 0) + free[side].index(dim)
 
     contracted = [dim for dim in left_sum if dim in scaled(site.ins(0))]
-    degree = add(values[0].degree, values[1].degree)  # pyright: ignore[reportAttributeAccessIssue]
+    degree = add(values[0].degree, values[1].degree)
 
     def grown(but: int | None = None) -> Degree:
         return add(degree, growth(site.ins(0), [dim for dim in contracted if dim != but]))
 
     if all(isinstance(value, Const) for value in values):
         consts = [value for value in values if isinstance(value, Const)]
-        varies = {
-            out(side, dim) for side in (0, 1) for dim in consts[side].varies if dim not in sums[side]
-        }
+        varies = {out(side, dim) for side in (0, 1) for dim in consts[side].varies if dim not in sums[side]}
         positional = any(dim in consts[side].varies for side in (0, 1) for dim in sums[side])
         anywhere = any(one.anywhere for one in consts)
         op = next((one.op for one in consts if one.varies), site.op)
@@ -410,12 +436,12 @@ def _dot_general(site: Site, values: Sequence[Value]) -> list[Value]:
     return [value._replace(dim=out(side, value.dim), degree=grown())]
 
 
-def _conv(site: Site, values: Sequence[Value]) -> list[Value]:
+def _conv(site: Site, values: Sequence[Clean]) -> list[Value]:
     numbers, params = site.params["dimension_numbers"], site.params
     left, right = values
-    degree = add(left.degree, right.degree)  # pyright: ignore[reportAttributeAccessIssue]
+    degree = add(left.degree, right.degree)
     if isinstance(left, Const) and isinstance(right, Const):
-        return _opaque(site, values)
+        return _uniform(site, values)
     if isinstance(left, Sum) and isinstance(right, Const):
         return [left._replace(degree=degree)]
     if isinstance(left, Rows) and isinstance(right, Const) and not left.plus and (right.anywhere or not right.varies):
@@ -436,12 +462,12 @@ def _conv(site: Site, values: Sequence[Value]) -> list[Value]:
 # --- looking up, and adding at indices --------------------------------------------------------------------------------
 
 
-def _gather(site: Site, values: Sequence[Value]) -> list[Value]:
+def _gather(site: Site, values: Sequence[Clean]) -> list[Value]:
     operand, indices = values
     numbers, sizes = site.params["dimension_numbers"], site.params["slice_sizes"]
     shape = site.outs()[0]
     if isinstance(operand, Const) and isinstance(indices, Const):
-        return _opaque(site, values)
+        return _uniform(site, values)
     if isinstance(indices, Sum) or (isinstance(indices, Rows) and indices.plus):
         return [not_linear(site, values)]
     if isinstance(operand, Sum):
@@ -470,7 +496,7 @@ def _gather(site: Site, values: Sequence[Value]) -> list[Value]:
         fine = isinstance(indices, Const) or indices.place == operand.place
         return [operand if fine else site.mixed()]
     own = indices.own if isinstance(indices, Rows) else _own_columns(site, indices)
-    by_number = {numbers.start_index_map[column]: column for column in own if 0 <= column}
+    by_number = {numbers.start_index_map[column]: column for column in own if column >= 0}
     if operand.dim in by_number and operand.dim in numbers.collapsed_slice_dims and set(by_number) == {operand.dim}:
         where = indices.dim if isinstance(indices, Rows) else _varying(indices)
         if where is None or (isinstance(indices, Rows) and indices.place[1:] != operand.place[1:]):
@@ -483,7 +509,8 @@ def _gather(site: Site, values: Sequence[Value]) -> list[Value]:
                 return [operand._replace(dim=batch[paired])]
         return [site.mixed()]
     if operand.dim in kept and all(
-        eqn.params["slice_sizes"][operand.dim] == old[operand.dim] for eqn, old in zip(site.eqns, site.ins(), strict=True)
+        eqn.params["slice_sizes"][operand.dim] == old[operand.dim]
+        for eqn, old in zip(site.eqns, site.ins(), strict=True)
     ):
         if indices.varies and not indices.anywhere:
             return [Mixed(indices.op or site.op, why="position")]
@@ -509,7 +536,7 @@ def _own_columns(site: Site, indices: Const) -> frozenset[int]:
         numbers = [value.take([min(column, value.shape[last] - 1)], last) for value in indices.values]
         if all(value.size == 1 for value in numbers):
             continue
-        shapes = [shape[:last] + (1,) for shape in site.ins(1)]
+        shapes = [(*shape[:last], 1) for shape in site.ins(1)]
         right = all(
             value.size == shape[dim] and np.array_equal(value.reshape(-1), np.arange(shape[dim]))
             for value, shape in zip(numbers, shapes, strict=True)
@@ -521,7 +548,7 @@ def _own_columns(site: Site, indices: Const) -> frozenset[int]:
     return frozenset(own)
 
 
-def _scatter(site: Site, values: Sequence[Value]) -> list[Value]:
+def _scatter(site: Site, values: Sequence[Clean]) -> list[Value]:
     operand, indices, updates = values
     numbers, adds = site.params["dimension_numbers"], site.name in ("scatter-add", "scatter_add", "scatter_sub")
     if all(isinstance(value, Const) for value in values):
@@ -539,8 +566,10 @@ def _scatter(site: Site, values: Sequence[Value]) -> list[Value]:
     rows = [value for value in (operand, indices, updates) if isinstance(value, Rows)]
     if any(row.loop is not None for row in rows):
         return [rows[0] if len({row.place for row in rows}) == 1 else site.mixed("unknown")]
-    own = indices.own if isinstance(indices, Rows) else _own_columns(site, indices) if isinstance(indices, Const) else ()
-    home = _home(operand, own, numbers)
+    own = (
+        indices.own if isinstance(indices, Rows) else _own_columns(site, indices) if isinstance(indices, Const) else ()
+    )
+    home = _home(operand, indices, own, numbers)
     if home is None and not isinstance(operand, Rows):  # rows are added up, wherever their indices say
         where = indices.dim if isinstance(indices, Rows) else None
         if isinstance(updates, Rows):
@@ -573,7 +602,9 @@ def _scatter(site: Site, values: Sequence[Value]) -> list[Value]:
         fine = columns == {dim} and at is not None
         place = batch[at] if fine and at is not None else -1
     fine = fine and (not isinstance(updates, Rows) or updates.dim == place)
-    fine = fine and len({row.place[1:] for row in rows}) == 1 and not (isinstance(updates, Const) and _position(updates))
+    fine = (
+        fine and len({row.place[1:] for row in rows}) == 1 and not (isinstance(updates, Const) and _position(updates))
+    )
     if not fine:
         return [site.mixed() if windowed or isinstance(operand, Rows) else site.mixed("unknown")]
     parts = [operand, updates._replace(dim=dim) if isinstance(updates, Rows) else updates]
@@ -588,15 +619,17 @@ def _position(value: Value) -> bool:
     return isinstance(value, Const) and bool(value.varies) and not value.anywhere
 
 
-def _home(operand: Value, own: Sequence[int] | frozenset[int], numbers: object) -> int | None:
+def _home(operand: Clean, indices: Clean, own: Sequence[int] | frozenset[int], numbers: Any) -> int | None:
     """Return the dim of the operand in which each row has a place of its own; None if rows meet there."""
     if isinstance(operand, Rows):
         return operand.dim
-    columns = {numbers.scatter_dims_to_operand_dims[one] for one in own}  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(indices, Rows) and indices.dim in numbers.scatter_indices_batching_dims:
+        return numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(indices.dim)]
+    columns = {numbers.scatter_dims_to_operand_dims[one] for one in own}
     return columns.pop() if len(columns) == 1 else None
 
 
-def _dynamic_update_slice(site: Site, values: Sequence[Value]) -> list[Value]:
+def _dynamic_update_slice(site: Site, values: Sequence[Clean]) -> list[Value]:
     operand, update, *starts = values
     if not all(isinstance(one, Const) for one in starts):
         loops = [one for one in values if isinstance(one, Rows) and one.loop is not None]
@@ -614,7 +647,7 @@ def _dynamic_update_slice(site: Site, values: Sequence[Value]) -> list[Value]:
 # --- random numbers, linear algebra -----------------------------------------------------------------------------------
 
 
-def _random(site: Site, values: Sequence[Value]) -> list[Value]:
+def _random(site: Site, values: Sequence[Clean]) -> list[Value]:
     """Random numbers of a key for each row belong to that row; those of one key differ by position."""
     value = values[0]
     if isinstance(value, Rows):
@@ -622,13 +655,13 @@ def _random(site: Site, values: Sequence[Value]) -> list[Value]:
     return _opaque(site, values)
 
 
-def _batched(site: Site, values: Sequence[Value]) -> list[Value]:
+def _batched(site: Site, values: Sequence[Clean]) -> list[Value]:
     """Linear algebra on the last two dims."""
     rows = [value for value in values if isinstance(value, Rows)]
     if any(isinstance(value, Sum) or (isinstance(value, Rows) and value.plus) for value in values):
         return [not_linear(site, values)] * site.num_outs
     if not rows:
-        return _opaque(site, values)
+        return _uniform(site, values)
     joint = elementwise(_As(site, "select_all"), values)[0]
     if isinstance(joint, Rows) and joint.dim is not None:
         leading = min(len(site.ins(i)[0]) for i in range(len(values))) - 2
@@ -637,21 +670,21 @@ def _batched(site: Site, values: Sequence[Value]) -> list[Value]:
     return [joint] * site.num_outs
 
 
-def _fft(site: Site, values: Sequence[Value]) -> list[Value]:
+def _fft(site: Site, values: Sequence[Clean]) -> list[Value]:
     value = values[0]
     if isinstance(value, Rows):
         transformed = len(site.params["fft_lengths"])
         if value.plus or (value.dim is not None and value.dim >= len(site.ins()[0]) - transformed):
             return [site.mixed()]
-    return [value] if not isinstance(value, Const) else _opaque(site, values)
+    return [value] if not isinstance(value, Const) else _uniform(site, values)
 
 
-def _keep(site: Site, values: Sequence[Value]) -> list[Value]:
+def _keep(site: Site, values: Sequence[Clean]) -> list[Value]:
     """An identity of each operand."""
     return list(values)
 
 
-def _iota(site: Site, values: Sequence[Value]) -> list[Value]:
+def _iota(site: Site, values: Sequence[Clean]) -> list[Value]:
     return _opaque(site, values)
 
 
@@ -665,22 +698,21 @@ RULES: dict[str, Rule] = {
     "pad": _pad,
     "concatenate": _concatenate,
     "split": _split,
+    "stack": _stack,
     "reduce_sum": _reduce_sum,
-    **dict.fromkeys("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split(), _reduce),
-    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")),
+    **dict.fromkeys(["reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"], _reduce),
+    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis")),
     "sort": _along("dimension"),
     "rev": _along("dimensions"),
     "top_k": _top_k,
-    **dict.fromkeys("reduce_window_sum reduce_window_max reduce_window_min reduce_window select_and_scatter_add "
-                    "select_and_gather_add".split(), _consts(_window)),
+    **dict.fromkeys(["reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window", "select_and_scatter_add", "select_and_gather_add"], _consts(_window)),
     "dot_general": _dot_general,
     "conv_general_dilated": _conv,
     "gather": _gather,
-    **dict.fromkeys("scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max".split(), _scatter),
+    **dict.fromkeys(["scatter", "scatter-add", "scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max"], _scatter),
     "dynamic_update_slice": _dynamic_update_slice,
-    **dict.fromkeys("random_bits random_split random_wrap random_unwrap random_seed random_clone".split(), _random),
-    **dict.fromkeys("cholesky eigh qr svd lu triangular_solve householder_product geqrf lu_pivots_to_permutation "
-                    "tridiagonal_solve eig schur".split(), _batched),
+    **dict.fromkeys(["random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed", "random_clone"], _random),
+    **dict.fromkeys(["cholesky", "eigh", "qr", "svd", "lu", "triangular_solve", "householder_product", "geqrf", "lu_pivots_to_permutation", "tridiagonal_solve", "eig", "schur"], _batched),
     "fft": _fft,
     "optimization_barrier": _keep,
     "iota": _iota,

@@ -107,7 +107,8 @@ class Mixed(NamedTuple):
     why: str = "mixes"
 
 
-Value = Const | Sum | Rows | Mixed
+Clean = Const | Sum | Rows
+Value = Clean | Mixed
 
 
 class Site:
@@ -191,7 +192,7 @@ def times(degree: Degree, factor: float) -> Degree:
 
 def same(*degrees: Degree) -> bool:
     """Return whether values grow alike."""
-    return all(abs(a - b) < 1e-3 for parts in zip(*degrees, strict=True) for a in parts for b in parts[:1])
+    return all(abs(one - parts[0]) < 1e-3 for parts in zip(*degrees, strict=True) for one in parts)
 
 
 def odd(degree: Degree) -> bool:

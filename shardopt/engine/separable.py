@@ -3,7 +3,9 @@
 The loss is traced on abstract rows, twice, and nothing runs: see `row_analysis`.
 """
 
+import functools
 import linecache
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax._src import source_info_util
 
+from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
-from shardopt.core.types import PyTree, Updated, Weighted, leaves_with_paths
+from shardopt.core.types import PyTree, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.row_analysis import DifferentTracesError, Scope, follow
-from shardopt.engine.row_arithmetic import as_sum
-from shardopt.engine.row_values import Const, Mixed, Op, Rows, Sum, Value, odd, same
+from shardopt.engine.row_arithmetic import part_degree
+from shardopt.engine.row_values import Const, Mixed, Op, Rows, Sum, Value, first_mixed, odd, same
 from shardopt.mesh import on_mesh
 
 
@@ -92,13 +95,54 @@ def find_mixing(
     try:
         found = follow(Scope(sizes, frozenset(row_axes)), jaxprs, [*shared, *rowwise, *drawn])
     except DifferentTracesError as error:
-        lines = () if error.eqn is None else (_line(Op(error.eqn)),)
+        op = None if error.eqn is None else Op(error.eqn)
         why = f"it does other things on {sizes[0]} rows than on {sizes[1]}."
-        return Mixing("the loss", why, lines[0] if lines else "", lines, sure=False)
+        return Mixing("the loss", why, _operation(op), () if op is None else (_line(op),), sure=False)
     values = iter(found)
     problems = [_problem(out, [next(values) for _ in out.leaves], sizes) for out in outs]
     problems = sorted((one for one in problems if one is not None), key=lambda one: not one.sure)
     return problems[0] if problems else None
+
+
+FIX = (
+    'view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or so.batch_sum for what a row needs '
+    "of the whole batch, and so.Weighted for a normaliser that depends on the rows; or separable=True if you know better."
+)
+
+
+def check_separable(config: StrategyConfig, params: PyTree, batch: PyTree, *, training: bool) -> None:
+    """Refuse a loss whose pieces, on several devices or in micro-batches, do not add up to that of the whole batch.
+
+    Args:
+      config: of the step; of evaluation, its `of_evaluation`.
+      params: the parameters as shapes and dtypes.
+      batch: a global batch.
+      training: whether the loss gets a random key, if it takes one.
+
+    Raises:
+      NotSeparableError: if the loss is no (weighted) mean over rows.
+    """
+    if config.local_updates is not None and config.local_updates.warmup_steps:
+        config = config._replace(sync_gradients=True)
+    if config.num_pieces == 1 or config.separable:
+        return
+    axes = config.axes
+    shares = math.prod(axes.sizes[axis] for axis in axes.rows) * config.micro_batches
+    piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // shares, *x.shape[1:]), x.dtype), abstract(batch))
+    key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
+    manual = [(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1]
+    together = axes.summed if config.micro_batches == 1 else ()
+    mixing = on_mesh(config.mesh, functools.partial(find_mixing, key=key, row_axes=together, axis_sizes=manual))(
+        config.loss_fn, params, piece
+    )
+    if mixing is None or not mixing.sure:
+        return
+    cut = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
+    cut += [f"{config.micro_batches} micro-batches"] * (config.micro_batches > 1)
+    what = (
+        f"{mixing.what} is not a (weighted) mean over rows, so {' and '.join(cut)} would train on another: {mixing.why}"
+    )
+    raise NotSeparableError(format_error(config.strategy, what, mixing.lines, FIX), operation=mixing.operation)
 
 
 def _resized(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
@@ -125,47 +169,26 @@ def _out(what: str, value: Any) -> _Out:
 
 
 def _problem(out: _Out, values: Sequence[Value], sizes: Sequence[int]) -> Mixing | None:
+    if mixed := first_mixed(values):
+        return _mixing(out.what, mixed)
+    degrees, sums = [], [value for value in values if isinstance(value, Sum)]
+    operation, lines = _operation(sums[0].op) if sums else "", tuple(_line(one.op) for one in sums)
     for value in values:
-        if isinstance(value, Mixed):
-            return _mixing(out.what, value)
         if isinstance(value, Rows):
-            op = value.plus.op if value.plus else None
             why = "it holds a number for each row, and the mean over devices would be taken of those of different rows."
-            return Mixing(out.what, why, "", () if op is None else (_line(op),), sure=True)
-    sums = [as_sum(_Anywhere(sizes), value) for value in values]
+            return Mixing(out.what, why, operation, lines, sure=True)
+        if isinstance(value, Sum) or (isinstance(value, Const) and not value.zero):
+            degrees.append(part_degree(sizes, value))
+    mean = tuple(-1.0 * (size != sizes[0]) for size in sizes[1:])
     if out.must == "mean":
-        mean = tuple(-1.0 * (size != sizes[0]) for size in sizes[1:])
-        wrong = next((one for one in sums if one is not None and not (same(one.degree, mean) and not odd(one.degree))), None)
-        if wrong is not None:
-            return _wrong_size(out.what, wrong, values)
-    elif out.must == "ratio" and None not in sums:
-        total, weight = sums
-        assert total is not None
-        assert weight is not None
-        if not same(total.degree, weight.degree) or odd(total.degree):
-            why = "its total and its weight grow differently with the number of rows: one is a sum over rows, the other is not."
-            return Mixing(out.what, why, _line(total.op), _lines(values), sure=True)
+        if wrong := [one for one in degrees if odd(one) or not same(one, mean)]:
+            of_sum = all(abs(one) < 1e-3 for one in wrong[0])
+            why = "it is a sum over rows, where a mean is expected." if of_sum else WHY["count"]
+            return Mixing(out.what, why, operation, lines, sure=True)
+    elif any(odd(one) for one in degrees) or not same(*degrees):
+        why = "its total and its weight do not grow alike with the number of rows, as two sums over rows do, or two means."
+        return Mixing(out.what, why, operation, lines, sure=True)
     return None
-
-
-class _Anywhere(NamedTuple):
-    """What `as_sum` wants to know of a place in the trace."""
-
-    num_rows: Sequence[int]
-    op: Any = None
-
-
-def _wrong_size(what: str, total: Sum, values: Sequence[Value]) -> Mixing:
-    lines = _lines(values)
-    if total.degree[0] > -1e-3 and total.degree[0] < 1e-3:
-        why = "it is a sum over rows, where a mean is taken over devices."
-    else:
-        why = "it depends on the number of rows otherwise than a mean over them."
-    return Mixing(what, why, lines[0] if lines else "", lines, sure=True)
-
-
-def _lines(values: Sequence[Value]) -> tuple[str, ...]:
-    return tuple(_line(value.op) for value in values if isinstance(value, Sum) and value.op is not None)
 
 
 WHY = {
@@ -180,7 +203,7 @@ def _mixing(what: str, value: Mixed) -> Mixing:
     lines = [_line(value.op)]
     if value.use is not None and _operation(value.use) != _operation(value.op):
         lines.append("whose result goes into " + _line(value.use))
-    return Mixing(what, WHY[value.why], lines[0], tuple(lines), sure=value.why != "unknown")
+    return Mixing(what, WHY[value.why], _operation(value.op), tuple(lines), sure=value.why != "unknown")
 
 
 def _line(op: Op) -> str:

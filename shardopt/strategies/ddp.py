@@ -26,6 +26,7 @@ def ddp(
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
+    separable: bool | None = None,
 ) -> ShardedOptimizer:
     """Train on the mean gradient of all devices, each holding a copy of the model.
 
@@ -81,12 +82,14 @@ def ddp(
       compiler_options: what XLA is told when it compiles a step, name -> value; by default `so.compiler_options(mesh)`.
       view: "per_device": each device runs `loss_fn` on its rows. "global": it runs once, on the whole batch, and the
         partitioner of XLA divides the work; see above.
+      separable: True says that the loss is a (weighted) mean over rows, and skips the check of that.
 
     Returns:
       A `ShardedOptimizer`.
 
     Raises:
       TypeError: if an argument is of the wrong kind; `tx` is not an optax transformation.
+      NotSeparableError: by the first step, if the loss is not a (weighted) mean over rows, as far as its trace shows.
       ValueError: if a number is out of range, rules do not fit, a mesh axis above 1 has nothing to split, or
         `view="global"` is asked for with a reducer.
 
@@ -114,6 +117,7 @@ def ddp(
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,
+            separable=separable,
             reducer=reducer,
             view=view,
         )

@@ -27,6 +27,7 @@ def fsdp(
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
+    separable: bool | None = None,
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -60,6 +61,7 @@ def fsdp(
       evaluate_fn: see `ddp`.
       compiler_options: see `ddp`.
       view: see `ddp`.
+      separable: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -95,5 +97,6 @@ def fsdp(
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,
             view=view,
+            separable=separable,
         )
     )

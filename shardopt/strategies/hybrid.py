@@ -33,6 +33,7 @@ def hybrid(
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
+    separable: bool | None = None,
     remat: bool = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -79,6 +80,7 @@ def hybrid(
       evaluate_fn: see `ddp`; a `BlockModel` where there are stages.
       compiler_options: see `ddp`.
       view: see `ddp`; "global" is for meshes with pipeline=1.
+      separable: see `ddp`.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
         memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a schedule
         that splits weight passes off keeps from backward to weight what the latter needs.
@@ -147,6 +149,7 @@ def hybrid(
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,
             view=view,
+            separable=separable,
             schedule=table if num_stages > 1 else None,
             remat=remat,
             reducer=reducer,
