@@ -83,7 +83,7 @@ def build(
     def check_once(compiled: CompiledStep, batch: PyTree, config: StrategyConfig, *, training: bool) -> None:
         kind = (id(compiled), jax.tree.structure(batch), training)
         if kind not in separable:
-            check_separable(config, compiled.layout.abstract.params, batch, training=training)
+            check_separable(config, compiled.layout, batch, training=training)
             separable.add(kind)
 
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:

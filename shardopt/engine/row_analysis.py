@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.core import jaxprs_in_params
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from shardopt.engine.row_arithmetic import as_sum, joined, not_linear
@@ -127,6 +128,14 @@ def follow(scope: Scope, jaxprs: Sequence[Any], values: Sequence[Value]) -> list
         found = _results(scope, site, given)
         env.update(zip(eqns[0].outvars, found, strict=True))
     return [read(atoms) for atoms in zip(*(one.outvars for one in opened), strict=True)]
+
+
+def asks_for_rows(jaxpr: Any) -> bool:
+    """Return whether a loss calls `gather_batch`, `batch_mean` or `batch_sum`."""
+    return any(
+        eqn.params.get("name") in REMEDIES or any(asks_for_rows(inner) for inner in jaxprs_in_params(eqn.params))
+        for eqn in _opened(jaxpr).eqns
+    )
 
 
 def _opened(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:

@@ -19,10 +19,14 @@ from shardopt.core.block_model import LossFn, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
 from shardopt.core.types import PyTree, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.row_analysis import DifferentTracesError, Scope, follow
+from shardopt.engine.layout import Layout
+from shardopt.engine.loss import loss_parts
+from shardopt.engine.row_analysis import DifferentTracesError, Scope, asks_for_rows, follow
 from shardopt.engine.row_arithmetic import part_degree
 from shardopt.engine.row_values import Const, Mixed, Op, Rows, Sum, Value, first_mixed, odd, same
+from shardopt.engine.rows import RowContext, row_context, with_rows
 from shardopt.mesh import on_mesh
+from shardopt.partition import LeafPlan
 
 
 class Mixing(NamedTuple):
@@ -56,8 +60,9 @@ def find_mixing(
     params: PyTree,
     batch: PyTree,
     *,
+    who: str = "loss_fn",
     key: jax.Array | None = None,
-    row_axes: Sequence[str] = (),
+    context: RowContext | None = None,
     axis_sizes: Sequence[tuple[str, int]] = (),
 ) -> Mixing | None:
     """Return where a loss is no (weighted) mean over rows; None if it is shown to be one.
@@ -66,34 +71,44 @@ def find_mixing(
       loss_fn: the loss, or a `BlockModel`.
       params: parameters as shapes and dtypes.
       batch: a batch as shapes and dtypes, leaves [rows, ...] with as many rows as one piece has.
+      who: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
-      row_axes: mesh axes over which rows are split, if the loss may use collectives over them.
+      context: what `gather_batch`, `batch_mean` and `batch_sum` are told; without it there are no other rows.
       axis_sizes: mesh axes and their sizes that the loss may name.
     """
     rows = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-    sizes = (rows, 2 * rows) if rows > 1 else (2, 4)
+    least, devices = max(rows, 2), 1 if context is None else context.devices
     outs: list[_Out] = []
 
-    def traced(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
-        outs[:] = _outs(call(loss_fn, key, 0, params, batch))
+    def traced(params: PyTree, batch: PyTree, key: jax.Array | None, devices: int) -> list[jax.Array]:
+        within = context and with_rows(context._replace(devices=devices, tracing=True), loss_fn)
+        returned = call(within or loss_fn, key, 0, params, batch)
+        loss_parts(who, returned, rows)  # refuses what is no loss
+        outs[:] = _outs(returned)
         return [jnp.asarray(leaf) for out in outs for leaf in out.leaves]
 
-    jaxprs = []
-    for size in sizes:
-        resized = jax.tree.map(lambda x: _resized(x, size), batch)  # noqa: B023
-        try:
-            jaxprs.append(jax.make_jaxpr(traced, axis_env=list(axis_sizes))(params, resized, key))
-        except Exception as error:
-            if size == rows:
-                raise
-            why = f"it cannot be traced on {size} rows, so nothing can be said of it: {type(error).__name__}: {error}"
-            return Mixing("the loss", why.splitlines()[0], "", (), sure=False)
+    def trace(size: int, devices: int) -> Any:
+        resized = jax.tree.map(lambda x: _resized(x, size), batch)
+        make = jax.make_jaxpr(traced, static_argnums=3, axis_env=list(axis_sizes))
+        return make(params, resized, key, devices)
+
+    jaxprs, sizes = [trace(least, devices)], [least]
+    try:
+        jaxprs.append(trace(2 * least, devices))
+        sizes.append(2 * least)
+    except Exception as error:
+        why = f"it cannot be traced on {2 * least} rows, so nothing can be said of it: {type(error).__name__}: {error}"
+        return Mixing("the loss", why.splitlines()[0], "", (), sure=False)
+    if asks_for_rows(jaxprs[0]):  # then numbers may depend on how many devices there are
+        jaxprs.append(trace(least, 2 * devices))
+        sizes.append(least)
     none = (0.0,) * (len(sizes) - 1)
     shared = [Const(none) for _ in jax.tree.leaves(params)]
     rowwise: list[Value] = [Rows(0, none) if leaf.ndim else Const(none) for leaf in jax.tree.leaves(batch)]
     drawn = [Const(none, anywhere=True) for _ in jax.tree.leaves(key)]
+    together = context.axes if context is not None and context.micro_batches == 1 else ()
     try:
-        found = follow(Scope(sizes, frozenset(row_axes)), jaxprs, [*shared, *rowwise, *drawn])
+        found = follow(Scope(tuple(sizes), frozenset(together)), jaxprs, [*shared, *rowwise, *drawn])
     except DifferentTracesError as error:
         op = None if error.eqn is None else Op(error.eqn)
         why = f"it does other things on {sizes[0]} rows than on {sizes[1]}."
@@ -110,12 +125,12 @@ FIX = (
 )
 
 
-def check_separable(config: StrategyConfig, params: PyTree, batch: PyTree, *, training: bool) -> None:
+def check_separable(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> None:
     """Refuse a loss whose pieces, on several devices or in micro-batches, do not add up to that of the whole batch.
 
     Args:
       config: of the step; of evaluation, its `of_evaluation`.
-      params: the parameters as shapes and dtypes.
+      layout: of the parameters.
       batch: a global batch.
       training: whether the loss gets a random key, if it takes one.
 
@@ -124,17 +139,19 @@ def check_separable(config: StrategyConfig, params: PyTree, batch: PyTree, *, tr
     """
     if config.local_updates is not None and config.local_updates.warmup_steps:
         config = config._replace(sync_gradients=True)
-    if config.num_pieces == 1 or config.separable:
+    if config.view == "global" or config.num_pieces == 1 or config.separable:
         return
     axes = config.axes
     shares = math.prod(axes.sizes[axis] for axis in axes.rows) * config.micro_batches
-    piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // shares, *x.shape[1:]), x.dtype), abstract(batch))
-    key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
-    manual = [(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1]
-    together = axes.summed if config.micro_batches == 1 else ()
-    mixing = on_mesh(config.mesh, functools.partial(find_mixing, key=key, row_axes=together, axis_sizes=manual))(
-        config.loss_fn, params, piece
+    find = functools.partial(
+        find_mixing,
+        who=config.strategy,
+        key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
+        context=row_context(config),
+        axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
     )
+    piece = jax.tree.map(lambda x: _resized(x, x.shape[0] // shares), abstract(batch))
+    mixing = on_mesh(config.mesh, find)(config.loss_fn, _as_gathered(config, layout), piece)
     if mixing is None or not mixing.sure:
         return
     cut = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
@@ -143,6 +160,17 @@ def check_separable(config: StrategyConfig, params: PyTree, batch: PyTree, *, tr
         f"{mixing.what} is not a (weighted) mean over rows, so {' and '.join(cut)} would train on another: {mixing.why}"
     )
     raise NotSeparableError(format_error(config.strategy, what, mixing.lines, FIX), operation=mixing.operation)
+
+
+def _as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
+    """Return the parameters as the loss gets them."""
+
+    def one(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> jax.ShapeDtypeStruct:
+        cast = config.gather_dtype is not None and plan.trainable and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, config.gather_dtype if cast else leaf.dtype)
+
+    leaves = layout.treedef.flatten_up_to(layout.abstract.params)
+    return layout.treedef.unflatten([one(*pair) for pair in zip(leaves, layout.plans, strict=True)])
 
 
 def _resized(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
@@ -179,7 +207,7 @@ def _problem(out: _Out, values: Sequence[Value], sizes: Sequence[int]) -> Mixing
             return Mixing(out.what, why, operation, lines, sure=True)
         if isinstance(value, Sum) or (isinstance(value, Const) and not value.zero):
             degrees.append(part_degree(sizes, value))
-    mean = tuple(-1.0 * (size != sizes[0]) for size in sizes[1:])
+    mean = tuple(-1.0 if size != sizes[0] else 0.0 for size in sizes[1:])
     if out.must == "mean":
         if wrong := [one for one in degrees if odd(one) or not same(one, mean)]:
             of_sum = all(abs(one) < 1e-3 for one in wrong[0])
@@ -228,9 +256,13 @@ def _operation(op: Op | None) -> str:
 
 
 def _frame(op: Op) -> source_info_util.Frame | None:
-    """Return the user's line; of what jax keeps of its own functions, that of the innermost call from outside of it."""
-    for eqn in (op.eqn, *reversed(op.callers)):
-        frame = source_info_util.user_frame(eqn.source_info.traceback)
-        if frame is not None:
-            return frame
-    return None
+    """Return the user's line, if there is one, rather than that of a library that it calls.
+
+    What jax keeps traces of, such as its own functions, does not say who called: the call does.
+    """
+    frames = [
+        frame
+        for eqn in (op.eqn, *reversed(op.callers))
+        for frame in source_info_util.user_frames(eqn.source_info.traceback)
+    ]
+    return next((frame for frame in frames if "site-packages" not in frame.file_name), next(iter(frames), None))

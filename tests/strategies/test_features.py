@@ -33,7 +33,8 @@ def test_aux_metrics_are_those_of_the_union_batch(mesh_of, micro_batches):
         }
         return square(params, batch), aux
 
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, micro_batches=micro_batches, min_shard_elements=1)
+    sizes = {"micro_batches": micro_batches, "min_shard_elements": 1}
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, separable=True, **sizes)  # but for "count"
     _, metrics = opt.step(opt.init(PARAMS), X)
     assert set(metrics) == {"loss", "grad_norm", "mean", "ratio", "count", "vector"}
     np.testing.assert_allclose(metrics["mean"], X.mean(), rtol=1e-5)
@@ -60,7 +61,7 @@ def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
         }
 
     params = {**PARAMS, "seen": jnp.zeros((16,))}
-    opt = so.ddp(optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"])
+    opt = so.ddp(optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"], separable=True)
     rows = np.concatenate([np.arange(1, 17, dtype=np.float32)[:, None], X], axis=1)
     state = opt.init(params, jax.random.key(5))
     seen = []
@@ -132,7 +133,9 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
         return loss, {"rest": so.Updated({"rest": rest})}
 
     params = {"weights": weights, "rest": rest}
-    opt = so.fsdp(optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=["^rest"], min_shard_elements=1)
+    opt = so.fsdp(
+        optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=["^rest"], separable=True
+    )  # halves normalise apart
     state = opt.init(params)
     state, _ = opt.step(state, X)
     halves = []
