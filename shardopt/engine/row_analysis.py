@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.core import jaxprs_in_params
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from shardopt.engine.row_arithmetic import as_sum, joined, not_linear
@@ -20,7 +19,6 @@ from shardopt.engine.row_values import (
     Site,
     Sum,
     Value,
-    add,
     degree_of,
     first_mixed,
     odd,
@@ -28,7 +26,7 @@ from shardopt.engine.row_values import (
     scaled,
 )
 
-REMEDIES = {"shardopt_gather_batch": "gather", "shardopt_batch_mean": "mean", "shardopt_batch_sum": "sum"}
+REMEDIES = ("shardopt_gather_batch", "shardopt_batch_mean", "shardopt_batch_sum")
 """Names of jitted functions whose results are equal on all devices."""
 
 _CALLS = frozenset(
@@ -130,14 +128,6 @@ def follow(scope: Scope, jaxprs: Sequence[Any], values: Sequence[Value]) -> list
     return [read(atoms) for atoms in zip(*(one.outvars for one in opened), strict=True)]
 
 
-def asks_for_rows(jaxpr: Any) -> bool:
-    """Return whether a loss calls `gather_batch`, `batch_mean` or `batch_sum`."""
-    return any(
-        eqn.params.get("name") in REMEDIES or any(asks_for_rows(inner) for inner in jaxprs_in_params(eqn.params))
-        for eqn in _opened(jaxpr).eqns
-    )
-
-
 def _opened(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
@@ -182,22 +172,26 @@ def _results(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
         given = [*values[start : start + lengths.solve], *values[sum(lengths) :]]
         return follow(scope.within(site), solve, given)
     if site.name in _CALLS:
-        if (remedy := REMEDIES.get(str(site.params.get("name")))) is not None:
-            return [_of_all_devices(site, remedy, value) for value in values][: site.num_outs]
+        if site.params.get("name") in REMEDIES:
+            return [_of_all_devices(site, value) for value in values]
         key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
         if key is not None and len(_opened(site.params[key]).invars) == len(values):
             return follow(scope.within(site), site.param(key), values)
     return apply(site, values)
 
 
-def _of_all_devices(site: Site, remedy: str, value: Value) -> Value:
-    """Return what `gather_batch`, `batch_mean` and `batch_sum` give: the same on all devices, so it acts as a constant."""
+def _of_all_devices(site: Site, value: Value) -> Value:
+    """Return what `gather_batch`, `batch_mean` and `batch_sum` give: the same on all devices, so it acts as a constant.
+
+    The traces have the same number of rows on all devices together, so a sum over these grows with nothing.
+    """
     if isinstance(value, Mixed):
         return value
-    if isinstance(value, Sum) or (isinstance(value, Rows) and (value.plus or value.dim != 0 or value.own)):
-        return not_linear(site, [value]) if isinstance(value, Sum) or value.plus else site.mixed("unknown")
-    each = add(value.degree, (1.0,) * len(value.degree))  # one for rows, one for devices
-    return Const(each if remedy == "sum" else value.degree, anywhere=True)
+    if isinstance(value, Sum) or (isinstance(value, Rows) and value.plus):
+        return not_linear(site, [value])
+    if isinstance(value, Rows) and (value.dim != 0 or value.own):
+        return site.mixed("unknown")
+    return Const(value.degree, anywhere=True)
 
 
 def _collective(scope: Scope, site: Site, values: list[Value]) -> list[Value]:

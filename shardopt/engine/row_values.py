@@ -1,6 +1,6 @@
 """What is known of a value inside a loss: how it depends on the rows of the batch, and on how many there are.
 
-A loss is traced several times, on other numbers of rows (and, where it asks for all devices' rows, of devices). The
+A loss is traced twice, the second time on twice the rows (and half the devices, for what asks for the rows of all). The
 traces are the same equations at other sizes. A dim that differs in size has rows in it, and a number that differs is a
 function of their number: `degree` says with which power it grows, so 1/B has degree -1, and the mean is a sum of degree -1.
 """

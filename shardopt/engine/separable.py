@@ -21,7 +21,7 @@ from shardopt.core.types import PyTree, Updated, Weighted, abstract, leaves_with
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import loss_parts
-from shardopt.engine.row_analysis import DifferentTracesError, Scope, asks_for_rows, follow
+from shardopt.engine.row_analysis import DifferentTracesError, Scope, follow
 from shardopt.engine.row_arithmetic import part_degree
 from shardopt.engine.row_values import Const, Mixed, Op, Rows, Sum, Value, first_mixed, odd, same
 from shardopt.engine.rows import RowContext, row_context, with_rows
@@ -92,23 +92,20 @@ def find_mixing(
         make = jax.make_jaxpr(traced, static_argnums=3, axis_env=list(axis_sizes))
         return make(params, resized, key, devices)
 
-    jaxprs, sizes = [trace(least, devices)], [least]
+    # Twice the rows on half the devices: what follows from the whole batch alone stays the same, its size included.
+    sizes, first = (least, 2 * least), trace(least, 2 * devices)
     try:
-        jaxprs.append(trace(2 * least, devices))
-        sizes.append(2 * least)
+        jaxprs = first, trace(2 * least, devices)
     except Exception as error:
         why = f"it cannot be traced on {2 * least} rows, so nothing can be said of it: {type(error).__name__}: {error}"
         return Mixing("the loss", why.splitlines()[0], "", (), sure=False)
-    if asks_for_rows(jaxprs[0]):  # then numbers may depend on how many devices there are
-        jaxprs.append(trace(least, 2 * devices))
-        sizes.append(least)
-    none = (0.0,) * (len(sizes) - 1)
+    none = (0.0,)
     shared = [Const(none) for _ in jax.tree.leaves(params)]
     rowwise: list[Value] = [Rows(0, none) if leaf.ndim else Const(none) for leaf in jax.tree.leaves(batch)]
     drawn = [Const(none, anywhere=True) for _ in jax.tree.leaves(key)]
     together = context.axes if context is not None and context.micro_batches == 1 else ()
     try:
-        found = follow(Scope(tuple(sizes), frozenset(together)), jaxprs, [*shared, *rowwise, *drawn])
+        found = follow(Scope(sizes, frozenset(together)), jaxprs, [*shared, *rowwise, *drawn])
     except DifferentTracesError as error:
         op = None if error.eqn is None else Op(error.eqn)
         why = f"it does other things on {sizes[0]} rows than on {sizes[1]}."
