@@ -1,8 +1,7 @@
 """What a strategy was asked for, checked before anything else happens: one config, from which all follows."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CellType, FunctionType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
@@ -16,6 +15,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.axes import TABLE, Axes, axes_of
 from shardopt.engine.compiler_options import CompilerOptions, compiler_options
+from shardopt.engine.transformation import functions_within
 from shardopt.mesh import AXES
 from shardopt.partition import Report
 from shardopt.partition.rules import check_rules
@@ -226,26 +226,10 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
             f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
             "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         )
-    if any(f.__module__ == "optax._src.lookahead" for f in _functions_within(tx)):
+    if any(f.__module__ == "optax._src.lookahead" for f in functions_within(tx)):
         what = "optax.lookahead steps two copies of the parameters, and there is but one here."
         fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
         raise ValueError(format_error(who, what, fix=fix))
-
-
-def _functions_within(tx: Any) -> list[Callable[..., Any]]:
-    """Return the functions that a transformation is made of: itself, and what those in it close over."""
-    found, todo, seen = [], [tx], set()
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, FunctionType):
-            found.append(one)
-            todo += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
-        elif isinstance(one, tuple | list | dict):
-            todo += one.values() if isinstance(one, dict) else one
-    return found
 
 
 def check_evaluate_fn(who: str, config: StrategyConfig) -> None:

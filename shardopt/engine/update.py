@@ -16,6 +16,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import Gradients
+from shardopt.engine.transformation import asks_for
 
 
 def apply_update(
@@ -44,7 +45,9 @@ def apply_update(
     def grad_at(trained: PyTree, _: int = 0) -> PyTree:  # the number of a step of sam
         return place(jax.grad(loss_at)(trained), where)
 
-    extra = {"value": found.loss, "grad": grads, "value_fn": loss_at, "obj_fn": loss_at, "grad_fn": grad_at}
+    extra = {"value": found.loss, "grad": grads, "value_fn": loss_at}
+    # Line searches refuse arguments that they do not know.
+    extra |= {name: f for name, f in (("obj_fn", loss_at), ("grad_fn", grad_at)) if asks_for(config.tx, name)}
     updates, opt_state = config.tx.update(grads, opt_state, shards, **_taken(config.tx.update, extra))
     shards = optax.apply_updates(shards, updates)
     new = layout.merge(frozen, jax.tree.leaves(place(shards, where)))

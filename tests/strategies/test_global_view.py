@@ -122,20 +122,20 @@ def sam(opaque_mode):
 
 SOPHIA = optax.contrib.sophia(1e-2, update_interval=2)
 ASKING = {
-    "sam": ("fsdp", sam(True), "global"),
-    "sophia": ("zero1", SOPHIA, "global"),
-    "sam per device": ("zero1", sam(True), "per_device"),
-    "sophia per device": ("fsdp", SOPHIA, "per_device"),
-    "sam in turns": ("ddp", sam(False), "global"),
+    "sam": ("fsdp", sam(True), "global", ["grad_fn"]),
+    "sophia": ("zero1", SOPHIA, "global", ["obj_fn"]),
+    "sam per device": ("zero1", sam(True), "per_device", ["grad_fn"]),
+    "sophia per device": ("fsdp", SOPHIA, "per_device", ["obj_fn"]),
+    "sam in turns": ("ddp", sam(False), "global", []),
 }
 
 
-@pytest.mark.parametrize(("way", "tx", "view"), ASKING.values(), ids=ASKING)
-def test_optimizers_that_ask_for_more_than_a_gradient(way, tx, view, mesh_of, x64):
+@pytest.mark.parametrize(("way", "tx", "view", "asks"), ASKING.values(), ids=ASKING)
+def test_optimizers_that_ask_for_more_than_a_gradient(way, tx, view, asks, mesh_of, x64):
     case, (strategy, sizes) = LOSSES["batch_norm"], WAYS[way]
     loss_fn = case.loss_fn if view == "global" else mean_square
     opt = STRATEGIES[strategy](tx, mesh_of(**sizes), loss_fn, view=view)
-    check(opt, loss_fn, case.params, case.batches(4), tx=tx, value_fn=True)
+    check(opt, loss_fn, case.params, case.batches(4), tx=tx, asks=asks)
 
 
 def mean_square(params, batch):

@@ -1,6 +1,5 @@
 """Single-device training in plain jax and optax: what every synchronous strategy is compared with."""
 
-import inspect
 from collections.abc import Sequence
 
 import jax
@@ -20,8 +19,11 @@ OPTIMIZERS = {
 }
 
 
-def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False):
-    """Return the losses, gradient norms and final parameters of plain training on whole batches."""
+def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False, asks: Sequence[str] | None = None):
+    """Return the losses, gradient norms and final parameters of plain training on whole batches.
+
+    `asks` names the extra arguments that the optimizer gets: by default value, gradient and, if asked for, value_fn.
+    """
     trained = [i for i, leaf in enumerate(jax.tree.leaves(params)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     treedef = jax.tree.structure(params)
 
@@ -36,14 +38,10 @@ def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False):
     def step(part, opt_state, batch):
         loss, grads = jax.value_and_grad(lambda part: loss_fn(merge(part), batch))(part)
         loss_at = lambda part, *_: loss_fn(merge(part), batch)  # noqa: E731
-        extra = {"value": loss, "grad": grads}
-        if value_fn:
-            extra |= {"value_fn": loss_at, "obj_fn": loss_at, "grad_fn": jax.grad(loss_at)}
-        update = optax.with_extra_args_support(tx).update
-        taken = inspect.signature(update).parameters
-        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
-            extra = {name: given for name, given in extra.items() if name in taken}
-        updates, opt_state = update(grads, opt_state, part, **extra)
+        known = {"value": loss, "grad": grads, "value_fn": loss_at, "obj_fn": loss_at, "grad_fn": jax.grad(loss_at)}
+        names = ["value", "grad", *["value_fn"] * value_fn] if asks is None else asks
+        extra = {name: known[name] for name in names}
+        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, part, **extra)
         return optax.apply_updates(part, updates), opt_state, loss, optax.tree.norm(grads)
 
     part, opt_state, history = split(params), tx.init(split(params)), []
