@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState
+from shardopt.engine.batches import as_arrays
 from shardopt.engine.config import StrategyConfig, check_config
 from shardopt.engine.inputs import (
     batch_sharding,
@@ -73,6 +74,7 @@ def build(
 
     def prepare(state: TrainState, batch: PyTree) -> tuple[CompiledStep, PyTree]:
         check_state(config, state)
+        batch = as_arrays(config.strategy, batch)
         check_batch(config, batch)
         compiled = cache.of(state.params)
         if id(compiled) not in checked:  # once: what a step returns lives where it should

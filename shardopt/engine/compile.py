@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Hashable
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -35,7 +36,7 @@ class AotCompiled:
         """Return what the jitted function returns."""
         if self.check is not None or not self._compiled:
             leaves, treedef = jax.tree.flatten(args)
-            kind = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+            kind = (treedef, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves))
             if kind not in self._compiled and not any(isinstance(leaf, Tracer) for leaf in leaves):
                 compiled = compile_ahead(self.jitted, *args)
                 if self.check is not None:

@@ -71,6 +71,8 @@ def cut_rows(config: StrategyConfig, batch: PyTree, count: int) -> PyTree:
     devices = config.axes.num_shares
 
     def one(x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return jnp.broadcast_to(x, (count,))
         pieces = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
         return constrain(config, pieces.reshape(count, -1, *x.shape[1:]), PartitionSpec(None, config.axes.summed))
 
@@ -81,6 +83,10 @@ def by_replica(config: StrategyConfig, batch: PyTree) -> PyTree:
     """Return the rows as [replicas, rows, ...], of which each replica keeps its own."""
     (replica,), inner = config.axes.stacked, config.axes.summed
     count = config.axes.sizes[replica]
-    return jax.tree.map(
-        lambda x: constrain(config, x.reshape(count, -1, *x.shape[1:]), PartitionSpec(replica, inner)), batch
-    )
+
+    def one(x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return jnp.broadcast_to(x, (count,))
+        return constrain(config, x.reshape(count, -1, *x.shape[1:]), PartitionSpec(replica, inner))
+
+    return jax.tree.map(one, batch)

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.collectives import per_device
 from shardopt.core.types import PyTree, TrainState
+from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.compile import AotCompiled, check_no_deadlock
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.global_view import global_parts
@@ -51,6 +52,7 @@ class Totals:
     def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
         """Run what adds up to the batch: a plain value has its number of rows as weight."""
         check_state(self._config, state)
+        batch = as_arrays(self._config.strategy, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
         if self._config.view == "global" and size:
             everywhere = NamedSharding(self._config.mesh, PartitionSpec())
@@ -73,11 +75,10 @@ class Totals:
 def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
     """Return `(params, batch, counted) -> LossParts` over the pieces of a batch that are counted, a bool each."""
     losses = micro_batch_losses if config.schedule is None else pipelined_losses
-    rows = PartitionSpec(config.axes.rows)
 
     def local(params, batch, step, rng, counted):
         parts = losses(config, layout, params, batch, step, rng)
-        size = jax.tree.leaves(batch)[0].shape[0] // config.micro_batches
+        size = num_rows(batch) // config.micro_batches
 
         def of_counted(metric):
             metric = of_rows(metric, size)
@@ -87,14 +88,13 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
         metrics = {name: of_counted(one) for name, one in parts.metrics.items()}
         return sum_parts(LossParts(of_counted(parts.loss), metrics, {}), config.axes)
 
-    run = per_device(local, config.mesh, in_specs=(*in_specs(config, layout), rows), out_specs=PartitionSpec())
-
     def totals(params, batch, counted):
+        specs = *in_specs(config, layout, batch), PartitionSpec(config.axes.rows)
+        run = per_device(local, config.mesh, in_specs=specs, out_specs=PartitionSpec())
         return run(layout.treedef.flatten_up_to(params), batch, None, None, counted)
 
-    on_params, on_rows = shardings(config.mesh, layout.specs.params), batch_sharding(config)
-    everywhere = NamedSharding(config.mesh, PartitionSpec())
-    jitted = jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, on_rows, on_rows), out_shardings=everywhere)
+    on_params, everywhere = shardings(config.mesh, layout.specs.params), NamedSharding(config.mesh, PartitionSpec())
+    jitted = jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, None, None), out_shardings=everywhere)
     return check_no_deadlock(config, jitted)
 
 
@@ -103,7 +103,7 @@ def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled
     parts_of = global_parts(config, layout)
 
     def totals(params, batch):
-        parts, size = parts_of(params, batch), jax.tree.leaves(batch)[0].shape[0]
+        parts, size = parts_of(params, batch), num_rows(batch)
         return LossParts(of_rows(parts.loss, size), {name: of_rows(x, size) for name, x in parts.metrics.items()}, {})
 
     on_params = shardings(config.mesh, layout.specs.params)
@@ -112,4 +112,4 @@ def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled
 
 
 def _rows(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[rows], batch)
+    return jax.tree.map(lambda leaf: leaf[rows] if np.ndim(leaf) else leaf, batch)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
+from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
 from shardopt.engine.layout import Layout
@@ -99,7 +100,7 @@ def _parts(
 
 def num_micro_batches(config: StrategyConfig, batch: PyTree) -> int:
     """Return into how many micro-batches the batch is cut: one, with a warning, where it is not shown that it may be cut."""
-    if config.micro_batches == 1 or jax.tree.leaves(batch)[0].shape[0] % config.num_pieces:
+    if config.micro_batches == 1 or num_rows(batch) % config.num_pieces:
         return 1
     what = f"micro_batches={config.micro_batches}, but the whole batch runs at once: cut up, the loss might be another."
     warnings.warn(format_error(config.strategy, what, fix="use micro_batches=1 with view='global'."), stacklevel=2)

@@ -56,14 +56,11 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
         return *jax.tree.map(lambda x: _stacked(config, x), (grads, parts)), reducer_state
 
     state_specs = None if compression is None else manual_specs(compression)
-    run = per_device(
-        local,
-        config.mesh,
-        in_specs=(*in_specs(config, layout), state_specs),
-        out_specs=(grad_specs(config, layout), axes.stack(), state_specs),
-    )
+    out_specs = grad_specs(config, layout), axes.stack(), state_specs
 
     def gradients(params, batch, step, rng, reducer_state=None):
+        specs = *in_specs(config, layout, batch), state_specs
+        run = per_device(local, config.mesh, in_specs=specs, out_specs=out_specs)
         grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
         loss, metrics = parts.divided(per_replica=config.per_replica)
         return Gradients(layout.merge([None] * len(layout.plans), grads), loss, metrics, parts.updates, state)
@@ -84,9 +81,8 @@ def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax
     def local(params, batch, step, rng):
         return sum_parts(losses(config, layout, params, batch, step, rng), config.axes)
 
-    run = per_device(local, config.mesh, in_specs=in_specs(config, layout), out_specs=PartitionSpec())
-
     def loss(params, batch, step=None, rng=None):
+        run = per_device(local, config.mesh, in_specs=in_specs(config, layout, batch), out_specs=PartitionSpec())
         return run(layout.treedef.flatten_up_to(params), batch, step, rng).divided()
 
     return loss
@@ -116,10 +112,16 @@ def _stacked(config: StrategyConfig, x: jax.Array) -> jax.Array:
     return x[None] if config.per_replica else x
 
 
-def in_specs(config: StrategyConfig, layout: Layout) -> tuple[list[PartitionSpec], *tuple[PartitionSpec, ...]]:
-    """Return how (params, batch, step, rng) come into the per-device view."""
+def in_specs(config: StrategyConfig, layout: Layout, batch: PyTree) -> tuple[PyTree, ...]:
+    """Return how (params, batch, step, rng) come into the per-device view; what has no rows is replicated."""
     params = [config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans]
-    return params, PartitionSpec(config.axes.rows), PartitionSpec(), PartitionSpec()
+    rows = PartitionSpec(config.axes.rows)
+    return (
+        params,
+        jax.tree.map(lambda x: rows if jnp.ndim(x) else PartitionSpec(), batch),
+        PartitionSpec(),
+        PartitionSpec(),
+    )
 
 
 def micro_batch_gradients(

@@ -102,28 +102,23 @@ def batch_sharding(config: StrategyConfig) -> NamedSharding:
 
 
 def check_rows(config: StrategyConfig, batch: PyTree) -> int:
-    """Return the number of rows of a batch.
+    """Return the number of rows of a batch, whose leaves are arrays [rows, ...] or numbers that all rows share.
 
     Raises:
-      TypeError: if a leaf is not an array.
-      ValueError: if there is no leaf, a leaf has no dims, or sizes differ.
+      ValueError: if there is no array with rows, or their numbers differ.
     """
-    leaves = leaves_with_paths(batch)
-    if strange := [f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not is_array_like(leaf)]:
-        raise TypeError(format_error(config.strategy, "batch leaves must be arrays [global batch, ...].", strange))
-    sizes = {leaf.shape[0] if leaf.shape else None for _, leaf in leaves}
-    if len(sizes) != 1 or None in sizes:
-        listed = [f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in leaves]
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    if len(sizes) != 1:
+        listed = [f"{path or 'batch'}: shape {np.shape(leaf)}" for path, leaf in leaves_with_paths(batch)]
         what = "batch leaves must share their first dim, the global batch."
         raise ValueError(format_error(config.strategy, what, listed, "give every leaf the shape [global batch, ...]."))
-    return leaves[0][1].shape[0]
+    return sizes.pop()
 
 
 def check_batch(config: StrategyConfig, batch: PyTree) -> None:
     """Refuse a batch that cannot be cut into devices and micro-batches.
 
     Raises:
-      TypeError: as `check_rows`.
       ValueError: as `check_rows`, and if the size is not divisible by replica * data * micro_batches.
     """
     size = check_rows(config, batch)
@@ -143,18 +138,24 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
 def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
     """Put each leaf's rows on the devices that need them; leaves already placed so are returned as they are.
 
-    A numpy leaf holds the whole global batch on every process; only rows for local devices are copied.
+    A numpy leaf holds the whole global batch on every process; only rows for local devices are copied. Numbers that all
+    rows share go to all devices.
     """
 
-    def place(leaf: jax.Array | np.ndarray) -> jax.Array:
-        if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
-            return leaf
-        if isinstance(leaf, jax.Array) and (leaf.sharding == sharding or not leaf.is_fully_addressable):
+    def place(leaf: jax.Array | np.ndarray | float) -> jax.Array | jax.ShapeDtypeStruct | float:
+        if isinstance(leaf, bool | int | float | complex):
+            return leaf  # it becomes an argument on all devices, and keeps its weak type
+        where = sharding if leaf.ndim else NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(leaf, Tracer):
+            return jax.lax.with_sharding_constraint(leaf, where)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        if isinstance(leaf, jax.Array) and (leaf.sharding == where or not leaf.is_fully_addressable):
             return leaf
         if jax.process_count() == 1:
-            return jax.device_put(leaf, sharding)
+            return jax.device_put(leaf, where)
         rows = np.asarray(leaf)
-        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+        return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
 
     return jax.tree.map(place, batch)
 

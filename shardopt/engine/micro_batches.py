@@ -10,8 +10,12 @@ from shardopt.engine.loss import LossParts
 
 
 def cut(batch: PyTree, count: int) -> PyTree:
-    """Return rows as micro-batches [count, rows, ...]."""
-    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+    """Return rows as micro-batches [count, rows, ...]; each gets the numbers that all rows share."""
+
+    def one(x: jax.Array) -> jax.Array:
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (count,))
+
+    return jax.tree.map(one, batch)
 
 
 def numbers(count: int) -> jax.Array:

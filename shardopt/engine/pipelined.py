@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from shardopt.core.block_model import BLOCKS, as_block_model, call
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
+from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import LossParts, all_gather_leaves, loss_parts, step_key
@@ -108,7 +109,7 @@ def _stage_fns(
     plans = layout.treedef.unflatten(layout.plans)
     block_treedef, num_blocks = jax.tree.structure(plans[BLOCKS]), layout.plans[blocks[0]].shape[0]
     micro_batches = cut(batch, config.micro_batches)
-    rows, pieces = jax.tree.leaves(micro_batches)[0].shape[1], config.num_pieces
+    rows, pieces = num_rows(batch) // config.micro_batches, config.num_pieces
 
     outer = [params[i] for i in outer_indices]
     trained = [place for place, i in enumerate(outer_indices) if layout.plans[i].trainable]

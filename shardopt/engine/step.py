@@ -14,7 +14,6 @@ from shardopt.engine.compile import check_no_deadlock
 from shardopt.engine.compression import CompressedOptState, init_compression
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients, make_loss
-from shardopt.engine.inputs import batch_sharding
 from shardopt.engine.layout import Layout, make_layout, shardings
 from shardopt.engine.optimizer import Metrics
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
@@ -80,7 +79,7 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
 
     jitted = jax.jit(
         on_mesh(config.mesh, step),
-        in_shardings=(on_state, batch_sharding(config)),
+        in_shardings=(on_state, None),
         out_shardings=(on_state, NamedSharding(config.mesh, PartitionSpec())),
         donate_argnums=0,
         compiler_options=dict(config.compiler_options or {}),
@@ -117,7 +116,7 @@ def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
     everywhere = NamedSharding(config.mesh, PartitionSpec())
     jitted = jax.jit(
         on_mesh(config.mesh, evaluate),
-        in_shardings=(on_params, batch_sharding(config)),
+        in_shardings=(on_params, None),
         out_shardings=everywhere,
         compiler_options=dict(config.compiler_options or {}),
     )

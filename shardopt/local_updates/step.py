@@ -14,7 +14,7 @@ from shardopt.core.types import Max, Min, PyTree, Sum, TrainState
 from shardopt.engine.compile import AotCompiled, check_no_deadlock
 from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.gradients import make_gradients
-from shardopt.engine.inputs import batch_sharding, copied
+from shardopt.engine.inputs import copied
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.metrics import combined, value_of
 from shardopt.engine.optimizer import Metrics
@@ -198,7 +198,7 @@ def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> A
     by_replica = NamedSharding(config.mesh, PartitionSpec(REPLICA))
     jitted = jax.jit(
         on_mesh(config.mesh, step),
-        in_shardings=(placed, batch_sharding(config)),
+        in_shardings=(placed, None),
         out_shardings=(placed, by_replica),
         donate_argnums=0,
         compiler_options=dict(config.compiler_options or {}),

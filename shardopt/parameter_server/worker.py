@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardopt.core.block_model import LossFn, as_block_model, call, run_blocks, takes_rng
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
+from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.config import DDP, StrategyConfig, check_config
 from shardopt.engine.inputs import batch_sharding, check_batch, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
@@ -153,11 +154,12 @@ def make_gradients(
 
     def run(mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
         config, program = prepared.get(mesh) or prepare(mesh)
+        batch = as_arrays(who, batch)
         check_batch(config, batch)
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
         batch = place_batch(batch, batch_sharding(config))
         found = program(params, batch, rng, np.int32(worker), np.int32(clock))
-        return found._replace(rows=jax.tree.leaves(batch)[0].shape[0])
+        return found._replace(rows=num_rows(batch))
 
     prepare(mesh)
     return run
@@ -188,7 +190,7 @@ def _program(who: str, loss_fn: LossFn, mesh: Mesh) -> Callable[..., Update]:
 
 
 def _loss(who: str, loss_fn: LossFn, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
-    model, rows = as_block_model(loss_fn), jax.tree.leaves(batch)[0].shape[0]
+    model, rows = as_block_model(loss_fn), num_rows(batch)
     if model is not None:
         return loss_parts(who, run_blocks(model, params, batch, key), rows)
     return loss_parts(who, call(loss_fn, key, 0, params, batch), rows)

@@ -13,10 +13,11 @@ from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState
+from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.training.evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training.loggers import Log, as_loggers, open_log, show_progress
-from shardopt.training.metrics import Meter, check_state, count_examples
+from shardopt.training.metrics import Meter, check_state
 from shardopt.training.resume import (
     END,
     SIGNALS,
@@ -72,7 +73,7 @@ def fit(
     **Resuming.** With `checkpoints.resume` and a checkpoint newer than `state`, train state, data position and early
     stopping are restored; the run then equals an unbroken one (bit for bit on the same mesh). Data with `get_state` and
     `set_state` (grain) is put back by its own state; of other data pass a fresh iterator, from which the batches already
-    used are drawn and dropped. With several processes the position of the first is restored on all.
+    used are drawn and dropped: it must give them in the same order, and a UserWarning says where it does not. With several processes the position of the first is restored on all.
 
     **Ends.** At `num_steps`, early stopping, SIGTERM, a first Ctrl-C (a second raises KeyboardInterrupt) and the end of
     the batches, the step is finished, a last evaluation made (not after a signal), and a checkpoint written. Signals are
@@ -171,13 +172,14 @@ def fit(
             if batch is END:
                 stopped = "exhausted"
                 break
+            batch = as_arrays("fit", batch)
             state, arriving = opt.step(state, batch)
             step += 1
             logging, measured = step % log_every == 0, {}
             saving = checkpoints is not None and checkpoints.due(step)
             scheduled = saving if evaluate_every is None else step % evaluate_every == 0
             evaluating = evaluate is not None and (scheduled or (step == num_steps and not local_updates))
-            late = meter.push(step, stream.drawn - 1, arriving, examples=count_examples(batch), wanted=logging)
+            late = meter.push(step, stream.drawn - 1, arriving, examples=num_rows(batch), wanted=logging)
             if late is not None:
                 report(*late)
             display.advance(step)

@@ -98,11 +98,6 @@ def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:
         raise ValueError(format_error("fit", "metrics must be scalars.", strange, fix))
 
 
-def count_examples(batch: PyTree) -> int:
-    """Return the first dim of the first leaf that has one: the global batch."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)
-
-
 def check_state(
     state: TrainState, metrics: Mapping[str, float], *, step: int, position: int, checkpoints: Checkpoints | None = None
 ) -> None:

@@ -4,12 +4,15 @@ import base64
 import json
 import signal
 import threading
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -19,6 +22,7 @@ from shardopt.core import early_stopping as stopping
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import CheckpointError, NonFiniteLossError, format_error, plural
 from shardopt.core.types import PyTree, TrainState
+from shardopt.engine.batches import as_arrays
 from shardopt.engine.optimizer import ShardedOptimizer
 
 
@@ -51,6 +55,9 @@ def begin(
     how = "the data from its beginning: the checkpoint holds no position"
     if position is not None:
         how = stream.restore(position)
+    else:
+        fix = "save with so.fit, or put the batches into their place before it is called."
+        warnings.warn(format_error("fit", f"{how}; rows are seen again.", fix=fix), stacklevel=3)
     say(f"Resuming from step {latest} in {checkpoints.directory}, {how}.")
     seen = None if rule is None or saved is None else stopping.from_json(rule, saved)
     if rule is not None and seen is None:
@@ -150,7 +157,8 @@ class Stream:
     """Batches, drawn one at a time and never ahead, so that the position is that after the batches used.
 
     An iterator with `get_state` and `set_state` (grain's) is put back by its own state. Any other is put back by
-    drawing as many batches from a fresh one: it must give the same batches in the same order every time.
+    drawing as many batches from a fresh one: it must give the same batches in the same order every time. Of the last of
+    them a checksum is kept, by which it shows where it does not.
 
     Attributes:
       drawn: how many batches were drawn since the data began, those before a restored checkpoint included.
@@ -158,17 +166,21 @@ class Stream:
 
     def __init__(self, batches: Iterable[PyTree]):
         self._iterator: Any = iter(batches)
+        self._last: PyTree = None
         self.drawn = 0
 
     def draw(self) -> PyTree:
         """Return the next batch, or `END`."""
         batch = next(self._iterator, END)
-        self.drawn += batch is not END
+        if batch is not END:
+            self._last, self.drawn = batch, self.drawn + 1
         return batch
 
     def position(self) -> dict[str, Json]:
         """Return the position in a form that survives JSON."""
-        return {"drawn": self.drawn, "state": _encode(self._iterator.get_state()) if self._keeps_state() else None}
+        if self._keeps_state():
+            return {"drawn": self.drawn, "state": _encode(self._iterator.get_state())}
+        return {"drawn": self.drawn, "state": None, "last": _checksum(self._last) if self.drawn else None}
 
     def restore(self, position: Mapping[str, Json]) -> str:
         """Go to a saved position, and return in words how.
@@ -190,10 +202,29 @@ class Stream:
             if self.draw() is END:
                 what = f"the batches end after {self.drawn}, but the checkpoint was saved after {count}."
                 raise ValueError(format_error("fit", what, fix="pass a fresh iterator over the same data."))
+        last = position.get("last")
+        if last is not None and jax.process_index() == 0 and _checksum(self._last) not in (None, last):
+            what = f"the batches do not come as in the run that saved the checkpoint: batch {count - 1} is another."
+            fix = (
+                "shuffle by a fixed seed, the same each time the iterator is made, or give it get_state and set_state, "
+                "as grain's have; or some rows are seen twice, and others not at all."
+            )
+            warnings.warn(format_error("fit", what, fix=fix), stacklevel=2)
         return f"the data by drawing {plural(count, 'batch')}"
 
     def _keeps_state(self) -> bool:
         return callable(getattr(self._iterator, "get_state", None)) and hasattr(self._iterator, "set_state")
+
+
+def _checksum(batch: PyTree) -> int | None:
+    """Return a number that tells batches apart by their first rows; None if some of them lie on another process."""
+    found = 0
+    for leaf in jax.tree.leaves(as_arrays("fit", batch)):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return None
+        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
+            found = zlib.crc32(np.asarray(leaf[:8] if np.ndim(leaf) else leaf).tobytes(), found)
+    return found
 
 
 def _encode(state: object) -> dict[str, Json]:

@@ -182,7 +182,14 @@ FIRST_BATCH = [
         "  x: shape (16, 8)\n  y: shape (8,)\n  z: shape ()\n"
         "Fix: give every leaf the shape [global batch, ...].",
     ),
-    (square, {}, ["text"], TypeError, "ddp: batch leaves must be arrays [global batch, ...].\n  0: str"),
+    (
+        square,
+        {},
+        ["text"],
+        TypeError,
+        "ddp: batch leaves must be arrays [global batch, ...], or numbers that all rows share.\n"
+        "  batch: a list of str; make numbers of it, or leave it out",
+    ),
     (
         lambda params, batch: (batch @ params["w"]).mean(1),
         {},

@@ -259,7 +259,8 @@ def test_what_is_said(opt, new_state, batches, memory, capsys):
     again = memory(5, disk=checkpoints.disk, resume=True)
     fit(opt, new_state(), of_list(batches), num_steps=10, checkpoints=again, progress=False)
     assert capsys.readouterr().err == "Resuming from step 5 in /runs/a, the data by drawing 5 batches.\n"
-    fit(opt, new_state(), of_grain(batches), num_steps=15, checkpoints=again, progress=False)
+    with pytest.warns(UserWarning, match="batch 9 is another"):  # grain's are shuffled
+        fit(opt, new_state(), of_grain(batches), num_steps=15, checkpoints=again, progress=False)
     assert capsys.readouterr().err == "Resuming from step 10 in /runs/a, the data by drawing 10 batches.\n"
     fit(opt, new_state(), of_grain(batches), num_steps=20, checkpoints=again, progress=False)
     assert capsys.readouterr().err == "Resuming from step 15 in /runs/a, the data from its saved state.\n"
@@ -274,9 +275,29 @@ def test_no_position_is_said(opt, new_state, batches, memory, capsys):
     state = fit(opt, new_state(), of_list(batches), num_steps=5, progress=False).state
     checkpoints.save(state, step=5, extra={})
     checkpoints.wait()
-    fit(opt, new_state(), of_list(batches), num_steps=6, checkpoints=checkpoints, progress=False)
+    message = (
+        "fit: the data from its beginning: the checkpoint holds no position; rows are seen again.\n"
+        "Fix: save with so.fit, or put the batches into their place before it is called."
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        fit(opt, new_state(), of_list(batches), num_steps=6, checkpoints=checkpoints, progress=False)
     said = "Resuming from step 5 in /runs/a, the data from its beginning: the checkpoint holds no position.\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("make", [list, iter, lambda batches: ({"b": [b], "n": 1} for b in batches)])
+def test_data_in_another_order_warns(make):
+    """Drawn from its beginning it would be other data; the same data is not warned of (and warnings are errors here)."""
+    stream, rows = Stream(make(range(9))), np.random.default_rng(0).permutation(9).tolist()
+    draw(stream, 5)
+    put_back(make(range(9)), stream.position())
+    message = (
+        "fit: the batches do not come as in the run that saved the checkpoint: batch 4 is another.\n"
+        "Fix: shuffle by a fixed seed, the same each time the iterator is made, or give it get_state and set_state, as "
+        "grain's have; or some rows are seen twice, and others not at all."
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        put_back(make(rows), stream.position())
 
 
 def test_the_state_passed_is_freed_before_restoring(opt, new_state, batches, memory):

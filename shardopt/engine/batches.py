@@ -1,0 +1,114 @@
+"""A batch as people have it, brought to arrays: torch tensors, lists of numbers, mappings, scalars."""
+
+import dataclasses
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree, path_text
+
+
+def as_arrays(who: str, batch: PyTree) -> PyTree:
+    """Return the batch with arrays and Python numbers as leaves; one that has only such leaves as it is.
+
+    - A list of numbers, or of equally long lists of such (a column of `datasets`), becomes one array.
+    - A torch tensor, or what else has `__array__`, becomes a numpy array, without a copy where it is on the host.
+    - A mapping that jax does not know (a `BatchEncoding`) becomes a dict.
+
+    Raises:
+      TypeError: if a leaf is text, None of these, or a dataclass that jax does not know.
+      ValueError: if the lists of a leaf have different lengths.
+    """
+    if all(map(_is_ready, jax.tree.leaves(batch))):
+        return batch
+    kinds: list[str] = []
+    values: list[str] = []
+    converted = _convert(batch, (), kinds, values)
+    if kinds:
+        what = "batch leaves must be arrays [global batch, ...], or numbers that all rows share."
+        raise TypeError(format_error(who, what, kinds))
+    if values:
+        raise ValueError(format_error(who, "lists in a batch must be as long as each other.", values, "pad them."))
+    return converted
+
+
+def num_rows(batch: PyTree) -> int:
+    """Return the first dim of the first leaf that has one; 0 if none has."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), 0)
+
+
+def _is_ready(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in _NO_NUMBERS
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+_NO_NUMBERS = "OSUMm"
+"""Kinds of numpy dtypes that no device holds: objects, text, dates."""
+
+
+def _convert(tree: PyTree, prefix: tuple, kinds: list[str], values: list[str]) -> PyTree:
+    def one(path, leaf):
+        name = path_text((*prefix, *path)) or "batch"
+        if _is_ready(leaf) or isinstance(leaf, bool | int | float | complex):
+            return leaf
+        if isinstance(leaf, Mapping):
+            return _convert(dict(leaf), (*prefix, *path), kinds, values)
+        try:
+            array = _array(leaf)
+        except ValueError:  # numpy's word for lists of different lengths
+            values.append(f"{name}: {_lengths(leaf)}")
+            return leaf
+        if array is None or array.dtype.kind in _NO_NUMBERS:
+            kinds.append(f"{name}: {_what_is(leaf)}")
+        return array
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_column)
+
+
+def _is_column(node: Any) -> bool:
+    """Whether a list holds values: numbers, text or lists of such, rather than arrays."""
+    if not isinstance(node, list):
+        return False
+    if all(isinstance(one, list) for one in node):
+        return all(map(_is_column, node))
+    return all(isinstance(one, Number | str | bytes | np.generic | None) for one in node)
+
+
+def _array(leaf: Any) -> np.ndarray | None:
+    if isinstance(leaf, list | np.generic):
+        return np.asarray(leaf)
+    if all(callable(getattr(leaf, method, None)) for method in ("detach", "cpu", "numpy")):  # torch
+        leaf = leaf.detach().cpu()
+        try:
+            return leaf.numpy()
+        except TypeError:  # a dtype that numpy lacks, such as bfloat16
+            return np.asarray(jax.dlpack.from_dlpack(leaf.contiguous()))
+    if hasattr(leaf, "__array__"):
+        return np.asarray(leaf)
+    return None
+
+
+def _lengths(leaf: Any) -> str:
+    rows = [row for row in leaf if isinstance(row, list)]
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        return f"lists of {', '.join(map(str, lengths[:4]))}{', ...' if len(lengths) > 4 else ''} values"
+    return "lists within lists of different lengths"
+
+
+def _what_is(leaf: Any) -> str:
+    if isinstance(leaf, str | bytes) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "SU"):
+        return f"text ({type(leaf).__name__}); tokenize it, or leave it out"
+    if isinstance(leaf, list):
+        names = sorted({type(value).__name__ for value in np.asarray(leaf, object).flat})
+        return f"a list of {' and '.join(names)}; make numbers of it, or leave it out"
+    if dataclasses.is_dataclass(leaf):
+        return f"the dataclass {type(leaf).__name__}; register it with jax.tree_util.register_dataclass"
+    if isinstance(leaf, np.ndarray):
+        return f"an array of dtype {leaf.dtype}"
+    return type(leaf).__name__
