@@ -22,24 +22,25 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Scale gradients so that their norm over all devices is at most `max_norm`, counting each element once.
 
-    g <- g min(1, max_norm / |g|), |g|^2 = sum over split leaves of psum(sum x^2) + sum over whole leaves of sum x^2.
+    g <- g min(1, max_norm / |g|), where |g|^2 = sum over sharded leaves of psum(sum x^2) + sum over replicated leaves
+    of sum x^2.
 
-    A leaf that is split over an axis holds other elements on each device; a whole one holds the same elements on all,
-    so it counts once. Values cannot tell which is which, therefore something must: `split`, or the types of a
+    A leaf that is sharded over an axis holds other elements on each device; a replicated one holds the same elements
+    on all, so it counts once. Values cannot tell which is which, therefore something must: `split`, or the types of a
     `shard_map` with `check_vma=True`, which say along which axes a leaf varies. Without either, `update` is refused.
-    Average gradients first: whole leaves that still differ between devices have no one norm.
+    Average gradients first: replicated leaves that still differ between devices have no one norm.
 
-    **Equivalence**: `optax.clip_by_global_norm(max_norm)` of the whole gradients, up to summation order, NaN and inf
-    included.
+    **Equivalence**: `optax.clip_by_global_norm(max_norm)` of the unsharded gradients, up to summation order, NaN and
+    inf included.
 
     **Placement**: no state.
 
-    **Communication**: an all-reduce of one number for each set of axes that leaves are split over.
+    **Communication**: an all-reduce of one number for each set of axes that leaves are sharded over.
 
     Args:
       max_norm: the largest norm.
-      axis_names: the axis or axes that leaves are split over.
-      split: True (each leaf is split over all of `axis_names`), False (none is), or the `PartitionSpec`s that
+      axis_names: the axis or axes that leaves are sharded over.
+      split: True (each leaf is sharded over all of `axis_names`), False (none is), or the `PartitionSpec`s that
         `shard_map` has for these leaves: a tree like the gradients, or a prefix of it, where True and False may stand
         as well. By default what the types say.
 
@@ -48,9 +49,9 @@ def clip_by_global_norm(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `max_norm` is not positive; in `update`, if an axis is not bound, nothing says what is split,
+      ValueError: if `max_norm` is not positive; in `update`, if an axis is not bound, nothing says what is sharded,
         `split` is no prefix of the gradients, a spec names a bound axis that is not in `axis_names`, or a leaf is said
-        to be split which by its type is whole.
+        to be sharded which by its type is replicated.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so

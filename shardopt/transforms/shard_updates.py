@@ -41,10 +41,10 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     elements in place. So a norm, a factored moment, a transpose, a mask by size or by position, a factor of 1/fan-in
     or random numbers are all found. A sum over a shard is let through if a collective completes it before it is used,
     and if padding adds 0 to it, as in `so.transforms.clip_by_global_norm(..., split=True)`: in here every leaf is
-    split, those without dims too. Extra arguments of `update` must be the same on all devices.
+    sharded, those without dims too. Extra arguments of `update` must be the same on all devices.
 
-    **Placement**: the state of `inner` is split N ways: each leaf flattened, padded, and cut into N equal shards, which
-    keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. A leaf without dims is
+    **Placement**: the state of `inner` is sharded N ways: each leaf flattened, padded, and cut into N equal shards,
+    which keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. A leaf without dims is
     one shard's, and zero on all others. `init` needs the axis, too: so.reducers.init_state makes the state outside.
 
     **Communication** an update, per device, for Psi gradient bytes: reduce-scatter and all-gather,
@@ -104,13 +104,13 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
         own_params = None if params is None else shards_of(params)
         check_elementwise(who, tx, names, (updates, params), (shards, own_params), extra_args)
         found, inner_state = tx.update(shards, state.inner.value, own_params, **extra_args)
-        whole = _gather_whole(jax.tree.leaves(found), [leaf.shape for leaf in leaves], axis_name)
-        return treedef.unflatten(whole), ShardUpdatesState(PerDevice(inner_state))
+        gathered = _gather_leaves(jax.tree.leaves(found), [leaf.shape for leaf in leaves], axis_name)
+        return treedef.unflatten(gathered), ShardUpdatesState(PerDevice(inner_state))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _mean_shards(leaves: list[Any], count: int, axis_name: AxisName) -> list[Any]:
+def _mean_shards(leaves: list[jax.Array], count: int, axis_name: AxisName) -> list[jax.Array]:
     """Return this device's shard of the mean of each leaf, reduced a bucket at a time."""
     rows = [_rows(leaf, count) for leaf in leaves]
     shards = [_with_dims(row[0], leaf.ndim) for row, leaf in zip(rows, leaves, strict=True)]
@@ -124,27 +124,30 @@ def _mean_shards(leaves: list[Any], count: int, axis_name: AxisName) -> list[Any
     return shards
 
 
-def _scatter_mean(rows: Any, count: int, axis_name: AxisName) -> Any:
+def _scatter_mean(rows: jax.Array, count: int, axis_name: AxisName) -> jax.Array:
     if rows.dtype == wide_dtype(rows.dtype):
         return jax.lax.psum_scatter(rows, axis_name, scatter_dimension=0) / count
     received = all_to_all_packed([rows], axis_name)[0].astype(wide_dtype(rows.dtype))
     return (received.sum(axis=0) / count).astype(rows.dtype)
 
 
-def _gather_whole(shards: list[Any], shapes: list[tuple[int, ...]], axis_name: AxisName) -> list[Any]:
-    whole = [None if shard.size else shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True)]
+def _gather_leaves(shards: list[jax.Array], shapes: list[tuple[int, ...]], axis_name: AxisName) -> list[jax.Array]:
+    leaves = list(shards)
+    for i, shard in enumerate(shards):
+        if not shard.size:
+            leaves[i] = shard.reshape(shapes[i])
     for bucket in buckets_of([shard.size for shard in shards], [shard.dtype for shard in shards]):
         gathered = all_gather_packed([shards[i].reshape(1, -1) for i in bucket.members], axis_name)
         for i, rows in zip(bucket.members, gathered, strict=True):
-            whole[i] = rows.reshape(-1)[: math.prod(shapes[i])].reshape(shapes[i])
-    return whole
+            leaves[i] = rows.reshape(-1)[: math.prod(shapes[i])].reshape(shapes[i])
+    return leaves
 
 
-def _rows(leaf: Any, count: int) -> Any:
+def _rows(leaf: jax.Array, count: int) -> jax.Array:
     """Return a leaf flat, padded with zeros and cut into as many rows as there are devices."""
     length = -(-leaf.size // count)
     return jnp.pad(jnp.reshape(leaf, -1), (0, count * length - leaf.size)).reshape(count, length)
 
 
-def _with_dims(flat: Any, ndim: int) -> Any:
+def _with_dims(flat: jax.Array, ndim: int) -> jax.Array:
     return flat.reshape(flat.shape + (1,) * (ndim - 1) if ndim else ())

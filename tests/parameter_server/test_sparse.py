@@ -231,6 +231,11 @@ def test_refusals(message_of):
     assert message_of(ValueError, run, optax.sgd(0.1), rule=stateful, max_staleness=1, workers=1) == (
         f"parameter_server: a rule with a state cannot take sparse pushes.\n{fix}"
     )
+    late = optax.chain(so.transforms.delay_gradients(2), optax.sgd(0.1))
+    assert message_of(ValueError, after, late, sparse=True) == (
+        "parameter_server: the optimizer keeps state that has no row for each row of a sparse leaf.\n"
+        f"  state float32[2, {ROWS}, {DIM}] of a parameter float32[{ROWS}, {DIM}]\n{fix}"
+    )
     outside = SparseRows(np.array([ROWS]), np.ones((1, DIM), np.float32))
     assert message_of(ValueError, pushed, {"table": outside, "w": np.zeros(DIM, np.float32)}) == (
         "parameter_server: the sparse push of worker 0 does not fit.\n"
