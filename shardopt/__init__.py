@@ -22,6 +22,7 @@ from shardopt.core import (
     Updated,
     Weighted,
 )
+from shardopt.engine.adopt import adopt
 from shardopt.engine.compiler_options import compiler_options
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.rows import batch_mean, batch_sum, gather_batch
@@ -53,6 +54,7 @@ __all__ = [
     "TrainState",
     "Updated",
     "Weighted",
+    "adopt",
     "aot",
     "async_local_sgd",
     "async_sgd",

@@ -8,7 +8,7 @@ import jax
 
 from shardopt.checkpoint import store
 from shardopt.checkpoint.multihost import on_primary_process
-from shardopt.checkpoint.record import MANIFEST_NAME, Meta, read_meta, verify
+from shardopt.checkpoint.record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint.replicas import as_stored, to_wanted
 from shardopt.checkpoint.run_folder import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint.store import Leaf, describe, dtype_of
@@ -52,7 +52,8 @@ def restore(
     Args:
       directory: the folder of the run, as given to `save` or `Checkpoints`.
       target: the optimizer to go on with; it need not have seen parameters. Or an abstract state: a pytree of
-        `jax.ShapeDtypeStruct` with shardings, such as `opt.abstract_state()`, in the form of what was saved.
+        `jax.ShapeDtypeStruct` with shardings, such as `opt.abstract_state()`, in the form of what was saved. Of a folder
+        that orbax wrote by itself only this; it may be a part of what was saved.
       step: which checkpoint; by default the newest.
       abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, where an optimizer has not seen them. They
         are rebuilt from the checkpoint if their containers are dicts, lists, tuples and None only.
@@ -64,7 +65,7 @@ def restore(
       TypeError: if `target` is neither an optimizer nor an abstract state with shardings.
       StepNotFoundError: if there is no such checkpoint.
       DamagedCheckpointError: if a file is damaged or missing, by name.
-      CheckpointError: if a leaf is missing, left over, or of another shape or dtype, by key path. It is a ValueError,
+      CheckpointError: if orbax wrote the folder by itself and `target` is an optimizer; or if a leaf is missing, left over, or of another shape or dtype, by key path. It is a ValueError,
         and the two above are CheckpointErrors.
 
     Example:
@@ -78,7 +79,28 @@ def restore(
       >>> so.restore(folder, other).params["w"].addressable_shards[0].data.shape
       (64, 16)
     """
-    return load("restore", directory, target, step=step, abstract_params=abstract_params)[0]
+    who = "restore"
+    check_target(who, target, abstract_params)
+    outside = _orbax_folder(who, directory, step)
+    if outside is not None and not isinstance(target, ShardedOptimizer):
+        return store.read_orbax(who, outside, target)
+    return load(who, directory, target, step=step, abstract_params=abstract_params)[0]
+
+
+def _orbax_folder(who: str, directory: str | os.PathLike[str], step: int | None) -> Path | None:
+    """Return where orbax by itself wrote arrays: the folder, its step or an item of it; None if shardopt did, or nobody."""
+    path = run_folder(who, directory)
+
+    def find() -> str:
+        steps = committed(path)
+        chosen = step_folder(path, steps[-1] if step is None and steps else step or 0)
+        if any((folder / name).exists() for folder in (path, chosen) for name in (MANIFEST_NAME, RECORD_NAME)):
+            return ""
+        items = sorted(chosen.iterdir()) if chosen.is_dir() else []
+        return next((str(folder) for folder in (path, chosen, *items) if (folder / "_METADATA").exists()), "")
+
+    found = on_primary_process(find)
+    return Path(found) if found else None
 
 
 def load(
@@ -92,6 +114,13 @@ def load(
     """Return what `restore` returns, and the checkpoint's record."""
     check_target(who, target, abstract_params)
     path = run_folder(who, directory)
+    if (outside := _orbax_folder(who, directory, step)) is not None:
+        what = f"{outside} was written by orbax, not by shardopt: it has no record of what a train state is."
+        fix = (
+            "read its arrays with so.restore(directory, abstract tree), whose leaves are jax.ShapeDtypeStruct with shardings "
+            "and whose containers are those saved; then so.adopt(opt, params, opt_state, step=...)."
+        )
+        raise CheckpointError(format_error(who, what, fix=fix))
     chosen = on_primary_process(lambda: _choose(who, path, step))
     _check_undamaged(who, path, chosen)
     folder = step_folder(path, chosen)

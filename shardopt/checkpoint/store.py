@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint.tree import leaves_by_path, nest, show, unnest
-from shardopt.core.errors import format_error
+from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.types import PyTree, is_array_like
 
 ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -187,6 +187,29 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
             arrays[path] = place(leaf, lambda index, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[index])
     leaves = [unplain(arrays[path], describe(leaf)) for path, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def read_orbax(who: str, folder: Path, target: PyTree) -> PyTree:
+    """Fill a pytree of `jax.ShapeDtypeStruct` with shardings from a folder of orbax, which may hold more.
+
+    Raises:
+      CheckpointError: if an array is missing, or of another shape.
+    """
+    import orbax.checkpoint as ocp
+
+    how = jax.tree.map(
+        lambda leaf: ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+        ),
+        target,
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        try:
+            return reader.restore(folder, ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True))
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
+            fix = "pass the containers, key paths and shapes that were saved; parts of them are enough."
+            raise CheckpointError(format_error(who, what, fix=fix)) from error
 
 
 def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:

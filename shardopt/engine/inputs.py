@@ -22,8 +22,8 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
       TypeError: if they are a train state, or a leaf is not an array or a number.
       ValueError: if a leaf is a random key that `frozen` does not name.
     """
-    if isinstance(params, TrainState):
-        fix = "pass its .params."
+    if isinstance(params, TrainState) or hasattr(params, "apply_gradients"):  # flax's has the same name
+        fix = "pass its .params, or all of it to so.adopt(opt, state)."
         raise TypeError(format_error(config.strategy, "parameters were expected, got a TrainState.", fix=fix))
     strange = [
         f"{path}: {type(leaf).__name__}"
@@ -63,9 +63,10 @@ def check_state(config: StrategyConfig, state: TrainState) -> None:
     """
     if not isinstance(state, TrainState):
         what = f"the state must be the TrainState that init or step returned, got {type(state).__name__}."
-        raise TypeError(
-            format_error(config.strategy, what, fix="call step(state, batch) with state = opt.init(params).")
-        )
+        fix = "call step(state, batch) with state = opt.init(params)."
+        if hasattr(state, "apply_gradients"):
+            fix = "this one is flax's: state = so.adopt(opt, state) makes one of it."
+        raise TypeError(format_error(config.strategy, what, fix=fix))
     is_array = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
     if is_array and state.step.is_deleted():
         what = "this state was given to step already, which takes over its memory."

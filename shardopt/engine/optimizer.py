@@ -1,11 +1,12 @@
 """The contract that every strategy returns: pure functions over a mesh, and how they were configured."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import jax
 import optax
 from jax.sharding import Mesh
 
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.config import StrategyConfig
 
@@ -97,6 +98,19 @@ class ShardedOptimizer(NamedTuple):
     wrapped: optax.GradientTransformation
     mesh: Mesh
     config: StrategyConfig
+
+    def update(self, *_: PyTree, **__: PyTree) -> NoReturn:
+        """Refuse to be used as an optax transformation, as by flax's `TrainState.create(tx=opt)` or `optax.chain`.
+
+        Raises:
+          TypeError: always.
+        """
+        what = f"so.{self.config.strategy} returns no optax transformation: its step takes a batch, not gradients."
+        fix = (
+            "state, metrics = opt.step(state, batch) computes gradients itself; flax's TrainState becomes one of these by "
+            "so.adopt(opt, state), made with tx=opt.wrapped."
+        )
+        raise TypeError(format_error(self.config.strategy, what, fix=fix))
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,140 @@
+"""States from elsewhere: adopted ones go on as they would have there; what does not fit is listed; misuses get a sentence."""
+
+import re
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState as FlaxState
+
+import shardopt as so
+
+RNG = np.random.default_rng(0)
+BATCHES = [
+    {"x": RNG.normal(size=(8, 4)).astype(np.float32), "y": RNG.normal(size=8).astype(np.float32)} for _ in range(4)
+]
+PARAMS = {"w": RNG.normal(size=4).astype(np.float32), "b": np.zeros((), np.float32)}
+
+
+def loss_fn(params, batch):
+    return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
+
+
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(0.1, 0.01, 4)))
+
+
+def flax_after(count):
+    state = FlaxState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, PARAMS), tx=TX)
+    for batch in BATCHES[:count]:
+        state = state.apply_gradients(grads=jax.grad(loss_fn)(state.params, batch))
+    return state
+
+
+def nested(tree):
+    """As an orbax checkpoint gives it back without a target: dicts and lists."""
+    if hasattr(tree, "_asdict"):
+        tree = tree._asdict()
+    if isinstance(tree, dict):
+        return {name: nested(value) for name, value in tree.items()}
+    return [nested(one) for one in tree] if isinstance(tree, tuple | list) else tree
+
+
+@pytest.mark.parametrize("form", ["flax", "trees", "nested", "shardopt"])
+def test_it_goes_on_as_it_would_have(form):
+    """Two steps of flax, adopted, two more: the parameters of four steps of flax, which keeps what was its own."""
+    opt = so.fsdp(TX, so.make_mesh(), loss_fn, min_shard_elements=1)
+    source = flax_after(2)
+    if form == "flax":
+        state = so.adopt(opt, source)
+    elif form == "trees":
+        state = so.adopt(opt, flax.core.freeze(source.params), source.opt_state, step=2)
+        assert isinstance(state.params, flax.core.FrozenDict)
+    elif form == "nested":
+        state = so.adopt(opt, source.params, jax.tree.map(np.asarray, nested(source.opt_state)), step=2)
+    else:
+        state = so.adopt(opt, so.adopt(so.ddp(TX, so.make_mesh(), loss_fn), source))
+    if form == "trees":  # the optimizer state has dicts, as flax kept it
+        state = so.adopt(opt, source.params, source.opt_state, step=2)
+    assert int(state.step) == 2
+    for batch in BATCHES[2:]:
+        state, _ = opt.step(state, batch)
+    wanted = flax_after(4)
+    for name in PARAMS:
+        np.testing.assert_allclose(state.params[name], wanted.params[name], rtol=1e-5)
+        np.testing.assert_array_equal(source.params[name], flax_after(2).params[name])
+
+
+def test_without_an_optimizer_state_it_is_new():
+    opt = so.local_sgd(so.ddp(TX, so.make_mesh(replica=2, data=4), loss_fn), sync_every=2)
+    state = so.adopt(opt, PARAMS, step=5)
+    assert int(state.step) == 5
+    np.testing.assert_array_equal(state.params["w"], PARAMS["w"])
+    message = (
+        "adopt: the replicas of local_sgd keep an optimizer state each, and one was passed.\n"
+        "Fix: leave opt_state out: each replica starts with a new one."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        so.adopt(opt, PARAMS, TX.init(PARAMS))
+
+
+def test_beside_the_state_of_a_reducer():
+    opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn, reducer=so.reducers.error_feedback(so.reducers.int8()))
+    given = optax.adam(0.1).update(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)[1]
+    state = so.adopt(opt, PARAMS, given, step=1)
+    np.testing.assert_array_equal(state.opt_state.optimizer[0].mu["w"], given[0].mu["w"])
+    opt.step(state, BATCHES[0])
+
+
+def test_what_does_not_fit_is_listed():
+    opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn, frozen=["b"])
+    other = optax.adam(0.1).init({"w": jnp.zeros((5,)), "b": jnp.zeros(())})
+    message = (
+        "adopt: the optimizer state is not that of opt.wrapped over the trained parameters: "
+        "0 leaves missing, 2 left over, 2 different.\n"
+        "  0/mu/w: float32[5], float32[4] wanted\n"
+        "  0/nu/w: float32[5], float32[4] wanted\n"
+        "  0/mu/b: float32[], left over\n"
+        "  0/nu/b: float32[], left over\n"
+        "Fix: build opt with the optax chain that made it, or leave opt_state out to start a new one."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        so.adopt(opt, PARAMS, other)
+
+
+MISUSES = {
+    "flax.create": (
+        lambda opt: FlaxState.create(apply_fn=None, params=PARAMS, tx=opt).apply_gradients(grads=PARAMS),
+        "ddp: so.ddp returns no optax transformation: its step takes a batch, not gradients.\n"
+        "Fix: state, metrics = opt.step(state, batch) computes gradients itself; flax's TrainState becomes one of these by "
+        "so.adopt(opt, state), made with tx=opt.wrapped.",
+    ),
+    "sharded twice": (
+        lambda opt: so.fsdp(opt, so.make_mesh(), loss_fn),
+        "fsdp: tx must be an optax.GradientTransformation, but it is sharded already, by so.ddp.\n"
+        "Fix: pass the optax optimizer itself, opt.wrapped.",
+    ),
+    "flax's state as parameters": (
+        lambda opt: opt.init(flax_after(0)),
+        "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it to so.adopt(opt, state).",
+    ),
+    "flax's state in a step": (
+        lambda opt: opt.step(flax_after(0), BATCHES[0]),
+        "ddp: the state must be the TrainState that init or step returned, got TrainState.\n"
+        "Fix: this one is flax's: state = so.adopt(opt, state) makes one of it.",
+    ),
+    "adopted by optax": (
+        lambda opt: so.adopt(TX, PARAMS),
+        "adopt: opt must be a so.ShardedOptimizer, got GradientTransformationExtraArgs.\n"
+        "Fix: pass what so.ddp, so.zero, so.fsdp or so.hybrid returns.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuses_get_a_sentence(name):
+    misuse, message = MISUSES[name]
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        misuse(so.ddp(TX, so.make_mesh(), loss_fn))
