@@ -221,8 +221,8 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
     Raises:
       TypeError: if `tx` has no callable `init` and `update`.
     """
-    if isinstance(getattr(tx, "config", None), StrategyConfig):
-        what = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{tx.config.strategy}."
+    if isinstance(sharded := getattr(tx, "config", None), StrategyConfig):
+        what = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{sharded.strategy}."
         raise TypeError(format_error(who, what, fix="pass the optax optimizer itself, opt.wrapped."))
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
