@@ -125,7 +125,8 @@ def _in_place(a: JaxprEqn, i: int, label: Label, scope: Scope) -> bool:
     """Return whether an operand gives to each place of the result what is at this place, or the same to all."""
     shape, result = shape_of(a.invars[i]), shape_of(a.outvars[0])
     if label.kind == SAME:
-        return math.prod(shape) == 1 or (scope.rows and shape[0] == 1)
+        # as large as the result in both traces: the part is then all of the leaf
+        return math.prod(shape) == 1 or shape == result or (scope.rows and shape[0] == 1)
     return label.lead is None or shape == result or (scope.rows and shape[:1] == result[:1])
 
 

@@ -1,4 +1,4 @@
-"""What may stand inside of `shard_updates`: a transformation that does with a shard what it does with the whole leaf."""
+"""What may stand inside of `shard_updates`: what does with a shard of a leaf what it does with all of it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -44,8 +44,8 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
     sharded, those without dims too. Extra arguments of `update` must be the same on all devices.
 
     **Placement**: the state of `inner` is sharded N ways: each leaf flattened, padded, and cut into N equal shards,
-    which keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. A leaf without dims is
-    one shard's, and zero on all others. `init` needs the axis, too: so.reducers.init_state makes the state outside.
+    which keep the number of dims ([n, 1, ..., 1]), so that masks by key path or number of dims work. A leaf without
+    dims is one shard's, and zero on all others. `init` needs the axis, too: so.reducers.init_state makes the state outside.
 
     **Communication** an update, per device, for Psi gradient bytes: reduce-scatter and all-gather,
     2(N-1)/N Psi, a bucket at a time. Gradients in half precision take an all-to-all for the reduce-scatter, and are
