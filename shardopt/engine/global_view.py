@@ -6,8 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from shardopt.core.block_model import takes_rng
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, abstract
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
@@ -16,6 +17,7 @@ from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
 from shardopt.engine.metrics import factor, objective
 from shardopt.engine.micro_batches import accumulate, numbers
 from shardopt.engine.reductions import scale, sum_parts
+from shardopt.engine.separable import as_gathered, find_mixing
 
 
 def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
@@ -28,7 +30,7 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
     trained = [i for i, plan in enumerate(layout.plans) if plan.trainable]
 
     def gradients_of(params, batch, step, rng, replica):
-        count = num_micro_batches(config, batch)
+        count = num_micro_batches(config, layout, batch, training=True)
 
         def total(train_leaves, rows, key, weights):
             parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), rows, key)
@@ -78,7 +80,8 @@ def global_parts(config: StrategyConfig, layout: Layout) -> Callable[..., LossPa
         def key_of(index):
             return None if step is None or rng is None else step_key(config, step, rng, index, device=0)
 
-        return _sum(config, _parts(config, layout, params, batch, num_micro_batches(config, batch), key_of))
+        count = num_micro_batches(config, layout, batch, training=rng is not None)
+        return _sum(config, _parts(config, layout, params, batch, count, key_of))
 
     return parts_of
 
@@ -98,12 +101,34 @@ def _parts(
     return jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
 
 
-def num_micro_batches(config: StrategyConfig, batch: PyTree) -> int:
-    """Return into how many micro-batches the batch is cut: one, with a warning, where it is not shown that it may be cut."""
-    if config.micro_batches == 1 or num_rows(batch) % config.num_pieces:
+def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> int:
+    """Return into how many micro-batches the batch is cut: one, with a warning, unless the loss is shown to allow it.
+
+    Args:
+      config: of the step, or of evaluation.
+      layout: of the parameters.
+      batch: the whole batch.
+      training: whether the loss gets a random key, if it takes one.
+    """
+    count, rows = config.micro_batches, num_rows(batch)
+    if count == 1 or rows % config.num_pieces:
         return 1
-    what = f"micro_batches={config.micro_batches}, but the whole batch runs at once: cut up, the loss might be another."
-    warnings.warn(format_error(config.strategy, what, fix="use micro_batches=1 with view='global'."), stacklevel=2)
+    if config.separable:
+        return count
+    shapes = abstract(batch)
+    piece = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows // count, *x.shape[1:]), x.dtype) if x.ndim else x, shapes
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
+    mixing = find_mixing(config.loss_fn, as_gathered(config, layout), piece, who=config.strategy, key=key)
+    if mixing is None:
+        return count
+    what = (
+        f"micro_batches={count}, but the whole batch runs at once: {mixing.what} is not shown to be a (weighted) mean over "
+        f"rows: {mixing.why}"
+    )
+    fix = "use micro_batches=1, which is the same; or separable=True if you know that it is such a mean."
+    warnings.warn(format_error(config.strategy, what, mixing.lines, fix), stacklevel=2)
     return 1
 
 

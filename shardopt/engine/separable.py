@@ -148,7 +148,7 @@ def check_separable(config: StrategyConfig, layout: Layout, batch: PyTree, *, tr
         axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
     )
     piece = jax.tree.map(lambda x: _resized(x, x.shape[0] // shares), abstract(batch))
-    mixing = on_mesh(config.mesh, find)(config.loss_fn, _as_gathered(config, layout), piece)
+    mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None or not mixing.sure:
         return
     cut = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
@@ -159,7 +159,7 @@ def check_separable(config: StrategyConfig, layout: Layout, batch: PyTree, *, tr
     raise NotSeparableError(format_error(config.strategy, what, mixing.lines, FIX), operation=mixing.operation)
 
 
-def _as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
+def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
     """Return the parameters as the loss gets them."""
 
     def one(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> jax.ShapeDtypeStruct:

@@ -164,11 +164,49 @@ def test_keys_weights_metrics_and_updates_are_those_of_one_device(mesh_of, x64):
     assert relative_difference(found[1], jax.device_get(found[0])) <= 1e-10
 
 
-def test_micro_batches_run_at_once_and_it_is_said(mesh_of, x64):
-    case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
-    opt = so.fsdp(tx, mesh_of(data=8), case.loss_fn, micro_batches=2, view="global")
-    with pytest.warns(UserWarning, match=r"^fsdp: micro_batches=2, but the whole batch runs at once"):
-        check(opt, case.loss_fn, case.params, case.batches(1), tx=tx)
+CUT = [(loss, way) for loss in LOSSES for way in ("fsdp", "zero1")]
+CUT_QUICK = [("batch_norm", "fsdp"), ("weighted_by_data", "zero1")]
+
+
+@pytest.mark.parametrize(("name", "way"), tiered(CUT, lambda row: row in CUT_QUICK, ids="-".join))
+def test_micro_batches_of_a_loss_that_mixes_rows_run_at_once_and_it_is_said(name, way, mesh_of, x64):
+    case, tx, (strategy, sizes) = LOSSES[name], OPTIMIZERS["momentum"](), WAYS[way]
+    opt = STRATEGIES[strategy](tx, mesh_of(**sizes), case.loss_fn, micro_batches=2, view="global")
+    with pytest.warns(UserWarning, match=r": micro_batches=2, but the whole batch runs at once: the loss is not shown"):
+        check(opt, case.loss_fn, case.params, case.batches(2), tx=tx)
+
+
+def masked(params, batch):
+    error = (jnp.tanh(batch["x"] @ params["up"] * params["scale"][None, :]) @ params["down"] - batch["y"]) ** 2
+    return so.Weighted((error.mean(-1) * batch["weight"]).sum(), batch["weight"].sum()), {"mean": error.mean()}
+
+
+@pytest.mark.parametrize(("way", "local"), [("fsdp", False), ("hsdp", False), ("hsdp", True)], ids=str)
+def test_micro_batches_of_a_mean_over_rows_are_cut(way, local, mesh_of, x64):
+    case, tx, (strategy, sizes) = LOSSES["weighted_by_data"], OPTIMIZERS["momentum"](), WAYS[way]
+    opt = STRATEGIES[strategy](tx, mesh_of(**sizes), masked, micro_batches=2, view="global")
+    batches = case.batches(2)
+    if not local:
+        state = check(opt, case.loss_fn, case.params, batches, tx=tx)
+        assert "while" in opt.step.lower(state, batches[0]).as_text()
+        return
+    opt = so.local_sgd(opt, sync_every=2)
+    state = opt.init(case.params)
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    one = {"rate": 1.0, "momentum": 0.0, "nesterov": False}
+    shared, _ = reference.diloco(tx, case.loss_fn, case.params, batches, 2, sync_every=2, outer=one)
+    assert relative_difference(state.params, shared) < 1e-10
+
+
+def test_blocks_in_micro_batches(mesh_of, x64):
+    tx = OPTIMIZERS["momentum"]()
+    model = MODEL._replace(
+        block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
+        loss=lambda outer, x, batch: jnp.mean((x @ outer["out"] - batch["y"]) ** 2),
+    )
+    opt = STRATEGIES["fsdp"](tx, mesh_of(data=4, tensor=2), model, rules=RULES, micro_batches=2, view="global")
+    check(opt, model.loss_fn, block_params(), LOSSES["batch_norm"].batches(2), tx=tx)
 
 
 def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
