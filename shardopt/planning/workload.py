@@ -199,7 +199,7 @@ class _Parts(NamedTuple):
         def loss(outer: PyTree, x: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
             value = call(model.loss, key, 0, outer, x, batch)
             value = value[0] if isinstance(value, tuple) and not isinstance(value, Weighted) else value
-            return value.total if isinstance(value, Weighted) else value
+            return jax.tree.reduce(jnp.add, value.total) if isinstance(value, Weighted) else value
 
         outer = {name: value for name, value in params.items() if name != BLOCKS}
         return _Parts(

@@ -166,7 +166,7 @@ def test_several_terms_are_refused_where_weights_come_too_late(mesh_of):
     blocks = so.BlockModel(
         lambda outer, x: x[:, None],
         lambda one, x: x * one[None],
-        lambda _, x, batch: so.Weighted((x.sum(), x.mean()), (4.0, 1.0)),
+        lambda _, x, batch: so.Weighted((x.sum(), x.sum()), (len(x), 2 * len(x))),
     )
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
     message = (
