@@ -18,6 +18,7 @@ from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
 from shardopt.core.types import PyTree, Updated, Weighted, abstract, leaves_with_paths
+from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import loss_parts
@@ -147,7 +148,7 @@ def check_separable(config: StrategyConfig, layout: Layout, batch: PyTree, *, tr
         context=row_context(config),
         axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
     )
-    piece = jax.tree.map(lambda x: _resized(x, x.shape[0] // shares), abstract(batch))
+    piece = jax.tree.map(lambda x: _resized(x, num_rows(batch) // shares), abstract(batch))
     mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None or not mixing.sure:
         return
