@@ -31,10 +31,9 @@ def explained(config: StrategyConfig) -> Iterator[None]:
     except ValueError as error:
         if config.view != "per_device" or not _MANUAL.search(str(error)):
             raise
-        axes = ", ".join(map(repr, config.axes.rows))
-        what = f"the loss constrains a sharding, but with view='per_device' it has only this device's rows ({axes})."
+        what = "the loss constrains a sharding, but with view='per_device' every device runs it on its own rows."
         fix = (
             "use view='global', in which with_sharding_constraint and flax's logical axes hold as they are, or leave "
-            "these axes out (in logical_axis_rules map them to None)."
+            "out all axes but a tensor axis above 1 (in logical_axis_rules map them to None)."
         )
-        raise ValueError(format_error(config.strategy, what, [str(error).partition(". ")[0]], fix)) from error
+        raise ValueError(format_error(config.strategy, what, [str(error).partition(" and mesh=")[0]], fix)) from error
