@@ -26,6 +26,7 @@ from shardopt.engine.adopt import adopt
 from shardopt.engine.compiler_options import compiler_options
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.rows import batch_mean, batch_sum, gather_batch
+from shardopt.engine.user_mesh import Axes
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
@@ -37,6 +38,7 @@ from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
 
 __all__ = [
+    "Axes",
     "BlockModel",
     "CheckpointError",
     "CheckpointInUseError",

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -66,13 +67,36 @@ def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis in ("replica", "data") if axis in mesh.axis_names)
 
 
-def on_mesh(mesh: Mesh, f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` traced on this mesh, whatever mesh the user's program has set with `jax.set_mesh`."""
+_roles: ContextVar[Mapping[str, tuple[str, ...]] | None] = ContextVar("roles", default=None)
+
+
+def axes_of_role(role: str) -> tuple[str, ...]:
+    """Return the axes of the mesh under trace that play a role ("data", "tensor"): a user's mesh may call them otherwise."""
+    roles = _roles.get()
+    if roles is not None:
+        return roles.get(role, ())
+    return (role,) if role in jax.sharding.get_abstract_mesh().axis_names else ()
+
+
+def on_mesh(
+    mesh: Mesh, f: Callable[..., Any], roles: Mapping[str, tuple[str, ...]] | None = None
+) -> Callable[..., Any]:
+    """Return `f` traced on this mesh, whatever mesh the user's program has set with `jax.set_mesh`.
+
+    Args:
+      mesh: the mesh.
+      f: the function.
+      roles: role -> its axes, where they have other names than ours.
+    """
 
     @functools.wraps(f)
     def run(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return f(*args)
+        token = _roles.set(roles)
+        try:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return f(*args)
+        finally:
+            _roles.reset(token)
 
     return run
 

@@ -11,6 +11,7 @@ from shardopt.core.types import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.engine.compression import CompressedOptState
 from shardopt.engine.inputs import copied
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import on_mesh
 
 
@@ -104,4 +105,6 @@ def _place(opt: ShardedOptimizer, given: PyTree, fresh: PyTree) -> PyTree:
     where = jax.tree.map(lambda leaf: leaf.sharding, fresh)
     for leaf in jax.tree.leaves(fresh):
         leaf.delete()
-    return jax.jit(on_mesh(opt.config.mesh, copied), out_shardings=where)(jax.device_put(given, where))
+    with jax.set_mesh(None):
+        placed = jax.device_put(given, jax.tree.map(on_auto_axes, where))
+        return jax.jit(on_mesh(opt.config.mesh, copied), out_shardings=where)(placed)

@@ -38,7 +38,7 @@ TABLE = {
 }
 
 
-class Axes(NamedTuple):
+class AxisTable(NamedTuple):
     """The table on the mesh of one strategy.
 
     Attributes:
@@ -70,7 +70,7 @@ class Axes(NamedTuple):
         return PartitionSpec(*self.stacked, *spec)
 
 
-def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: bool) -> Axes:
+def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: bool) -> AxisTable:
     """Return the table on a mesh.
 
     Args:
@@ -81,7 +81,7 @@ def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: b
     """
     rows = tuple(axis for axis, row in TABLE.items() if row.splits == "rows" and axis in mesh.axis_names)
     stacked = ("replica",) if per_replica else ()
-    return Axes(
+    return AxisTable(
         sizes=dict(mesh.shape),
         rows=rows,
         summed=rows if sync_gradients else tuple(axis for axis in rows if axis not in stacked),

@@ -5,10 +5,12 @@ from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batches import as_arrays
+from shardopt.engine.compile import AotCompiled
 from shardopt.engine.config import StrategyConfig, check_config
 from shardopt.engine.inputs import (
     batch_sharding,
@@ -21,7 +23,7 @@ from shardopt.engine.inputs import (
     place_batch,
     typed_key,
 )
-from shardopt.engine.layout import Layout
+from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.optimizer import InitFn, ShardedOptimizer
 from shardopt.engine.separable import check_separable
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
@@ -119,7 +121,7 @@ def build(
     def make_report(abstract_params: PyTree = None) -> Report:
         """Return the placement of every leaf (within a replica), by default of the parameters last seen."""
         layout, sharded = of(abstract_params).layout, config.placement
-        return report(
+        found = report(
             layout.plans,
             layout.specs,
             layout.abstract,
@@ -127,6 +129,10 @@ def build(
             params_split=sharded.params,
             state_split=sharded.opt_state,
             min_shard_elements=config.min_shard_elements,
+        )
+        spec = config.home.spec
+        return found._replace(
+            rows=tuple(row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in found.rows)
         )
 
     return ShardedOptimizer(
@@ -137,7 +143,7 @@ def build(
         specs=specs,
         abstract_state=abstract_state,
         wrapped=config.tx,
-        mesh=config.mesh,
+        mesh=config.home.mesh,
         config=config._replace(report=make_report),
     )
 
@@ -151,18 +157,28 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
         if is_init_fn(params):
             given = key if rng is None else rng
             compiled = cache.of(check_params(config, jax.eval_shape(params, given)))
-            placed = init_program(config, compiled, params)(given)
+            placed = init_program(config, compiled, params)(
+                jax.device_put(given, NamedSharding(config.mesh, PartitionSpec()))
+            )
         else:
             compiled = cache.of(check_params(config, params))
             if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
                 fix = "pass arrays, or a function and a key: init(init_fn, rng)."
                 raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
             # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
-            copy = jax.jit(on_mesh(config.mesh, copied), out_shardings=compiled.shardings.params)
-            placed = copy(jax.device_put(params, compiled.shardings.params))
+            run = jax.jit(
+                on_mesh(config.mesh, copied),
+                in_shardings=(shardings(config.mesh, compiled.layout.specs.params),),
+                out_shardings=compiled.shardings.params,
+            )
+            placed = AotCompiled(config, run)(jax.device_put(params, compiled.shardings.params))
         # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
-        init_opt_state = on_mesh(config.mesh, lambda params: copied(compiled.init_opt_state(params)))
-        opt_state = jax.jit(init_opt_state, out_shardings=compiled.shardings.opt_state)(placed)
+        run = jax.jit(
+            on_mesh(config.mesh, lambda params: copied(compiled.init_opt_state(params))),
+            in_shardings=(shardings(config.mesh, compiled.layout.specs.params),),
+            out_shardings=compiled.shardings.opt_state,
+        )
+        opt_state = AotCompiled(config, run)(placed)
         # Folded, so that the steps do not draw what init_fn drew.
         first = jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.fold_in(key, 0))
         step, rng = jax.device_put(first, (compiled.shardings.step, compiled.shardings.rng))
@@ -171,9 +187,8 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
     return init
 
 
-def init_program(
-    config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]
-) -> jax.stages.Wrapped:
+def init_program(config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]) -> AotCompiled:
     """Return the jitted `init_fn` whose result is created sharded: each device makes its own shard."""
     make = on_mesh(config.mesh, lambda rng: copied(init_fn(rng)))
-    return jax.jit(make, out_shardings=compiled.shardings.params)
+    everywhere = NamedSharding(config.mesh, PartitionSpec())
+    return AotCompiled(config, jax.jit(make, in_shardings=everywhere, out_shardings=compiled.shardings.params))

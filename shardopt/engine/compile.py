@@ -1,19 +1,21 @@
 """Compiling before the first call: host memory is given back in between, and what would deadlock is refused."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from shardopt.audit.collective import read_collective
 from shardopt.audit.hlo_text import parse
 from shardopt.audit.walk import collectives_of
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, abstract, is_array_like
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.runtime.processes import trim_malloc
 
 
@@ -21,37 +23,79 @@ class AotCompiled:
     """A jitted function that compiles before its first call, and gives host memory back before it runs.
 
     Called as it is, jax would compile and run in one go: what compiling took and what the step takes, one on top of
-    the other, would be the most that the process ever holds. jax keeps what was compiled ahead, and runs just that.
+    the other, would be the most that the process ever holds. And it would trace arguments with the types of the user's
+    mesh, and under what `jax.set_mesh` says. What is compiled ahead takes any arrays that lie where it wants them.
 
     Args:
-      jitted: the function.
+      config: of the strategy.
+      jitted: the function, whose `in_shardings` are on the mesh of our names. The first argument is of one kind always.
       check: refuses a compiled program by its text; called once for each kind of arguments.
     """
 
-    def __init__(self, jitted: jax.stages.Wrapped, check: Callable[[str], None] | None = None):
-        self.jitted, self.lower, self.check = jitted, jitted.lower, check
-        self._compiled: set[Hashable] = set()
+    def __init__(self, config: StrategyConfig, jitted: jax.stages.Wrapped, check: Callable[[str], None] | None = None):
+        self.config, self.jitted, self.check = config, jitted, check
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Return what the jitted function returns."""
-        if self.check is not None or not self._compiled:
-            leaves, treedef = jax.tree.flatten(args)
-            kind = (treedef, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves))
-            if kind not in self._compiled and not any(isinstance(leaf, Tracer) for leaf in leaves):
-                compiled = compile_ahead(self.jitted, *args)
-                if self.check is not None:
-                    self.check(compiled.as_text() or "")
-                self._compiled.add(kind)
-        return self.jitted(*args)
+        leaves, treedef = jax.tree.flatten(args[1:])
+        traced = [leaf for leaf in [*jax.tree.leaves(args[0]), *leaves] if isinstance(leaf, Tracer)]
+        if traced:
+            _check_traced(self.config, traced)
+            return self.jitted(*args)
+        kind = (treedef, tuple(map(_kind, leaves)))
+        if kind not in self._compiled:
+            compiled = self._compile(*args)
+            if self.check is not None:
+                self.check(compiled.as_text() or "")
+            self._compiled[kind] = compiled
+        if jax.debug_nans.value or jax.debug_infs.value:  # jit finds the place
+            with jax.set_mesh(None):
+                return self.jitted(*jax.tree.map(_put_on_auto_axes, args))
+        return self._compiled[kind](*args)
+
+    def lower(self, *args: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        with jax.set_mesh(None):
+            return self.jitted.lower(abstract(args[0]), *jax.tree.map(_abstract_on_auto_axes, args[1:]))
+
+    def _compile(self, *args: PyTree) -> jax.stages.Compiled:
+        lowered = self.lower(*args)
+        trim_malloc()  # what initialisation took, and smaller programs
+        compiled = lowered.compile()
+        trim_malloc()
+        return compiled
 
 
-def compile_ahead(jitted: jax.stages.Wrapped, *args: PyTree) -> jax.stages.Compiled:
-    """Return a jitted function compiled for arguments, host memory given back."""
-    lowered = jitted.lower(*args)
-    trim_malloc()  # what initialisation took, and smaller programs
-    compiled = lowered.compile()
-    trim_malloc()
-    return compiled
+def _check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
+    """Refuse to be part of a user's jitted function under another mesh than ours.
+
+    Raises:
+      TypeError: if axes are Explicit, or `jax.set_mesh` was given other axes.
+    """
+    context, ours = jax.sharding.get_abstract_mesh(), config.mesh.axis_names
+    explicit = any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves)
+    if explicit or not (context.empty or set(context.axis_names) >= set(ours)):
+        where = "arrays with Explicit axes" if explicit else f"jax.set_mesh of axes {context.axis_names}"
+        what = f"this program cannot be traced into another one with {where}."
+        fix = f"call it outside jit, where it is compiled already; or use a mesh with Auto axes {ours}."
+        raise TypeError(format_error(config.strategy, what, fix=fix))
+
+
+def _kind(leaf: Any) -> Hashable:
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "sharding", None)
+
+
+def _abstract_on_auto_axes(leaf: Any) -> Any:
+    """Return a leaf as its shape, dtype and sharding; a number as it is, which has a weak type."""
+    if not is_array_like(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_auto_axes(getattr(leaf, "sharding", None)))
+
+
+def _put_on_auto_axes(leaf: Any) -> Any:
+    at = getattr(leaf, "sharding", None)
+    return leaf if on_auto_axes(at) is at else jax.device_put(leaf, on_auto_axes(at))
 
 
 def check_no_deadlock(config: StrategyConfig, jitted: jax.stages.Wrapped) -> AotCompiled:
@@ -64,8 +108,8 @@ def check_no_deadlock(config: StrategyConfig, jitted: jax.stages.Wrapped) -> Aot
     """
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     if config.schedule is None or config.mesh.shape["tensor"] == 1 or not on_cpu:
-        return AotCompiled(jitted)
-    return AotCompiled(jitted, functools.partial(_check_permutes, config.strategy, config.mesh))
+        return AotCompiled(config, jitted)
+    return AotCompiled(config, jitted, functools.partial(_check_permutes, config.strategy, config.mesh))
 
 
 def _check_permutes(who: str, mesh: Mesh, text: str) -> None:

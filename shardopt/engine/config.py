@@ -7,16 +7,16 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count
 from shardopt.core.block_model import LossFn, as_block_model
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Rules
-from shardopt.engine.axes import TABLE, Axes, axes_of
+from shardopt.engine.axes import AxisTable, axes_of
 from shardopt.engine.compiler_options import CompilerOptions, compiler_options
 from shardopt.engine.transformation import functions_within
-from shardopt.mesh import AXES
+from shardopt.engine.user_mesh import Axes, UserMesh, read_mesh
 from shardopt.partition import Report
 from shardopt.partition.rules import check_rules
 from shardopt.pipeline import Schedule
@@ -103,7 +103,7 @@ class StrategyConfig(NamedTuple):
     Attributes:
       strategy: the function that the user called, for messages.
       tx: the optax transformation.
-      mesh: the mesh, with every axis that strategies name, and Auto ones.
+      mesh: the user's mesh; once checked one of our names and Auto axes, beside which `user_mesh` is the user's.
       loss_fn: the loss, or a `BlockModel`.
       placement: what is sharded over data.
       micro_batches: into how many pieces each device cuts its rows.
@@ -121,6 +121,8 @@ class StrategyConfig(NamedTuple):
       compiler_options: what the compiler is told; None for what `compiler_options` says of the mesh.
       view: where the loss runs: on each device's rows, or on the whole batch in the global view.
       separable: True if the user says that pieces of the batch add up; None to find out.
+      axis_names: what the user's mesh calls its axes; None for our names.
+      user_mesh: where state, batch and metrics live; None until checked.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
 
@@ -143,12 +145,20 @@ class StrategyConfig(NamedTuple):
     compiler_options: CompilerOptions | None = None
     view: View = "per_device"
     separable: bool | None = None
+    axis_names: Axes | None = None
+    user_mesh: UserMesh | None = None
     report: ReportFn = _no_report
 
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Mesh axis name -> size."""
         return dict(self.mesh.shape)
+
+    @property
+    def home(self) -> UserMesh:
+        """Where state, batch and metrics live: the user's mesh."""
+        assert self.user_mesh is not None
+        return self.user_mesh
 
     @property
     def per_replica(self) -> bool:
@@ -162,7 +172,7 @@ class StrategyConfig(NamedTuple):
         return self._replace(loss_fn=loss_fn, local_updates=None)
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> AxisTable:
         """What each mesh axis splits, and which gradients are summed over it."""
         return axes_of(
             self.mesh,
@@ -186,7 +196,9 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     """
     who = config.strategy
     check_optimizer(who, config.tx)
-    mesh = check_mesh(who, config.mesh, pipelined=config.schedule is not None)
+    mesh, user_mesh = config.mesh, config.user_mesh
+    if user_mesh is None:  # a combinator hands on what is checked
+        mesh, user_mesh = read_mesh(who, mesh, config.axis_names, pipelined=config.schedule is not None)
     model = as_block_model(config.loss_fn)
     if model is None and not callable(config.loss_fn):
         what = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
@@ -205,14 +217,21 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
         what = f"compiler_options must be a dict of option name to value, got {type(options).__name__}."
         raise TypeError(format_error(who, what, fix="start from so.compiler_options(mesh)."))
     # Stored as checked: an iterator would be empty by the time it is used.
-    rules = config.rules if callable(config.rules) else _as_tuple(config.rules)
+    rules = user_mesh.rules(config.rules if callable(config.rules) else _as_tuple(config.rules))
     check_rules(rules, who=who)
     frozen = _check_frozen(who, config.frozen)
     gather_dtype = _check_gather_dtype(who, config.gather_dtype)
     if model is not None and not (model.remat in (None, "full") or callable(model.remat)):
         what = f"BlockModel.remat must be None, 'full' or a jax.checkpoint policy, got {model.remat!r}."
         raise ValueError(format_error(who, what, fix="policies are in jax.checkpoint_policies."))
-    return config._replace(mesh=mesh, rules=rules, frozen=frozen, gather_dtype=gather_dtype, compiler_options=options)
+    return config._replace(
+        mesh=mesh,
+        user_mesh=user_mesh,
+        rules=rules,
+        frozen=frozen,
+        gather_dtype=gather_dtype,
+        compiler_options=options,
+    )
 
 
 def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
@@ -316,28 +335,3 @@ def _check_gather_dtype(who: str, dtype: jax.typing.DTypeLike | None) -> jnp.dty
         what = f"gather_dtype must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
         raise ValueError(format_error(who, what, fix="use jnp.bfloat16, or None to gather what is stored."))
     return jnp.dtype(dtype)
-
-
-def check_mesh(who: str, mesh: Mesh, *, pipelined: bool) -> Mesh:
-    """Return the mesh with every axis that strategies name, and Auto ones, or refuse it."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
-    for axis in ("data", "pipeline") if pipelined else ("data",):
-        if axis not in mesh.axis_names:
-            what = f"the mesh has axes {mesh.axis_names}, none of them {axis!r}."
-            raise ValueError(format_error(who, what, fix=f"make the mesh with so.make_mesh({axis}=...)."))
-    known = {axis for axis, row in TABLE.items() if pipelined or row.splits != "blocks"}
-    for axis, size in mesh.shape.items():
-        if size > 1 and axis not in known:
-            what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
-            fix = (
-                "use so.hybrid, or make the mesh with pipeline=1."
-                if axis in AXES
-                else "use the axes data, tensor, pipeline, replica."
-            )
-            raise ValueError(format_error(who, what, fix=fix))
-    # The same devices with every axis there, and Auto: jax.make_mesh makes Explicit axes, and the partitioner can
-    # only be left the tensor axis if it is Auto.
-    names = mesh.axis_names + tuple(axis for axis in ("pipeline", "tensor") if axis not in mesh.axis_names)
-    grid = mesh.devices.reshape(mesh.devices.shape + (1,) * (len(names) - mesh.devices.ndim))
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))

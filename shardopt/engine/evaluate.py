@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardopt.collectives import per_device
 from shardopt.core.types import PyTree, TrainState
@@ -55,7 +55,7 @@ class Totals:
         batch = as_arrays(self._config.strategy, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
         if self._config.view == "global" and size:
-            everywhere = NamedSharding(self._config.mesh, PartitionSpec())
+            everywhere = self._config.home.shardings(PartitionSpec())
             where = batch_sharding(self._config) if size % self._config.axes.num_shares == 0 else everywhere
             yield self._programs.of(state.params)(state.params, place_batch(batch, where))
             return
@@ -93,7 +93,8 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
         run = per_device(local, config.mesh, in_specs=specs, out_specs=PartitionSpec())
         return run(layout.treedef.flatten_up_to(params), batch, None, None, counted)
 
-    on_params, everywhere = shardings(config.mesh, layout.specs.params), NamedSharding(config.mesh, PartitionSpec())
+    on_params = shardings(config.mesh, layout.specs.params)
+    everywhere = config.home.shardings(PartitionSpec())
     jitted = jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, None, None), out_shardings=everywhere)
     return check_no_deadlock(config, jitted)
 
@@ -107,8 +108,9 @@ def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled
         return LossParts(of_rows(parts.loss, size), {name: of_rows(x, size) for name, x in parts.metrics.items()}, {})
 
     on_params = shardings(config.mesh, layout.specs.params)
-    everywhere = NamedSharding(config.mesh, PartitionSpec())
-    return AotCompiled(jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, None), out_shardings=everywhere))
+    everywhere = config.home.shardings(PartitionSpec())
+    jitted = jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, None), out_shardings=everywhere)
+    return AotCompiled(config, jitted)
 
 
 def _rows(batch: PyTree, rows: slice | np.ndarray) -> PyTree:

@@ -1,5 +1,6 @@
 """The global view of the loss: it sees the whole batch, as on one device, and the partitioner places the collectives."""
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from shardopt.engine.metrics import factor, objective
 from shardopt.engine.micro_batches import accumulate, numbers
 from shardopt.engine.reductions import scale, sum_parts
 from shardopt.engine.separable import as_gathered, find_mixing
+from shardopt.mesh import on_mesh
 
 
 def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
@@ -33,7 +35,7 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
         count = num_micro_batches(config, layout, batch, training=True)
 
         def total(train_leaves, rows, key, weights):
-            parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), rows, key)
+            parts = _loss_of_rows(config, layout, layout.merge(params, train_leaves), rows, key)
             return objective(parts.loss, count, parts.loss.weight if weights is None else weights), parts
 
         def one_micro_batch(rows, index, weights=None):
@@ -93,12 +95,18 @@ def _parts(
 
     @jax.checkpoint
     def one_micro_batch(rows, index):
-        return loss_of_rows(config, layout, params, rows, key_of(index))
+        return _loss_of_rows(config, layout, params, rows, key_of(index))
 
     if count == 1:
         return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
     micro_batches = cut_rows(config, batch, count), numbers(count)
     return jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
+
+
+def _loss_of_rows(config: StrategyConfig, layout: Layout, *args: PyTree) -> LossParts:
+    """Return the parts of the loss, which may place arrays by the names of the user's own mesh."""
+    run = functools.partial(loss_of_rows, config, layout)
+    return run(*args) if config.per_replica else on_mesh(config.home.auto, run, config.home.axes)(*args)
 
 
 def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> int:
@@ -120,7 +128,8 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
         lambda x: jax.ShapeDtypeStruct((rows // count, *x.shape[1:]), x.dtype) if x.ndim else x, shapes
     )
     key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
-    mixing = find_mixing(config.loss_fn, as_gathered(config, layout), piece, who=config.strategy, key=key)
+    find = functools.partial(find_mixing, who=config.strategy, key=key)
+    mixing = on_mesh(config.home.auto, find, config.home.axes)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
         return count
     what = (

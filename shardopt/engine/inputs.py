@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import data_axes
 
 
@@ -99,7 +100,7 @@ def check_placement(config: StrategyConfig, abstract: TrainState, placed: TrainS
 
 def batch_sharding(config: StrategyConfig) -> NamedSharding:
     """Return how every batch leaf [global batch, ...] is placed: rows over replica and data."""
-    return NamedSharding(config.mesh, PartitionSpec(config.axes.rows))
+    return config.home.shardings(PartitionSpec(config.axes.rows))
 
 
 def check_rows(config: StrategyConfig, batch: PyTree) -> int:
@@ -148,7 +149,7 @@ def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
             return leaf  # it becomes an argument on all devices, and keeps its weak type
         where = sharding if leaf.ndim else NamedSharding(sharding.mesh, PartitionSpec())
         if isinstance(leaf, Tracer):
-            return jax.lax.with_sharding_constraint(leaf, where)
+            return jax.lax.with_sharding_constraint(leaf, on_auto_axes(where))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
         if isinstance(leaf, jax.Array) and (leaf.sharding == where or not leaf.is_fully_addressable):

@@ -85,7 +85,7 @@ class ShardedOptimizer(NamedTuple):
         their `NamedSharding`: what a checkpoint is restored into. Without an argument it speaks of the
         parameters last seen by `init`, `specs` or `step`, and raises ValueError if there were none.
       wrapped: the optax transformation.
-      mesh: the mesh it runs on.
+      mesh: the mesh it was given, on which state and metrics live.
       config: how the strategy was built, with `config.report()`.
     """
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from shardopt.collectives import BUCKET_BYTES, all_reduce, reduce_scatter
 from shardopt.core.types import Metric, wide_dtype
-from shardopt.engine.axes import SHARD, Axes
+from shardopt.engine.axes import SHARD, AxisTable
 from shardopt.engine.loss import LossParts
 from shardopt.engine.metrics import adds_up, combined
 from shardopt.partition import LeafPlan
@@ -38,7 +38,7 @@ def scale(grad: jax.Array, factor: jax.Array) -> jax.Array:
     return (grad.astype(wide) * factor.astype(jnp.finfo(wide).dtype)).astype(grad.dtype)
 
 
-def sum_parts(parts: LossParts, axes: Axes) -> LossParts:
+def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
     """Add parts up, over stacked micro-batches and over devices; updates take the mean, integers the maximum.
 
     In a pipeline they are zeros but on the last block's stage, so a sum over pipeline hands them to all.

@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState, abstract
@@ -62,7 +62,7 @@ class CompiledStep(NamedTuple):
 def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     """Return the programs of a synchronous strategy."""
     gradients, loss = make_gradients(config, layout), make_loss(config, layout)
-    on_state, compression = shardings(config.mesh, layout.specs), layout.compression
+    on_state, compression = config.home.shardings(layout.specs), layout.compression
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         def value_fn(params: PyTree) -> jax.Array:
@@ -79,15 +79,15 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
 
     jitted = jax.jit(
         on_mesh(config.mesh, step),
-        in_shardings=(on_state, None),
-        out_shardings=(on_state, NamedSharding(config.mesh, PartitionSpec())),
+        in_shardings=(shardings(config.mesh, layout.specs), None),
+        out_shardings=(on_state, config.home.shardings(PartitionSpec())),
         donate_argnums=0,
         compiler_options=dict(config.compiler_options or {}),
     )
     return CompiledStep(
         layout=layout,
         abstract=layout.abstract,
-        specs=layout.specs,
+        specs=config.home.specs(layout.specs),
         shardings=on_state,
         init_opt_state=functools.partial(init_opt_state, config, layout),
         step=check_no_deadlock(config, jitted),
@@ -112,12 +112,10 @@ def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
         value, metrics = loss(params, batch)
         return {"loss": value, **metrics}
 
-    on_params = shardings(config.mesh, layout.specs.params)
-    everywhere = NamedSharding(config.mesh, PartitionSpec())
     jitted = jax.jit(
         on_mesh(config.mesh, evaluate),
-        in_shardings=(on_params, None),
-        out_shardings=everywhere,
+        in_shardings=(shardings(config.mesh, layout.specs.params), None),
+        out_shardings=config.home.shardings(PartitionSpec()),
         compiler_options=dict(config.compiler_options or {}),
     )
     return check_no_deadlock(config, jitted)

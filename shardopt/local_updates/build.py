@@ -35,7 +35,7 @@ def check_strategy(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> No
         given = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
         what = f"strategy must be a synchronous one, got {given}."
         raise TypeError(format_error(who, what, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
-    if strategy.mesh.shape.get("replica", 1) < 2:
+    if strategy.config.mesh.shape.get("replica", 1) < 2:
         what = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
         raise ValueError(format_error(who, what, fix="make the mesh with so.make_mesh(replica=...)."))
     if sync.warmup_steps and strategy.config.reducer is not None:

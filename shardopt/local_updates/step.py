@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import Max, Min, PyTree, Sum, TrainState
@@ -38,7 +38,6 @@ def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     """Return the programs of replicas that train apart; `layout` is that of one replica."""
     local = make_local_layout(config, layout)
     abstract, specs = abstract_state(local)
-    placed = shardings(config.mesh, specs)
 
     def init_replicas(params: PyTree) -> Replicas:
         leaves = layout.treedef.flatten_up_to(params)
@@ -48,12 +47,12 @@ def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     return CompiledStep(
         layout=layout,
         abstract=abstract,
-        specs=specs,
-        shardings=placed,
+        specs=config.home.specs(specs),
+        shardings=config.home.shardings(specs),
         init_opt_state=init_replicas,
-        step=LocalStep(local, placed),
+        step=LocalStep(local, specs),
         evaluate=compile_evaluate(config, layout),
-        synchronize=make_average(local, placed),
+        synchronize=make_average(local, specs),
     )
 
 
@@ -64,8 +63,8 @@ class LocalStep:
     would wait for the step.
     """
 
-    def __init__(self, local: LocalLayout, placed: TrainState):
-        self.local, self.placed = local, placed
+    def __init__(self, local: LocalLayout, specs: TrainState):
+        self.local, self.specs = local, specs
         self._programs: dict[StepVariant, AotCompiled] = {}
         self._last_step: tuple[jax.Array | None, int] = (None, 0)
 
@@ -83,7 +82,7 @@ class LocalStep:
     def _program(self, step: int) -> AotCompiled:
         variant = variant_of(self.local.sync, step)
         if variant not in self._programs:
-            self._programs[variant] = make_step(self.local, self.placed, variant)
+            self._programs[variant] = make_step(self.local, self.specs, variant)
         return self._programs[variant]
 
     def _step_of(self, state: TrainState) -> int:
@@ -132,7 +131,7 @@ def variant_of(sync: SyncConfig, step: int) -> StepVariant:
     return StepVariant(send=due(done - 1), apply=due(done - sync.delay))
 
 
-def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> AotCompiled:
+def make_step(local: LocalLayout, specs: TrainState, variant: StepVariant) -> AotCompiled:
     """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one a replica."""
     config, layout, delay = local.config._replace(sync_gradients=variant.warm), local.layout, local.sync.delay
     together = variant.warm and config.view == "global"  # one loss of the whole batch, at parameters that are equal yet
@@ -195,11 +194,10 @@ def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> A
         metrics = {"loss": found.loss, "grad_norm": gradient_norm(config, layout, found.grads), **found.metrics}
         return TrainState(state.step + 1, unflatten(shared), replicas, state.rng), metrics
 
-    by_replica = NamedSharding(config.mesh, PartitionSpec(REPLICA))
     jitted = jax.jit(
         on_mesh(config.mesh, step),
-        in_shardings=(placed, None),
-        out_shardings=(placed, by_replica),
+        in_shardings=(shardings(config.mesh, specs), None),
+        out_shardings=config.home.shardings((specs, PartitionSpec(REPLICA))),
         donate_argnums=0,
         compiler_options=dict(config.compiler_options or {}),
         keep_unused=True,  # what a step overwrites unread, such as what was on its way, gives its memory as well
@@ -207,7 +205,7 @@ def make_step(local: LocalLayout, placed: TrainState, variant: StepVariant) -> A
     return check_no_deadlock(config, jitted)
 
 
-def make_average(local: LocalLayout, placed: TrainState) -> Callable[[TrainState], TrainState]:
+def make_average(local: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:
     """Return `state -> state`, jitted within, that makes all parameters the mean of the replicas'.
 
     What was on its way is dropped: the mean has it all, and to apply it later would count it twice. So the reducer goes
@@ -215,7 +213,7 @@ def make_average(local: LocalLayout, placed: TrainState) -> Callable[[TrainState
     which is in no replica's parameters, it sends later as ever. Nothing is donated, and what does not change is handed
     on as it is, so that no copy of the optimizer's state is made.
     """
-    where: Replicas = placed.opt_state
+    where: Replicas = specs.opt_state
     config, layout = local.config, local.layout
 
     def run(own: PerReplica, pending: PyTree, before: PyTree) -> tuple[PyTree, PerReplica, PyTree, PyTree]:
@@ -226,14 +224,15 @@ def make_average(local: LocalLayout, placed: TrainState) -> Callable[[TrainState
 
     jitted = jax.jit(
         on_mesh(config.mesh, run),
-        in_shardings=(where.params, where.pending, _before(where)),
-        out_shardings=(placed.params, where.params, where.pending, _before(where)),
+        in_shardings=shardings(config.mesh, (where.params, where.pending, _before(where))),
+        out_shardings=config.home.shardings((specs.params, where.params, where.pending, _before(where))),
     )
+    program = AotCompiled(config, jitted)
 
     def synchronize(state: TrainState) -> TrainState:
         replicas: Replicas = state.opt_state
         before = _before(replicas)
-        shared, own, pending, now = jitted(replicas.params, replicas.pending, before)
+        shared, own, pending, now = program(replicas.params, replicas.pending, before)
         if before:
             replicas = replicas._replace(reducer=tuple(Delayed(*both) for both in zip(now, before, strict=True)))
         return state._replace(params=shared, opt_state=replicas._replace(params=own, pending=pending))
@@ -266,4 +265,5 @@ def _over_here(values: jax.Array, over: Callable[..., jax.Array]) -> jax.Array:
     if len(shards) == 1:
         return first[0]
     device = next(iter(first.devices()))
-    return over(jnp.concatenate([jax.device_put(data, device) for data in shards.values()]), axis=0)
+    with jax.set_mesh(None):  # of the user's program, which would want it on all devices
+        return over(jnp.concatenate([jax.device_put(data, device) for data in shards.values()]), axis=0)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
-from shardopt.mesh import data_axes, device_kind
+from shardopt.mesh import axes_of_role, device_kind
 
 Implementation = Literal["splash", "cudnn", "xla"]
 _LANES = 128
@@ -159,13 +159,16 @@ def _on_each_device(run: Callable[..., Array], query: Array, key: Array, value: 
     left = {axis for axis, kind in types.items() if kind != AxisType.Manual and mesh.shape[axis] > 1}
     if not left:
         return run(query, key, value, segments)
-    rows, heads = tuple(axis for axis in data_axes(mesh) if axis in left), TENSOR if TENSOR in left else None
-    if heads and key.shape[2] % mesh.shape[heads]:
-        what = f"{key.shape[2]} heads of keys and values cannot be sharded over mesh axis {heads!r} (size {mesh.shape[heads]})."
+    rows = tuple(axis for role in ("replica", "data") for axis in axes_of_role(role) if axis in left)
+    heads = tuple(axis for axis in axes_of_role(TENSOR) if axis in left)
+    size = math.prod(mesh.shape[axis] for axis in heads)
+    if key.shape[2] % size:
+        named = " x ".join(map(repr, heads))
+        what = f"{key.shape[2]} heads of keys and values cannot be sharded over mesh axis {named} (size {size})."
         raise ValueError(
             format_error("attention", what, fix="repeat the heads of keys and values, or take a smaller axis.")
         )
-    spec, segment_spec = PartitionSpec(rows or None, None, heads, None), PartitionSpec(rows or None, None)
+    spec, segment_spec = PartitionSpec(rows or None, None, heads or None, None), PartitionSpec(rows or None, None)
     if segments is None:
         inner = lambda q, k, v: run(q, k, v, None)  # noqa: E731
         args, specs = (query, key, value), (spec, spec, spec)

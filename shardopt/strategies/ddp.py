@@ -11,6 +11,7 @@ from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
 from shardopt.engine.config import DDP, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.user_mesh import Axes
 from shardopt.reducers import Reducer
 
 
@@ -24,6 +25,7 @@ def ddp(
     rules: Rules = (),
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
+    axes: Axes | None = None,
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
     separable: bool | None = None,
@@ -60,7 +62,7 @@ def ddp(
       tx: any optax transformation but lookahead. Those that take extra arguments get `value` (the loss), `grad`, and the
         loss of this batch at other parameters: `value_fn` (line searches), `obj_fn` (sophia), and its gradient, `grad_fn`
         (sam with `opaque_mode=True`).
-      mesh: from `make_mesh`. A replica axis is a second data axis.
+      mesh: from `make_mesh`, or your own with `axes`. A replica axis is a second data axis.
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over the examples it was given, or `Weighted`; or
         `(that, aux dict)`, with metrics as `Sum` says; with a keyword `rng`, a fresh key per step, device and micro-batch.
         Or a `BlockModel`.
@@ -83,6 +85,9 @@ def ddp(
       view: "per_device": each device runs `loss_fn` on its rows. "global": it runs once, on the whole batch, and the
         partitioner of XLA divides the work; see above.
       separable: True says that the loss is a (weighted) mean over rows, and skips the check of that.
+      axes: what your own mesh calls its axes, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default our names.
+        State and metrics live on that very mesh, Auto or Explicit, whatever `jax.set_mesh` says. Rules name its axes, and so
+        does a loss in the global view; in the per-device view a loss calls them data, tensor, replica and pipeline.
 
     Returns:
       A `ShardedOptimizer`.
@@ -116,6 +121,7 @@ def ddp(
             rules=rules,
             frozen=frozen,
             evaluate_fn=evaluate_fn,
+            axis_names=axes,
             compiler_options=compiler_options,
             separable=separable,
             reducer=reducer,

@@ -12,6 +12,7 @@ from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
 from shardopt.engine.config import ZERO_3, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.user_mesh import Axes
 
 
 def fsdp(
@@ -28,6 +29,7 @@ def fsdp(
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
     separable: bool | None = None,
+    axes: Axes | None = None,
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -62,6 +64,7 @@ def fsdp(
       compiler_options: see `ddp`.
       view: see `ddp`.
       separable: see `ddp`.
+      axes: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -98,5 +101,6 @@ def fsdp(
             compiler_options=compiler_options,
             view=view,
             separable=separable,
+            axis_names=axes,
         )
     )

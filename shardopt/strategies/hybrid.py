@@ -12,8 +12,9 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import PLACEMENTS, StrategyConfig, View, check_mesh
+from shardopt.engine.config import PLACEMENTS, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.user_mesh import Axes, read_mesh
 from shardopt.pipeline import Schedule, schedules
 from shardopt.reducers import Reducer
 
@@ -34,6 +35,7 @@ def hybrid(
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
     separable: bool | None = None,
+    axes: Axes | None = None,
     remat: bool = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -81,6 +83,7 @@ def hybrid(
       compiler_options: see `ddp`.
       view: see `ddp`; "global" is for meshes with pipeline=1.
       separable: see `ddp`.
+      axes: see `ddp`.
       remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
         memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a schedule
         that splits weight passes off keeps from backward to weight what the latter needs.
@@ -130,7 +133,7 @@ def hybrid(
         raise TypeError(f"{who}: remat must be True or False, got {remat!r}.")
     check_count(who, "micro_batches", micro_batches, least=1)
     check_count(who, "min_shard_elements", min_shard_elements, least=1)
-    num_stages = check_mesh(who, mesh, pipelined=True).shape["pipeline"]
+    num_stages = read_mesh(who, mesh, axes, pipelined=True)[0].shape["pipeline"]
     table = _schedule(who, schedule, num_stages, micro_batches)
     if num_stages == 1 and remat and blocks.remat is None:
         blocks = blocks._replace(remat="full")
@@ -150,6 +153,7 @@ def hybrid(
             compiler_options=compiler_options,
             view=view,
             separable=separable,
+            axis_names=axes,
             schedule=table if num_stages > 1 else None,
             remat=remat,
             reducer=reducer,

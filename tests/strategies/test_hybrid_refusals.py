@@ -98,13 +98,13 @@ CONSTRUCTION = [
         lambda: hybrid(on=Mesh(np.array(jax.devices()), ("data",))),
         ValueError,
         "hybrid: the mesh has axes ('data',), none of them 'pipeline'.\n"
-        "Fix: make the mesh with so.make_mesh(pipeline=...).",
+        "Fix: make the mesh with so.make_mesh(pipeline=...), or say which axis it is: axes=so.Axes(pipeline=...).",
     ),
     (
         lambda: hybrid(on=Mesh(np.array(jax.devices()), ("pipeline",))),
         ValueError,
         "hybrid: the mesh has axes ('pipeline',), none of them 'data'.\n"
-        "Fix: make the mesh with so.make_mesh(data=...).",
+        "Fix: make the mesh with so.make_mesh(data=...), or say which axis it is: axes=so.Axes(data=...).",
     ),
     (
         lambda: hybrid(schedule="gpipe"),

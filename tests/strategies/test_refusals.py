@@ -60,13 +60,14 @@ CONSTRUCTION = [
     (
         lambda: so.ddp(TX, Mesh(np.array(jax.devices()), ("model",)), square),
         ValueError,
-        "ddp: the mesh has axes ('model',), none of them 'data'.\nFix: make the mesh with so.make_mesh(data=...).",
+        "ddp: the mesh has axes ('model',), none of them 'data'.\n"
+        "Fix: make the mesh with so.make_mesh(data=...), or say which axis it is: axes=so.Axes(data=...).",
     ),
     (
         lambda: so.ddp(TX, Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), square),
         ValueError,
         "ddp: mesh axis 'model' (size 2) is above 1, but nothing is split over it.\n"
-        "Fix: use the axes data, tensor, pipeline, replica.",
+        "Fix: use the axes data, tensor, pipeline, replica, or say what it is: axes=so.Axes(data='model').",
     ),
     (
         lambda: so.ddp(TX, 8, square),

@@ -1,0 +1,179 @@
+"""The user's own mesh: what its axes are called, and what lives on it.
+
+Everything inside runs on a mesh of our own names with the same devices in the same order, of Auto axes. What goes in
+and out of the compiled programs (state, batch, metrics) lives on the user's mesh, whose shardings say the same.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree, Rules
+from shardopt.engine.axes import TABLE
+from shardopt.mesh import AXES
+
+
+class Axes(NamedTuple):
+    """Say what your own mesh calls its axes: for each role one name, or several that share it.
+
+    A role that the mesh has no axis for has size 1. Several names are one merged axis: `Axes(data=("dp", "fsdp"))` shards over
+    both what a placement shards. `Axes(replica="dp", data="fsdp")` copies over dp and shards over fsdp (HSDP).
+
+    Attributes:
+      data: rows of the batch, and whatever a placement shards.
+      tensor: inner dims of leaves, by rule. Rules name the mesh's axes.
+      replica: rows of the batch; parameters are copied.
+      pipeline: blocks of the model.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> mesh = jax.make_mesh((len(jax.devices()), 1), ("dp", "tp"))
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> opt = so.fsdp(optax.sgd(0.1), mesh, loss_fn, axes=so.Axes(data="dp", tensor="tp"))
+      >>> state = opt.init({"w": jnp.ones((4,))})
+      >>> state.params["w"].sharding.mesh == mesh
+      True
+    """
+
+    data: str | Sequence[str] = "data"
+    tensor: str | Sequence[str] = "tensor"
+    replica: str | Sequence[str] = "replica"
+    pipeline: str | Sequence[str] = "pipeline"
+
+
+class UserMesh(NamedTuple):
+    """The user's mesh, and the axes of it that play each role.
+
+    Attributes:
+      mesh: as the user gave it.
+      axes: role -> its axes, in the order of the mesh.
+    """
+
+    mesh: Mesh
+    axes: dict[str, tuple[str, ...]]
+
+    @property
+    def auto(self) -> Mesh:
+        """The same mesh with Auto axes."""
+        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=(AxisType.Auto,) * self.mesh.devices.ndim)
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Return a spec of roles as one of the user's axes, without those of size 1."""
+        entries: list[str | tuple[str, ...] | None] = []
+        for entry in spec:
+            roles = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            named = tuple(axis for role in roles for axis in self._above_one(role))
+            entries.append(named[0] if len(named) == 1 else named or None)
+        return PartitionSpec(*entries)
+
+    def specs(self, specs: PyTree) -> PyTree:
+        """Return a tree of such specs."""
+        return jax.tree.map(self.spec, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    def shardings(self, specs: PyTree) -> PyTree:
+        """Return a tree of specs of roles as `NamedSharding` on the user's mesh."""
+        place = lambda spec: NamedSharding(self.mesh, self.spec(spec))  # noqa: E731
+        return jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    def rules(self, rules: Rules) -> Rules:
+        """Return rules that name the user's axes as rules that name roles."""
+        if callable(rules):
+            return lambda path, shape: self._roles(rules(path, shape))
+        if isinstance(rules, str | dict) or not isinstance(rules, Sequence):
+            return rules  # refused later
+        return tuple(self._rule(rule) for rule in rules)
+
+    def _rule(self, rule: Any) -> Any:
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            return rule  # refused later
+        return rule[0], self._roles(rule[1])
+
+    def _roles(self, spec: PartitionSpec | None) -> PartitionSpec | None:
+        return PartitionSpec(*map(self._role, spec)) if isinstance(spec, PartitionSpec) else spec
+
+    def _role(self, entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        named = set(entry) if isinstance(entry, tuple) else {entry}
+        for role, axes in self.axes.items():
+            if named <= set(axes) and named >= set(self._above_one(role)):
+                return role
+        return entry
+
+    def _above_one(self, role: str) -> tuple[str, ...]:
+        return tuple(axis for axis in self.axes.get(role, ()) if self.mesh.shape[axis] > 1)
+
+
+def on_auto_axes(sharding: Any) -> Any:
+    """Return a sharding on Explicit axes as the same on Auto ones, any other as it is."""
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return sharding
+    assert isinstance(sharding.mesh, Mesh)
+    return NamedSharding(UserMesh(sharding.mesh, {}).auto, sharding.spec)
+
+
+def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:
+    """Return a mesh of our names with every axis that strategies name, Auto ones, and the user's beside it.
+
+    Raises:
+      TypeError: if the mesh is not a `Mesh`, or the names are not `Axes`.
+      ValueError: if a name is not an axis of the mesh, or stands twice; the mesh has no axis for data, or, pipelined, for
+        pipeline; an axis above 1 has no role; or the axes of a role are not next to each other.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
+    axes = _axes_of_roles(who, mesh, Axes() if names is None else names)
+    for role in ("data", "pipeline") if pipelined else ("data",):
+        if role not in axes:
+            what = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
+            fix = f"make the mesh with so.make_mesh({role}=...), or say which axis it is: axes=so.Axes({role}=...)."
+            raise ValueError(format_error(who, what, fix=fix))
+    role_of = {axis: role for role, own in axes.items() for axis in own}
+    known = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
+    for axis, size in mesh.shape.items():
+        if size > 1 and role_of.get(axis) not in known:
+            what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
+            fix = f"use the axes data, tensor, pipeline, replica, or say what it is: axes=so.Axes(data={axis!r})."
+            if axis in role_of:
+                fix = "use so.hybrid, or make the mesh with pipeline=1."
+            raise ValueError(format_error(who, what, fix=fix))
+    _check_neighbours(who, mesh, role_of)
+    # The same devices with every axis there, and Auto: jax.make_mesh makes Explicit axes, and the partitioner can
+    # only be left the tensor axis if it is Auto.
+    order = [*dict.fromkeys(role_of[axis] for axis in mesh.axis_names if axis in role_of)]
+    order += [role for role in ("pipeline", "tensor") if role not in order]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes.get(role, ())) for role in order]
+    grid = mesh.devices.reshape(sizes)
+    return Mesh(grid, tuple(order), axis_types=(AxisType.Auto,) * len(order)), UserMesh(mesh, axes)
+
+
+def _axes_of_roles(who: str, mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
+    fix = 'write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.'
+    if not isinstance(names, Axes):
+        raise TypeError(format_error(who, f"axes must be so.Axes, got {names!r}.", fix=fix))
+    found: dict[str, tuple[str, ...]] = {}
+    for role, given in names._asdict().items():
+        wanted = (given,) if isinstance(given, str) else given
+        if not isinstance(wanted, Sequence) or not all(isinstance(axis, str) for axis in wanted):
+            raise TypeError(format_error(who, f"axes.{role} must name mesh axes, got {given!r}.", fix=fix))
+        if given != role and (missing := [axis for axis in wanted if axis not in mesh.axis_names]):
+            what = f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes {mesh.axis_names}."
+            raise ValueError(format_error(who, what, fix="name axes of the mesh."))
+        own = tuple(axis for axis in mesh.axis_names if axis in wanted)
+        if own:
+            found[role] = own
+    named = [axis for own in found.values() for axis in own]
+    if twice := sorted({axis for axis in named if named.count(axis) > 1}):
+        what = f"mesh axis {', '.join(map(repr, twice))} has two roles: {names}."
+        raise ValueError(format_error(who, what, fix="give each axis one role."))
+    return {role: found[role] for role in AXES if role in found}
+
+
+def _check_neighbours(who: str, mesh: Mesh, role_of: dict[str, str]) -> None:
+    order = [role_of[axis] for axis, size in mesh.shape.items() if size > 1]
+    runs = [role for at, role in enumerate(order) if at == 0 or order[at - 1] != role]
+    if apart := [role for role in dict.fromkeys(runs) if runs.count(role) > 1]:
+        what = f"the axes of {' and '.join(apart)} are not next to each other in the mesh {dict(mesh.shape)}."
+        raise ValueError(format_error(who, what, fix="make the mesh with the axes of one role side by side."))
