@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -17,8 +18,9 @@ def blocks(text):
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     space = {"__name__": "docs"}
-    for block in blocks(page.read_text()):
-        exec(compile(block, str(page), "exec"), space)
+    with jax.numpy_rank_promotion("allow"):  # as users have it
+        for block in blocks(page.read_text()):
+            exec(compile(block, str(page), "exec"), space)
 
 
 def test_the_example_of_the_first_page_is_that_of_the_readme_which_runs():
