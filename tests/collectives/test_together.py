@@ -70,8 +70,11 @@ def test_sums_are_those_of_leaves_that_travelled_alone(mesh_of):
         np.testing.assert_array_equal(total, 8 * x)
 
 
-@pytest.mark.parametrize(("kind", "sums"), [("cpu", 4), ("TPU v5 lite", 5), ("NVIDIA H200", 5)])
-def test_groups_are_bounded_and_on_accelerators_of_one(kind, sums, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "processes", "sums"), [("cpu", 2, 4), ("cpu", 1, 5), ("TPU v5 lite", 2, 5), ("NVIDIA H200", 2, 5)]
+)
+def test_groups_are_bounded_and_on_accelerators_of_one(kind, processes, sums, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     sizes = [2**18, 2**18, 2**18, 2**20, 1]  # float32: 1 MB three times, 4 MB, 4 bytes
     mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(device_kind=kind))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
