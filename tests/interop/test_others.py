@@ -93,6 +93,21 @@ def test_it_trains_as_on_one_device(name, strategy, mesh_of):
     assert_same(state.params, params)
 
 
+@pytest.mark.parametrize("name", tiered(MODELS, lambda name: name in ("nnx_cnn", "clip", "equinox_vit", "lora")))
+def test_in_the_per_device_view_it_is_refused_if_rows_mix_and_else_not(name, mesh_of):
+    case = MODELS[name]()
+    opt = so.ddp(TX, mesh_of(data=8), case.loss_fn, frozen=case.frozen)
+    state, batch = opt.init(case.params, jax.random.key(KEY)), case.batches(1)[0]
+    if case.mixing:
+        with pytest.raises(so.NotSeparableError, match=re.escape("support/others.py")):
+            opt.step.lower(state, batch)
+    elif name == "linen_transformer":
+        with pytest.raises(ValueError, match=r"Fix: use view='global'"):
+            opt.step.lower(state, batch)
+    elif name != "diffrax_ode":  # of which jax, with equinox's loop, fails to take a gradient under shard_map
+        opt.step.lower(state, batch)
+
+
 @pytest.mark.slow
 def test_two_optimizers_take_turns_on_one_tree_of_parameters(mesh_of):
     """A GAN: each step takes over the parameters and hands them on, the other player's unchanged."""
