@@ -8,19 +8,20 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import per_device
-from shardopt.core.types import PyTree, TrainState
+from shardopt.core.types import PyTree, TrainState, TreeDef, abstract
 from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.compile import AotCompiled, check_no_deadlock
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.global_view import global_parts
 from shardopt.engine.gradients import in_specs, micro_batch_losses
 from shardopt.engine.inputs import batch_sharding, check_rows, check_state, place_batch
-from shardopt.engine.layout import Layout, shardings
+from shardopt.engine.layout import Layout, make_layout, shardings
 from shardopt.engine.loss import LossParts
 from shardopt.engine.metrics import neutral, of_rows
 from shardopt.engine.pipelined import pipelined_losses
 from shardopt.engine.reductions import sum_parts
 from shardopt.engine.rows import RowContext, with_rows
+from shardopt.engine.separable import check_separable
 from shardopt.engine.step import LayoutCache
 from shardopt.mesh import on_mesh
 
@@ -42,6 +43,7 @@ class Totals:
     def __init__(self, config: StrategyConfig):
         self._config = config.of_evaluation
         self._pieces = self._config.num_pieces
+        self._separable: set[TreeDef] = set()
         uneven = "of a batch that the devices do not divide the loss sees a part at a time"
         fix = f"use batches of a multiple of {self._pieces} rows, or view='global'"
         of_parts = with_rows(RowContext((), 1, refused=(uneven, fix)), self._config.loss_fn)
@@ -53,6 +55,11 @@ class Totals:
         """Run what adds up to the batch: a plain value has its number of rows as weight."""
         check_state(self._config, state)
         batch = as_arrays(self._config.strategy, batch)
+        kind = jax.tree.structure((state.params, batch))
+        if kind not in self._separable:
+            layout = make_layout(self._config, abstract(state.params))
+            check_separable(self._config, layout, batch, training=False)
+            self._separable.add(kind)
         size, pieces = check_rows(self._config, batch), self._pieces
         if self._config.view == "global" and size:
             everywhere = self._config.home.shardings(PartitionSpec())

@@ -46,6 +46,7 @@ def evaluation(
     Raises:
       TypeError: if `batches` is an iterator, which would be empty the second time; `evaluate_fn` is not a function.
       ValueError: by the returned function, if there are no batches.
+      NotSeparableError: by the returned function, in the per-device view, if the loss is no (weighted) mean over rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so

@@ -146,6 +146,20 @@ def test_a_loss_that_cannot_run_is_refused(given, message):
         evaluation(so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss), [rows_of(8)], evaluate_fn=given)
 
 
+def test_a_loss_that_mixes_rows_is_refused_or_evaluated_whole():
+    """A perplexity: the exponential of a mean is no mean. In the global view a batch runs at once, of one row too."""
+    mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(1)
+    perplexity = lambda params, batch: jnp.exp(row_loss(params, batch))  # noqa: E731
+    for view in ("per_device", "global"):
+        opt = so.ddp(optax.sgd(0.1), mesh, row_loss, view=view)
+        evaluate, state = evaluation(opt, [rows], evaluate_fn=perplexity), opt.init({"w": W})
+        if view == "per_device":
+            with pytest.raises(so.NotSeparableError, match=r"^ddp: the loss is not a \(weighted\) mean over rows"):
+                evaluate(state)
+        else:
+            assert evaluate(state)["val_loss"] == pytest.approx(np.exp(np.abs(rows["x"] @ W - rows["y"]).mean()))
+
+
 def test_stages_want_blocks_to_evaluate():
     message = (
         "hybrid: evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks.\n"
