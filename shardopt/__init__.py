@@ -23,6 +23,7 @@ from shardopt.core import (
     Weighted,
 )
 from shardopt.engine.adopt import adopt
+from shardopt.engine.check import check
 from shardopt.engine.compiler_options import compiler_options
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.rows import batch_mean, batch_sum, gather_batch
@@ -63,6 +64,7 @@ __all__ = [
     "audit",
     "batch_mean",
     "batch_sum",
+    "check",
     "checkpoint",
     "compiler_options",
     "ddp",

@@ -84,20 +84,21 @@ def build(
             checked.add(id(compiled))
         return compiled, place_batch(batch, sharding)
 
-    def check_once(compiled: CompiledStep, batch: PyTree, config: StrategyConfig, *, training: bool) -> None:
+    def check_once(compiled: CompiledStep, params: PyTree, batch: PyTree, *, training: bool) -> None:
         kind = (id(compiled), jax.tree.structure(batch), training)
         if kind not in separable:
-            check_separable(config, compiled.layout, batch, training=training)
+            of = config if training else config.of_evaluation
+            check_separable(of, compiled.layout, params, batch, training=training)
             separable.add(kind)
 
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
-        check_once(compiled, placed, config, training=True)
+        check_once(compiled, state.params, placed, training=True)
         return compiled.step, (state, placed)
 
     def prepare_evaluate(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
-        check_once(compiled, placed, config.of_evaluation, training=False)
+        check_once(compiled, state.params, placed, training=False)
         return compiled.evaluate, (state.params, placed)
 
     def synchronize(state: TrainState) -> TrainState:

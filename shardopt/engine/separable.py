@@ -1,6 +1,7 @@
 """Whether a loss is a (weighted) mean over rows, so that the pieces on several devices add up to it; else it is refused.
 
-The loss is traced on abstract rows, twice, and nothing runs: see `row_analysis`.
+The loss is traced on abstract rows, twice, and nothing runs: see `row_analysis`. Only where the trace cannot tell, numbers
+are compared: see `row_numbers`.
 """
 
 import functools
@@ -13,18 +14,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax._src import source_info_util
+from jax.core import Tracer
 
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
-from shardopt.core.types import PyTree, Updated, Weighted, abstract, leaves_with_paths
+from shardopt.core.types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import loss_parts
 from shardopt.engine.row_analysis import DifferentTracesError, Scope, follow
 from shardopt.engine.row_arithmetic import part_degree
-from shardopt.engine.row_values import Const, Mixed, Op, Rows, Sum, Value, first_mixed, odd, same
+from shardopt.engine.row_numbers import deviation
+from shardopt.engine.row_values import Const, Mixed, Op, Rows, Value, first_mixed, odd, same
+from shardopt.engine.row_values import Sum as RowSum
 from shardopt.engine.rows import RowContext, row_context, with_rows
 from shardopt.mesh import on_mesh
 from shardopt.partition import LeafPlan
@@ -49,7 +53,7 @@ class Mixing(NamedTuple):
 
 
 class _Out(NamedTuple):
-    """A result of a loss, and what it must be: "mean", "ratio", "sum" or "any"."""
+    """A result of a loss, and what it must be: "mean", "ratio" (of two leaves), "sum" or "extreme"."""
 
     what: str
     must: str
@@ -123,12 +127,13 @@ FIX = (
 )
 
 
-def check_separable(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> None:
+def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, *, training: bool) -> None:
     """Refuse a loss whose pieces, on several devices or in micro-batches, do not add up to that of the whole batch.
 
     Args:
       config: of the step; of evaluation, its `of_evaluation`.
       layout: of the parameters.
+      params: the parameters; where the trace cannot tell, the loss is run on some rows.
       batch: a global batch.
       training: whether the loss gets a random key, if it takes one.
 
@@ -150,8 +155,17 @@ def check_separable(config: StrategyConfig, layout: Layout, batch: PyTree, *, tr
     )
     piece = jax.tree.map(lambda x: _resized(x, num_rows(batch) // shares), abstract(batch))
     mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
-    if mixing is None or not mixing.sure:
+    if mixing is None:
         return
+    if not mixing.sure:
+        if any(
+            not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch))
+        ):
+            return  # lowered for abstract arguments: nothing is trained
+        numbers = deviation(config, params, batch, shares)
+        if numbers is None:
+            return
+        mixing = mixing._replace(why=f"{mixing.why} {numbers}")
     cut = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
     cut += [f"{config.micro_batches} micro-batches"] * (config.micro_batches > 1)
     what = (
@@ -177,45 +191,59 @@ def _resized(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
 
 def _outs(returned: PyTree) -> list[_Out]:
     main, aux = returned, {}
-    if isinstance(returned, tuple) and not isinstance(returned, Weighted) and len(returned) == 2:
+    if isinstance(returned, tuple) and not isinstance(returned, Weighted):
         main, aux = returned
-    found = [_out("the loss", main)]
+    found = _terms("the loss", main)
     for name, value in (aux or {}).items():
         if isinstance(value, Updated):
-            found += [_Out(f"new value of {path}", "mean", (leaf,)) for path, leaf in leaves_with_paths(value.values)]
+            for path, leaf in leaves_with_paths(value.values):
+                must = "mean" if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact) else "extreme"
+                found.append(_Out(f"new value of {path}", must, (leaf,)))
         else:
-            found.append(_out(f"metric {name!r}", value))
+            found += _terms(f"metric {name!r}", value)
     return found
 
 
-def _out(what: str, value: Any) -> _Out:
+def _terms(what: str, value: Any) -> list[_Out]:
     if isinstance(value, Weighted):
-        return _Out(what, "ratio", tuple(value))
-    return _Out(what, "mean", tuple(jax.tree.leaves(value)))
+        totals, weights = (one if isinstance(one, tuple) else (one,) for one in value)
+        return [_Out(what, "ratio", both) for both in zip(totals, weights, strict=True)]
+    if isinstance(value, Sum | Max | Min):
+        return [_Out(what, "sum" if isinstance(value, Sum) else "extreme", (value.value,))]
+    return [_Out(what, "mean", (value,))]
 
 
 def _problem(out: _Out, values: Sequence[Value], sizes: Sequence[int]) -> Mixing | None:
     if mixed := first_mixed(values):
-        return _mixing(out.what, mixed)
-    degrees, sums = [], [value for value in values if isinstance(value, Sum)]
+        extreme = mixed.op.eqn.primitive.name in EXTREMES and mixed.use is None
+        return None if out.must == "extreme" and extreme else _mixing(out.what, mixed)
+    degrees, sums = [], [value for value in values if isinstance(value, RowSum)]
     operation, lines = _operation(sums[0].op) if sums else "", tuple(_line(one.op) for one in sums)
     for value in values:
         if isinstance(value, Rows):
             why = "it holds a number for each row, and the mean over devices would be taken of those of different rows."
             return Mixing(out.what, why, operation, lines, sure=True)
-        if isinstance(value, Sum) or (isinstance(value, Const) and not value.zero):
+        if isinstance(value, RowSum) or (isinstance(value, Const) and not value.zero):
             degrees.append(part_degree(sizes, value))
+    if out.must == "extreme":
+        why = "it is made of a sum over rows, whose largest or smallest on any device is not that of the batch."
+        return Mixing(out.what, why, operation, lines, sure=True) if sums else None
     mean = tuple(-1.0 if size != sizes[0] else 0.0 for size in sizes[1:])
     if out.must == "mean":
         if wrong := [one for one in degrees if odd(one) or not same(one, mean)]:
             of_sum = all(abs(one) < 1e-3 for one in wrong[0])
             why = "it is a sum over rows, where a mean is expected." if of_sum else WHY["count"]
             return Mixing(out.what, why, operation, lines, sure=True)
+    elif out.must == "sum":
+        if any(odd(one) or not same(one, (0.0,)) for one in degrees):
+            return Mixing(out.what, "it is no sum over rows.", operation, lines, sure=True)
     elif any(odd(one) for one in degrees) or not same(*degrees):
         why = "its total and its weight do not grow alike with the number of rows, as two sums over rows do, or two means."
         return Mixing(out.what, why, operation, lines, sure=True)
     return None
 
+
+EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and")
 
 WHY = {
     "mixes": "rows are mixed.",

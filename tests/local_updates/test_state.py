@@ -129,7 +129,9 @@ def with_statistics(params, batch):
 def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, strategy_of, new_batches, steps_on, x64):
     """Each replica keeps its own between; the shared ones, which evaluation sees, follow at each agreement."""
     params = {"w": jnp.ones((3, 2)), "mean": jnp.zeros(3), "seen": jnp.int32(0)}
-    inner = strategy_of("ddp", optax.sgd(0.01), model=with_statistics, options={"frozen": ["^mean$"]})
+    inner = strategy_of(
+        "ddp", optax.sgd(0.01), model=with_statistics, options={"frozen": ["^mean$"], "separable": True}
+    )
     opt = so.diloco(inner, sync_every=3, delay=delay)
     batches = new_batches(5)
     state, own, shared, seen = opt.init(params), np.zeros((2, 3)), np.zeros(3), np.zeros(2, int)

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,6 +14,7 @@ import shardopt as so
 from shardopt.core.block_model import takes_rng
 from shardopt.core.types import abstract
 from shardopt.engine.separable import find_mixing
+from shardopt.models import gpt
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -56,3 +58,58 @@ def test_mean_over_rows_is_shown_to_be_one(name, rows):
     batch = abstract(jax.tree.map(lambda x: x[:rows], BATCH))
     for key in (KEY, None) if takes_rng(loss_fn) else (None,):
         assert find_mixing(loss_fn, abstract(params), batch, key=key) is None
+
+
+def pairs(params, batch):
+    """Rows come in pairs: a mean over these, which the trace does not show."""
+    x = (batch["x"] @ params["up"]).reshape(-1, 2, 16)
+    return jnp.mean((x[:, 0] - x[:, 1]) ** 2)
+
+
+def groups(params, batch):
+    """As many groups as there are rows in four: the trace does not show what they are made of."""
+    x = (batch["x"] @ params["up"]).reshape(2, -1, 16)
+    return jnp.mean((x - x.mean(1, keepdims=True)) ** 2)
+
+
+def test_numbers_tell_where_the_trace_does_not():
+    mesh, batch = so.make_mesh(data=2, devices=jax.devices()[:2]), BATCH
+    params = {"up": jnp.asarray(np.random.default_rng(1).normal(size=(12, 16)), jnp.float32)}
+    opt = so.ddp(optax.sgd(0.1), mesh, pairs)
+    opt.step(opt.init(params), batch)
+    opt = so.ddp(optax.sgd(0.1), mesh, groups)
+    state = opt.init(params)
+    with pytest.raises(so.NotSeparableError, match="Numbers of two pieces of 4 rows differ, relatively,") as caught:
+        opt.step(state, batch)
+    assert "reshape at tests/strategies/test_separable.py" in caught.value.operation
+
+
+def trusting(**options):
+    loss = LOSSES["root_of_mean"]
+    opt = so.fsdp(optax.sgd(0.1), so.make_mesh(data=4, devices=jax.devices()[:4]), loss.loss_fn, **options)
+    return opt, opt.init(cast(loss.params, np.float32)), loss.batches(1, np.float32)[0]
+
+
+def test_check_prints_what_differs_and_raises(capsys):
+    opt, state, batch = trusting(separable=True)
+    with pytest.raises(so.NotSeparableError, match="fsdp: the step is not that of one device on this batch") as caught:
+        so.check(opt, state, batch)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in printed] == [
+        "loss",
+        *(f"gradient of {one}" for one in ("down", "scale", "up")),
+    ]
+    assert all(line.endswith("differs") for line in printed)
+    assert "gradient of up: " in str(caught.value)
+    opt.step(state, batch)  # nothing was donated
+
+
+def test_check_finds_a_pipeline_and_the_global_view_right():
+    opt, state, batch = trusting(view="global")
+    report = so.check(opt, state, batch)
+    assert max(one.relative for one in report.differences) < 1e-5
+    config = gpt.GPTConfig(vocab_size=12, dim=8, num_layers=4, num_heads=2, max_length=8)
+    mesh = so.make_mesh(data=2, pipeline=2, devices=jax.devices()[:4])
+    opt = so.hybrid(optax.sgd(0.1), mesh, gpt.model(config), micro_batches=2)
+    report = so.check(opt, opt.init(gpt.init(config, jax.random.key(0))), {"tokens": BATCH["tokens"]})
+    assert max(one.relative for one in report.differences) < 1e-4
