@@ -125,8 +125,10 @@ def _compared(
         dtypes = [
             one for one in (ours.dtype, config.gather_dtype) if one is not None and jnp.issubdtype(one, jnp.inexact)
         ]
-        tolerance = max((float(jnp.finfo(one).eps) ** 0.5 for one in dtypes), default=0.0)
-    return Difference(name, float(_relative(ours, theirs)), tolerance)
+        allowed = max((float(jnp.finfo(one).eps) ** 0.5 for one in dtypes), default=0.0)
+    else:
+        allowed = tolerance
+    return Difference(name, float(_relative(ours, theirs)), allowed)
 
 
 @jax.jit

@@ -58,7 +58,7 @@ class Totals:
         kind = jax.tree.structure((state.params, batch))
         if kind not in self._separable:
             layout = make_layout(self._config, abstract(state.params))
-            check_separable(self._config, layout, batch, training=False)
+            check_separable(self._config, layout, state.params, batch, training=False)
             self._separable.add(kind)
         size, pieces = check_rows(self._config, batch), self._pieces
         if self._config.view == "global" and size:

@@ -158,9 +158,7 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
     if mixing is None:
         return
     if not mixing.sure:
-        if any(
-            not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch))
-        ):
+        if any(isinstance(leaf, jax.ShapeDtypeStruct | Tracer) for leaf in jax.tree.leaves((params, batch))):
             return  # lowered for abstract arguments: nothing is trained
         numbers = deviation(config, params, batch, shares)
         if numbers is None:
