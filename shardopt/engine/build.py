@@ -88,8 +88,8 @@ def build(
         kind = (id(compiled), jax.tree.structure(batch), training)
         if kind not in separable:
             of = config if training else config.of_evaluation
-            check_separable(of, compiled.layout, params, batch, training=training)
-            separable.add(kind)
+            if check_separable(of, compiled.layout, params, batch, training=training):
+                separable.add(kind)
 
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)

@@ -18,6 +18,7 @@ from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
 from shardopt.engine.metrics import factor, objective
 from shardopt.engine.micro_batches import accumulate, numbers
 from shardopt.engine.reductions import scale, sum_parts
+from shardopt.engine.rows import RowContext, with_rows
 from shardopt.engine.separable import as_gathered, find_mixing
 from shardopt.mesh import on_mesh
 
@@ -35,7 +36,7 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
         count = num_micro_batches(config, layout, batch, training=True)
 
         def total(train_leaves, rows, key, weights):
-            parts = _loss_of_rows(config, layout, layout.merge(params, train_leaves), rows, key)
+            parts = _loss_of_rows(config, layout, count, layout.merge(params, train_leaves), rows, key)
             return objective(parts.loss, count, parts.loss.weight if weights is None else weights), parts
 
         def one_micro_batch(rows, index, weights=None):
@@ -95,7 +96,7 @@ def _parts(
 
     @jax.checkpoint
     def one_micro_batch(rows, index):
-        return _loss_of_rows(config, layout, params, rows, key_of(index))
+        return _loss_of_rows(config, layout, count, params, rows, key_of(index))
 
     if count == 1:
         return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
@@ -103,8 +104,15 @@ def _parts(
     return jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
 
 
-def _loss_of_rows(config: StrategyConfig, layout: Layout, *args: PyTree) -> LossParts:
-    """Return the parts of the loss, which may place arrays by the names of the user's own mesh."""
+def _loss_of_rows(config: StrategyConfig, layout: Layout, count: int, *args: PyTree) -> LossParts:
+    """Return the parts of the loss of one of `count` micro-batches, which may place arrays by the names of the user's mesh.
+
+    Where the user's word, `separable=True`, is all that is known of the loss, it may not ask for the rows of the batch.
+    """
+    if count > 1 and config.separable:
+        what = f"with separable=True and micro_batches={count} the loss sees one micro-batch at a time"
+        context = RowContext((), 1, refused=(what, "use micro_batches=1, or leave out separable=True"))
+        config = config._replace(loss_fn=with_rows(context, config.loss_fn))
     run = functools.partial(loss_of_rows, config, layout)
     return run(*args) if config.per_replica else on_mesh(config.home.auto, run, config.home.axes)(*args)
 

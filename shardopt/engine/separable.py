@@ -127,8 +127,10 @@ FIX = (
 )
 
 
-def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, *, training: bool) -> None:
+def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, *, training: bool) -> bool:
     """Refuse a loss whose pieces, on several devices or in micro-batches, do not add up to that of the whole batch.
+
+    Returns whether that is settled: not where only numbers can tell, and arguments are abstract.
 
     Args:
       config: of the step; of evaluation, its `of_evaluation`.
@@ -143,7 +145,7 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
     if config.local_updates is not None and config.local_updates.warmup_steps:
         config = config._replace(sync_gradients=True)
     if config.view == "global" or config.num_pieces == 1 or config.separable:
-        return
+        return True
     axes = config.axes
     shares = math.prod(axes.sizes[axis] for axis in axes.rows) * config.micro_batches
     find = functools.partial(
@@ -156,13 +158,13 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
     piece = jax.tree.map(lambda x: _resized(x, num_rows(batch) // shares), abstract(batch))
     mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
-        return
+        return True
     if not mixing.sure:
         if any(isinstance(leaf, jax.ShapeDtypeStruct | Tracer) for leaf in jax.tree.leaves((params, batch))):
-            return  # lowered for abstract arguments: nothing is trained
+            return False  # lowered for abstract arguments: nothing is trained
         numbers = deviation(config, params, batch, shares)
         if numbers is None:
-            return
+            return True
         mixing = mixing._replace(why=f"{mixing.why} {numbers}")
     cut = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
     cut += [f"{config.micro_batches} micro-batches"] * (config.micro_batches > 1)

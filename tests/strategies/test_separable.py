@@ -79,6 +79,7 @@ def test_numbers_tell_where_the_trace_does_not():
     opt.step(opt.init(params), batch)
     opt = so.ddp(optax.sgd(0.1), mesh, groups)
     state = opt.init(params)
+    opt.step.lower(*abstract((state, batch)))  # without values there are no numbers, and nothing is settled
     with pytest.raises(so.NotSeparableError, match="Numbers of two pieces of 4 rows differ, relatively,") as caught:
         opt.step(state, batch)
     assert "reshape at tests/strategies/test_separable.py" in caught.value.operation
