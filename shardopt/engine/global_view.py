@@ -136,7 +136,7 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
         lambda x: jax.ShapeDtypeStruct((rows // count, *x.shape[1:]), x.dtype) if x.ndim else x, shapes
     )
     key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
-    find = functools.partial(find_mixing, who=config.strategy, key=key)
+    find = functools.partial(find_mixing, who=config.strategy, key=key, training=training)
     mixing = on_mesh(config.home.auto, find, config.home.axes)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
         return count

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from shardopt.engine.row_arithmetic import as_sum, joined, not_linear
+from shardopt.engine.row_backward import cotangents, mixing, trace_backward
 from shardopt.engine.row_folding import as_number
 from shardopt.engine.row_rules import apply
 from shardopt.engine.row_values import (
@@ -82,12 +83,16 @@ class Scope:
     Attributes:
       num_rows: the rows that the loss is given in each trace.
       row_axes: mesh axes that split rows, for collectives that the loss itself calls.
+      backward: whether the loss is differentiated, so that backward rules of `jax.custom_vjp` count.
       callers: the calls that are being followed.
+      rules: traces of backward rules, by the equation's id, since loops are followed several times.
     """
 
     num_rows: tuple[int, ...]
     row_axes: frozenset[str] = frozenset()
+    backward: bool = False
     callers: tuple[JaxprEqn, ...] = ()
+    rules: dict[int, list[ClosedJaxpr] | None] = dataclasses.field(default_factory=dict)
 
     def within(self, site: Site) -> "Scope":
         """Return the scope of what an equation calls."""
@@ -176,8 +181,30 @@ def _results(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
             return [_of_all_devices(site, value) for value in values]
         key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
         if key is not None and len(_opened(site.params[key]).invars) == len(values):
-            return follow(scope.within(site), site.param(key), values)
+            found = follow(scope.within(site), site.param(key), values)
+            mixed = _backward(scope, site, values, found) if scope.backward and site.name == "custom_vjp_call" else None
+            return found if mixed is None else [mixed] * len(found)
     return apply(site, values)
+
+
+def _backward(scope: Scope, site: Site, values: Sequence[Value], results: Sequence[Value]) -> Mixed | None:
+    """Return where the backward rule of a `jax.custom_vjp` mixes rows, as far as it can be followed."""
+    sent = cotangents(site, results)
+    if sent is None or all(isinstance(value, Const) and value.anywhere for value in values):
+        return None
+    if (at := id(site.eqns[0])) not in scope.rules:
+        try:
+            asks = any(name in str(site.params["call_jaxpr"]) for name in REMEDIES)  # the rule would, without a context
+            scope.rules[at] = None if asks else [trace_backward(eqn) for eqn in site.eqns]
+        except Exception:  # a rule that only works inside the loss: it closes over its tracers, or names mesh axes
+            scope.rules[at] = None
+    rules = scope.rules[at]
+    if rules is None:
+        return None
+    try:
+        return mixing(site, values, follow(scope.within(site), rules, [*values, *sent]))
+    except DifferentTracesError:
+        return None
 
 
 def _of_all_devices(site: Site, value: Value) -> Value:

@@ -99,7 +99,7 @@ class Mixed(NamedTuple):
     Attributes:
       op: what mixes rows.
       use: what was done with a sum over rows that is not linear, if `op` is that sum.
-      why: "mixes", "position", "count" (depends on the number of rows) or "unknown".
+      why: "mixes", "position", "count" (depends on the number of rows), "backward" (in a rule of `jax.custom_vjp`) or "unknown".
     """
 
     op: Op

@@ -1,7 +1,8 @@
 """Whether a loss is a (weighted) mean over rows, so that the pieces on several devices add up to it; else it is refused.
 
 The loss is traced on abstract rows, twice, and nothing runs: see `row_analysis`. Only where the trace cannot tell, numbers
-are compared: see `row_numbers`.
+are compared: see `row_numbers`. Backward rules of `jax.custom_vjp` are followed as far as they can be traced (`row_backward`);
+numbers do not look at them, `so.check` does.
 """
 
 import functools
@@ -69,6 +70,7 @@ def find_mixing(
     key: jax.Array | None = None,
     context: RowContext | None = None,
     axis_sizes: Sequence[tuple[str, int]] = (),
+    training: bool = True,
 ) -> Mixing | None:
     """Return where a loss is no (weighted) mean over rows; None if it is shown to be one.
 
@@ -80,6 +82,7 @@ def find_mixing(
       key: a random key as shape and dtype, for a loss that takes one.
       context: what `gather_batch`, `batch_mean` and `batch_sum` are told; without it there are no other rows.
       axis_sizes: mesh axes and their sizes that the loss may name.
+      training: whether it is differentiated, so that backward rules of `jax.custom_vjp` count.
     """
     rows = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
     least, devices = max(rows, 2), 1 if context is None else context.devices
@@ -110,7 +113,7 @@ def find_mixing(
     drawn = [Const(none, anywhere=True) for _ in jax.tree.leaves(key)]
     together = context.axes if context is not None and context.micro_batches == 1 else ()
     try:
-        found = follow(Scope(sizes, frozenset(together)), jaxprs, [*shared, *rowwise, *drawn])
+        found = follow(Scope(sizes, frozenset(together), training), jaxprs, [*shared, *rowwise, *drawn])
     except DifferentTracesError as error:
         op = None if error.eqn is None else Op(error.eqn)
         why = f"it does other things on {sizes[0]} rows than on {sizes[1]}."
@@ -154,6 +157,7 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
         context=row_context(config),
         axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
+        training=training,
     )
     piece = jax.tree.map(lambda x: _resized(x, num_rows(batch) // shares), abstract(batch))
     mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
@@ -249,6 +253,7 @@ WHY = {
     "mixes": "rows are mixed.",
     "position": "a row's part depends on its position in the batch.",
     "count": "it depends on the number of rows otherwise than a mean over them.",
+    "backward": "the backward rule of a jax.custom_vjp mixes rows, or depends on their number.",
     "unknown": "nothing is known of what an operation does to rows.",
 }
 

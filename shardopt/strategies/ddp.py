@@ -84,7 +84,8 @@ def ddp(
       compiler_options: what XLA is told when it compiles a step, name -> value; by default `so.compiler_options(mesh)`.
       view: "per_device": each device runs `loss_fn` on its rows. "global": it runs once, on the whole batch, and the
         partitioner of XLA divides the work; see above.
-      separable: True says that the loss is a (weighted) mean over rows, and skips the check of that.
+      separable: True says that the loss is a (weighted) mean over rows, and skips the check of that. The check also refuses a
+        `jax.custom_vjp` whose backward rule mixes rows, or is not linear in what comes back (clips it, takes its sign).
       axes: what your own mesh calls its axes, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default our names.
         State and metrics live on that very mesh, Auto or Explicit, whatever `jax.set_mesh` says. Rules name its axes, and so
         does a loss in the global view; in the per-device view a loss calls them data, tensor, replica and pipeline.

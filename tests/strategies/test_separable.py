@@ -85,6 +85,89 @@ def test_numbers_tell_where_the_trace_does_not():
     assert "reshape at tests/strategies/test_separable.py" in caught.value.operation
 
 
+@jax.custom_vjp
+def normalised(x):
+    return x
+
+
+def by_its_norm(_, g):
+    return (g / (1 + jnp.sqrt(jnp.sum(g**2))),)
+
+
+normalised.defvjp(lambda x: (x, None), by_its_norm)
+
+
+@jax.custom_vjp
+def centred(x):
+    return x
+
+
+def less_its_mean(_, g):
+    return (g - g.mean(0, keepdims=True),)
+
+
+centred.defvjp(lambda x: (x, None), less_its_mean)
+
+
+@jax.custom_vjp
+def by_sign(x):
+    return x
+
+
+by_sign.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g),))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+@jax.custom_vjp
+def reversed_gradient(x, w):
+    return jnp.tanh(x @ w)
+
+
+def scaled_back(saved, g):
+    x, w, y = saved
+    g = -0.1 * g * (1 - y**2)
+    return g @ w.T, x.T @ g
+
+
+def forward_of_reversed(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (x, w, y)
+
+
+reversed_gradient.defvjp(forward_of_reversed, scaled_back)
+
+
+def test_backward_rules_are_followed():
+    params, rows = abstract({"up": jnp.ones((12, 16))}), abstract({"x": jnp.ones((4, 12))})
+    losses = {
+        "by_its_norm": lambda params, batch: jnp.mean(normalised(batch["x"] @ params["up"]) ** 2),
+        "less_its_mean": lambda params, batch: jnp.mean(jax.checkpoint(centred)(batch["x"] @ params["up"]) ** 2),
+    }
+    for rule, loss_fn in losses.items():
+        mixing = find_mixing(loss_fn, params, rows)
+        assert (
+            mixing.sure
+            and mixing.why == "the backward rule of a jax.custom_vjp mixes rows, or depends on their number."
+        )
+        assert re.fullmatch(r"reduce_sum at tests/strategies/test_separable.py:\d+ \(.*<lambda>\)", mixing.operation), (
+            rule
+        )
+        assert find_mixing(loss_fn, params, rows, training=False) is None
+    for rule in (by_sign, clipped):  # what comes back is of the size of 1/B
+        assert find_mixing(lambda params, batch, f=rule: jnp.mean(f(batch["x"] @ params["up"])), params, rows).sure
+    of_shared = find_mixing(lambda params, batch: jnp.mean(batch["x"] @ normalised(params["up"])), params, rows)
+    assert of_shared.sure and "test_separable.py" in of_shared.operation
+    fine = lambda params, batch: jnp.mean(reversed_gradient(batch["x"], params["up"]))  # noqa: E731
+    assert find_mixing(fine, params, rows) is None
+
+
 def trusting(**options):
     loss = LOSSES["root_of_mean"]
     opt = so.fsdp(optax.sgd(0.1), so.make_mesh(data=4, devices=jax.devices()[:4]), loss.loss_fn, **options)
