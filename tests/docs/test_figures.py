@@ -60,6 +60,8 @@ def test_ratios_of_times():
     assert f"median ratio {ddp:.3f} for ddp, {fsdp:.3f} for fsdp" in text
     beyond = results("import_time")["shardopt beyond jax"]["seconds, median"]
     assert f"takes {beyond:.2f} s beyond jax's own import" in text
+    shares = [row["median_ratio"] for row in results("separability_cost")["models"].values()]
+    assert f"takes {min(shares):.1%} to {max(shares):.1%} of the time to the first step" in text
 
     def against(rival, group="processes"):
         return [value for key, value in peers[group]["speed_ratios"].items() if re.search(f"/ {rival}", key)]

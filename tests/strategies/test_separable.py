@@ -1,5 +1,6 @@
 """In the per-device view a loss that is no (weighted) mean over rows is refused before anything compiles, and only such."""
 
+import linecache
 import re
 
 import jax
@@ -166,6 +167,49 @@ def test_backward_rules_are_followed():
     assert of_shared.sure and "test_separable.py" in of_shared.operation
     fine = lambda params, batch: jnp.mean(reversed_gradient(batch["x"], params["up"]))  # noqa: E731
     assert find_mixing(fine, params, rows) is None
+
+
+FIX = (
+    'Fix: view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of '
+    "the whole batch, and so.Weighted for a normaliser that depends on the rows; or separable=True if you know better."
+)
+
+
+def summed(params, batch):
+    return jnp.sum((batch["x"] @ params["up"]) ** 2)
+
+
+def root_of_mean(params, batch):
+    return jnp.sqrt(jnp.mean(batch["x"] @ params["up"]))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "cut", "why", "uses"),
+    [
+        (summed, "2 devices", "it is a sum over rows, where a mean is expected.", ["reduce_sum"]),
+        (
+            root_of_mean,
+            "2 devices and 2 micro-batches",
+            "rows are mixed.",
+            ["reduce_sum", "whose result goes into sqrt"],
+        ),
+    ],
+)
+def test_the_message_of_a_refusal(loss_fn, cut, why, uses):
+    opt = so.ddp(
+        optax.sgd(0.1),
+        so.make_mesh(data=2, devices=jax.devices()[:2]),
+        loss_fn,
+        micro_batches=2 if "micro" in cut else 1,
+    )
+    state = abstract_state(opt, {"up": np.ones((12, 16), np.float32)})
+    with pytest.raises(so.NotSeparableError) as caught:
+        opt.step.lower(state, {"x": jax.ShapeDtypeStruct((8, 12), np.float32)})
+    at = loss_fn.__code__.co_firstlineno + 1
+    source = linecache.getline(__file__, at).strip()
+    lines = [f"  {one} at tests/strategies/test_separable.py:{at} ({loss_fn.__name__}): {source}" for one in uses]
+    what = f"ddp: the loss is not a (weighted) mean over rows, so {cut} would train on another: {why}"
+    assert str(caught.value) == "\n".join([what, *lines, FIX])
 
 
 def trusting(**options):
