@@ -5,6 +5,7 @@ the size of 1/B, each of its own row; to what all rows share, a sum over rows.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,7 @@ def trace_backward(eqn: JaxprEqn) -> ClosedJaxpr:
         (back,) = jax.vjp(forward, [operands[i] for i in given])[1](cotangents)
         return back
 
-    like = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    sent = [jax.ShapeDtypeStruct(eqn.outvars[i].aval.shape, eqn.outvars[i].aval.dtype) for i in out]
-    return jax.make_jaxpr(run)(like, sent)
+    return jax.make_jaxpr(run)([_like(var) for var in eqn.invars], [_like(eqn.outvars[i]) for i in out])
 
 
 def cotangents(site: Site, results: Sequence[Value]) -> list[Value] | None:
@@ -72,5 +71,9 @@ def _differentiated(eqn: JaxprEqn) -> list[int]:
     return [i for i in _floating(eqn.invars) if i >= eqn.params["num_consts"]]
 
 
-def _floating(variables: Sequence) -> list[int]:
+def _like(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def _floating(variables: Sequence[Any]) -> list[int]:
     return [i for i, var in enumerate(variables) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]
