@@ -75,7 +75,43 @@ def axes_of_role(role: str) -> tuple[str, ...]:
     roles = _roles.get()
     if roles is not None:
         return roles.get(role, ())
-    return (role,) if role in jax.sharding.get_abstract_mesh().axis_names else ()
+    return (role,) if role in mesh_under_trace().axis_names else ()
+
+
+_under_trace: ContextVar[AbstractMesh | None] = ContextVar("mesh under trace", default=None)
+
+
+def mesh_under_trace() -> AbstractMesh:
+    """Return the mesh under trace, also where jax is not told of it."""
+    return _under_trace.get() or jax.sharding.get_abstract_mesh()
+
+
+def without_types(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` traced without jax knowing of the mesh, which may be done where every axis is manual.
+
+    Arrays then have no mesh in their types. With it some have and some have not, and equinox's loops, which diffrax is
+    made of, take these for others.
+    """
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return f(*args)
+
+    return as_manual(run)
+
+
+def as_manual(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` traced with `mesh_under_trace` saying that every axis is manual, whatever jax is told."""
+
+    def run(*args: Any) -> Any:
+        mesh = mesh_under_trace()
+        token = _under_trace.set(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual)))
+        try:
+            return f(*args)
+        finally:
+            _under_trace.reset(token)
+
+    return run
 
 
 def on_mesh(
@@ -103,7 +139,7 @@ def on_mesh(
 
 def device_kind() -> str | None:
     """Return the kind of the devices of the mesh under trace ("cpu", "TPU v4"); None where jax does not tell."""
-    return getattr(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), "device_kind", None)
+    return getattr(getattr(mesh_under_trace(), "abstract_device", None), "device_kind", None)
 
 
 def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:

@@ -11,20 +11,26 @@ zeros), although the same loss runs on one device.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives.buckets import all_reduce_buckets
 from shardopt.core.types import PyTree
+from shardopt.mesh import mesh_under_trace, without_types
 
 TENSOR = "tensor"
+_CONSTRAINED = "can only refer to Auto axes"  # jax's, of with_sharding_constraint
+_MARKED = "Closure-converted function called with different dynamic arguments"  # equinox's, whose loops compare types
 
 
 def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
-    """Return `f` in the per-device view of every mesh axis but a tensor axis above 1, which stays with the partitioner.
+    """Return `f` in the per-device view of every mesh axis but tensor, which stays with the partitioner.
 
-    Where nothing is left to the partitioner, callbacks run, and jax finds the place of a NaN.
+    A tensor axis of size 1 stays with it only where `f` constrains an array over tensor, as it would above 1. Else nothing
+    is left to the partitioner: callbacks run, and jax finds the place of a NaN.
 
     Args:
       f: a function of local shards. Gradients taken inside it are local (see the module).
@@ -32,13 +38,47 @@ def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_sp
       in_specs: how the arguments are sharded over the manual axes; tensor is not named.
       out_specs: likewise for the results. An axis that is not named must hold equal values along it.
     """
-    manual = frozenset(axis for axis, size in mesh.shape.items() if axis != TENSOR or size == 1)
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+
+    def view(f: Callable[..., PyTree], manual: frozenset[str]) -> Callable[..., PyTree]:
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+
+    every = frozenset(mesh.axis_names)
+    if mesh.shape.get(TENSOR, 1) > 1:
+        return view(f, every - {TENSOR})
+
+    def run(*args: PyTree) -> PyTree:
+        try:
+            program, shapes = jax.make_jaxpr(view(f, every), return_shape=True)(*args)
+        except ValueError as error:
+            said = f"{error} {error.__cause__}"
+        else:
+            said = _CONSTRAINED if _constrains_tensor(program.jaxpr) else ""
+            if not (said or jax.debug_nans.value or jax.debug_infs.value):  # these run the function itself
+                return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args)))
+        if _CONSTRAINED in said:
+            return view(f, every - {TENSOR})(*args)
+        return view(without_types(f) if _MARKED in said else f, every)(*args)
+
+    return run
+
+
+def _constrains_tensor(jaxpr: Any) -> bool:
+    """Return whether a program constrains an array over tensor by a `NamedSharding`, which jax refuses when it lowers it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            spec = getattr(eqn.params["sharding"], "spec", ())
+            if any(TENSOR in (entry if isinstance(entry, tuple) else (entry,)) for entry in spec):
+                return True
+        for leaf in jax.tree.leaves(eqn.params):
+            inner = getattr(leaf, "jaxpr", leaf)
+            if hasattr(inner, "eqns") and _constrains_tensor(inner):
+                return True
+    return False
 
 
 def has_auto_tensor() -> bool:
-    """Return whether the mesh under trace has a tensor axis above 1, which `per_device` leaves to the partitioner."""
-    return jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) > 1
+    """Return whether the mesh under trace leaves its tensor axis to the partitioner."""
+    return TENSOR in mesh_under_trace().auto_axes
 
 
 def constrain_tensor(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
@@ -71,7 +111,7 @@ def shard_by_shard(
 
     The partitioner does not split a manual collective over an axis that is left to it: it would gather the operand
     over tensor first. (XLA:CPU moreover aborts on a half-precision sum while some axis is left to the partitioner.)
-    A tensor axis of size 1 is manual already.
+    Where tensor is manual already, as it mostly is at size 1, there is nothing to do.
 
     Args:
       f: maps arrays to as many arrays, not moving their tensor split.

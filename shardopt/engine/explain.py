@@ -34,6 +34,6 @@ def explained(config: StrategyConfig) -> Iterator[None]:
         what = "the loss constrains a sharding, but with view='per_device' every device runs it on its own rows."
         fix = (
             "use view='global', in which with_sharding_constraint and flax's logical axes hold as they are, or leave "
-            "out all axes but a tensor axis above 1 (in logical_axis_rules map them to None)."
+            "out all axes but tensor (in logical_axis_rules map them to None)."
         )
         raise ValueError(format_error(config.strategy, what, [str(error).partition(" and mesh=")[0]], fix)) from error

@@ -552,7 +552,7 @@ def _scatter(site: Site, values: Sequence[Clean]) -> list[Value]:
     operand, indices, updates = values
     numbers, adds = site.params["dimension_numbers"], site.name in ("scatter-add", "scatter_add", "scatter_sub")
     if all(isinstance(value, Const) for value in values):
-        return _opaque(site, values)
+        return _uniform(site, values) if _scatters_whole_rows(site) else _opaque(site, values)
     if isinstance(indices, Sum) or any(isinstance(value, Rows) and value.plus for value in values):
         return [not_linear(site, values)]
     if isinstance(operand, Sum) or isinstance(updates, Sum):
@@ -613,6 +613,22 @@ def _scatter(site: Site, values: Sequence[Clean]) -> list[Value]:
         assert isinstance(indices, Rows)
         joint = indices._replace(dim=dim, own=frozenset(), degree=joint.degree)
     return [joint]
+
+
+def _scatters_whole_rows(site: Site) -> bool:
+    """Return whether a scatter writes alike into every row: its windows are whole in the dims of rows, and start at none."""
+    numbers = site.params["dimension_numbers"]
+    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = [dim for dim in range(len(site.ins(0)[0])) if dim not in inserted]
+    return all(
+        dim in windows
+        and dim not in numbers.scatter_dims_to_operand_dims
+        and all(
+            s[dim] == u[numbers.update_window_dims[windows.index(dim)]]
+            for s, u in zip(site.ins(0), site.ins(2), strict=True)
+        )
+        for dim in scaled(site.ins(0))
+    )
 
 
 def _position(value: Value) -> bool:

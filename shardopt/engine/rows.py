@@ -18,6 +18,7 @@ from shardopt.core.block_model import LossFn, as_block_model
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.engine.config import StrategyConfig
+from shardopt.mesh import mesh_under_trace
 
 
 class RowContext(NamedTuple):
@@ -225,7 +226,7 @@ def _context(who: str, x: PyTree) -> RowContext | None:
         raise ValueError(format_error(who, "an array without dims has no rows.", scalars, fix))
     context = _CONTEXT.get()
     if context is None:
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        if mesh_under_trace().manual_axes:
             what = "it was called in the per-device view, but outside of a strategy's loss."
             fix = "call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
             raise ValueError(format_error(who, what, fix=fix))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
-from shardopt.mesh import axes_of_role, device_kind
+from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace
 
 Implementation = Literal["splash", "cudnn", "xla"]
 _LANES = 128
@@ -154,7 +154,7 @@ def _default(query: Array) -> Implementation:
 
 def _on_each_device(run: Callable[..., Array], query: Array, key: Array, value: Array, segments: Array | None) -> Array:
     """Call a kernel on local rows and heads: a region that is manual over every axis that is left to the partitioner."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh_under_trace()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     left = {axis for axis, kind in types.items() if kind != AxisType.Manual and mesh.shape[axis] > 1}
     if not left:

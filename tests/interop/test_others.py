@@ -93,7 +93,9 @@ def test_it_trains_as_on_one_device(name, strategy, mesh_of):
     assert_same(state.params, params)
 
 
-@pytest.mark.parametrize("name", tiered(MODELS, lambda name: name in ("nnx_cnn", "clip", "equinox_vit", "lora")))
+@pytest.mark.parametrize(
+    "name", tiered(MODELS, lambda name: name in ("nnx_cnn", "clip", "equinox_vit", "lora", "diffrax_ode"))
+)
 def test_in_the_per_device_view_it_is_refused_if_rows_mix_and_else_not(name, mesh_of):
     case = MODELS[name]()
     opt = so.ddp(TX, mesh_of(data=8), case.loss_fn, frozen=case.frozen)
@@ -104,7 +106,7 @@ def test_in_the_per_device_view_it_is_refused_if_rows_mix_and_else_not(name, mes
     elif name == "linen_transformer":
         with pytest.raises(ValueError, match=r"Fix: use view='global'"):
             opt.step.lower(state, batch)
-    elif name != "diffrax_ode":  # of which jax, with equinox's loop, fails to take a gradient under shard_map
+    else:
         opt.step.lower(state, batch)
 
 

@@ -1,4 +1,7 @@
-"""Where tensor is 1 nothing of a loss is left to the partitioner, so that callbacks run as on one device."""
+"""Where tensor is 1 nothing of a loss is left to the partitioner, so that callbacks run as on one device.
+
+But for a loss that constrains arrays over tensor: it is the same at every size of tensor.
+"""
 
 import contextlib
 
@@ -8,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from support.tiers import tiered
 
 import shardopt as so
@@ -57,7 +62,9 @@ ROWS = {
 @pytest.mark.parametrize("row", tiered(ROWS, quick=lambda row: row != "zero 2, replicas"))
 def test_callbacks_run_in_a_loss(row, mesh_of):
     make, sizes, loss_fn, options = ROWS[row]
-    opt = make(optax.sgd(0.1), mesh_of(**sizes), loss_fn, **options)
+    opt = make(
+        optax.sgd(0.1), mesh_of(**sizes), loss_fn, separable=True, **options
+    )  # or they run to find that out, too
     state = opt.init(PARAMS)
     SEEN.clear()
     state, metrics = opt.step(state, X)
@@ -88,3 +95,47 @@ def test_debug_nans_names_the_line_of_the_loss(make, mesh_of):
     lines = [str(one.statement) for one in found.traceback if one.name == "loss_fn"]
     assert lines
     assert "jnp.log" in lines[-1]
+
+
+def constrained_by(where):
+    """A loss and a `BlockModel`, that place what is within a block over tensor."""
+
+    def within(w, x):
+        return x + jnp.tanh(jax.lax.with_sharding_constraint(x @ w["kernel"], where))
+
+    def loss_fn(params, batch):
+        x = batch @ params["in"]
+        for i in range(4):
+            x = within({"kernel": params["blocks"]["kernel"][i]}, x)
+        return jnp.mean((x @ params["in"].T - batch) ** 2)
+
+    model = so.BlockModel(
+        lambda outer, batch: batch @ outer["in"],
+        within,
+        lambda outer, x, batch: jnp.mean((x @ outer["in"].T - batch) ** 2),
+    )
+    return loss_fn, model
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("row", tiered(["ddp", "fsdp", "hybrid"], quick=lambda row: row != "fsdp"))
+@pytest.mark.parametrize("named", [False, True])
+def test_a_loss_that_constrains_over_tensor_is_the_same_at_every_size_of_it(named, row, tensor, mesh_of):
+    make, sizes, _, options = ROWS[row]
+    mesh = mesh_of(**(sizes | {"data": 2, "tensor": tensor}))
+    spec = P(None, "tensor")
+    loss_fn, model = constrained_by(NamedSharding(mesh, spec) if named else spec)
+    rules = [("kernel", P(*([] if row == "hybrid" else [None]), None, "tensor"))]
+    opt = make(optax.sgd(0.1), mesh, model if row == "hybrid" else loss_fn, rules=rules, **options)
+    state, metrics = opt.step(opt.init(PARAMS), X)
+    value, grads = jax.value_and_grad(mean_square_of)(PARAMS)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    new = jax.tree.map(lambda x, grad: x - 0.1 * grad, PARAMS, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.device_get(state.params), new)
+
+
+def mean_square_of(params):
+    x = X @ params["in"]
+    for i in range(4):
+        x = block({"kernel": params["blocks"]["kernel"][i]}, x)
+    return jnp.mean((x @ params["in"].T - X) ** 2)

@@ -362,7 +362,7 @@ def diffrax_ode():
         return jnp.mean((jax.vmap(solve)(batch["x"]) - batch["y"]) ** 2)
 
     make = lambda draw: {"x": draw.normal(size=(ROWS, 2)), "y": draw.normal(size=(ROWS, 2))}  # noqa: E731
-    return Case(params, loss_fn, make, constrained=True)
+    return Case(params, loss_fn, make)
 
 
 def ppo():
