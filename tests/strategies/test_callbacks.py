@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.collectives import has_auto_tensor, per_device
+from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace, without_types
 
 PARAMS = {"blocks": {"kernel": jnp.ones((4, 4, 4)) / 8}, "in": jnp.eye(4)}
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
@@ -139,3 +141,19 @@ def mean_square_of(params):
     for i in range(4):
         x = block({"kernel": params["blocks"]["kernel"][i]}, x)
     return jnp.mean((x @ params["in"].T - X) ** 2)
+
+
+def test_where_jax_is_not_told_of_the_mesh_ours_is(mesh_of):
+    """As for equinox's loops."""
+    said = []
+
+    def ask(x):
+        said.append((device_kind(), axes_of_role("data"), has_auto_tensor(), mesh_under_trace().manual_axes))
+        with pytest.raises(ValueError, match="outside of a strategy's loss"):
+            so.batch_mean(x)
+        return so.nn.attention(x, x, x)
+
+    for f in (ask, without_types(ask)):
+        run = per_device(f, mesh_of(data=2), in_specs=P("data"), out_specs=P("data"))
+        jax.eval_shape(jax.jit(run), jax.ShapeDtypeStruct((2, 4, 2, 4), np.float32))
+    assert said == [("cpu", ("data",), False, ("data", "pipeline", "tensor"))] * 2

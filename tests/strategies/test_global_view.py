@@ -278,7 +278,7 @@ def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
         "rows.\n"
         "  The spec of NamedSharding passed to with_sharding_constraint can only refer to Auto axes of the mesh. Got spec=P('data',)\n"
         "Fix: use view='global', in which with_sharding_constraint and flax's logical axes hold as they are, or leave "
-        "out all axes but a tensor axis above 1 (in logical_axis_rules map them to None)."
+        "out all axes but tensor (in logical_axis_rules map them to None)."
     )
     other = so.ddp(tx, mesh, lambda params, batch: jax.lax.pmean(params["up"].mean(), "data"), view="global")
     assert refused(lambda: other.step(other.init(case.params), batch)) == (
