@@ -1,8 +1,9 @@
 """`make_mesh`: sizes that multiply up, and devices laid so that the busiest axis has the shortest wires."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -135,6 +136,24 @@ def on_mesh(
             _roles.reset(token)
 
     return run
+
+
+_analysed: ContextVar[bool] = ContextVar("analysed", default=False)
+
+
+@contextlib.contextmanager
+def analysis() -> Iterator[None]:
+    """Say, while a loss is traced, that it is only to be seen what it does with rows."""
+    token = _analysed.set(True)
+    try:
+        yield
+    finally:
+        _analysed.reset(token)
+
+
+def is_analysed() -> bool:
+    """Return whether a loss is traced only to see what it does with rows: then a layer shows its plain form, not a kernel."""
+    return _analysed.get()
 
 
 def device_kind() -> str | None:

@@ -18,6 +18,8 @@ from shardopt.mesh import on_mesh
 
 FEW = 4
 """Rows of each half, at most."""
+MUCH = 2**31
+"""Bytes of sharded parameters above which they are not put on every device for a check."""
 
 
 def deviation(config: StrategyConfig, params: PyTree, batch: PyTree, shares: int) -> str | None:
@@ -34,6 +36,9 @@ def deviation(config: StrategyConfig, params: PyTree, batch: PyTree, shares: int
       batch: a global batch, placed.
       shares: into how many pieces it is cut.
     """
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    if config.placement.params and held > MUCH:
+        return f"Numbers would need all parameters, {held:,} bytes, on every device, so they cannot tell."
     rows = num_rows(batch)
     half = min(FEW, rows // shares) if rows >= 2 * (rows // shares) else rows // 2
     half = max(half, 1)

@@ -18,7 +18,7 @@ from jax._src import source_info_util
 from jax.core import Tracer
 
 from shardopt.collectives.per_device import TENSOR
-from shardopt.core.block_model import LossFn, call, takes_rng
+from shardopt.core.block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
 from shardopt.core.types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.batches import num_rows
@@ -31,8 +31,9 @@ from shardopt.engine.row_numbers import deviation
 from shardopt.engine.row_values import Const, Mixed, Op, Rows, Value, first_mixed, odd, same
 from shardopt.engine.row_values import Sum as RowSum
 from shardopt.engine.rows import RowContext, row_context, with_rows
-from shardopt.mesh import as_manual, on_mesh
+from shardopt.mesh import analysis, as_manual, on_mesh
 from shardopt.partition import LeafPlan
+from shardopt.remat.gathered_block import leaves_like
 
 
 class Mixing(NamedTuple):
@@ -84,13 +85,15 @@ def find_mixing(
       axis_sizes: mesh axes and their sizes that the loss may name.
       training: whether it is differentiated, so that backward rules of `jax.custom_vjp` count.
     """
+    loss_fn = _with_checked_blocks(who, loss_fn)
     rows = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
     least, devices = max(rows, 2), 1 if context is None else context.devices
     outs: list[_Out] = []
 
     def traced(params: PyTree, batch: PyTree, key: jax.Array | None, devices: int) -> list[jax.Array]:
         within = context and with_rows(context._replace(devices=devices, tracing=True), loss_fn)
-        returned = call(within or loss_fn, key, 0, params, batch)
+        with analysis():
+            returned = call(within or loss_fn, key, 0, params, batch)
         loss_parts(who, returned, rows)  # refuses what is no loss
         outs[:] = _outs(returned)
         return [jnp.asarray(leaf) for out in outs for leaf in out.leaves]
@@ -187,6 +190,20 @@ def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
 
     leaves = layout.treedef.flatten_up_to(layout.abstract.params)
     return layout.treedef.unflatten([one(*pair) for pair in zip(leaves, layout.plans, strict=True)])
+
+
+def _with_checked_blocks(who: str, loss_fn: LossFn) -> LossFn:
+    """Return the loss; a block of a model that returns something else than it is given is refused as in the step."""
+    model = as_block_model(loss_fn)
+    if model is None:
+        return loss_fn
+
+    @functools.wraps(model.block)
+    def block(one_block: PyTree, x: PyTree, **key: Any) -> PyTree:
+        leaves, treedef = jax.tree.flatten(x)
+        return treedef.unflatten(leaves_like(who, leaves, treedef, model.block(one_block, x, **key)))
+
+    return model._replace(block=block)
 
 
 def _resized(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
-from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace
+from shardopt.mesh import axes_of_role, device_kind, is_analysed, mesh_under_trace
 
 Implementation = Literal["splash", "cudnn", "xla"]
 _LANES = 128
@@ -73,8 +73,10 @@ def attention(
       "FlashAttention", 2022; jax.experimental.pallas.ops.tpu.splash_attention.
     """
     _check(query, key, causal=causal, window=window, implementation=implementation)
-    chosen = implementation or _default(query)
+    chosen = "xla" if is_analysed() else implementation or _default(query)
     run: Callable[..., Array]
+    if chosen == "xla" and query.shape[2] != key.shape[2]:
+        return _of_jax_nn(query, key, value, segment_ids, causal=causal, window=window, implementation="xla")
     if chosen == "xla":
         mask = visible(query.shape[1], causal=causal, window=window)[None]
         if segment_ids is not None:
@@ -83,7 +85,7 @@ def attention(
     if chosen == "splash":
         run = lambda q, k, v, s: _splash(q, k, v, s, causal=causal, window=window)  # noqa: E731
     else:
-        run = lambda q, k, v, s: _cudnn(q, k, v, s, causal=causal, window=window)  # noqa: E731
+        run = lambda q, k, v, s: _of_jax_nn(q, k, v, s, causal=causal, window=window, implementation="cudnn")  # noqa: E731
     return _on_each_device(run, query, key, value, segment_ids)
 
 
@@ -98,23 +100,12 @@ def masked_attention(
     The softmax is divided by its sum after the values are mixed: K numbers a query are divided then, not S, and nothing of
     size S but the exponentials is kept for the backward pass.
     """
-    B, T, H, K = query.shape
-    G = key.shape[2]
     wide = jnp.promote_types(query.dtype, jnp.float32)
     hidden = jnp.where(mask, 0, -1e30).astype(wide)[:, None]
-    if H == G:
-        scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
-    else:
-        grouped = query.reshape(B, T, G, H // G, K)
-        scores = jnp.einsum("btgrk,bsgk->bgrts", grouped, key, preferred_element_type=wide).reshape(B, H, T, -1)
-    scores = scores * K**-0.5 + hidden
+    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
+    scores = scores * query.shape[-1] ** -0.5 + hidden
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    exact = weights.astype(value.dtype)
-    if H == G:
-        mixed = jnp.einsum("bhts,bshk->bthk", exact, value, preferred_element_type=wide)
-    else:
-        grouped = exact.reshape(B, G, H // G, T, -1)
-        mixed = jnp.einsum("bgrts,bsgk->btgrk", grouped, value, preferred_element_type=wide).reshape(B, T, H, K)
+    mixed = jnp.einsum("bhts,bshk->bthk", weights.astype(value.dtype), value, preferred_element_type=wide)
     return (mixed / jnp.einsum("bhts->bth", weights)[..., None]).astype(value.dtype)
 
 
@@ -219,18 +210,24 @@ def _splash(
     return jnp.swapaxes(mixed, 1, 2)[:, :T, :, :K].astype(value.dtype)
 
 
-def _cudnn(
-    query: Array, key: Array, value: Array, segments: Array | None, *, causal: bool, window: int | None
+def _of_jax_nn(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+    *,
+    causal: bool,
+    window: int | None,
+    implementation: Literal["cudnn", "xla"],
 ) -> Array:
-    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
-        mask=mask,
+        mask=None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None],
         is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
+        implementation=implementation,
     )
 
 

@@ -221,7 +221,7 @@ REFUSED = [
     (
         lambda opt: opt.specs(opt.init(PARAMS)),
         TypeError,
-        "ddp: parameters were expected, got a TrainState.\nFix: pass its .params.",
+        "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it to so.adopt(opt, state).",
     ),
     (
         lambda opt: opt.init({"a/b": jnp.ones(()), "a": {"b": jnp.ones(())}}),

@@ -126,7 +126,7 @@ def test_copies_stay_copies(way, reducer, mesh_of):
 @pytest.mark.parametrize("reducer", [R.top_k(0.3), R.warm_up(R.sign(8), 1)], ids=name_of)
 def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
     """The inf is in a column that one shard over tensor holds alone."""
-    loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) @ batch["by"][0]) + jnp.sum(params["b"])  # noqa: E731
+    loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) * batch["by"]) + jnp.sum(params["b"])  # noqa: E731
     tx = optax.apply_if_finite(optax.sgd(0.1), 5)
     opt = so.ddp(tx, mesh_of(data=2, tensor=2), loss, reducer=EF(reducer), rules=[("w", P(None, "tensor"))])
     x, by = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.ones((4, 4), np.float32)
