@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -156,7 +157,14 @@ def equinox_model(own):
     return params, state, lambda params, state, x: eqx.combine(params, rest)(x, state)
 
 
-@pytest.mark.parametrize("model", [linen_model, nnx_model, haiku_model, equinox_model])
+@pytest.mark.parametrize(
+    "model",
+    tiered(
+        [linen_model, nnx_model, haiku_model, equinox_model],
+        lambda model: model is linen_model,
+        ids=lambda model: model.__name__,
+    ),
+)
 def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
     wide = lambda tree: jax.tree.map(lambda x: x.astype(float) if x.dtype.kind == "f" else x, tree)  # noqa: E731
 

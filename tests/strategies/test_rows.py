@@ -219,6 +219,7 @@ def test_in_blocks_that_are_gathered_one_at_a_time(strategy, remat, mesh_of, x64
     assert relative_difference(state.params, expected) < 1e-10
 
 
+@pytest.mark.slow
 def test_line_searches_differentiate_it_again(mesh_of, x64):
     params, batches = setup()
     params = {"in": params["in"], "out": params["out"], "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])}}
