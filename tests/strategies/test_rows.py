@@ -156,7 +156,11 @@ SEVERAL_TERMS = [
 
 @pytest.mark.parametrize(
     ("strategy", "sizes", "options"),
-    tiered(SEVERAL_TERMS, lambda row: row in (SEVERAL_TERMS[0], SEVERAL_TERMS[4]), ids=str),
+    tiered(
+        SEVERAL_TERMS,
+        lambda row: row in (SEVERAL_TERMS[0], SEVERAL_TERMS[4]),
+        ids=lambda row: f"{row[0]}-{row[1]}-{list(row[2])}",  # a reducer's text has an address
+    ),
 )
 def test_several_terms_each_over_its_own_weight(strategy, sizes, options, mesh_of, x64):
     assert distance(STRATEGIES[strategy], mesh_of(**sizes), two_normalisers, **options) < 1e-10
