@@ -91,24 +91,15 @@ def without_types(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f` traced without jax knowing of the mesh, which may be done where every axis is manual.
 
     Arrays then have no mesh in their types. With it some have and some have not, and equinox's loops, which diffrax is
-    made of, take these for others.
+    made of, take these for others. `mesh_under_trace` still tells of it, with every axis manual.
     """
-
-    def run(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return f(*args)
-
-    return as_manual(run)
-
-
-def as_manual(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` traced with `mesh_under_trace` saying that every axis is manual, whatever jax is told."""
 
     def run(*args: Any) -> Any:
         mesh = mesh_under_trace()
         token = _under_trace.set(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual)))
         try:
-            return f(*args)
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return f(*args)
         finally:
             _under_trace.reset(token)
 

@@ -31,7 +31,7 @@ from shardopt.engine.row_numbers import deviation
 from shardopt.engine.row_values import Const, Mixed, Op, Rows, Value, first_mixed, odd, same
 from shardopt.engine.row_values import Sum as RowSum
 from shardopt.engine.rows import RowContext, row_context, with_rows
-from shardopt.mesh import analysis, as_manual, on_mesh
+from shardopt.mesh import analysis, on_mesh
 from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import leaves_like
 
@@ -163,7 +163,7 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         training=training,
     )
     piece = jax.tree.map(lambda x: _resized(x, num_rows(batch) // shares), abstract(batch))
-    mixing = on_mesh(config.mesh, as_manual(find))(config.loss_fn, as_gathered(config, layout), piece)
+    mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
         return True
     if not mixing.sure:
