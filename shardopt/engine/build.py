@@ -1,7 +1,7 @@
 """From a config to the contract: init, step and the rest, for every strategy and combinator alike."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batches import as_arrays
-from shardopt.engine.compile import AotCompiled
+from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig, check_config
 from shardopt.engine.inputs import (
     batch_sharding,
@@ -25,9 +25,8 @@ from shardopt.engine.inputs import (
 )
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.optimizer import InitFn, ShardedOptimizer
-from shardopt.engine.separable import check_separable
+from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
-from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
 
 
@@ -69,7 +68,8 @@ def build(
     config = check_config(config)
     cache, limit, sharding = StepCache(config, compile_step), limit_in_flight(config), batch_sharding(config)
     checked: set[int] = set()
-    separable: set[Hashable] = set()
+    check_training = SeparableOnce(config, training=True)
+    check_evaluation = SeparableOnce(config.of_evaluation, training=False)
 
     def of(abstract_params: PyTree) -> CompiledStep:
         return cache.last() if abstract_params is None else cache.of(check_params(config, abstract_params))
@@ -84,21 +84,14 @@ def build(
             checked.add(id(compiled))
         return compiled, place_batch(batch, sharding)
 
-    def check_once(compiled: CompiledStep, params: PyTree, batch: PyTree, *, training: bool) -> None:
-        kind = (id(compiled), jax.tree.structure(batch), training)
-        if kind not in separable:
-            of = config if training else config.of_evaluation
-            if check_separable(of, compiled.layout, params, batch, training=training):
-                separable.add(kind)
-
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
-        check_once(compiled, state.params, placed, training=True)
+        check_training(compiled.layout, state.params, placed)
         return compiled.step, (state, placed)
 
     def prepare_evaluate(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
-        check_once(compiled, state.params, placed, training=False)
+        check_evaluation(compiled.layout, state.params, placed)
         return compiled.evaluate, (state.params, placed)
 
     def synchronize(state: TrainState) -> TrainState:
@@ -152,6 +145,9 @@ def build(
 def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
     """Return `init`: the first train state, created sharded, sharing no buffer with what the user holds."""
 
+    def on_params(compiled: CompiledStep) -> PyTree:
+        return shardings(config.mesh, compiled.layout.specs.params)
+
     def init(params: PyTree, rng: jax.Array | None = None) -> TrainState:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
         key = typed_key(config, rng)
@@ -167,19 +163,11 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
                 fix = "pass arrays, or a function and a key: init(init_fn, rng)."
                 raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
             # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
-            run = jax.jit(
-                on_mesh(config.mesh, copied),
-                in_shardings=(shardings(config.mesh, compiled.layout.specs.params),),
-                out_shardings=compiled.shardings.params,
-            )
-            placed = AotCompiled(config, run)(jax.device_put(params, compiled.shardings.params))
+            copy = make_program(config, copied, (on_params(compiled),), compiled.shardings.params)
+            placed = copy(jax.device_put(params, compiled.shardings.params))
         # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
-        run = jax.jit(
-            on_mesh(config.mesh, lambda params: copied(compiled.init_opt_state(params))),
-            in_shardings=(shardings(config.mesh, compiled.layout.specs.params),),
-            out_shardings=compiled.shardings.opt_state,
-        )
-        opt_state = AotCompiled(config, run)(placed)
+        init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
+        opt_state = make_program(config, init_opt_state, (on_params(compiled),), compiled.shardings.opt_state)(placed)
         # Folded, so that the steps do not draw what init_fn drew.
         first = jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.fold_in(key, 0))
         step, rng = jax.device_put(first, (compiled.shardings.step, compiled.shardings.rng))
@@ -190,6 +178,5 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
 
 def init_program(config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]) -> AotCompiled:
     """Return the jitted `init_fn` whose result is created sharded: each device makes its own shard."""
-    make = on_mesh(config.mesh, lambda rng: copied(init_fn(rng)))
     everywhere = NamedSharding(config.mesh, PartitionSpec())
-    return AotCompiled(config, jax.jit(make, in_shardings=everywhere, out_shardings=compiled.shardings.params))
+    return make_program(config, lambda rng: copied(init_fn(rng)), everywhere, compiled.shardings.params)

@@ -16,6 +16,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract, is_array_like
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.user_mesh import on_auto_axes
+from shardopt.mesh import on_mesh
 from shardopt.runtime.processes import trim_malloc
 
 
@@ -98,14 +99,38 @@ def _put_on_auto_axes(leaf: Any) -> Any:
     return leaf if on_auto_axes(at) is at else jax.device_put(leaf, on_auto_axes(at))
 
 
-def check_no_deadlock(config: StrategyConfig, jitted: jax.stages.Wrapped) -> AotCompiled:
-    """Return a jitted function that compiles ahead of its first call, and refuses to run what would deadlock.
+def make_program(
+    config: StrategyConfig,
+    run: Callable[..., PyTree],
+    in_shardings: PyTree,
+    out_shardings: PyTree,
+    *,
+    donate: tuple[int, ...] = (),
+    keep_unused: bool = False,
+) -> AotCompiled:
+    """Return a function as a program of a strategy: on its mesh, by its compiler options, compiled ahead of its first call.
 
-    Inside a stage's branch, collectives over tensor have groups, so that no other stage is waited for. A permute has
-    none: on CPU every device must come to it, and a stage that is idle, or at another kind of work, does not. The
-    partitioner puts one into a block that shifts or cuts a dim sharded over tensor; nothing but the compiled program
-    tells. Elsewhere a permute is between its pairs alone.
+    What would deadlock is refused. Inside a stage's branch, collectives over tensor have groups, so that no other stage is
+    waited for. A permute has none: on CPU every device must come to it, and a stage that is idle, or at another kind of
+    work, does not. The partitioner puts one into a block that shifts or cuts a dim sharded over tensor; nothing but the
+    compiled program tells. Elsewhere a permute is between its pairs alone.
+
+    Args:
+      config: of the strategy.
+      run: the function, traced on `config.mesh`.
+      in_shardings: of its arguments, on the mesh of our names; None: where they lie.
+      out_shardings: of its results, on the user's mesh.
+      donate: which arguments give their memory to the results.
+      keep_unused: whether arguments that are not read count as well.
     """
+    jitted = jax.jit(
+        on_mesh(config.mesh, run),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=donate,
+        keep_unused=keep_unused,
+        compiler_options=dict(config.compiler_options or {}),
+    )
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     if config.schedule is None or config.mesh.shape["tensor"] == 1 or not on_cpu:
         return AotCompiled(config, jitted)

@@ -8,22 +8,21 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import per_device
-from shardopt.core.types import PyTree, TrainState, TreeDef, abstract
+from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batches import as_arrays, num_rows
-from shardopt.engine.compile import AotCompiled, check_no_deadlock
+from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.global_view import global_parts
 from shardopt.engine.gradients import in_specs, micro_batch_losses
 from shardopt.engine.inputs import batch_sharding, check_rows, check_state, place_batch
-from shardopt.engine.layout import Layout, make_layout, shardings
+from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import LossParts
 from shardopt.engine.metrics import neutral, of_rows
 from shardopt.engine.pipelined import pipelined_losses
 from shardopt.engine.reductions import sum_parts
 from shardopt.engine.rows import RowContext, with_rows
-from shardopt.engine.separable import check_separable
+from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import LayoutCache
-from shardopt.mesh import on_mesh
 
 
 class Totals:
@@ -43,7 +42,8 @@ class Totals:
     def __init__(self, config: StrategyConfig):
         self._config = config.of_evaluation
         self._pieces = self._config.num_pieces
-        self._separable: set[TreeDef] = set()
+        self._check_separable = SeparableOnce(self._config, training=False)
+        self._layouts = LayoutCache(self._config, lambda _, layout: layout)
         uneven = "of a batch that the devices do not divide the loss sees a part at a time"
         fix = f"use batches of a multiple of {self._pieces} rows, or view='global'"
         of_parts = with_rows(RowContext((), 1, refused=(uneven, fix)), self._config.loss_fn)
@@ -55,11 +55,7 @@ class Totals:
         """Run what adds up to the batch: a plain value has its number of rows as weight."""
         check_state(self._config, state)
         batch = as_arrays(self._config.strategy, batch)
-        kind = jax.tree.structure((state.params, batch))
-        if kind not in self._separable:
-            layout = make_layout(self._config, abstract(state.params))
-            check_separable(self._config, layout, state.params, batch, training=False)
-            self._separable.add(kind)
+        self._check_separable(self._layouts.of(state.params), state.params, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
         if self._config.view == "global" and size:
             everywhere = self._config.home.shardings(PartitionSpec())
@@ -102,8 +98,7 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
     on_params = shardings(config.mesh, layout.specs.params)
     everywhere = config.home.shardings(PartitionSpec())
-    jitted = jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, None, None), out_shardings=everywhere)
-    return check_no_deadlock(config, jitted)
+    return make_program(config, totals, (on_params, None, None), everywhere)
 
 
 def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
@@ -116,8 +111,7 @@ def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled
 
     on_params = shardings(config.mesh, layout.specs.params)
     everywhere = config.home.shardings(PartitionSpec())
-    jitted = jax.jit(on_mesh(config.mesh, totals), in_shardings=(on_params, None), out_shardings=everywhere)
-    return AotCompiled(config, jitted)
+    return make_program(config, totals, (on_params, None), everywhere)
 
 
 def _rows(batch: PyTree, rows: slice | np.ndarray) -> PyTree:

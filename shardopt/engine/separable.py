@@ -20,7 +20,7 @@ from jax.core import Tracer
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
-from shardopt.core.types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
+from shardopt.core.types import Max, Min, PyTree, Sum, TreeDef, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
@@ -179,6 +179,27 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         f"{mixing.what} is not a (weighted) mean over rows, so {' and '.join(cut)} would train on another: {mixing.why}"
     )
     raise NotSeparableError(format_error(config.strategy, what, mixing.lines, FIX), operation=mixing.operation)
+
+
+class SeparableOnce:
+    """`check_separable`, once for each structure of parameters and batch.
+
+    Args:
+      config: of the step; of evaluation, its `of_evaluation`.
+      training: whether the loss gets a random key, if it takes one.
+    """
+
+    def __init__(self, config: StrategyConfig, *, training: bool):
+        self._config, self._training = config, training
+        self._settled: list[tuple[Layout, TreeDef]] = []
+
+    def __call__(self, layout: Layout, params: PyTree, batch: PyTree) -> None:
+        """Check the loss, if it is not known of this layout and such a batch."""
+        structure = jax.tree.structure(batch)
+        if any(one is layout and other == structure for one, other in self._settled):
+            return
+        if check_separable(self._config, layout, params, batch, training=self._training):
+            self._settled.append((layout, structure))
 
 
 def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:

@@ -10,14 +10,13 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState, abstract
-from shardopt.engine.compile import check_no_deadlock
+from shardopt.engine.compile import make_program
 from shardopt.engine.compression import CompressedOptState, init_compression
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients, make_loss
 from shardopt.engine.layout import Layout, make_layout, shardings
 from shardopt.engine.optimizer import Metrics
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
-from shardopt.mesh import on_mesh
 
 _Compiled = TypeVar("_Compiled")
 _Result = TypeVar("_Result", Metrics, tuple[TrainState, Metrics])
@@ -77,20 +76,14 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         metrics = {"loss": found.loss, "grad_norm": gradient_norm(config, layout, found.grads), **found.metrics}
         return TrainState(state.step + 1, params, opt_state, state.rng), metrics
 
-    jitted = jax.jit(
-        on_mesh(config.mesh, step),
-        in_shardings=(shardings(config.mesh, layout.specs), None),
-        out_shardings=(on_state, config.home.shardings(PartitionSpec())),
-        donate_argnums=0,
-        compiler_options=dict(config.compiler_options or {}),
-    )
+    on_entry, replicated = shardings(config.mesh, layout.specs), config.home.shardings(PartitionSpec())
     return CompiledStep(
         layout=layout,
         abstract=layout.abstract,
         specs=config.home.specs(layout.specs),
         shardings=on_state,
         init_opt_state=functools.partial(init_opt_state, config, layout),
-        step=check_no_deadlock(config, jitted),
+        step=make_program(config, step, (on_entry, None), (on_state, replicated), donate=(0,)),
         evaluate=compile_evaluate(config, layout),
         synchronize=jax.block_until_ready,
     )
@@ -112,13 +105,8 @@ def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
         value, metrics = loss(params, batch)
         return {"loss": value, **metrics}
 
-    jitted = jax.jit(
-        on_mesh(config.mesh, evaluate),
-        in_shardings=(shardings(config.mesh, layout.specs.params), None),
-        out_shardings=config.home.shardings(PartitionSpec()),
-        compiler_options=dict(config.compiler_options or {}),
-    )
-    return check_no_deadlock(config, jitted)
+    on_params = shardings(config.mesh, layout.specs.params)
+    return make_program(config, evaluate, (on_params, None), config.home.shardings(PartitionSpec()))
 
 
 class LayoutCache(Generic[_Compiled]):

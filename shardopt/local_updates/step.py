@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import Max, Min, PyTree, Sum, TrainState
-from shardopt.engine.compile import AotCompiled, check_no_deadlock
+from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.gradients import make_gradients
 from shardopt.engine.inputs import copied
@@ -31,7 +31,6 @@ from shardopt.local_updates.state import (
     first_opt_state,
     make_local_layout,
 )
-from shardopt.mesh import on_mesh
 
 
 def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
@@ -194,15 +193,9 @@ def make_step(local: LocalLayout, specs: TrainState, variant: StepVariant) -> Ao
         metrics = {"loss": found.loss, "grad_norm": gradient_norm(config, layout, found.grads), **found.metrics}
         return TrainState(state.step + 1, unflatten(shared), replicas, state.rng), metrics
 
-    jitted = jax.jit(
-        on_mesh(config.mesh, step),
-        in_shardings=(shardings(config.mesh, specs), None),
-        out_shardings=config.home.shardings((specs, PartitionSpec(REPLICA))),
-        donate_argnums=0,
-        compiler_options=dict(config.compiler_options or {}),
-        keep_unused=True,  # what a step overwrites unread, such as what was on its way, gives its memory as well
-    )
-    return check_no_deadlock(config, jitted)
+    on_entry, on_exit = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
+    # keep_unused: what a step overwrites unread, such as what was on its way, gives its memory as well.
+    return make_program(config, step, (on_entry, None), on_exit, donate=(0,), keep_unused=True)
 
 
 def make_average(local: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:
@@ -222,17 +215,14 @@ def make_average(local: LocalLayout, specs: TrainState) -> Callable[[TrainState]
         nothing = jax.tree.map(jnp.zeros_like, pending)
         return unflatten(shared), PerReplica(unflatten(stacked)), nothing, copied(before)
 
-    jitted = jax.jit(
-        on_mesh(config.mesh, run),
-        in_shardings=shardings(config.mesh, (where.params, where.pending, _before(where))),
-        out_shardings=config.home.shardings((specs.params, where.params, where.pending, _before(where))),
-    )
-    program = AotCompiled(config, jitted)
+    on_entry = shardings(config.mesh, (where.params, where.pending, _before(where)))
+    on_exit = config.home.shardings((specs.params, where.params, where.pending, _before(where)))
+    mean = make_program(config, run, on_entry, on_exit)
 
     def synchronize(state: TrainState) -> TrainState:
         replicas: Replicas = state.opt_state
         before = _before(replicas)
-        shared, own, pending, now = program(replicas.params, replicas.pending, before)
+        shared, own, pending, now = mean(replicas.params, replicas.pending, before)
         if before:
             replicas = replicas._replace(reducer=tuple(Delayed(*both) for both in zip(now, before, strict=True)))
         return state._replace(params=shared, opt_state=replicas._replace(params=own, pending=pending))
