@@ -30,7 +30,7 @@ def build(strategy, mesh, model, optimizer, mesh_of, **options):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) < len(STRATEGIES))
+    ("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) in (1, 2, 3, 5, 9))
 )
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(strategy, mesh, model, optimizer, mesh_of):
     case, opt = build(strategy, MESHES[mesh], model, optimizer, mesh_of)
@@ -65,7 +65,10 @@ def adam_bytes(strategy, params_bytes, data):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    tiered([{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}], lambda row: len(row) == 2, ids=str),
+)
 def test_bytes_per_device_follow_the_formula(strategy, sizes, mesh_of):
     rules = [("up", P(None, "tensor")), ("down", P("tensor"))] if "tensor" in sizes else ()
     loss_fn = lambda params, batch: jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)  # noqa: E731

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support.table import STRATEGIES
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.audit import memory
@@ -35,8 +36,14 @@ def test_complex_leaves_are_trained(strategy, mesh_of):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float16, 2e-3), (jnp.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "micro_batches"),
+    tiered(
+        [(*kind, count) for kind in ((jnp.float16, 2e-3), (jnp.bfloat16, 2e-2)) for count in (1, 2)],
+        lambda row: (row[0] == jnp.float16) == (row[2] == 2),
+    ),
+    ids=str,
+)
 def test_large_weights_do_not_spoil_half_precision_gradients(strategy, micro_batches, dtype, tolerance, mesh_of):
     """A total weight of 80,000 is beyond fp16, and 257 beyond the 8 bits of bf16."""
 

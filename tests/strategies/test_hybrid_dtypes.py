@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.pipelines import SCHEDULES
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.audit import audit
@@ -65,10 +66,10 @@ def hybrid(mesh, schedule, seen=None, **options):
 @pytest.mark.parametrize(
     ("schedule", "placement"),
     [
-        ("eager_one_f_one_b", "ddp"),
-        ("interleaved", "zero1"),
+        pytest.param("eager_one_f_one_b", "ddp", marks=pytest.mark.slow),
+        pytest.param("interleaved", "zero1", marks=pytest.mark.slow),
         ("zero_bubble", "zero2"),
-        ("zero_bubble_lockstep", "fsdp"),
+        pytest.param("zero_bubble_lockstep", "fsdp", marks=pytest.mark.slow),
     ],
 )
 def test_half_precision_parameters_and_activations(schedule, placement, mesh_of):
@@ -79,7 +80,8 @@ def test_half_precision_parameters_and_activations(schedule, placement, mesh_of)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "remat"), [("eager_one_f_one_b", False), ("interleaved", True), ("zero_bubble", False)]
+    ("schedule", "remat"),
+    tiered([("eager_one_f_one_b", False), ("interleaved", True), ("zero_bubble", False)], lambda row: row[1]),
 )
 def test_gather_dtype_computes_in_half_precision_with_fp32_masters(schedule, remat, mesh_of):
     seen = set()

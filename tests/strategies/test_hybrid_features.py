@@ -141,10 +141,10 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
 @pytest.mark.parametrize(
     ("schedule", "kept", "remat"),
     [
-        ("zero_bubble", None, False),
-        ("zero_bubble", "full", False),
+        pytest.param("zero_bubble", None, False, marks=pytest.mark.slow),
+        pytest.param("zero_bubble", "full", False, marks=pytest.mark.slow),
         ("interleaved", jax.checkpoint_policies.dots_saveable, False),
-        ("eager_one_f_one_b", "full", True),
+        pytest.param("eager_one_f_one_b", "full", True, marks=pytest.mark.slow),
         ("zero_bubble", jax.checkpoint_policies.nothing_saveable, True),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),

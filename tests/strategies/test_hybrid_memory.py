@@ -45,8 +45,8 @@ def slot_bytes(remat):
         pytest.param("eager_one_f_one_b", False, marks=pytest.mark.slow),
         ("eager_one_f_one_b", True),
         pytest.param("interleaved", False, marks=pytest.mark.slow),
-        ("zero_bubble", False),
-        ("gpipe", True),
+        pytest.param("zero_bubble", False, marks=pytest.mark.slow),
+        pytest.param("gpipe", True, marks=pytest.mark.slow),
     ],
 )
 def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, mesh_of):

@@ -1,5 +1,7 @@
 """Every reducer under ddp with every kind of optimizer: one device that plays all senders, and the bytes that each holds."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from support.pipelines import block_problem
 from support.reference import OPTIMIZERS, relative_difference
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -22,14 +25,7 @@ REDUCERS = {
     "warm_up": EF(R.warm_up(R.sign(8), 2)),
 }
 KINDS = ("momentum", "adamw", "lamb")  # lamb takes norms of whole leaves: nothing element by element
-QUICK = {"int8": 0, "sign": 1, "power_sgd": 2}  # the others' laws hold in tests/reducers too
-
-
-def each():
-    """Every reducer with every kind; two of three are slow."""
-    for name in REDUCERS:
-        for k, kind in enumerate(KINDS):
-            yield pytest.param(name, kind, marks=[] if k == QUICK.get(name) else [pytest.mark.slow])
+QUICK = [("int8", "momentum")]  # the others' laws hold in tests/reducers too
 
 
 def played(tx, reducer, case):
@@ -55,7 +51,7 @@ def played(tx, reducer, case):
     return params
 
 
-@pytest.mark.parametrize(("name", "kind"), [*each()])
+@pytest.mark.parametrize(("name", "kind"), tiered(itertools.product(REDUCERS, KINDS), QUICK.__contains__))
 def test_ddp_sends_and_steps_as_one_device_that_plays_all_senders(name, kind, mesh_of, x64):
     case = block_problem("nnx", weighted=True, num_blocks=4, rows=16, steps=5)
     reducer, tx = REDUCERS[name], OPTIMIZERS[kind]()
