@@ -197,6 +197,7 @@ def test_a_gpu_is_told_as_a_table(load):
     assert gpu.NOT_MEASURED not in section
 
 
+@pytest.mark.slow
 def test_jax_by_hand_takes_the_steps_of_shardopt(load, tmp_path):
     task = load("task")
     load("contestants.jax")

@@ -57,6 +57,7 @@ def finished(tiny, tmp_path_factory, quiet):
     return folder, run(*tiny, "--run-dir", folder, *words.split())
 
 
+@pytest.mark.slow
 def test_a_run_with_local_updates_tells_how_they_synchronize_and_what_they_send(finished):
     folder, out = finished
     held, shard = 172_672, 86_656  # bytes of the parameters; of what tensor=2 leaves to a device
@@ -77,6 +78,7 @@ def test_a_run_with_local_updates_tells_how_they_synchronize_and_what_they_send(
     assert json.loads((folder / "config.json").read_text())["communication"]["sync_every"] == 4
 
 
+@pytest.mark.slow
 def test_what_writes_is_the_mean_of_the_replicas_as_they_are(finished, quiet):
     """Two steps after a synchronization; the last checkpoint has a state of each replica, to go on from."""
     options, config = read_options(finished[0]), gpt.GPTConfig(dim=32, num_layers=2)
@@ -94,6 +96,7 @@ def test_what_writes_is_the_mean_of_the_replicas_as_they_are(finished, quiet):
     assert max(np.abs(found - x).max() for found, x in zip(writer, shared, strict=True)) > 1e-4
 
 
+@pytest.mark.slow
 def test_replicas_go_on_as_one_from_their_mean(finished, tmp_path, quiet):
     folder = shutil.copytree(finished[0], tmp_path / "run")
     words = "--steps 7 --sync-every None --replicas None --mesh data=4,tensor=2"

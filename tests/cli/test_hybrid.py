@@ -70,6 +70,7 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
     assert saved["pipeline"] == {"placement": "zero2", "schedule": "interleaved", "chunks": None, "remat": False}
 
 
+@pytest.mark.slow
 def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp_path, monkeypatch):
     """Its last steps are those that fsdp takes from the same checkpoint."""
     monkeypatch.setattr("shardopt.cli.train.continue_text", lambda *_, **__: "")  # the run above has shown it

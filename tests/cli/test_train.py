@@ -112,6 +112,7 @@ def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, fold
     assert "The run had reached step 8 already; --steps above that trains it further." in out
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
     folder = tmp_path / "a run"
     process = start("--run-dir", folder, "--steps", 100_000, "--evaluate-every", 100_000, "--strategy", "ddp")

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -101,10 +102,10 @@ def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_ba
     [
         ({"sync_every": 10}, 2, 3, 5, 10),  # the last of the five would see another agreement, four are too many
         ({"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6),
-        ({"sync_every": 4}, 1, 3, 4, 4),
+        pytest.param({"sync_every": 4}, 1, 3, 4, 4, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("scheduled_by", ["evaluate_every", "checkpoints"])
+@pytest.mark.parametrize("scheduled_by", tiered(["evaluate_every", "checkpoints"], lambda by: by == "evaluate_every"))
 def test_early_stopping_that_ends_any_run_is_refused(
     how, every, patience, times, stride, scheduled_by, strategy_of, new_params, new_batches, tmp_path
 ):

@@ -36,7 +36,10 @@ def shard_bytes(params, *, data=1, whole=("scale",)):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("ddp", {}), ("fsdp", {"data": 4}), ("fsdp", {"tensor": 2}), ("hybrid", {"pipeline": 2})],
+    tiered(
+        [("ddp", {}), ("fsdp", {"data": 4}), ("fsdp", {"tensor": 2}), ("hybrid", {"pipeline": 2})],
+        lambda row: row in [("ddp", {}), ("hybrid", {"pipeline": 2})],
+    ),
     ids=str,
 )
 def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_parameters(
@@ -63,7 +66,10 @@ def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_paramet
         assert here == shard_bytes(params)
 
 
-@pytest.mark.parametrize("reducer", [None, R.error_feedback(R.int8(8))], ids=["exact", "int8"])
+@pytest.mark.parametrize(
+    "reducer",
+    [pytest.param(None, marks=pytest.mark.slow, id="exact"), pytest.param(R.error_feedback(R.int8(8)), id="int8")],
+)
 def test_in_fifty_steps_diloco_sends_what_ddp_sends_in_one(reducer, strategy_of, new_params, mesh_of, model_of):
     """Or what its reducer makes of it. The 49 steps before are one program, which sends nothing."""
     opt = so.diloco(strategy_of("ddp", data=1), sync_every=50, reducer=reducer)
@@ -105,12 +111,10 @@ def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselve
         assert bool(so.audit(opt.step.lower(state, batch)).of(axis="replica").collectives) == sends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reducer",
-    tiered(
-        [R.int8(8), R.error_feedback(R.top_k(0.25)), R.error_feedback(R.power_sgd(1)), R.sign()],
-        lambda one: one.name == R.int8(8).name,
-    ),
+    [R.int8(8), R.error_feedback(R.top_k(0.25)), R.error_feedback(R.power_sgd(1)), R.sign()],
     ids=lambda one: one.name,
 )
 def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(reducer, strategy_of, new_params):
@@ -131,7 +135,12 @@ def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(reducer, stra
     ("how", "outer", "programs"),
     [
         ({"sync_every": 4, "fragments": 2, "delay": 1}, None, 3),
-        ({"sync_every": 2}, optax.inject_hyperparams(optax.sgd)(learning_rate=0.7, momentum=0.9), 2),
+        pytest.param(
+            {"sync_every": 2},
+            optax.inject_hyperparams(optax.sgd)(learning_rate=0.7, momentum=0.9),
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["streaming", "injected"],
 )

@@ -38,11 +38,7 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, mode
     return check
 
 
-# every two values of fragments, delay and mix but for those with one fragment and with 4
-PAIRS = [(1, 1, 0.0), (2, 0, 0.0), (2, 1, 0.5), (2, 0, 1.0), (4, 1, 1.0), (4, 0, 0.5)]
-
-
-@pytest.mark.parametrize(("fragments", "delay", "mix"), tiered(GRID, lambda row: row in PAIRS))
+@pytest.mark.parametrize(("fragments", "delay", "mix"), tiered(GRID, lambda row: row in [(2, 1, 0.5), (1, 1, 0.0)]))
 def test_streaming_with_fsdp_inside(fragments, delay, mix, compare, tiny, x64):
     how = {"sync_every": 2 * fragments, "fragments": fragments, "delay": delay, "mix": mix}
     compare("fsdp", steps=4 * fragments + 1, how=how, tiny=tiny, tx=MOMENTUM)
@@ -64,10 +60,9 @@ CASES = {
 }
 
 
-QUICK = ("tensor", "four replicas", "zero2", "pipeline")
-
-
-@pytest.mark.parametrize("case", tiered(CASES, lambda case: case in QUICK, fast=lambda case: case == "four replicas"))
+@pytest.mark.parametrize(
+    "case", tiered(CASES, lambda case: case == "pipeline", fast=lambda case: case == "four replicas")
+)
 def test_diloco(case, compare, x64):
     name, sizes, how, more = CASES[case]
     compare(name, sizes=sizes, how=how, steps=2 * how["sync_every"] + 1, **more)
@@ -81,7 +76,7 @@ def test_diloco(case, compare, x64):
             ("fsdp", {"replica": 4}, {"sync_every": 2, "warmup_steps": 0}),
             ("hybrid", {"pipeline": 2}, {"sync_every": 2, "warmup_steps": 3}),
         ],
-        lambda row: row[0] != "zero1",
+        lambda row: row[0] == "fsdp",
     ),
 )
 def test_local_sgd(name, sizes, how, compare, x64):

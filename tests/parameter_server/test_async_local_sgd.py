@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from support.reference import relative_difference, same_bits
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.parameter_server import Log, rules
@@ -21,7 +22,9 @@ def islands(loss_fn, tx=None, *, make=so.fsdp, size=2, count=WORKERS, **options)
     ]
 
 
-@pytest.mark.parametrize("outer", [None, optax.sgd(1.0)], ids=["nesterov", "average"])
+@pytest.mark.parametrize(
+    "outer", [pytest.param(None, marks=pytest.mark.slow, id="nesterov"), pytest.param(optax.sgd(1.0), id="average")]
+)
 def test_without_staleness_it_is_diloco(outer, odd, x64):
     case, batches_of = odd(weighted=False, steps=6)
     inner = optax.adamw(0.01)
@@ -39,7 +42,10 @@ def test_without_staleness_it_is_diloco(outer, odd, x64):
 
 
 @pytest.mark.parametrize(
-    ("rule", "max_staleness", "steps"), [(None, None, [3, 1]), (rules.delayed_nesterov(every=2), 1, 2), (None, 0, 2)]
+    ("rule", "max_staleness", "steps"),
+    tiered(
+        [(None, None, [3, 1]), (rules.delayed_nesterov(every=2), 1, 2), (None, 0, 2)], lambda row: row[0] is not None
+    ),
 )
 def test_replay_with_deaths_and_late_joiners(rule, max_staleness, steps, regression, tmp_path):
     made = islands(regression.loss_fn)

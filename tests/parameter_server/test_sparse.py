@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from support.reference import same_bits
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.parameter_server import SparseRows, make_server, make_update, rules
@@ -67,7 +68,9 @@ def test_lazy_adam_is_adam_on_the_rows_that_are_touched():
         np.testing.assert_allclose(result.params[name], params[name], atol=2e-6)
 
 
-@pytest.mark.parametrize(("max_staleness", "rule"), [(0, None), (2, None), (2, rules.dc_asgd())])
+@pytest.mark.parametrize(
+    ("max_staleness", "rule"), tiered([(0, None), (2, None), (2, rules.dc_asgd())], lambda row: row[1] is not None)
+)
 def test_replay(max_staleness, rule):
     opt, result = run(optax.adam(0.05), max_staleness=max_staleness, rule=rule, num_updates=20)
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
@@ -99,8 +102,8 @@ def test_nothing_touched_is_a_push_too():
 
 
 def test_a_large_table_sends_its_touched_rows_only():
-    """1,000,000 x 64, one row in a hundred: at most 2% of the dense bytes, and the outcome of dense SGD."""
-    rows, dim, ids = 1_000_000, 64, np.random.default_rng(0).choice(1_000_000, 10_000, replace=False).astype(np.int32)
+    """100,000 x 64, one row in a hundred: at most 2% of the dense bytes, and the outcome of dense SGD."""
+    rows, dim, ids = 100_000, 64, np.random.default_rng(0).choice(100_000, 1_000, replace=False).astype(np.int32)
     params = {"table": np.full((rows, dim), 0.5, np.float32)}
     loss = lambda params, batch: 0.5 * jnp.mean(params["table"][batch] ** 2) * 64  # noqa: E731
     opt = so.async_sgd(optax.sgd(10.0), loss, workers=1, sparse=["table"])

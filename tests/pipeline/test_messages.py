@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.collectives import per_device
@@ -39,8 +40,16 @@ def run(schedule, move, leaves, specs, mesh):
     return jax.jit(f)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (4, 1)])
+SIZES = [(2, 2), (4, 2), (4, 3), (4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("place", "stages", "chunks"),
+    tiered(
+        [(place, *sizes) for sizes in SIZES for place in PLACES],
+        lambda row: row[1:] == (4, 2) or row[0] in ("shuffled", "in a row"),
+    ),
+)
 def test_every_block_reaches_the_stage_that_runs_it_and_returns(place, stages, chunks, mesh_of):
     schedule = placed(PLACES[place](stages, chunks))
     mesh, k = mesh_of(data=1, tensor=2, pipeline=stages), 2
@@ -80,6 +89,7 @@ def test_rounds_are_permutations_and_hold_every_move_once(stages, chunks, draw):
         assert sorted(move[0] for move in one) == sorted(move[2] for move in one) == [*range(stages)]
 
 
+@pytest.mark.slow
 def test_optimised_python_finds_the_rounds_too():
     """Under `python -O` assertions are not run, so nothing may depend on what they do."""
     code = "from shardopt.pipeline import messages as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"

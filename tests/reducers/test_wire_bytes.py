@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import gpt
@@ -43,7 +44,10 @@ def audited(reducer, mesh, grads, axis="data"):
     return so.audit(program_of(reducer, mesh, axis), grads, state, mesh=mesh)
 
 
-@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda one: one.name)
+AGAIN = ("exact()", "int8(block_size=7)", "sign(block_size=1024)", "power_sgd(rank=2)")
+
+
+@pytest.mark.parametrize("reducer", tiered(REDUCERS, lambda one: one.name not in AGAIN, ids=lambda one: one.name))
 def test_the_compiled_program_sends_what_was_stated(reducer, mesh_of):
     for size, one in ((8, reducer), (3, R.error_feedback(reducer))):
         found = audited(one, mesh_of(data=size), ODD)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from support.compilations import compilations
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.training import fit, hyperparams, with_hyperparams
@@ -28,7 +29,7 @@ def plain_state(tx):
     return so.TrainState(jnp.int32(0), params, tx.init(params), jnp.zeros(2, jnp.uint32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, lambda kind: kind != "ddp"))
 def test_round_trip_without_compiling_again(kind, mesh_of, loss_fn, batches):
     opt = build(kind, optax.inject_hyperparams(optax.adamw)(learning_rate=0.05), mesh_of(data=4), loss_fn)
     state = fit(opt, new_state(opt), batches, num_steps=2, progress=False).state

@@ -1,12 +1,14 @@
 """Averages, delays and local steps inside optax's own combinators: each against loops over devices."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import tiered
 from support.trajectory import trajectory
 
 import shardopt as so
@@ -100,8 +102,13 @@ def expected_of(rules):
     return [dict(zip(whole, values, strict=True)) for values in zip(*whole.values(), strict=True)]
 
 
-@pytest.mark.parametrize("combined", COMBINED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "combined"),
+    tiered(
+        itertools.product(KINDS, COMBINED),
+        lambda row: row[0] == "local" or row in [("delay", "inject_hyperparams"), ("average", "masked")],
+    ),
+)
 def test_inside_of_optax(kind, combined, ways, x64):
     (make, rule), (combine, rest) = KINDS[kind], COMBINED[combined]
     expected = expected_of({"w": rule, "b": rest, "s": rest})

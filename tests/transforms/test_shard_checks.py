@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -101,7 +102,10 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", ALLOWED)
+QUICK = ("clip, then momentum", "the largest element", "rings of the past", "rows by a loop")
+
+
+@pytest.mark.parametrize("name", tiered(ALLOWED, lambda name: name in QUICK))
 def test_what_collectives_complete_is_as_on_one_device(name, ways, x64):
     """With two leaves without dims, the larger part of the norm, so counting them N times would show."""
     inner, reference = ALLOWED[name]
