@@ -158,7 +158,7 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
       >>> import jax, jax.numpy as jnp
       >>> config = GPTConfig(dim=32, num_layers=2)
       >>> params = init(config, jax.random.key(0))
-      >>> loss = model(config).loss_fn(params, {"tokens": jnp.arange(68).reshape(4, 17)})
+      >>> loss = jax.jit(model(config).loss_fn)(params, {"tokens": jnp.arange(68).reshape(4, 17)})
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
     """

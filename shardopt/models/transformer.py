@@ -29,7 +29,7 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
       >>> sizes = dict(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden=64, vocab_size=256, length=16)
       >>> shape = Transformer("tiny", **sizes, dtype=jnp.float32)
       >>> params = init(shape, jax.random.key(0))
-      >>> loss = model(shape).loss_fn(params, {"tokens": jnp.arange(68).reshape(4, 17)})
+      >>> loss = jax.jit(model(shape).loss_fn)(params, {"tokens": jnp.arange(68).reshape(4, 17)})
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
     """

@@ -52,7 +52,7 @@ def sign(block_size: int = 1024) -> Reducer:
       >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, axis_size=4)
       792
       >>> grads = jnp.array([[1.0, -3.0], [1.0, -3.0]])
-      >>> mean = jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data")(grads)
+      >>> mean = jax.jit(jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data"))(grads)
       >>> print(mean[0])
       [ 2. -2.]
 
@@ -115,7 +115,7 @@ def int8(block_size: int = 256) -> Reducer:
       >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, axis_size=4)
       3120
       >>> grads = jnp.array([[127.0, 3.2], [127.0, -1.0]])
-      >>> mean = jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data")(grads)
+      >>> mean = jax.jit(jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data"))(grads)
       >>> print(mean[0])
       [127.    1.1]
 

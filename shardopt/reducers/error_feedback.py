@@ -60,7 +60,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
       >>> def two_calls(g):
       ...     first, state = reducer.reduce(g, reducer.init(g), "data")
       ...     return first, reducer.reduce(g, state, "data")[0]
-      >>> first, second = jax.vmap(two_calls, axis_name="data")(jnp.array([[3.0, 2.0]]))
+      >>> first, second = jax.jit(jax.vmap(two_calls, axis_name="data"))(jnp.array([[3.0, 2.0]]))
       >>> print(first, second)
       [[3. 0.]] [[0. 4.]]
 
@@ -131,7 +131,7 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
       >>> def two_calls(g):
       ...     first, state = reducer.reduce(g, reducer.init(g), "data")
       ...     return first, reducer.reduce(g, state, "data")[0]
-      >>> first, second = jax.vmap(two_calls, axis_name="data")(jnp.array([[3.0, 2.0]]))
+      >>> first, second = jax.jit(jax.vmap(two_calls, axis_name="data"))(jnp.array([[3.0, 2.0]]))
       >>> print(first, second)
       [[3. 2.]] [[3. 0.]]
 

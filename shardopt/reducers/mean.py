@@ -56,7 +56,7 @@ def exact(dtype: DTypeLike | None = None) -> Reducer:
       >>> reducer = so.reducers.exact(jnp.bfloat16)
       >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, axis_size=4)
       6144
-      >>> mean = jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data")(jnp.array([1.0, 2.0]))
+      >>> mean = jax.jit(jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data"))(jnp.array([1.0, 2.0]))
       >>> print(mean)
       [1.5 1.5]
     """

@@ -82,7 +82,7 @@ def power_sgd(
       >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, axis_size=4)  # 6 (64 + 32) 4
       2304
       >>> grads = {"w": jnp.outer(jnp.arange(64.0), jnp.ones(32))[None] * jnp.array([1.0, 3.0])[:, None, None]}
-      >>> mean = jax.vmap(lambda g: reducer.reduce(g, reducer.init(g), "data")[0], axis_name="data")(grads)
+      >>> mean = jax.jit(jax.vmap(lambda g: reducer.reduce(g, reducer.init(g), "data")[0], axis_name="data"))(grads)
       >>> bool(jnp.allclose(mean["w"][0], 2 * grads["w"][0], atol=1e-3))
       True
 

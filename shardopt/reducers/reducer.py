@@ -160,7 +160,7 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) ->
       >>> from shardopt.reducers.reducer import grouped
       >>> reducer = grouped(so.reducers.int8(block_size=4), ["sharded", "replicated"], ["kernel", "bias"])
       >>> leaves = [jnp.array([[127.0]]), jnp.array([[1.0, 2.0]])]
-      >>> mean, _ = jax.vmap(lambda g: reducer.reduce(g, reducer.init(g), "data"), axis_name="data")(leaves)
+      >>> mean, _ = jax.jit(jax.vmap(lambda g: reducer.reduce(g, reducer.init(g), "data"), axis_name="data"))(leaves)
       >>> print(mean[1][0])
       [1.007874 2.      ]
     """

@@ -67,7 +67,7 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
       >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, axis_size=4)
       24576
       >>> grads = jnp.array([[4.0, 1.0], [2.0, -6.0]])
-      >>> mean = jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data")(grads)
+      >>> mean = jax.jit(jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data"))(grads)
       >>> print(mean[0])
       [ 2. -3.]
 

@@ -44,7 +44,7 @@ def test_the_reducer_sends_the_bytes_it_states_and_forgets_nothing(space, mesh_o
     reducer = so.reducers.error_feedback(space["float8"]())
     draw = np.random.default_rng(0).normal(size=(4, 6, 10)).astype(np.float32)
     state = jax.vmap(lambda g: reducer.init(g))(draw)
-    mean, state = jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data")(draw, state)
+    mean, state = jax.jit(jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data"))(draw, state)
     memory = np.asarray(jax.tree.leaves(state)[0]).reshape(4, 6, 10)
     np.testing.assert_allclose(4 * mean[0] + memory.sum(0), draw.sum(0), rtol=1e-5, atol=1e-5)
     assert np.abs(memory).max() > 1e-4  # something was lost, so there was something to remember
@@ -74,7 +74,7 @@ def test_the_schedule_is_valid_and_trains_as_one_device(space, mesh_of):
     batch = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), model, schedule=make, micro_batches=4)
     state, _ = opt.step(opt.init(params), batch)
-    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(model.loss_fn)(params, batch))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(model.loss_fn))(params, batch))
     for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

@@ -59,13 +59,14 @@ def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
     tx = optax.adam(1e-2)
     opt = so.fsdp(tx, mesh_of(data=2, tensor=2), loss_fn, rules=rules, min_shard_elements=1)
     state, reference, moments = opt.init(params), params, tx.init(params)
+    gradient, update = jax.jit(jax.grad(loss_fn)), jax.jit(tx.update)
     split = [leaf.sharding.spec for leaf in jax.tree.leaves(state.params) if leaf.ndim == 2]
     assert set(split) == {P("data", "tensor"), P("tensor", "data")}
     for step in range(3):
         draw = np.random.default_rng(step)
         batch = {"x": draw.normal(size=(8, 12)).astype(np.float32), "y": draw.normal(size=(8, 8)).astype(np.float32)}
         state, _ = opt.step(state, batch)
-        updates, moments = tx.update(jax.grad(loss_fn)(reference, batch), moments, reference)
+        updates, moments = update(gradient(reference, batch), moments, reference)
         reference = optax.apply_updates(reference, updates)
     for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)

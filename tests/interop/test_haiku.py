@@ -23,9 +23,10 @@ def test_a_haiku_model_trains_split_as_on_one_device(mesh_of):
     state = opt.init(lambda rng: net.init(rng, x), jax.random.key(3))
     reference = net.init(jax.random.key(3), x)
     moments = tx.init(reference)
+    gradient = jax.jit(jax.grad(loss_fn))
     for _ in range(3):
         state, _ = opt.step(state, x)
-        updates, moments = tx.update(jax.grad(loss_fn)(reference, x), moments, reference)
+        updates, moments = tx.update(gradient(reference, x), moments, reference)
         reference = optax.apply_updates(reference, updates)
     assert sorted(state.params) == ["net/~/linear_0", "net/~/linear_1"]
     assert state.params["net/~/linear_0"]["w"].sharding.spec == P(None, "tensor")

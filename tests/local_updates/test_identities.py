@@ -26,6 +26,7 @@ def test_one_inner_step_of_sgd_and_a_plain_outer_step_is_the_strategy_alone(
     assert float(metrics["loss"]) > 0
 
 
+@pytest.mark.slow
 def test_a_plain_outer_step_is_local_sgd(strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64):
     inner, batches = strategy_of("fsdp"), new_batches(7)
     opts = [so.diloco(inner, outer=optax.sgd(1.0), sync_every=3), so.local_sgd(inner, sync_every=3)]
@@ -64,7 +65,8 @@ def test_weights_count_within_a_replica_and_replicas_alike(
         return found.total / found.weight
 
     halves = [jax.tree.map(lambda x, i=i: np.split(x, 2)[i], batch) for i in range(2)]
-    results = [jax.value_and_grad(loss)(new_params(), half) for half in halves]
+    of_half = jax.jit(jax.value_and_grad(loss))
+    results = [of_half(new_params(), half) for half in halves]
     own = [jax.tree.map(lambda p, g: p - 0.1 * g, new_params(), grads) for _, grads in results]
     assert apart(rows_of(state), own) < 1e-10
     np.testing.assert_allclose(metrics["loss"], np.mean([float(value) for value, _ in results]), rtol=1e-10)

@@ -1,5 +1,7 @@
 """Attention: every implementation that runs here computes the same, alone and inside a strategy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +53,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_values(way, implementation):
     args, how = drawn(), WAYS[way]
-    found = so.nn.attention(*args, **how, implementation=implementation)
+    found = jax.jit(functools.partial(so.nn.attention, **how, implementation=implementation))(*args)
     np.testing.assert_allclose(found, expected(*args, **how), atol=2e-5)
 
 
@@ -62,7 +64,7 @@ def test_gradients_of_splash_are_those_of_xla(way):
     def loss(args, implementation):
         return jnp.sum(jnp.sin(so.nn.attention(*args, **WAYS[way], implementation=implementation)))
 
-    found, wanted = (jax.grad(loss)(args, one) for one in ("splash", "xla"))
+    found, wanted = (jax.jit(jax.grad(loss), static_argnums=1)(args, one) for one in ("splash", "xla"))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
@@ -84,7 +86,7 @@ def test_kernels_run_on_local_rows_and_heads(sizes, mesh_of):
     rules = [("^[qkv]$", P(None, "tensor")), ("out", P("tensor"))]
     opt = so.fsdp(optax.sgd(0.1), mesh_of(**sizes), loss_fn, rules=rules, min_shard_elements=1)
     state, metrics = opt.step(opt.init(params), batch)
-    value, grads = jax.value_and_grad(loss_fn)(params, batch)
+    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     for name, grad in grads.items():
         np.testing.assert_allclose(state.params[name], params[name] - 0.1 * grad, atol=1e-5)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from support.reference import OPTIMIZERS, relative_difference
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -21,7 +22,7 @@ def ddp(tx, loss_fn, params, batches, data, rng=None):
     return jax.device_get(state.params), losses
 
 
-@pytest.mark.parametrize(("optimizer", "weighted"), [("momentum", False), ("adamw", True)])
+@pytest.mark.parametrize(("optimizer", "weighted"), tiered([("momentum", False), ("adamw", True)], lambda row: row[1]))
 def test_on_threads(optimizer, weighted, odd, x64):
     case, batches_of = odd(weighted)
     tx = OPTIMIZERS[optimizer]()

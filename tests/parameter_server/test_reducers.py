@@ -42,8 +42,8 @@ def train(reducer, *, max_staleness=1, workers=2, num_updates=12, data=batches_o
     "make",
     [
         lambda: INT8,
-        lambda: R.error_feedback(R.top_k(density=0.1, momentum=0.5)),
-        lambda: R.error_feedback(R.power_sgd(rank=1)),
+        pytest.param(lambda: R.error_feedback(R.top_k(density=0.1, momentum=0.5)), marks=pytest.mark.slow),
+        pytest.param(lambda: R.error_feedback(R.power_sgd(rank=1)), marks=pytest.mark.slow),
     ],
 )
 def test_replay_and_bytes(make):

@@ -46,7 +46,7 @@ def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
         two, own = tx.update(g, own, params)
         return [one, two], own
 
-    expected, own = jax.vmap(inside, axis_name="data")(grads)
+    expected, own = jax.jit(jax.vmap(inside, axis_name="data"))(grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[0], rtol=1e-6), found, expected)
     memory, expected_memory = state[0].reducer.memory.value, own[0].reducer.memory.value
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), memory, expected_memory)

@@ -174,12 +174,23 @@ def test_optimizers_that_want_the_loss_get_it(mesh_of):
     assert float(state.opt_state[1].scale) < 1.0
 
 
-@pytest.mark.parametrize("strategy", tiered(["zero1", "fsdp"], lambda name: name == "fsdp"))
-def test_line_searches_evaluate_the_loss_of_the_union_batch(strategy, mesh_of, x64):
+BACKTRACKING = optax.scale_by_backtracking_linesearch(6, store_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "search"),
+    tiered(
+        [("fsdp", BACKTRACKING), ("fsdp", optax.scale_by_zoom_linesearch(20)), ("zero1", BACKTRACKING)],
+        lambda row: row == ("fsdp", BACKTRACKING),
+        ids=lambda row: f"{row[0]}-{'backtracking' if row[1] is BACKTRACKING else 'zoom'}",
+    ),
+)
+def test_line_searches_evaluate_the_loss_of_the_union_batch(strategy, search, mesh_of, x64):
     """L-BFGS differentiates `value_fn` from outside, in a while loop, in the global view."""
+    tx = optax.lbfgs(linesearch=search)
     case = problem("odd", weighted=True, steps=3)
-    opt = STRATEGIES[strategy](optax.lbfgs(), mesh_of(replica=2, data=2), case.loss_fn)
-    expected, final = train(optax.lbfgs(), case.reference, case.params, case.batches, value_fn=True)
+    opt = STRATEGIES[strategy](tx, mesh_of(replica=2, data=2), case.loss_fn)
+    expected, final = train(tx, case.reference, case.params, case.batches, value_fn=True)
     state = opt.init(case.params)
     for batch in case.batches:
         state, _ = opt.step(state, batch)

@@ -49,7 +49,7 @@ def check(found, dtype):
     """Compare with the gradient that fp32 gives at the same rounded parameters: half a percent is bfloat16's rounding."""
     grads, metrics = found
     rounded = cast(cast(PARAMS, jnp.bfloat16), jnp.float32)
-    loss, expected = jax.value_and_grad(model().loss_fn)(rounded, {"x": X})
+    loss, expected = jax.jit(jax.value_and_grad(model().loss_fn))(rounded, {"x": X})
     np.testing.assert_allclose(metrics["loss"], loss, rtol=5e-3)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected), rtol=5e-3)
     for leaf, other in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):

@@ -52,7 +52,8 @@ def slot_bytes(remat):
 def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, mesh_of):
     """With 4 micro-batches the pipeline never fills: fewer slots are taken than from 8 on."""
     mesh = mesh_of(data=1, pipeline=STAGES)
-    found = {count: compiled(schedule, count, mesh, remat) for count in (4, 8, 16, 32, 64)}
+    counts = (4, 8, 16, 32, 64) if schedule == "gpipe" else (4, 8, 64)
+    found = {count: compiled(schedule, count, mesh, remat) for count in counts}
     temporary = {count: one.memory_analysis().temp_size_in_bytes for count, (one, _) in found.items()}
     slots = {count: table.num_slots for count, (_, table) in found.items()}
     if schedule == "gpipe":  # an input a micro-batch, all of them small beside the rest
@@ -60,7 +61,7 @@ def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, 
         np.testing.assert_allclose(growth, slot_bytes(remat=True), rtol=0.2)
     else:
         assert slots[8] == slots[64] >= slots[4]
-        flat = [temporary[count] for count in (8, 16, 32, 64)]
+        flat = [temporary[count] for count in (8, 64)]
         assert max(flat) <= 1.05 * min(flat), temporary
         assert temporary[4] <= 1.05 * min(flat)
     texts = {count: len(one.as_text()) for count, (one, _) in found.items()}

@@ -252,7 +252,7 @@ def test_half_precision_beside_a_tensor_axis(mesh_of):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2, tensor=2), lambda *args: both(so, *args), rules=RULES)
     state, metrics = opt.step(opt.init(params), batch)
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
-    loss, grads = jax.value_and_grad(lambda params: both(ONE_DEVICE, params, wide[1]))(wide[0])
+    loss, grads = jax.jit(jax.value_and_grad(lambda params: both(ONE_DEVICE, params, wide[1])))(wide[0])
     expected = jax.tree.map(lambda x, grad: x - 0.1 * grad, wide[0], grads)
     assert relative_difference((metrics["loss"], state.params), (np.asarray(loss), jax.device_get(expected))) < 0.05
     assert state.params["in"].dtype == jnp.bfloat16
