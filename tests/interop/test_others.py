@@ -76,7 +76,7 @@ def assert_same(found, expected):
 
 
 ROWS = [(name, strategy) for name in MODELS for strategy in ("ddp", "fsdp")]
-QUICK = [("nnx_cnn", "fsdp"), ("jraph_graphs", "fsdp")]
+QUICK = [("jraph_graphs", "fsdp")]
 
 
 @pytest.mark.parametrize(("name", "strategy"), tiered(ROWS, lambda row: row in QUICK))

@@ -68,6 +68,7 @@ def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, 
     assert texts[64] <= 1.15 * texts[8], texts
 
 
+@pytest.mark.slow
 def test_memory_of_gpipe_grows_by_a_slot_a_micro_batch(mesh_of):
     mesh = mesh_of(data=1, pipeline=STAGES)
     temporary = [compiled("gpipe", count, mesh)[0].memory_analysis().temp_size_in_bytes for count in (8, 16, 32)]

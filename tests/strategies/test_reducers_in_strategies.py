@@ -123,7 +123,9 @@ def test_copies_stay_copies(way, reducer, mesh_of):
     assert apart(state) == 0
 
 
-@pytest.mark.parametrize("reducer", [R.top_k(0.3), R.warm_up(R.sign(8), 1)], ids=name_of)
+@pytest.mark.parametrize(
+    "reducer", tiered([R.top_k(0.3), R.warm_up(R.sign(8), 1)], lambda one: "top_k" in one.name, ids=name_of)
+)
 def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
     """The inf is in a column that one shard over tensor holds alone."""
     loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) * batch["by"]) + jnp.sum(params["b"])  # noqa: E731

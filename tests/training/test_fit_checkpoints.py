@@ -17,7 +17,13 @@ from shardopt.core import CheckpointError, NonFiniteLossError
 from shardopt.training import EarlyStopping, fit
 
 
-@pytest.mark.parametrize("make", [iter, lambda batches: grain_dataset(batches)], ids=["iterator", "grain"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(iter, id="iterator"),
+        pytest.param(lambda batches: grain_dataset(batches), marks=pytest.mark.slow, id="grain"),
+    ],
+)
 def test_resumed_equals_unbroken(opt, new_state, batches, same, tmp_path, make):
     unbroken = fit(opt, new_state(), make(batches), num_steps=25, progress=False)
     for target in (7, 18, 25):

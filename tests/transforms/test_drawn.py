@@ -73,7 +73,8 @@ def test_accumulated_means(shapes, size, data, x64, on_devices):
     everywhere(run(on_devices, tx, params, grads, size), expected, size)
 
 
-@settings(quick, max_examples=2)  # each compiles
+@pytest.mark.slow
+@quick
 @drawn
 def test_sharded_updates(shapes, size, data, x64, on_devices):
     tx = data.draw(st.sampled_from([optax.adamw(0.1, weight_decay=0.2), optax.lion(0.1), optax.rmsprop(0.1)]))
