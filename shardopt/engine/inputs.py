@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,23 +37,33 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
         fix = "split the rest off, for instance with equinox.partition(model, equinox.is_array) or flax.nnx.split."
         raise TypeError(format_error(config.strategy, what, strange, fix))
     shapes = abstract(params)
-    _check_keys(config, shapes)
+    check_keys(config.strategy, shapes, config.frozen)
     return shapes
 
 
-def _check_keys(config: StrategyConfig, params: PyTree) -> None:
-    """Refuse random keys among the parameters: no optimizer changes them, so a loss would draw the same for ever."""
+def check_keys(who: str, params: PyTree, frozen: Sequence[str] | None = None) -> None:
+    """Refuse random keys among the parameters: no optimizer changes them, so a loss would draw the same for ever.
+
+    Args:
+      who: the function that the user called, for messages.
+      params: parameters as shapes and dtypes.
+      frozen: the regexes of what is not trained; None where the function has no such argument.
+
+    Raises:
+      ValueError: if a leaf is a random key that `frozen` does not name.
+    """
     leaves = [path for path, leaf in leaves_with_paths(params) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    keys = [path for path in leaves if not any(re.search(pattern, path) for pattern in config.frozen)]
+    keys = [path for path in leaves if not any(re.search(pattern, path) for pattern in frozen or ())]
     if keys:
         what = (
             f"{plural(len(keys), 'parameter leaf')} would be the same random key at every step, with the same dropout."
         )
         fix = (
             "let the loss take a keyword rng, a new key each step, and leave keys out of the parameters "
-            "(so.interop.nnx does both for an nnx module); or name them in frozen= if they are to stay as they are."
+            "(so.interop.nnx does both for an nnx module)"
         )
-        raise ValueError(format_error(config.strategy, what, keys, fix))
+        fix += "." if frozen is None else "; or name them in frozen= if they are to stay as they are."
+        raise ValueError(format_error(who, what, keys, fix))
 
 
 def check_state(config: StrategyConfig, state: TrainState) -> None:

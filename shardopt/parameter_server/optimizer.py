@@ -23,7 +23,6 @@ from shardopt.parameter_server.run import AsyncResult, Availability, BatchesOf, 
 from shardopt.parameter_server.server import Server
 from shardopt.parameter_server.simulation import check_availability
 from shardopt.parameter_server.threads import run_on_threads
-from shardopt.parameter_server.updates import check_params
 from shardopt.parameter_server.worker import key_data
 
 
@@ -61,7 +60,8 @@ class RunFn(NamedTuple):
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, or the checkpoints are of a run with other settings.
+      ValueError: if a number is out of range, a parameter of `async_sgd` is a random key, or the checkpoints are of a run
+        with other settings.
       NonFiniteUpdateError: if an update is not finite, unless such are skipped; it names worker, step and leaves.
       ConnectionError: if no Ray answers at the address.
       WorkersLostError: on Ray, if all workers were killed and none is started again.
@@ -89,7 +89,7 @@ class RunFn(NamedTuple):
     ) -> AsyncResult:
         """Train."""
         spec, who = self.spec, self.spec.who
-        check_params(who, params)
+        spec.check_params(who, params)
         check_count(who, "num_updates", num_updates, least=0)
         periods = _periods(who, availability, spec.num_workers)
         callbacks = Callbacks(

@@ -20,7 +20,7 @@ from shardopt.core.types import PyTree, TrainState
 from shardopt.parameter_server.clock import PersistentMap, make_clock
 from shardopt.parameter_server.log import Event, Header, Log, Positions
 from shardopt.parameter_server.server import Server, ServerState
-from shardopt.parameter_server.updates import Update, digest
+from shardopt.parameter_server.updates import Update, check_params, digest
 from shardopt.parameter_server.views import Status, WorkerStats, summarize
 
 BatchesOf = Callable[[int], Iterable[PyTree]]
@@ -76,6 +76,7 @@ class RunSpec(NamedTuple):
       devices: on Ray, how many devices the process of each worker has.
       address: of the Ray cluster; None for a local one.
       max_restarts: on Ray, how often each worker that was killed is started again.
+      check_params: `check_params(who, params)` refuses parameters that cannot be trained so.
     """
 
     who: str
@@ -87,6 +88,7 @@ class RunSpec(NamedTuple):
     devices: Sequence[int] = ()
     address: str | None = None
     max_restarts: int = 0
+    check_params: Callable[[str, PyTree], None] = check_params
 
     def settings(self, key: np.ndarray) -> Header:
         """Return what the log of a run with this random key data keeps of its workers."""

@@ -20,7 +20,7 @@ from shardopt.parameter_server.durations import Duration, check_duration, second
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import AsyncResult, BatchesOf, Compute, Run
 from shardopt.parameter_server.server import make_server
-from shardopt.parameter_server.updates import check_params, trained
+from shardopt.parameter_server.updates import trained
 from shardopt.parameter_server.worker import check_codec, key_data, no_compute, sgd_spec
 from shardopt.reducers import Reducer
 
@@ -131,7 +131,7 @@ def simulate(
         here = make_mesh(data=1, devices=jax.local_devices()[:1])
         spec, key = sgd_spec(WHO, tx, loss_fn, [here] * len(workers), **options), key_data(WHO, rng)
         make, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
-        check_params(WHO, params)
+        spec.check_params(WHO, params)
         params = compute.on_server(params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sizes = (size, size if codec is None else codec.nbytes(trained(params)))

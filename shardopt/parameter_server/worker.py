@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.core.block_model import LossFn, as_block_model, call, run_blocks, takes_rng
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, abstract
 from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.config import DDP, StrategyConfig, check_config
-from shardopt.engine.inputs import batch_sharding, check_batch, place_batch
+from shardopt.engine.inputs import batch_sharding, check_batch, check_keys, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server.coordinator import Coordinator
@@ -25,7 +25,7 @@ from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
-from shardopt.parameter_server.updates import Update, finiteness, merge, trained
+from shardopt.parameter_server.updates import Update, check_params, finiteness, merge, trained
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers.reducer import check_reducer
 
@@ -75,7 +75,19 @@ def sgd_spec(
         partial(make_server, tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer),
         partial(make_compute, who, tx, loss_fn, workers, sparse, codec),
         header | codec_header(codec),
+        check_params=check_sgd_params,
     )
+
+
+def check_sgd_params(who: str, params: PyTree) -> None:
+    """Refuse what is no pytree of arrays with something to train in it, and random keys, which nothing would change.
+
+    Raises:
+      TypeError: if a leaf is not an array or a number.
+      ValueError: if no leaf is floating, or one is a random key.
+    """
+    check_params(who, params)
+    check_keys(who, abstract(params))
 
 
 def meshes_here(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:

@@ -101,3 +101,20 @@ def test_a_block_model_trains_too(x64):
     result = so.async_sgd(optax.sgd(0.1), model, workers=2).run(params, cut, num_updates=3)
     expected, _ = ddp(optax.sgd(0.1), model, params, batches, 2)
     assert relative_difference(result.params, expected) <= 1e-12
+
+
+def test_random_keys_among_the_parameters_are_refused(message_of):
+    params = {"w": jnp.zeros(3), "dropout": jax.random.key(0), "streams": jax.random.split(jax.random.key(1), 2)}
+    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
+    message = (
+        "{}: 2 parameter leaves would be the same random key at every step, with the same dropout.\n"
+        "  dropout\n  streams\n"
+        "Fix: let the loss take a keyword rng, a new key each step, and leave keys out of the parameters "
+        "(so.interop.nnx does both for an nnx module)."
+    )
+    opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=2)
+    found = message_of(ValueError, opt.run, params, lambda worker: [np.ones((2, 3))], num_updates=1)
+    assert found == message.format("async_sgd")
+    real = {"tx": optax.sgd(0.1), "loss_fn": loss_fn, "params": params, "batches_of": lambda worker: [np.ones((2, 3))]}
+    found = message_of(ValueError, so.parameter_server.simulate, 2, num_updates=1, **real)
+    assert found == message.format("simulate")
