@@ -70,6 +70,8 @@ class Sum(NamedTuple):
     """A metric that adds up over the rows of the batch: `aux = {"tokens": so.Sum(mask.sum())}`.
 
     With v_i what device and micro-batch i returned, `metrics` holds sum_i v_i; over batches, `evaluation` adds them up.
+    Where replicas train apart (`local_sgd`, `diloco`), these are the replicas of this process, since others would have to be
+    waited for; in `history` of an asynchronous run they are what went into the update. So for `Max` and `Min`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, TrainState
+from shardopt.core.types import Metric, PyTree, TrainState
 from shardopt.engine.batches import as_arrays
 from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig, check_config
@@ -24,7 +24,8 @@ from shardopt.engine.inputs import (
     typed_key,
 )
 from shardopt.engine.layout import Layout, shardings
-from shardopt.engine.optimizer import InitFn, ShardedOptimizer
+from shardopt.engine.metrics import values
+from shardopt.engine.optimizer import InitFn, Metrics, ShardedOptimizer
 from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
 from shardopt.partition import Report, report
@@ -32,7 +33,7 @@ from shardopt.partition import Report, report
 
 @dataclasses.dataclass(frozen=True)
 class BatchFn:
-    """A compiled function of a train state and a batch: `opt.step` or `opt.evaluate`.
+    """A compiled function of a train state and a batch: `opt.evaluate`, or `opt.step`, a `TrainFn`.
 
     The batch is a pytree with leaves [global batch, ...]: numpy arrays, which hold the whole global batch on every
     process, or jax arrays that are global already.
@@ -54,6 +55,19 @@ class BatchFn:
         """Return the lowered program, also for abstract arguments."""
         program, args = self.prepare(state, batch)
         return program.lower(*args)
+
+
+class TrainFn(BatchFn):
+    """`opt.step`."""
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Take a step; metrics are arrays."""
+        state, metrics = self.with_kinds(state, batch)
+        return state, values(metrics)
+
+    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+        """Take a step whose metrics still say that they are `Sum`, `Max` or `Min`."""
+        return super().__call__(state, batch)
 
 
 def build(
@@ -131,7 +145,7 @@ def build(
 
     return ShardedOptimizer(
         init=make_init(config, cache),
-        step=BatchFn(prepare_step, limit),
+        step=TrainFn(prepare_step, limit),
         evaluate=BatchFn(prepare_evaluate, limit),
         synchronize=synchronize,
         specs=specs,

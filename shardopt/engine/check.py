@@ -13,6 +13,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients
 from shardopt.engine.inputs import batch_sharding, check_batch, check_state, place_batch
 from shardopt.engine.layout import make_layout
+from shardopt.engine.metrics import values
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import on_mesh
 
@@ -107,7 +108,11 @@ def _run(config: StrategyConfig, state: TrainState, batch: PyTree) -> list[tuple
     gradients = jax.jit(on_mesh(config.mesh, make_gradients(config, layout)))
     found = gradients(state.params, batch, state.step, state.rng)
     leaves = [(f"gradient of {path}", leaf) for path, leaf in leaves_with_paths(found.grads)]
-    return [("loss", found.loss), *leaves, *((f"metric {name}", value) for name, value in found.metrics.items())]
+    return [
+        ("loss", found.loss),
+        *leaves,
+        *((f"metric {name}", value) for name, value in values(found.metrics).items()),
+    ]
 
 
 def _without_key(loss_fn: LossFn) -> LossFn:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardopt.core.block_model import takes_rng
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, abstract
+from shardopt.core.types import Metric, PyTree, abstract
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
@@ -56,7 +56,7 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
         grads, parts = accumulate(one_micro_batch, batch, count, keep, sum_weights, cut)
         parts = _sum(config, parts)
         grads = layout.merge([None] * len(layout.plans), [scale(grad, factor(parts.loss, count)) for grad in grads])
-        return Gradients(grads, *parts.divided(per_replica=config.per_replica), parts.updates)
+        return Gradients(grads, *parts.divided(), parts.updates)
 
     def gradients(params, batch, step, rng, reducer_state=None):
         del reducer_state  # there is none
@@ -70,7 +70,9 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
     return gradients
 
 
-def global_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+def global_loss(
+    config: StrategyConfig, layout: Layout
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
     """Return what `make_loss` returns: the loss and metrics of the whole batch."""
     parts_of = global_parts(config, layout)
     return lambda params, batch, step=None, rng=None: parts_of(params, batch, step, rng).divided()

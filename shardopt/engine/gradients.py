@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_reduce, constrain_tensor, per_device
-from shardopt.core.types import PyTree
+from shardopt.core.types import Metric, PyTree
 from shardopt.engine.axes import SHARD
 from shardopt.engine.compression import compress_mean, manual_specs
 from shardopt.engine.config import StrategyConfig
@@ -62,13 +62,13 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
         specs = *in_specs(config, layout, batch), state_specs
         run = per_device(local, config.mesh, in_specs=specs, out_specs=out_specs)
         grads, parts, state = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
-        loss, metrics = parts.divided(per_replica=config.per_replica)
+        loss, metrics = parts.divided()
         return Gradients(layout.merge([None] * len(layout.plans), grads), loss, metrics, parts.updates, state)
 
     return gradients
 
 
-def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
     """Return `loss(params, batch, step=None, rng=None) -> (loss, metrics)` of the union batch.
 
     With a step and rng it is the very function that `make_gradients` differentiates, with the same keys and

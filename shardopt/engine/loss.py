@@ -46,14 +46,14 @@ class Gradients(NamedTuple):
     Attributes:
       grads: the gradient of the loss of the union batch; None for frozen leaves.
       loss: that loss, scalar.
-      metrics: name -> value on the union batch; where replicas train apart, `Sum`, `Max` and `Min` of each, stacked.
+      metrics: name -> value on the union batch; `Sum`, `Max` and `Min` still say that they are.
       updates: key path -> new value of a frozen leaf.
       reducer: the new state of the reducer that the gradient went through, or None.
     """
 
     grads: PyTree
     loss: jax.Array
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, jax.Array | Metric]
     updates: dict[str, jax.Array]
     reducer: PyTree = None
 
@@ -72,13 +72,9 @@ class LossParts(NamedTuple):
     metrics: dict[str, Metric]
     updates: dict[str, jax.Array]
 
-    def divided(self, *, per_replica: bool = False) -> tuple[jax.Array, dict[str, PyTree]]:
-        """Return the loss and metrics: totals divided by weights.
-
-        Where replicas train apart, `Sum`, `Max` and `Min` are returned as they are: the host combines its replicas'.
-        """
-        keep = lambda one: per_replica and not isinstance(one, Weighted)  # noqa: E731
-        metrics = {name: one if keep(one) else value_of(one) for name, one in self.metrics.items()}
+    def divided(self) -> tuple[jax.Array, dict[str, jax.Array | Metric]]:
+        """Return the loss and metrics: totals divided by weights; `Sum`, `Max` and `Min` as they are."""
+        metrics = {name: value_of(one) if isinstance(one, Weighted) else one for name, one in self.metrics.items()}
         return value_of(self.loss), metrics
 
 

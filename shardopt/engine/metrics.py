@@ -1,7 +1,7 @@
 """How the parts of a loss and of its metrics become one: totals over weights, sums, the largest, the smallest."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,11 @@ def value_of(metric: Metric) -> Any:
     if not isinstance(metric.total, tuple):
         return metric.total / metric.weight
     return sum(total / weight for total, weight in zip(*metric, strict=True))
+
+
+def values(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as arrays, of which some still say what kind they are."""
+    return {name: value_of(one) if isinstance(one, Metric) else one for name, one in metrics.items()}
 
 
 def of_rows(metric: Any, rows: int | jax.Array) -> Any:

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, TrainState
+from shardopt.core.types import Metric, PyTree, TrainState
 from shardopt.engine.config import StrategyConfig
 
 Metrics = dict[str, jax.Array]
@@ -26,6 +26,10 @@ class StepFn(Protocol):
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Return the next train state, and loss, gradient norm and metrics of the batch. Donates `state`."""
+        ...
+
+    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+        """Take a step whose metrics still say that they are `Sum`, `Max` or `Min`, to be combined with those of others."""
         ...
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:

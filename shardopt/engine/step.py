@@ -15,6 +15,7 @@ from shardopt.engine.compression import CompressedOptState, init_compression
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients, make_loss
 from shardopt.engine.layout import Layout, make_layout, shardings
+from shardopt.engine.metrics import values
 from shardopt.engine.optimizer import Metrics
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
 
@@ -43,7 +44,7 @@ class CompiledStep(NamedTuple):
       specs: the train state as `PartitionSpec`.
       shardings: the same as `NamedSharding`.
       init_opt_state: `params -> opt_state`, the first optimizer state, in the global view.
-      step: `(state, batch) -> (state, metrics)`, donating the state.
+      step: `(state, batch) -> (state, metrics)`, donating the state; metrics may still say what kind they are.
       evaluate: `(params, batch) -> metrics`.
       synchronize: `state -> state`, all copies of it equal.
     """
@@ -103,7 +104,7 @@ def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
 
     def evaluate(params: PyTree, batch: PyTree) -> Metrics:
         value, metrics = loss(params, batch)
-        return {"loss": value, **metrics}
+        return {"loss": value, **values(metrics)}
 
     on_params = shardings(config.mesh, layout.specs.params)
     return make_program(config, evaluate, (on_params, None), config.home.shardings(PartitionSpec()))

@@ -43,7 +43,9 @@ def diloco(
     compiled: there is a program for steps without an agreement, and for each fragment one without a delay, and with one
     up to two: 1 + P programs, or up to 1 + 2P (of a delay of 1, 1 + P), each compiled in the step that needs it first.
 
-    `step` returns metrics averaged over the replicas of this process. `evaluate` takes the shared parameters.
+    `step` returns metrics of this process's replicas: their mean, or what `so.Sum`, `so.Max` and `so.Min` ask for. It does
+    not wait for other processes; each reports its own, and `jax.experimental.multihost_utils.process_allgather` collects
+    them. `evaluate` takes the shared parameters.
     `synchronize` makes them, and all replicas, the mean of the replicas, without an outer step; outer gradients that are
     on their way are dropped, as the mean has what they say, and what the reducer remembers is again what it was before
     they were sent. Frozen leaves that the loss updates (`so.Updated`) are averaged whenever something is sent, integers

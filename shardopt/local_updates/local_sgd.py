@@ -23,8 +23,9 @@ def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int 
     **Communication**: within a replica what the strategy says; over replica one all-reduce of each device's parameters
     every H steps, and nothing at all in the steps between (they are programs of their own).
 
-    `step` returns metrics averaged over the replicas of this process. `evaluate` takes the shared parameters, those
-    last agreed on; `synchronize` averages now. Frozen leaves that the loss updates (`so.Updated`) are averaged with the
+    `step` returns metrics of this process's replicas: their mean, or what `so.Sum`, `so.Max` and `so.Min` ask for. It does
+    not wait for other processes; each reports its own, and `jax.experimental.multihost_utils.process_allgather` collects
+    them. `evaluate` takes the shared parameters, those last agreed on; `synchronize` averages now. Frozen leaves that the loss updates (`so.Updated`) are averaged with the
     parameters, integers take the maximum.
 
     Args:

@@ -16,7 +16,7 @@ from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.gradients import make_gradients
 from shardopt.engine.inputs import copied
 from shardopt.engine.layout import Layout, shardings
-from shardopt.engine.metrics import combined, value_of
+from shardopt.engine.metrics import combined, value_of, values
 from shardopt.engine.optimizer import Metrics
 from shardopt.engine.step import CompiledStep, compile_evaluate, init_opt_state
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
@@ -171,6 +171,7 @@ def make_step(local: LocalLayout, specs: TrainState, variant: StepVariant) -> Ao
         at = state.params if together else replicas.params.value
         found = gradients(at, batch, state.step, state.rng, replicas.inner_reducer)
         if together:
+            found = found._replace(metrics=values(found.metrics))  # of all replicas already
             found = jax.tree.map(lambda x: jnp.broadcast_to(x, (local.replicas, *x.shape)), found)
         wire, found = found.reducer, found._replace(reducer=None)
         run = jax.vmap(update, spmd_axis_name=REPLICA)
@@ -240,7 +241,7 @@ def _replaced(items: tuple[PyTree, ...], at: int, new: PyTree) -> tuple[PyTree, 
 
 
 def _of_replicas_here(metric: PyTree) -> jax.Array:
-    """Return the mean, or what the metric asks for, over this process's replicas: asking the others would wait for them."""
+    """Return the mean, or what the metric asks for, over this process's replicas: others would have to be waited for."""
     if isinstance(metric, jax.Array):
         return _over_here(metric, jnp.mean)
     if not isinstance(metric, Sum | Max | Min):

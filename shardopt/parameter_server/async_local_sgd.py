@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ import optax
 
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
+from shardopt.core.types import Metric, PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
 from shardopt.engine.config import check_optimizer
+from shardopt.engine.metrics import combined
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.parameter_server.async_sgd import check_not_shared
 from shardopt.parameter_server.clock import check_max_staleness
@@ -80,7 +81,8 @@ def async_local_sgd(
       An `AsyncOptimizer`. `num_updates` of its `run` counts pushes, of which each takes H of the global batches that
       `batches_of(worker)` gives. An island that joins again begins with a fresh optimizer state. A loss with `rng`
       draws from a key of the island and of the clock at which it joined. `metrics["history"]` has the means over H
-      steps of all that the strategies' steps return.
+      steps of all that the strategies' steps return; `so.Sum` adds up over them, `so.Max` and `so.Min` take the largest
+      and the smallest.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
@@ -169,7 +171,7 @@ def _make_compute(
             state = state._replace(params=jax.device_put(_copy(params), placed))  # a copy: the next step donates it
         found = []
         for batch in batches:
-            state, metrics = opt.step(state, batch)
+            state, metrics = opt.step.with_kinds(state, batch)
             found.append(metrics)
         states[worker] = state
         first = opt.mesh.devices.flat[0]
@@ -187,16 +189,23 @@ def _copy(params: PyTree) -> PyTree:
 
 
 @jax.jit
-def _change(start: PyTree, end: PyTree, found: list[dict[str, jax.Array]]) -> tuple[Update, list[jax.Array]]:
+def _change(start: PyTree, end: PyTree, found: list[dict[str, jax.Array | Metric]]) -> tuple[Update, list[jax.Array]]:
     """Return the update, and for every leaf whether it is as it was."""
     grads = jax.tree.map(jnp.subtract, trained(start), trained(end))
-    wide = lambda value: jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype))  # noqa: E731
-    means = {name: jnp.stack([wide(one[name]) for one in found]).mean(0) for name in found[0]}
-    one = jnp.ones((), means["loss"].dtype)
-    aux = {name: Weighted(mean, jnp.ones((), mean.dtype)) for name, mean in means.items() if name != "loss"}
-    update = Update(grads, Weighted(means["loss"], one), aux, None)
+    metrics = {name: _over_steps([one[name] for one in found]) for name in found[0]}
+    loss = metrics.pop("loss")
+    assert isinstance(loss, Weighted)
+    update = Update(grads, loss, metrics, None)
     pairs = zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
     return update._replace(is_finite=finiteness(update)), [jnp.array_equal(a, b) for a, b in pairs]
+
+
+def _over_steps(found: Sequence[jax.Array | Metric]) -> Metric:
+    """Return a metric of several steps: their sum, largest or smallest where it says so, else their mean."""
+    if kinds := [one for one in found if isinstance(one, Metric)]:
+        return reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), kinds)
+    mean = jnp.stack([jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype)) for value in found]).mean(0)
+    return Weighted(mean, jnp.ones((), mean.dtype))
 
 
 def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax.Array]) -> None:

@@ -50,8 +50,8 @@ class RunFn(NamedTuple):
         is that of an unbroken run, bit for bit, unless islands or a reducer remembered something; otherwise its log
         explains it. Workers that are not there any more leave, new ones join.
       early_stopping: a `so.EarlyStopping`, which watches the evaluations and ends the run ("early").
-      evaluate: `evaluate(params) -> metrics`; its results are `metrics["evaluations"]`, with the means of the
-        training metrics since the one before.
+      evaluate: `evaluate(params) -> metrics`; its results are `metrics["evaluations"]`, with the means over
+        updates of what `history` has since the one before.
       evaluate_every: updates between evaluations; the workers go on meanwhile.
       progress: show a table of the workers on a terminal, or a line every ten seconds elsewhere, on standard error.
 

@@ -84,6 +84,30 @@ def test_of_replicas_that_train_apart(mesh_of, x64):
     check(metrics)
 
 
+def rows(start, stop):
+    return jax.tree.map(lambda x: x[start:stop], X)
+
+
+def test_of_workers_whose_pushes_are_one_update(x64):
+    shares = [rows(0, 6), rows(6, 16)]
+    opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=2)
+    history = opt.run(np.ones(()), lambda worker: [shares[worker]], num_updates=1).metrics["history"]
+    check({name: values[0] for name, values in history.items()})
+
+
+def test_of_islands_over_the_steps_of_a_round(x64):
+    shares = [[rows(0, 4), rows(4, 8)], [rows(8, 12), rows(12, 16)]]
+    islands = [so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[i : i + 2]), loss_fn) for i in (0, 2)]
+    opt = so.async_local_sgd(islands, local_steps=2, max_staleness=0)
+    found = opt.run(np.ones(()), lambda worker: shares[worker], num_updates=1).metrics["history"]
+    found = {name: values[0] for name, values in found.items()}
+    whole, *parts = (told(one["x"], one["mask"]) for one in (X, *shares[0], *shares[1]))
+    for name in ("mean", "of_masked", "two_terms"):
+        np.testing.assert_allclose(found[name], np.mean([part[name] for part in parts]), rtol=1e-12)
+        found[name] = np.asarray(whole[name])
+    check(found)
+
+
 def test_of_each_kind_over_batches_that_devices_do_not_divide(mesh_of, x64):
     plain = lambda params, batch: (loss_fn(params, batch)[0], told(batch["x"], batch["mask"]) | {"columns": 0.0})  # noqa: E731
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), plain, micro_batches=2)
