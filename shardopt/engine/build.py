@@ -1,6 +1,7 @@
 """From a config to the contract: init, step and the rest, for every strategy and combinator alike."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 
 import jax
@@ -25,7 +26,7 @@ from shardopt.engine.inputs import (
 )
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.metrics import values
-from shardopt.engine.optimizer import InitFn, Metrics, ShardedOptimizer
+from shardopt.engine.optimizer import InitFn, Metrics, ShardedOptimizer, not_a_transformation
 from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
 from shardopt.partition import Report, report
@@ -164,6 +165,9 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
 
     def init(params: PyTree, rng: jax.Array | None = None) -> TrainState:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
+        # optax.chain and flax's TrainState call this as soon as they have parameters, and `update` a gradient later.
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("optax", "flax"):
+            raise not_a_transformation(config.strategy)
         key = typed_key(config, rng)
         if is_init_fn(params):
             given = key if rng is None else rng

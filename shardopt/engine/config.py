@@ -15,7 +15,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.axes import AxisTable, axes_of
 from shardopt.engine.compiler_options import CompilerOptions, compiler_options
-from shardopt.engine.transformation import functions_within
+from shardopt.engine.transformation import closed_over, functions_within
 from shardopt.engine.user_mesh import Axes, UserMesh, read_mesh
 from shardopt.partition import Report
 from shardopt.partition.rules import check_rules
@@ -248,7 +248,13 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
             f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
             "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         )
-    if any(f.__module__ == "optax._src.lookahead" for f in functions_within(tx)):
+    functions = functions_within(tx)
+    for f in functions:
+        inside = [getattr(one, "config", None) for one in closed_over(f)] if f.__module__.startswith("optax.") else []
+        if sharded := next((one for one in inside if isinstance(one, StrategyConfig)), None):
+            what = f"inside of tx is an optimizer that is sharded already, by so.{sharded.strategy}."
+            raise TypeError(format_error(who, what, fix="put the optax optimizer itself there, opt.wrapped."))
+    if any(f.__module__ == "optax._src.lookahead" for f in functions):
         what = "optax.lookahead steps two copies of the parameters, and there is but one here."
         fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
         raise ValueError(format_error(who, what, fix=fix))

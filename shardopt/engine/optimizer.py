@@ -104,17 +104,12 @@ class ShardedOptimizer(NamedTuple):
     config: StrategyConfig
 
     def update(self, *_: PyTree, **__: PyTree) -> NoReturn:
-        """Refuse to be used as an optax transformation, as by flax's `TrainState.create(tx=opt)` or `optax.chain`.
+        """Refuse to be used as an optax transformation; `init` does where optax or flax calls it.
 
         Raises:
           TypeError: always.
         """
-        what = f"so.{self.config.strategy} returns no optax transformation: its step takes a batch, not gradients."
-        fix = (
-            "state, metrics = opt.step(state, batch) computes gradients itself; flax's TrainState becomes one of these by "
-            "so.adopt(opt, state), made with tx=opt.wrapped."
-        )
-        raise TypeError(format_error(self.config.strategy, what, fix=fix))
+        raise not_a_transformation(self.config.strategy)
 
     @property
     def world_size(self) -> int:
@@ -126,3 +121,14 @@ class ShardedOptimizer(NamedTuple):
         """The position in the mesh, from 0 to `world_size - 1`, of this process's first device."""
         here = jax.process_index()
         return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
+
+
+def not_a_transformation(strategy: str) -> TypeError:
+    """Return the error of a `ShardedOptimizer` in `optax.chain`, `optax.MultiSteps` or flax's `TrainState.create`."""
+    what = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
+    fix = (
+        f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train with state, metrics = "
+        "opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of these by "
+        "so.adopt(opt, state), made with tx=opt.wrapped."
+    )
+    return TypeError(format_error(strategy, what, fix=fix))

@@ -16,10 +16,15 @@ def functions_within(tx: Any) -> list[FunctionType]:
         seen.add(id(one))
         if isinstance(one, FunctionType):
             found.append(one)
-            todo += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+            todo += closed_over(one)
         elif isinstance(one, tuple | list | dict):
             todo += one.values() if isinstance(one, dict) else one
     return found
+
+
+def closed_over(f: FunctionType) -> list[Any]:
+    """Return the values that a function closes over."""
+    return [cell.cell_contents for cell in f.__closure__ or () if cell != CellType()]
 
 
 def asks_for(tx: Any, name: str) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
 from support.tiers import tiered
 
@@ -107,12 +108,30 @@ def test_what_does_not_fit_is_listed():
         so.adopt(opt, PARAMS, other)
 
 
+NO_TRANSFORMATION = (
+    "ddp: so.ddp returns no optax transformation: its step takes a batch, not gradients.\n"
+    "Fix: put what is of optax inside, so.ddp(optax.chain(clip, tx), ...), and train with state, metrics = opt.step(state, "
+    "batch), which computes gradients itself; flax's TrainState becomes one of these by so.adopt(opt, state), made with "
+    "tx=opt.wrapped."
+)
 MISUSES = {
-    "flax.create": (
-        lambda opt: FlaxState.create(apply_fn=None, params=PARAMS, tx=opt).apply_gradients(grads=PARAMS),
-        "ddp: so.ddp returns no optax transformation: its step takes a batch, not gradients.\n"
-        "Fix: state, metrics = opt.step(state, batch) computes gradients itself; flax's TrainState becomes one of these by "
-        "so.adopt(opt, state), made with tx=opt.wrapped.",
+    "flax.create": (lambda opt: FlaxState.create(apply_fn=None, params=PARAMS, tx=opt), NO_TRANSFORMATION),
+    "nnx.Optimizer": (
+        lambda opt: nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), opt, wrt=nnx.Param),
+        NO_TRANSFORMATION,
+    ),
+    "chain": (lambda opt: optax.chain(optax.clip(1.0), opt).init(PARAMS), NO_TRANSFORMATION),
+    "apply_if_finite": (lambda opt: optax.apply_if_finite(opt, 3).init(PARAMS), NO_TRANSFORMATION),
+    "MultiSteps": (lambda opt: optax.MultiSteps(opt, 4).init(PARAMS), NO_TRANSFORMATION),
+    "multi_transform": (
+        lambda opt: optax.multi_transform({"a": opt}, {"w": "a", "b": "a"}).init(PARAMS),
+        NO_TRANSFORMATION,
+    ),
+    "update": (lambda opt: opt.update(PARAMS, opt.init(PARAMS), PARAMS), NO_TRANSFORMATION),
+    "sharded inside of a chain": (
+        lambda opt: so.fsdp(optax.chain(optax.clip(1.0), opt), so.make_mesh(), loss_fn),
+        "fsdp: inside of tx is an optimizer that is sharded already, by so.ddp.\n"
+        "Fix: put the optax optimizer itself there, opt.wrapped.",
     ),
     "sharded twice": (
         lambda opt: so.fsdp(opt, so.make_mesh(), loss_fn),
