@@ -1,7 +1,7 @@
 """An `evaluate` function for `fit`: each metric over a fixed set of batches, of any sizes."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from shardopt.engine.evaluate import Totals
 from shardopt.engine.loss import LossParts
 from shardopt.engine.metrics import added, value_of
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.training.loggers import ShowBatches
 
 Evaluate = Callable[[TrainState], Mapping[str, float | np.ndarray | jax.Array]]
 
@@ -80,16 +81,21 @@ class Evaluation:
     prefix: str
     totals: Totals
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """Return the metrics of a state over the whole set."""
+    def __call__(self, state: TrainState, *, show: ShowBatches | None = None) -> dict[str, float]:
+        """Return the metrics of a state over the whole set; `show(done, total)` is told of each batch."""
         sums: dict[str, Metric] = {}
+        done, total = 0, len(self.batches) if isinstance(self.batches, Sized) else None
         # Fetched one late: the device works on one while the host prepares the next, and holds no more than two.
         waiting = None
-        for batch in self.batches:
+        for done, batch in enumerate(self.batches, 1):
+            if show is not None:
+                show(done - 1, total)
             for parts in self.totals(state, batch):
                 ready, waiting = waiting, parts
                 _add(sums, ready)
         _add(sums, waiting)
+        if show is not None:
+            show(done, done)
         if not sums:
             what = "there are no examples in batches."
             raise ValueError(format_error("evaluation", what, fix="pass at least one batch."))
@@ -106,14 +112,14 @@ def _add(sums: dict[str, Metric], parts: LossParts | None) -> None:
         sums[name] = added(sums[name], one) if name in sums else one
 
 
-def call_evaluate(evaluate: Evaluate, state: TrainState, taken: Collection[str]) -> dict[str, float]:
-    """Call the user's `evaluate` and return its metrics as numbers.
+def call_evaluate(evaluate: Evaluate, state: TrainState, taken: Collection[str], show: ShowBatches) -> dict[str, float]:
+    """Call the user's `evaluate`, of which an `Evaluation` is shown, and return its metrics as numbers.
 
     Raises:
       TypeError: if it does not return a dict of numbers.
       ValueError: if a name is among `taken`, the names that training reports.
     """
-    returned = evaluate(state)
+    returned = evaluate(state, show=show) if isinstance(evaluate, Evaluation) else evaluate(state)
     if not isinstance(returned, Mapping):
         what = f"evaluate must return a dict of numbers, got {type(returned).__name__}."
         raise TypeError(format_error("fit", what, fix='return {"val_loss": ...}.'))

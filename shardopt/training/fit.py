@@ -99,7 +99,8 @@ def fit(
       log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second and examples_per_second.
       agree_every: steps after which several processes ask each other whether to stop.
-      progress: show a bar on a terminal, lines elsewhere, on standard error; what is said about resuming is printed anyway.
+      progress: show a bar on a terminal, another below it while `so.training.evaluation` runs, and lines elsewhere, on
+        standard error; what is said about resuming is printed anyway.
 
     Returns:
       A `FitResult`.
@@ -187,7 +188,7 @@ def fit(
             if saving or evaluating or (logging and early_stopping is not None):
                 metrics = meter.settle()
                 if evaluate is not None and evaluating:
-                    measured = call_evaluate(evaluate, state, taken=metrics)
+                    measured = call_evaluate(evaluate, state, metrics, display.evaluate)
                 if logging or evaluating:
                     report(step, metrics | measured)
                 if evaluating or not evaluation_scheduled:
@@ -206,7 +207,7 @@ def fit(
         if metrics := meter.settle():  # empty if there was no step to take
             fresh = {} if history and history[-1]["step"] == step else metrics
             if evaluate is not None and not measured and stopped not in SIGNALS:
-                found = call_evaluate(evaluate, last, taken=metrics)
+                found = call_evaluate(evaluate, last, metrics, display.evaluate)
                 fresh, measured = fresh | found, {} if local_updates else found  # what is saved is not synchronized
             if fresh:
                 report(step, fresh)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Log = Callable[[int, Mapping[str, float]], object]
+ShowBatches = Callable[[int, int | None], None]
 
 
 def jsonl(path: str | os.PathLike[str]) -> Log:
@@ -178,24 +179,26 @@ def _path(who: str, path: str | os.PathLike[str]) -> Path:
 
 
 class Display(NamedTuple):
-    """Three ways to tell a person something.
+    """Ways to tell a person something.
 
     Attributes:
       say: `say(text)` prints a message, also where the bar is off.
       advance: `advance(step)`, at the start and after each step.
       report: `report(step, metrics)`, where metrics have arrived.
+      evaluate: `evaluate(done, total)`, batches of an evaluation, from 0 on; the total is None while it is not known.
     """
 
     say: Callable[[str], None]
     advance: Callable[[int], None]
     report: Callable[[int, Mapping[str, float]], None]
+    evaluate: ShowBatches
 
 
 @contextmanager
 def show_progress(num_steps: int, *, shown: bool, console: "Console | None" = None) -> Iterator[Display]:
     """Show a run of `num_steps` steps on the first process; messages only where it is not to be `shown`."""
     if jax.process_index() != 0:
-        yield Display(_nothing, _nothing, _nothing)
+        yield Display(_nothing, _nothing, _nothing, _nothing)
         return
     out = console
     if out is None and is_installed("rich"):
@@ -213,12 +216,12 @@ def show_progress(num_steps: int, *, shown: bool, console: "Console | None" = No
         say(f"step {step}/{num_steps}  {metrics_text(metrics)}")
 
     if not shown:
-        yield Display(say, _nothing, _nothing)
+        yield Display(say, _nothing, _nothing, _nothing)
     elif out is not None and (out.is_terminal or out.is_jupyter):
-        with _live(num_steps, out) as (advance, report):
-            yield Display(say, advance, report)
+        with _live(num_steps, out) as shows:
+            yield Display(say, *shows)
     else:
-        yield Display(say, _nothing, line)
+        yield Display(say, _nothing, line, _nothing)
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
@@ -231,7 +234,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callable]]:
+def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callable, ShowBatches]]:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -254,6 +257,7 @@ def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callab
     # Expanded, so that on a narrow terminal the metrics are cut, not the counts before them.
     with Progress(*columns, console=console, refresh_per_second=4, expand=True) as progress:
         task = progress.add_task("starting", total=num_steps)
+        evaluation = progress.add_task("evaluation", total=None, visible=False)
 
         def advance(step: int) -> None:
             progress.update(task, completed=step)
@@ -262,7 +266,12 @@ def _live(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callab
             shown.update(metrics)
             progress.update(task, description=metrics_text(shown))
 
-        yield advance, report
+        def evaluate(done: int, total: int | None) -> None:
+            if done == 0:
+                progress.reset(evaluation, total=total)  # or what the last one came to
+            progress.update(evaluation, completed=done, total=total, visible=done != total)
+
+        yield advance, report, evaluate
 
 
 def _nothing(*_) -> None:

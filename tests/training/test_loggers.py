@@ -1,3 +1,5 @@
+import functools
+import importlib
 import io
 import json
 import math
@@ -8,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
-from shardopt.training import fit, jsonl, tensorboard
+from shardopt.training import evaluation, fit, jsonl, tensorboard
 from shardopt.training.loggers import as_loggers, metrics_text, show_progress
 
 
@@ -208,6 +211,33 @@ def test_a_bar_on_a_terminal():
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
     assert "a message above the bar" in shown
     assert re.search(r"20/40 .*loss 0\.5  \[b\] 2", shown.splitlines()[-1])
+
+
+@pytest.mark.parametrize("total", [3, None])
+def test_a_bar_of_the_batches_of_an_evaluation(total, opt, new_state, batches, monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, color_system=None)
+    module = importlib.import_module("shardopt.training.fit")
+    monkeypatch.setattr(module, "show_progress", functools.partial(show_progress, console=console))
+    monkeypatch.setattr(Progress, "update", functools.partialmethod(Progress.update, refresh=True))
+
+    class HeldOut:
+        def __iter__(self):
+            for batch in batches[:3]:
+                yield batch
+                console.print("")
+
+    class Sized(HeldOut):
+        def __len__(self):
+            return 3
+
+    evaluate = evaluation(opt, HeldOut() if total is None else Sized())
+    fit(opt, new_state(), batches, num_steps=2, evaluate=evaluate, evaluate_every=1)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    counts = re.findall(r"(\d)/(\S+) .*evaluation", drawn)
+    totals = ["3"] if total else ["?", "3"]  # the second time it is known
+    assert list(dict.fromkeys(counts)) == [(str(done), total) for total in totals for done in range(3)]
+    assert "evaluation" not in drawn.splitlines()[-1]
 
 
 def test_other_processes_are_silent(monkeypatch, capsys):
