@@ -1,8 +1,8 @@
 """Whether a loss is a (weighted) mean over rows, so that the pieces on several devices add up to it; else it is refused.
 
-The loss is traced on abstract rows, twice, and nothing runs: see `row_analysis`. Only where the trace cannot tell, numbers
-are compared: see `row_numbers`. Backward rules of `jax.custom_vjp` are followed as far as they can be traced (`row_backward`);
-numbers do not look at them, `so.check` does.
+The loss is traced on abstract rows, twice, and nothing runs: see `separability.analysis`. Only where the trace cannot
+tell, numbers are compared: see `separable_numbers`. Backward rules of `jax.custom_vjp` are followed as far as they can
+be traced (`separability.backward`); numbers do not look at them, `so.check` does.
 """
 
 import functools
@@ -25,15 +25,15 @@ from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import loss_parts
-from shardopt.engine.row_analysis import DifferentTracesError, Scope, follow
-from shardopt.engine.row_arithmetic import part_degree
-from shardopt.engine.row_numbers import deviation
-from shardopt.engine.row_values import Const, Mixed, Op, Rows, Value, first_mixed, odd, same
-from shardopt.engine.row_values import Sum as RowSum
 from shardopt.engine.rows import RowContext, row_context, with_rows
+from shardopt.engine.separable_numbers import deviation
 from shardopt.mesh import analysis, on_mesh
 from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import leaves_like
+from shardopt.separability.analysis import DifferentTracesError, Scope, follow
+from shardopt.separability.arithmetic import part_degree
+from shardopt.separability.values import Const, Mixed, Op, Rows, Value, first_mixed, odd, same
+from shardopt.separability.values import Sum as RowSum
 
 
 class Mixing(NamedTuple):

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from shardopt.engine.row_arithmetic import elementwise, not_linear, summed
-from shardopt.engine.row_rule_parts import As, Rule, linear_in_first, opaque, uniform
-from shardopt.engine.row_values import Clean, Const, Degree, Mixed, Rows, Site, Sum, Value, add, growth, scaled
+from shardopt.separability.arithmetic import elementwise, not_linear, summed
+from shardopt.separability.rule_parts import As, Rule, linear_in_first, opaque, uniform
+from shardopt.separability.values import Clean, Const, Degree, Mixed, Rows, Site, Sum, Value, add, growth, scaled
 
 
 def reduce_sum(site: Site, values: Sequence[Clean]) -> list[Value]:

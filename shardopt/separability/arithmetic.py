@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.engine.row_values import (
+from shardopt.separability.values import (
     Const,
     Degree,
     Mixed,

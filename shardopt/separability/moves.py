@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.engine.row_arithmetic import const, elementwise, joined
-from shardopt.engine.row_rule_parts import As, linear_in_first, opaque
-from shardopt.engine.row_values import Clean, Const, Degree, Rows, Site, Sum, Value, same, scaled
+from shardopt.separability.arithmetic import const, elementwise, joined
+from shardopt.separability.rule_parts import As, linear_in_first, opaque
+from shardopt.separability.values import Clean, Const, Degree, Rows, Site, Sum, Value, same, scaled
 
 
 def rows_of_constant(site: Site, values: Sequence[Value]) -> Sequence[Value] | None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.engine.row_arithmetic import elementwise, joined, not_linear
-from shardopt.engine.row_rule_parts import As, opaque, uniform
-from shardopt.engine.row_values import Clean, Const, Mixed, Rows, Site, Sum, Value, scaled
+from shardopt.separability.arithmetic import elementwise, joined, not_linear
+from shardopt.separability.rule_parts import As, opaque, uniform
+from shardopt.separability.values import Clean, Const, Mixed, Rows, Site, Sum, Value, scaled
 
 
 def gather(site: Site, values: Sequence[Clean]) -> list[Value]:

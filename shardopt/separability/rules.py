@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from shardopt.engine.row_arithmetic import ELEMENTWISE, elementwise, known, not_linear
-from shardopt.engine.row_contractions import along, conv, dot_general, reduce, reduce_sum, top_k, window
-from shardopt.engine.row_folding import fold
-from shardopt.engine.row_lookups import dynamic_update_slice, gather, scatter
-from shardopt.engine.row_moves import (
+from shardopt.separability.arithmetic import ELEMENTWISE, elementwise, known, not_linear
+from shardopt.separability.contractions import along, conv, dot_general, reduce, reduce_sum, top_k, window
+from shardopt.separability.folding import fold
+from shardopt.separability.lookups import dynamic_update_slice, gather, scatter
+from shardopt.separability.moves import (
     broadcast,
     concatenate,
     dynamic_slice,
@@ -20,8 +20,8 @@ from shardopt.engine.row_moves import (
     stack,
     transpose,
 )
-from shardopt.engine.row_rule_parts import As, Rule, linear_in_first, on_rows, opaque, uniform
-from shardopt.engine.row_values import Clean, Const, Mixed, Rows, Site, Sum, Value, first_mixed
+from shardopt.separability.rule_parts import As, Rule, linear_in_first, on_rows, opaque, uniform
+from shardopt.separability.values import Clean, Const, Mixed, Rows, Site, Sum, Value, first_mixed
 
 
 def apply(site: Site, values: Sequence[Value]) -> list[Value]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from shardopt.engine.row_values import Const, Site, Value
+from shardopt.separability.values import Const, Site, Value
 
 LIMIT = 1 << 14
 """Entries of the largest array that is worth knowing."""

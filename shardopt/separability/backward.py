@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from shardopt.engine.row_values import Const, Mixed, Rows, Site, Sum, Value, add, same, times
+from shardopt.separability.values import Const, Mixed, Rows, Site, Sum, Value, add, same, times
 
 
 def trace_backward(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -1,4 +1,4 @@
-"""Follow rows through the trace of a loss: an abstract interpretation of its jaxpr, with `row_values` as its values."""
+"""Follow rows through the trace of a loss: an abstract interpretation of its jaxpr, with those of `values`."""
 
 import dataclasses
 import math
@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardopt.engine.row_arithmetic import as_sum, joined, not_linear
-from shardopt.engine.row_backward import cotangents, mixing, trace_backward
-from shardopt.engine.row_folding import as_number
-from shardopt.engine.row_rules import apply
-from shardopt.engine.row_values import (
+from shardopt.separability.arithmetic import as_sum, joined, not_linear
+from shardopt.separability.backward import cotangents, mixing, trace_backward
+from shardopt.separability.folding import as_number
+from shardopt.separability.rules import apply
+from shardopt.separability.values import (
     Const,
     Mixed,
     Rows,

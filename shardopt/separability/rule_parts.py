@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
-from shardopt.engine.row_arithmetic import not_linear
-from shardopt.engine.row_values import Clean, Const, Rows, Site, Sum, Value, same, scaled
+from shardopt.separability.arithmetic import not_linear
+from shardopt.separability.values import Clean, Const, Rows, Site, Sum, Value, same, scaled
 
 Rule = Callable[[Site, Sequence[Clean]], list[Value]]
 
