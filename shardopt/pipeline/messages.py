@@ -134,6 +134,11 @@ def _moves(schedule: Schedule) -> list[Move]:
     return [(v // chunks, v % chunks, stage, chunk) for v, (stage, chunk) in enumerate(places)]
 
 
+def rounds_to_schedule(schedule: Schedule) -> int:
+    """Return in how many rounds `to_schedule` sends a chunk to another stage; so many bring gradients back as well."""
+    return sum(any(a != b for a, _, b, _ in one) for one in _rounds(schedule.num_stages, _moves(schedule)))
+
+
 def _exchange(
     schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], moves: list[Move]
 ) -> Arrays:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardopt.pipeline.messages import rounds_to_schedule
 from shardopt.planning.hardware import Hardware
 from shardopt.planning.layout import Layout, PlacedModel
 from shardopt.planning.workload import Workload
@@ -17,11 +18,12 @@ class Transfer(NamedTuple):
 
     Attributes:
       kind: as `so.audit` names it.
-      axis: mesh axis.
-      what: what travels: "weights", "gradients", "activations", "outer gradients".
+      axis: mesh axis; where a sum is taken over several at once, the first of them.
+      what: what travels: "weights", "gradients", "activations", "blocks", "outer gradients".
       bytes: whole buffers of one call, per device (see `shardopt.audit.Collective`).
       calls: per step.
       hidden: whether it can run while blocks compute, as the gathers and scatters of fsdp can.
+      also: the other axes of such a sum.
     """
 
     kind: str
@@ -30,12 +32,17 @@ class Transfer(NamedTuple):
     bytes: float
     calls: float
     hidden: bool = False
+    also: tuple[str, ...] = ()
 
     def wire_bytes(self, sizes: Mapping[str, int]) -> float:
         """Return what a device sends in ring collectives, per step: 2 (n-1)/n of an all-reduce, (n-1)/n of others."""
-        n = sizes[self.axis]
+        n = self.group_size(sizes)
         share = 1.0 if self.kind == "collective-permute" else self.rounds * (n - 1) / n
         return share * self.bytes * self.calls
+
+    def group_size(self, sizes: Mapping[str, int]) -> int:
+        """Return how many devices take part in one call."""
+        return math.prod(sizes[axis] for axis in (self.axis, *self.also))
 
     @property
     def rounds(self) -> int:
@@ -53,7 +60,8 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
       micro-batch. fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one of the
       outer parameters, and a reduce-scatter; in a pipeline outer parameters once per step. Leaves replicated over data
       are all-reduced once. Then one all-reduce over replica, of shards where there are shards.
-    - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients.
+    - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients, under ddp over data and pipeline
+      at once. With several chunks a stage, permutes that bring blocks to where they run, and their gradients back.
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
       backward pass needs: all but the last of each block. And one after the embedding, one before the head's gradient
       leaves it.
@@ -65,7 +73,8 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
         *_over_pipeline(placed, boundary),
         _over_tensor(placed, boundary),
     ]
-    return tuple(one for one in found if placed.layout.sizes[one.axis] > 1 and one.bytes > 0 and one.calls > 0)
+    sizes = placed.layout.sizes
+    return tuple(one for one in found if one.group_size(sizes) > 1 and one.bytes > 0 and one.calls > 0)
 
 
 def by_axis(found: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[str, float]:
@@ -78,6 +87,11 @@ def _over_data(placed: PlacedModel) -> list[Transfer]:
     elements, layout, size = placed.elements, placed.layout, placed.itemsize
     replicated = elements.replicated_blocks + elements.replicated_outer
     sharded = elements.sharded_blocks + elements.sharded_outer
+    if not placed.shards.opt_state and layout.pipeline > 1:
+        return [
+            Transfer("all-reduce", "data", "gradients", size * elements.blocks(), 1),
+            Transfer("all-reduce", "data", "outer gradients", _WIDE * elements.outer(), 1, also=("pipeline",)),
+        ]
     if not placed.shards.opt_state:
         return [Transfer("all-reduce", "data", "gradients", size * (replicated + sharded), 1)]
     rest = Transfer("all-reduce", "data", "gradients", size * replicated, 1)
@@ -110,11 +124,17 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
     if table is None:
         return []
     permutes = table.num_ticks * (len(table.forward_shifts) + len(table.backward_shifts))
-    outer = _WIDE * placed.elements.outer(_shards(placed))
-    return [
+    shards, elements, data = placed.shards, placed.elements, placed.layout.data
+    # blocks that a stage stores and another runs, and their gradients on the way back
+    chunk = placed.itemsize / placed.layout.chunks
+    there, back = elements.blocks(data if shards.params else 1), elements.blocks(data if shards.grads else 1)
+    found = [
         Transfer("collective-permute", "pipeline", "activations", boundary, permutes),
-        Transfer("all-reduce", "pipeline", "outer gradients", outer, 1),
+        Transfer("collective-permute", "pipeline", "blocks", chunk * (there + back), rounds_to_schedule(table)),
     ]
+    if shards.opt_state:  # else they are summed over data and pipeline at once
+        found.append(Transfer("all-reduce", "pipeline", "outer gradients", _WIDE * elements.outer(data), 1))
+    return found
 
 
 def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
@@ -233,7 +253,8 @@ def _gathered(placed: PlacedModel) -> tuple[float, float, float]:
     """Return the bytes of gathered weights and their gradients, while the loss, one block, and embed are differentiated.
 
     Those that the loss reads stay gathered until it is differentiated; embed needs none again. Gradients are scattered
-    leaf by leaf, those of a block together. A pipeline has the outer weights gathered throughout.
+    leaf by leaf, those of a block together: what travels joined stands beside its leaves, both ways. A pipeline
+    has the outer weights gathered throughout.
     """
     if not placed.shards.params or placed.layout.data == 1:
         return 0.0, 0.0, 0.0
@@ -241,7 +262,7 @@ def _gathered(placed: PlacedModel) -> tuple[float, float, float]:
     block = elements.sharded_blocks * layout.pipeline / placed.workload.num_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * _WIDE
-    return loss, outer + block * (size + _WIDE), outer + elements.largest_outer * _WIDE
+    return loss, outer + 2 * block * (size + _WIDE), outer + elements.largest_outer * _WIDE
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int) -> float:
@@ -334,8 +355,8 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: i
     sizes = layout.sizes
     domain = max(min(hardware.pod_chips, layout.num_chips // slices), 1)
     axes = list(sizes)
-    inner = math.prod(sizes[axis] for axis in axes[axes.index(transfer.axis) + 1 :])
-    n = sizes[transfer.axis]
+    inner = math.prod(sizes[axis] for axis in axes[axes.index(transfer.axis) + 1 :] if axis not in transfer.also)
+    n = transfer.group_size(sizes)
     near = min(n, max(domain // inner, 1))
     far = -(-n // near)
     link = hardware.link_bandwidth * _torus_axes(near, domain, hardware)
