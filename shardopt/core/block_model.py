@@ -3,14 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
+from shardopt.core.block_remat import Remat, checkpointed
 from shardopt.core.types import Loss, PyTree
 
 BLOCKS = "blocks"
-T = TypeVar("T")
 
 
 class BlockModel(NamedTuple):
@@ -27,7 +27,10 @@ class BlockModel(NamedTuple):
         ends, so tied embeddings work.
       remat: what the backward pass recomputes of a block. None: nothing that costs much; gathered weights, what
         follows from them alone, and elementwise results where weights are sharded. "full": all of the block from its
-        input. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere.
+        input. "save:qkv,attention": all but the values that `jax.ad_checkpoint.checkpoint_name` gave these names.
+        "offload:qkv,attention": the same, and these values wait in host memory (on CPU there is no other); not in a
+        pipeline. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere. A name that
+        blocks do not have is refused when the first step is traced, with those that they have.
 
     Example:
       >>> import jax.numpy as jnp
@@ -44,7 +47,7 @@ class BlockModel(NamedTuple):
     embed: Callable[..., PyTree]
     block: Callable[..., PyTree]
     loss: Callable[..., Loss]
-    remat: str | Callable[..., Any] | None = None
+    remat: Remat = None
 
     def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Loss:
         """Return the loss of a batch, on any device, as `loss` returns it."""
@@ -89,16 +92,7 @@ def run_blocks(
 
 def plain_block(model: BlockModel) -> Callable[..., PyTree]:
     """Return `run(one_block, index, rng, x) -> x`, the block of a model, with its `remat`."""
-    return checkpointed(model, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x))
-
-
-def checkpointed(model: BlockModel, f: Callable[..., T]) -> Callable[..., T]:
-    """Return `f`, whose backward pass recomputes what the model's `remat` says."""
-    if model.remat is None:
-        return f
-    # Blocks run in a scan, where nothing can be merged with the forward pass; the barrier against it would wait for all
-    # that is gathered.
-    return jax.checkpoint(f, policy=model.remat if callable(model.remat) else None, prevent_cse=False)
+    return checkpointed(model.remat, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x))
 
 
 def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: PyTree) -> PyTree:

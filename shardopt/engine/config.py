@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count
 from shardopt.core.block_model import LossFn, as_block_model
+from shardopt.core.block_remat import Named, Remat, read_remat
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.axes import AxisTable, axes_of
@@ -221,9 +222,8 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     check_rules(rules, who=who)
     frozen = _check_frozen(who, config.frozen)
     gather_dtype = _check_gather_dtype(who, config.gather_dtype)
-    if model is not None and not (model.remat in (None, "full") or callable(model.remat)):
-        what = f"BlockModel.remat must be None, 'full' or a jax.checkpoint policy, got {model.remat!r}."
-        raise ValueError(format_error(who, what, fix="policies are in jax.checkpoint_policies."))
+    if model is not None:
+        _check_remat(who, config, model.remat)
     return config._replace(
         mesh=mesh,
         user_mesh=user_mesh,
@@ -308,6 +308,14 @@ def _check_reducer(who: str, config: StrategyConfig) -> None:
     if config.placement.grads:
         what = "a reducer takes the mean of unsharded gradients, and this placement shards them."
         raise ValueError(format_error(who, what, fix="use placement='ddp' or 'zero1', or leave reducer out."))
+
+
+def _check_remat(who: str, config: StrategyConfig, remat: Remat) -> None:
+    read = read_remat(who, remat)
+    if config.schedule is not None and isinstance(read, Named) and read.offload:
+        what = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
+        fix = f"use 'save:{','.join(read.names)}' or 'full', or a mesh with pipeline=1."
+        raise ValueError(format_error(who, what, fix=fix))
 
 
 def _as_tuple(rules: Any) -> Any:

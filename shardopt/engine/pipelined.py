@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core.block_model import BLOCKS, as_block_model, call
+from shardopt.core.block_remat import checkpointed
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.batches import num_rows
@@ -173,8 +174,8 @@ def _stage_fns(
         def run(weights, x):
             return call(model.block, key_of(m), number, weights, x)
 
-        if callable(model.remat):
-            run = jax.checkpoint(run, policy=model.remat)
+        if model.remat != "full":  # which is that of the stage
+            run = checkpointed(model.remat, run)
         return leaves_like(config.strategy, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
 
     def reduce(dw):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from shardopt import nn
 from shardopt.core.block_model import BlockModel
+from shardopt.core.block_remat import Remat
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
 
 Params = dict[str, PyTree]
 Batch = PyTree  # a dict of arrays; `_tokens_of` refuses others
-Remat = str | Callable[..., bool] | None
 Tokens = Int[Array | np.ndarray, "B T"]
 
 rules = (
@@ -152,7 +152,9 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
 
     Args:
       config: the shape of the model.
-      remat: what the backward pass recomputes, as in `BlockModel`.
+      remat: what the backward pass recomputes, as in `BlockModel`. Of T tokens its blocks name "qkv" [3 T D], rotated;
+        "attention" [T D], what attention mixes; "attention_out" [T D], the product that follows; and "mlp_hidden"
+        [2 T F], the first product of the mlp. Nothing reads the last one's result again.
 
     Example:
       >>> import jax, jax.numpy as jnp

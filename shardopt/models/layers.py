@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from shardopt import nn
@@ -85,8 +86,8 @@ def attention(
         cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
         mixed = masked_attention(query, *cache, _visible(positions, cache.key.shape[1])[None])
     else:
-        mixed = nn.attention(query, key, value)
-    return jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), cache
+        mixed = nn.attention(*checkpoint_name((query, key, value), "qkv"))
+    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out"), cache
 
 
 def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -95,7 +96,7 @@ def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, 
     References:
       Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
     """
-    gate, up = _parts(jnp.einsum("btd,dcf->btcf", x, weights["up"]))
+    gate, up = _parts(checkpoint_name(jnp.einsum("btd,dcf->btcf", x, weights["up"]), "mlp_hidden"))
     return _gated_down(gate, up, weights["down"])
 
 

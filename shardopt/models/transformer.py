@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt import nn
 from shardopt.core.block_model import BlockModel
-from shardopt.models.gpt import Batch, Params, Remat
+from shardopt.core.block_remat import Remat
+from shardopt.models.gpt import Batch, Params
 from shardopt.models.layers import rms_norm, rotate
 from shardopt.planning import Transformer
 
@@ -20,7 +22,7 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
 
     Args:
       shape: sizes and dtypes.
-      remat: what the backward pass recomputes, as in `BlockModel`.
+      remat: what the backward pass recomputes, as in `BlockModel`; blocks name the values that `gpt.model` names.
       chunk: positions whose logits are held at a time, as in `so.nn.cross_entropy`.
 
     Example:
@@ -77,12 +79,12 @@ def _grouped_attend(shape: Transformer, weights: Params, x: Float[Array, "B T D"
     if not shape.positions:
         at = jnp.arange(x.shape[1])
         query, key = rotate(query, at, 500_000.0), rotate(key, at, 500_000.0)
-    mixed = nn.attention(query, key, value)
-    return jnp.einsum("bthk,hkd->btd", mixed, weights["out"])
+    mixed = nn.attention(*checkpoint_name((query, key, value), "qkv"))
+    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
 
 
 def _mlp(shape: Transformer, weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    up = jnp.einsum("btd,dcf->cbtf", x, weights["up"])
+    up = checkpoint_name(jnp.einsum("btd,dcf->cbtf", x, weights["up"]), "mlp_hidden")
     hidden = jax.nn.silu(up[0]) * up[1] if shape.gated else jax.nn.gelu(up[0])
     return jnp.einsum("btf,fd->btd", hidden, weights["down"])
 

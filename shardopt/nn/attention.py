@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,6 +19,8 @@ from shardopt.core.errors import format_error
 from shardopt.mesh import axes_of_role, device_kind, is_analysed, mesh_under_trace
 
 Implementation = Literal["splash", "cudnn", "xla"]
+NAME = "attention"
+"""The `checkpoint_name` of what is mixed."""
 _LANES = 128
 """Splash works on tiles of so many positions and so many components of a head; both are padded up to it."""
 
@@ -42,7 +45,9 @@ def attention(
     **Placement**: inside a strategy heads may be sharded over tensor by rule, and rows over the axes that carry them; each
     device runs the kernel on its own rows and heads. **Communication**: none.
 
-    **Memory**: "splash" and "cudnn" never hold the T x T scores; "xla" does.
+    **Memory**: "splash" and "cudnn" never hold the T x T scores; "xla" does. What is mixed has the `checkpoint_name`
+    "attention"; where it is kept, splash is not run again in the backward pass, of "xla" the scores alone are computed again,
+    and cudnn runs again for statistics that jax does not name.
 
     Args:
       query: [B, T, H, K].
@@ -106,6 +111,7 @@ def masked_attention(
     scores = scores * query.shape[-1] ** -0.5 + hidden
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     mixed = jnp.einsum("bhts,bshk->bthk", weights.astype(value.dtype), value, preferred_element_type=wide)
+    mixed = checkpoint_name(mixed, NAME)  # before the division, whose gradient reads it
     return (mixed / jnp.einsum("bhts->bth", weights)[..., None]).astype(value.dtype)
 
 
@@ -198,6 +204,7 @@ def _splash(
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
+        residual_checkpoint_name=NAME,
         interpret=not (device_kind() or jax.devices()[0].device_kind).startswith("TPU"),
     )
     scaled = (query * K**-0.5).astype(query.dtype)
@@ -220,7 +227,7 @@ def _of_jax_nn(
     window: int | None,
     implementation: Literal["cudnn", "xla"],
 ) -> Array:
-    return jax.nn.dot_product_attention(
+    mixed = jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -229,6 +236,7 @@ def _of_jax_nn(
         local_window_size=None if window is None else (window - 1, 0),
         implementation=implementation,
     )
+    return checkpoint_name(mixed, NAME)
 
 
 def _round_up(size: int) -> int:

@@ -252,7 +252,8 @@ def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
         return lowered.compile()
     except Exception as error:
         text = str(error)
-        if "vmem" in text.lower() or ("RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower()):
+        internal = text.startswith("INTERNAL") or ("RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower())
+        if "vmem" in text.lower() or internal:
             raise  # a kernel that needs more of a core's scratch memory than there is says so itself
         used = re.search(r"[Uu]sed ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) (\w+)", text)
         need = f" (it needs {used[1]} of {used[2]} {used[3]})" if used else f": {text.splitlines()[0]}"

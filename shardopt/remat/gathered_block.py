@@ -6,7 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.block_model import BlockModel, call, checkpointed
+from shardopt.core.block_model import BlockModel, call
+from shardopt.core.block_remat import checkpointed
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract
 from shardopt.remat.split_backward import Arrays, Passes, Shapes, floating, replaced, split_backward
@@ -27,7 +28,7 @@ def gathered_block(who: str, model: BlockModel, gather: Callable[[PyTree], PyTre
 
         def block(given: Arrays, leaves: Arrays) -> Arrays:
             one_block, index, rng = given_treedef.unflatten(given)
-            run_one = checkpointed(model, lambda weights, x: call(model.block, rng, index, weights, x))
+            run_one = checkpointed(model.remat, lambda weights, x: call(model.block, rng, index, weights, x))
             return leaves_like(who, inputs, treedef, run_one(gather(one_block), treedef.unflatten(leaves)))
 
         return treedef.unflatten(min_cut_remat(block, given, inputs))

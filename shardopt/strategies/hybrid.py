@@ -36,7 +36,7 @@ def hybrid(
     view: View = "per_device",
     separable: bool | None = None,
     axes: Axes | None = None,
-    remat: bool = False,
+    remat: bool | str = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
     """Train a model that is cut over data, tensor and pipeline axes at once.
@@ -68,9 +68,9 @@ def hybrid(
       tx: any optax transformation; see `ddp`.
       mesh: from `make_mesh(data=..., tensor=..., pipeline=...)`.
       model: a `BlockModel`, whose number of blocks is a multiple of stages times chunks. Its `remat` says what is kept of
-        a block: None, what its backward pass needs; "full", its input; or a `jax.checkpoint` policy. Under a policy
-        nothing is left for the weight passes of zero-bubble schedules. What travels between blocks may be any pytree;
-        it is replicated over tensor there.
+        a block: None, what its backward pass needs; "full", its input; "save:NAME,...", its input and the values of
+        these names; or what a `jax.checkpoint` policy says. Under names and policies nothing is left for the weight passes of
+        zero-bubble schedules. What travels between blocks may be any pytree; it is replicated over tensor there.
       schedule: from `so.schedules`: a builder `(num_stages, num_micro_batches) -> Schedule`, such as
         `functools.partial(so.schedules.interleaved, num_chunks=2)`, or a `Schedule` of these sizes, also one's own.
       micro_batches: M; divides the rows of each data device.
@@ -84,9 +84,10 @@ def hybrid(
       view: see `ddp`; "global" is for meshes with pipeline=1.
       separable: see `ddp`.
       axes: see `ddp`.
-      remat: keep only the input of each chunk, and run its forward again in its backward pass: a third more work for
-        memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a schedule
-        that splits weight passes off keeps from backward to weight what the latter needs.
+      remat: True keeps only the input of each chunk, and runs its forward again in its backward pass: a third more work
+        for memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a
+        schedule that splits weight passes off keeps from backward to weight what the latter needs. A string is taken in
+        place of the model's own `remat`, as `so.plan` says it.
       reducer: see `ddp`; how gradients cross the data axis. For placements "ddp" and "zero1".
 
     Returns:
@@ -95,9 +96,9 @@ def hybrid(
     Raises:
       TypeError: if an argument is of the wrong kind; `model` is not a `BlockModel`.
       ValueError: as `fsdp`; if the mesh has no pipeline axis, the placement is unknown, the schedule is of other sizes
-        or refuses them, blocks do not divide evenly over stages and chunks, or a block changes the shape of what it
-        is given; on CPU, if a block shifts or cuts a dim that is sharded over tensor, which makes stages wait for each
-        other.
+        or refuses them, blocks do not divide evenly over stages and chunks, `remat` offloads in a pipeline, or a block
+        changes the shape of what it is given; on CPU, if a block shifts or cuts a dim that is sharded over tensor, which
+        makes stages wait for each other.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -129,13 +130,16 @@ def hybrid(
     if gather_dtype is not None and not PLACEMENTS[placement].params:
         what = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
         raise ValueError(format_error(who, what, fix="use placement='fsdp', or leave gather_dtype out."))
-    if not isinstance(remat, bool):
-        raise TypeError(f"{who}: remat must be True or False, got {remat!r}.")
+    if not isinstance(remat, bool | str):
+        what = f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
+        raise TypeError(format_error(who, what, fix="give a policy to the model: model._replace(remat=policy)."))
     check_count(who, "micro_batches", micro_batches, least=1)
     check_count(who, "min_shard_elements", min_shard_elements, least=1)
     num_stages = read_mesh(who, mesh, axes, pipelined=True)[0].shape["pipeline"]
     table = _schedule(who, schedule, num_stages, micro_batches)
-    if num_stages == 1 and remat and blocks.remat is None:
+    if isinstance(remat, str):
+        blocks = blocks._replace(remat=remat)
+    elif num_stages == 1 and remat and blocks.remat is None:
         blocks = blocks._replace(remat="full")
     return build(
         StrategyConfig(
@@ -155,7 +159,7 @@ def hybrid(
             separable=separable,
             axis_names=axes,
             schedule=table if num_stages > 1 else None,
-            remat=remat,
+            remat=remat is True,
             reducer=reducer,
         )
     )

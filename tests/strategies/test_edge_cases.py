@@ -286,8 +286,9 @@ def test_blocks_must_be_stacked(mesh_of):
     )
     with pytest.raises(ValueError, match="must be a dict with 'blocks'"):
         opt.init({"layers": jnp.ones((3, 8, 8))})
-    with pytest.raises(ValueError, match=r"remat must be None, 'full' or a jax\.checkpoint policy, got 'dots'"):
-        so.fsdp(optax.sgd(0.1), mesh_of(data=2), model._replace(remat="dots"))
+    for remat in ("dots", "save:", "save:a,,b", 3):
+        with pytest.raises(ValueError, match=rf"BlockModel\.remat must be None, .*, got {remat!r}\."):
+            so.fsdp(optax.sgd(0.1), mesh_of(data=2), model._replace(remat=remat))
 
 
 def test_a_loss_that_cannot_do_without_a_key_says_so_when_evaluated(mesh_of):

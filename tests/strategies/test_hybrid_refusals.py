@@ -74,7 +74,18 @@ CONSTRUCTION = [
         "hybrid: gather_dtype must be a floating dtype, got int8.\n"
         "Fix: use jnp.bfloat16, or None to gather what is stored.",
     ),
-    (lambda: hybrid(remat="full"), TypeError, "hybrid: remat must be True or False, got 'full'."),
+    (
+        lambda: hybrid(remat=1),
+        TypeError,
+        "hybrid: remat must be True, False or a string that BlockModel.remat can be, got 1.\n"
+        "Fix: give a policy to the model: model._replace(remat=policy).",
+    ),
+    (
+        lambda: hybrid(remat="offload:a, b"),
+        ValueError,
+        "hybrid: BlockModel.remat='offload:a, b' keeps values in host memory, and a pipeline keeps them in buffers of the "
+        "device.\nFix: use 'save:a,b' or 'full', or a mesh with pipeline=1.",
+    ),
     (lambda: hybrid(micro_batches=0), ValueError, "hybrid: micro_batches must be at least 1, got 0."),
     (lambda: hybrid(micro_batches=-4), ValueError, "hybrid: micro_batches must be at least 1, got -4."),
     (lambda: hybrid(micro_batches=True), TypeError, "hybrid: micro_batches must be an integer, got True (bool)."),
@@ -139,8 +150,8 @@ CONSTRUCTION = [
     (
         lambda: hybrid(MODEL._replace(remat="all")),
         ValueError,
-        "hybrid: BlockModel.remat must be None, 'full' or a jax.checkpoint policy, got 'all'.\n"
-        "Fix: policies are in jax.checkpoint_policies.",
+        "hybrid: BlockModel.remat must be None, 'full', 'save:NAME,...', 'offload:NAME,...' or a jax.checkpoint policy, "
+        "got 'all'.\nFix: write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies.",
     ),
 ]
 
