@@ -95,7 +95,7 @@ def as_text(plans: Plans, top: int) -> str:
         words.append(
             f"schedule=functools.partial({builder}, num_chunks={layout.chunks})" if many else f"schedule={builder}"
         )
-    words += ["remat=True"] if layout.remat else []
+    words += [f"remat={layout.remat!r}".replace("'", '"')] if layout.remat else []
     words += ["rules=rules"] if layout.tensor > 1 else []
     words += ["gather_dtype=jnp.bfloat16"] if layout.placement == "fsdp" else []
     lines = [plans.table(top), "", "the first of them:", f"  mesh = so.make_mesh({sizes})"]

@@ -8,7 +8,7 @@ from shardopt.planning.layout import Layout
 from shardopt.planning.models import MODELS, Transformer, find_model
 from shardopt.planning.plots import plot_memory, plot_placement, plot_plans, plot_traffic
 from shardopt.planning.search import Dropped, Plans, Prediction, plan, predict
-from shardopt.planning.workload import Bytes, Workload, count_flops, trace
+from shardopt.planning.workload import Bytes, NamedValue, Recompute, Workload, count_flops, trace
 
 __all__ = [
     "HARDWARE",
@@ -19,8 +19,10 @@ __all__ = [
     "Footprint",
     "Hardware",
     "Layout",
+    "NamedValue",
     "Plans",
     "Prediction",
+    "Recompute",
     "StepTime",
     "Transfer",
     "Transformer",

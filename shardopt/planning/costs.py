@@ -138,8 +138,8 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
 
 
 def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
-    forward, backward = placed.workload.tensor_sums
-    sums = forward + backward + (max(forward - 1, 0) if placed.layout.remat else 0)
+    again = placed.recompute
+    sums = sum(placed.workload.tensor_sums) + (0 if again is None else again.tensor_sums)
     m = placed.layout.micro_batches
     return Transfer(
         "all-reduce", "tensor", "activations", boundary, sums * placed.num_blocks * m + (2 * m if sums else 0)
@@ -185,8 +185,8 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     - gradients: one sum of what the placement shards; with micro-batches and no pipeline, those of one more
       micro-batch, which the backward pass makes before they are added. In a pipeline two sums, as each tick makes new
       ones of the old; outer gradients are replicated there.
-    - activations: k r residuals, or with remat k r boundaries and the residuals of one block. Under fsdp elementwise
-      results are kept of one block at a time. In a pipeline the residuals of `schedule.num_slots` chunks, and the
+    - activations: k r residuals, or with remat k r boundaries (and values that are saved by name) and the residuals of
+      one block. Under fsdp elementwise results are kept of one block at a time. In a pipeline the residuals of `schedule.num_slots` chunks, and the
       boundaries that wait; with remat only the inputs of chunks, and the residuals of one chunk.
     - gathered (fsdp): at the loss the weights that it reads and the largest gradient of them, at a block its weights and
       gradients, at embed the gradient of the largest outer leaf.
@@ -197,8 +197,10 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     # a pipeline and fsdp keep no elementwise results of a block
     fewer = layout.pipeline > 1 or placed.shards.params
     residuals = workload.stage_residuals.on(tensor) * rows if fewer else everything
+    recompute, boundary = placed.recompute, workload.boundary_bytes * rows
+    saved = 0.0 if recompute is None else recompute.kept.on(tensor) * rows
     # without a pipeline, what was not kept of one block is made again while it is differentiated; with remat all
-    again = 0.0 if layout.pipeline > 1 else everything if layout.remat else everything - residuals
+    again = 0.0 if layout.pipeline > 1 else everything - (residuals if recompute is None else saved)
     loss, block, embedding = _gathered(placed)
     moments = [
         (embedding, 0.0),
@@ -206,12 +208,14 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
         (loss, workload.ends_working.on(tensor) * rows),
     ]
     gathered, working = max(moments, key=sum)
-    boundary, deferred = workload.boundary_bytes * rows, workload.deferred.on(tensor) * rows
+    deferred = workload.deferred.on(tensor) * rows
     return Footprint(
         params=placed.params,
         opt_state=placed.opt_state,
         gradients=_gradients(placed),
-        activations=_activations(placed, boundary, residuals, deferred),
+        activations=_activations(
+            placed, boundary, boundary + saved if layout.remat else residuals, residuals, deferred
+        ),
         gathered=gathered + _reordered(placed),
         working=working,
     )
@@ -230,10 +234,10 @@ def _gradients(placed: PlacedModel) -> float:
     return _WIDE * (scattered if shards.params else elements.total()) * (2 if several else 1)
 
 
-def _activations(placed: PlacedModel, boundary: float, residuals: float, deferred: float) -> float:
+def _activations(placed: PlacedModel, boundary: float, kept: float, residuals: float, deferred: float) -> float:
     layout, table = placed.layout, placed.layout.table()
     if table is None:
-        return placed.num_blocks * (boundary if layout.remat else residuals)
+        return placed.num_blocks * kept
     k = placed.workload.num_blocks // (layout.pipeline * layout.chunks)
     waiting = table.num_input_slots + table.num_cotangent_slots + 2
     left = table.num_deferred_slots * k * deferred
@@ -267,8 +271,9 @@ def _gathered(placed: PlacedModel) -> tuple[float, float, float]:
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int) -> float:
     """Return the flops of inner products of one device in a step, on average over the stages of a pipeline."""
-    recompute = workload.recompute_flops if layout.remat else 0
-    row = workload.num_blocks * (3 * workload.block_flops + recompute) + 3 * workload.ends_flops
+    again = workload.recompute(layout.remat)
+    block = 3 * workload.block_flops + (0 if again is None else again.flops)
+    row = workload.num_blocks * block + 3 * workload.ends_flops
     return batch_size * row / layout.num_chips
 
 
@@ -317,7 +322,8 @@ def step_time(
     micro, rows = layout.micro_batches, batch_size / layout.pieces
     forward = _forward(placed, hardware, rows)
     ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops
-    again = forward * workload.recompute_flops / max(workload.block_flops, 1.0) if layout.remat else 0.0
+    recompute = placed.recompute
+    again = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
     # state and parameters are read and written, gradients (fp32) read
     moved = 2 * (placed.params + placed.opt_state) + _WIDE * placed.params / placed.itemsize
     # of the ends each stage does its share, and idles while the last one does the rest

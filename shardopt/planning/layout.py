@@ -17,7 +17,7 @@ from shardopt.engine.config import PLACEMENTS, Placement
 from shardopt.partition import LeafPlan, plan_leaves, state_specs
 from shardopt.partition.report import shards
 from shardopt.pipeline import Schedule, schedules
-from shardopt.planning.workload import Workload
+from shardopt.planning.workload import Recompute, Workload
 
 CHUNKED = ("interleaved", "zero_bubble_lockstep")
 """Schedules that take several chunks a stage."""
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
       micro_batches: parts of a device's rows that are worked on one after another.
       schedule: name of a builder in `so.schedules`; None without a pipeline.
       chunks: virtual stages per stage.
-      remat: whether the backward pass runs forwards again.
+      remat: whether the backward pass runs forwards again; "save:NAME,..." all but the values of these names.
       gather_dtype: dtype in which fsdp gathers weights; None is their own.
     """
 
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     micro_batches: int = 1
     schedule: str | None = None
     chunks: int = 1
-    remat: bool = False
+    remat: bool | str = False
     gather_dtype: DTypeLike | None = None
 
     @property
@@ -95,7 +95,7 @@ class Layout(NamedTuple):
             words.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
-        return ", ".join([*words, *(["remat"] if self.remat else [])])
+        return ", ".join([*words, *(["remat" if self.remat is True else self.remat] if self.remat else [])])
 
 
 @functools.lru_cache(maxsize=512)
@@ -169,6 +169,11 @@ class PlacedModel(NamedTuple):
         """Bytes of a parameter as it is gathered."""
         dtype = self.layout.gather_dtype
         return self.itemsize if dtype is None else jnp.dtype(dtype).itemsize
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """What the backward pass runs again of a block; None for nothing."""
+        return self.workload.recompute(self.layout.remat)
 
     @property
     def num_blocks(self) -> int:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
-from shardopt.planning.workload import Bytes, Workload, tensor_sums
+from shardopt.planning.workload import Bytes, NamedValue, Workload, tensor_sums
 
 RULES = (
     ("^blocks/(q|kv)$", P(None, "tensor", None)),
@@ -125,7 +125,9 @@ class Transformer:
         of it if masked blocks are skipped; of the head 2 T D V. A block keeps, of every token, in the dtype it
         computes in: its input, the middle of its residual stream and both norms (4 D, replicated over tensor); queries,
         keys, values and what attention mixes (2 H K + 2 G K), and what the products of the mlp take and give (3 F,
-        without a gate 2 F), sharded over tensor. In a pipeline it keeps the results of inner products alone.
+        without a gate 2 F), sharded over tensor. In a pipeline it keeps the results of inner products alone. By name it can
+        keep "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and "mlp_hidden" (2 F, without a gate F), each
+        of which spares the product that it is the result of; "attention" half of the T^2 flops.
         """
         T, D, H, G, K, F = self.length, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
         size, wide, gate = jnp.dtype(self.dtype).itemsize, 4, int(self.gated)
@@ -155,6 +157,12 @@ class Transformer:
             model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
             itemsize=size,
             loss_reads=("norm", "embedding" if self.tied else "head"),
+            named=(
+                NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
+                NamedValue("attention", Bytes(0, token * H * K), 2.0 * T * T * H * K, 0),
+                NamedValue("attention_out", Bytes(token * D, 0), 2.0 * T * D * H * K, 1),
+                NamedValue("mlp_hidden", Bytes(0, token * (1 + gate) * F), 2.0 * T * D * (1 + gate) * F, 0),
+            ),
         )
 
 

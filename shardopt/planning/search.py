@@ -129,7 +129,7 @@ def plan(
     slices: int = 1,
     placements: Sequence[str] = ("ddp", "zero1", "zero2", "fsdp"),
     schedules: Sequence[str] = SCHEDULES,
-    remat: Sequence[bool] = (False, True),
+    remat: Sequence[bool | str] | None = None,
     gather_dtype: DTypeLike | None = jnp.bfloat16,
     headroom: float = 0.1,
 ) -> Plans:
@@ -148,7 +148,9 @@ def plan(
       slices: pods that the chips are spread over evenly, joined by the data-centre network.
       placements: among "ddp", "zero1", "zero2" and "fsdp".
       schedules: names of `so.schedules`, for layouts with a pipeline.
-      remat: whether backward passes may run forwards again.
+      remat: what backward passes may run again: False nothing, True all, "save:NAME,..." all but the values of these
+        names. By default each of these, with the names of the model's blocks, those first that spare most flops a byte; the
+        fastest is then what recomputes least of what fits. Names are not tried in pipelines, nor is offloading at all.
       gather_dtype: dtype in which fsdp gathers weights; None is their own.
       headroom: share of a chip's memory left free, for what the formulas do not see.
 
@@ -175,7 +177,8 @@ def plan(
     opt_state = abstract_opt_state(workload, tx)
     limit = chip.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
-    for layout in _layouts(workload, chips, batch_size, slices, placements, schedules, remat, gather_dtype):
+    choices = workload.remat_choices() if remat is None else tuple(remat)
+    for layout in _layouts(workload, chips, batch_size, slices, placements, schedules, choices, gather_dtype):
         try:
             found = predict(workload, layout, hardware=chip, batch_size=batch_size, opt_state=opt_state, slices=slices)
         except ValueError as error:  # a dim that tensor does not divide
@@ -218,7 +221,7 @@ def _layouts(
     slices: int,
     placements: Sequence[str],
     schedules: Sequence[str],
-    remat: Sequence[bool],
+    remat: Sequence[bool | str],
     gather_dtype: DTypeLike | None,
 ) -> Iterator[Layout]:
     """Yield the layouts of `chips` chips whose sizes divide what they have to.
@@ -227,6 +230,8 @@ def _layouts(
     is 1 or a copy per slice, data takes the rest. Micro-batches are powers of two that leave a device at least a row;
     a pipeline gets at least as many as stages.
     """
+    # fsdp computes elementwise operations again: with all inner products saved it is what it is with remat=False
+    idle = [one for one in remat if False in remat and isinstance(one, str) and not _recompute_flops(workload, one)]
     for tensor in _divisors(chips // slices, _MOST if any(workload.tensor_sums) else 1):
         for pipeline in _divisors(chips // slices // tensor, _MOST):
             rest = chips // tensor // pipeline
@@ -237,11 +242,19 @@ def _layouts(
                 if rest % replica:
                     continue
                 data = rest // replica
-                ways = (placements if data > 1 else ("ddp",), schedules if pipeline > 1 else (None,), remat)
+                whole = [choice for choice in remat if pipeline == 1 or isinstance(choice, bool)]
+                ways = (placements if data > 1 else ("ddp",), schedules if pipeline > 1 else (None,), whole)
                 for m, placement, schedule, again in itertools.product(micro, *ways):
+                    if placement == "fsdp" and again in idle:
+                        continue
                     gathered = gather_dtype if placement == "fsdp" else None
                     for chunks in _chunks(workload, pipeline, m, schedule):
                         yield Layout(replica, data, pipeline, tensor, placement, m, schedule, chunks, again, gathered)
+
+
+def _recompute_flops(workload: Workload, remat: bool | str) -> float:
+    found = workload.recompute(remat)
+    return 0.0 if found is None else found.flops
 
 
 def _divisors(count: int, most: int, small: int = 8) -> list[int]:
@@ -278,7 +291,8 @@ def predict(
       slices: pods that the chips are spread over evenly.
 
     Raises:
-      ValueError: if a tensor rule does not divide the parameters, or the schedule refuses the sizes.
+      ValueError: if a tensor rule does not divide the parameters, the schedule refuses the sizes, or `layout.remat` names
+        values that blocks do not have, or names any in a pipeline.
 
     Example:
       >>> from shardopt.planning import HARDWARE, Layout, find_model
@@ -287,6 +301,9 @@ def predict(
       >>> round(found.memory.params / 1e9, 3), 0.5 < found.mfu < 1
       (0.502, True)
     """
+    if isinstance(layout.remat, str) and layout.pipeline > 1:
+        what = f"what remat={layout.remat!r} keeps in a pipeline is not predicted."
+        raise ValueError(format_error("plan", what, fix="use remat=True or False there."))
     state = abstract_opt_state(workload, tx) if opt_state is None else opt_state
     placed = place(workload, layout, state, tiled=hardware.torus_dims > 0)
     sent = traffic(placed, batch_size=batch_size)

@@ -12,7 +12,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.typing import DTypeLike
 
 from shardopt.core.block_model import BLOCKS, BlockModel, as_block_model, call
-from shardopt.core.errors import format_error
+from shardopt.core.block_remat import Named, named_values, read_remat
+from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules, Weighted, leaves_with_paths
 from shardopt.partition.rules import match_rules
 from shardopt.remat.split_backward import split_backward
@@ -32,6 +33,36 @@ class Bytes(NamedTuple):
     def on(self, tensor: int) -> float:
         """Return the bytes on one of `tensor` devices."""
         return self.replicated + self.sharded / tensor
+
+
+class NamedValue(NamedTuple):
+    """What `remat="save:NAME"` keeps of one block and one row, and what it spares.
+
+    Attributes:
+      name: as `jax.ad_checkpoint.checkpoint_name` gave it.
+      bytes: of the values of that name.
+      flops: of inner products that are then not run again; those of several names are taken to add up.
+      tensor_sums: all-reduces of `boundary_bytes` over tensor that are then not run again.
+    """
+
+    name: str
+    bytes: Bytes
+    flops: float
+    tensor_sums: int
+
+
+class Recompute(NamedTuple):
+    """What remat keeps of one block and one row besides its input, and what it runs again.
+
+    Attributes:
+      kept: bytes.
+      flops: of inner products.
+      tensor_sums: all-reduces of `boundary_bytes` over tensor.
+    """
+
+    kept: Bytes
+    flops: float
+    tensor_sums: int
 
 
 class Workload(NamedTuple):
@@ -61,6 +92,7 @@ class Workload(NamedTuple):
         causal attention counted as half.
       itemsize: bytes of a number in which blocks compute.
       loss_reads: key paths of the outer parameters that the loss reads; the others are done with after embed.
+      named: the values of a block that have a name, which remat can keep.
     """
 
     name: str
@@ -80,6 +112,7 @@ class Workload(NamedTuple):
     model_flops: float
     itemsize: int
     loss_reads: tuple[str, ...]
+    named: tuple[NamedValue, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -90,6 +123,40 @@ class Workload(NamedTuple):
     def num_parameters(self) -> int:
         """How many numbers the parameters are."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    def recompute(self, remat: bool | str) -> Recompute | None:
+        """Return what remat runs again: with True all but a block's input, with "save:NAME,..." all but these values too.
+
+        Raises:
+          ValueError: if it is neither, or names values that blocks do not have.
+        """
+        if remat is False:
+            return None
+        again, sums = self.recompute_flops, max(self.tensor_sums[0] - 1, 0)
+        if remat is True:
+            return Recompute(Bytes(), again, sums)
+        read = read_remat("plan", remat)
+        if not isinstance(read, Named) or read.offload:
+            what = f"remat must be True, False or 'save:NAME,...', got {remat!r}."
+            raise ValueError(format_error("plan", what, fix="write 'save:qkv,attention', or True for 'full'."))
+        known = {one.name: one for one in self.named}
+        if unknown := [name for name in read.names if name not in known]:
+            what = f"remat names {plural(len(unknown), 'value')} that the blocks of {self.name} do not have."
+            fix = f"use some of {', '.join(known)}." if known else "use True, or name values with checkpoint_name."
+            raise ValueError(format_error("plan", what, unknown, fix))
+        saved = [known[name] for name in read.names]
+        return Recompute(
+            Bytes(sum(one.bytes.replicated for one in saved), sum(one.bytes.sharded for one in saved)),
+            max(again - sum(one.flops for one in saved), 0.0),
+            max(sums - sum(one.tensor_sums for one in saved), 0),
+        )
+
+    def remat_choices(self) -> tuple[bool | str, ...]:
+        """Return what of a block can be kept, from all to its input alone: named values first that spare most flops a byte."""
+        useful = [one for one in self.named if one.flops > 0 and one.bytes.on(1) > 0]
+        useful.sort(key=lambda one: one.flops / one.bytes.on(1), reverse=True)
+        some = [",".join(one.name for one in useful[:count]) for count in range(len(useful), 0, -1)]
+        return False, *(f"save:{names}" for names in some), True
 
 
 def tensor_sums(params: PyTree, rules: Rules) -> tuple[int, int]:
@@ -167,12 +234,14 @@ def trace(
     row = jax.tree.map(lambda one, two: max(two - one, 0), one, two)
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     batch = _with_rows(abstract_batch, 1)
+    named, sums = row.pop("named"), _named_sums(parts, batch)
     return Workload(
         name=name,
         params=params,
         rules=rules,
         tokens=tokens,
         **row,
+        named=tuple(NamedValue(value, named[value][0], named[value][1], count) for value, count in sums.items()),
         tensor_sums=tensor_sums(params, rules),
         model_flops=3.0 * (num_blocks * row["block_flops"] + row["ends_flops"]),
         itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.boundary(batch))),
@@ -226,14 +295,20 @@ def _row_costs(parts: _Parts, batch: PyTree) -> dict[str, PyTree]:
     def backward(block: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return lambda w, x, dy, key: jax.vjp(lambda w, x: block(w, x, key), w, x)[1](dy)
 
-    once, again = backward(parts.block), backward(jax.checkpoint(parts.block))
+    def recomputed(policy: Callable[..., bool] | None = None) -> float:
+        return flops(backward(jax.checkpoint(parts.block, policy=policy)), weights, x, x, key) - once
+
+    once = flops(backward(parts.block), weights, x, x, key)
+    full, save = recomputed(), jax.checkpoint_policies.save_only_these_names
+    named = named_values(jax.make_jaxpr(parts.block)(weights, x, key))
     boundary = sum(map(_nbytes, jax.tree.leaves(x)))
     like = {leaf.shape for leaf in jax.tree.leaves(x)}
     kept, ends = _residuals(parts.block, weights, x, key), _residuals(parts.loss, outer, x, batch, key)
     stage, deferred = _stage_residuals(parts.block, weights, x)
     return {
         "block_flops": flops(parts.block, weights, x, key),
-        "recompute_flops": flops(again, weights, x, x, key) - flops(once, weights, x, x, key),
+        "recompute_flops": full,
+        "named": {name: (_by_shape(values, like), full - recomputed(save(name))) for name, values in named.items()},
         "ends_flops": flops(parts.loss, outer, x, batch, key) + flops(parts.embed, outer, batch, key),
         "boundary_bytes": boundary,
         "residuals": _by_shape(kept, like),
@@ -242,6 +317,14 @@ def _row_costs(parts: _Parts, batch: PyTree) -> dict[str, PyTree]:
         "working": Bytes(boundary, max(map(_nbytes, kept), default=0)),
         "ends_working": Bytes(0, sum(map(_nbytes, ends))),
     }
+
+
+def _named_sums(parts: _Parts, batch: PyTree) -> dict[str, int]:
+    """Return of each name how many of its values are of the shape that blocks hand on: results of sums over tensor."""
+    x = parts.boundary(batch)
+    like = {leaf.shape for leaf in jax.tree.leaves(x)}
+    named = named_values(jax.make_jaxpr(parts.block)(parts.weights, x, parts.key))
+    return {name: sum(value.shape in like for value in values) for name, values in named.items()}
 
 
 def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *rest: PyTree) -> list[ShapedArray]:

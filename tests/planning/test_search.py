@@ -45,6 +45,32 @@ def test_plans_are_ranked_by_time_and_fit():
     assert {schedule for _, schedule, _ in kinds} == {None, "eager_one_f_one_b", "interleaved", "zero_bubble_lockstep"}
 
 
+def test_the_fastest_recomputes_least_of_what_fits():
+    work = so.planning.find_model("test", "llama3-8b").workload()
+    _, everything, most, *_, least, full = work.remat_choices()
+    layout = Layout(data=64, gather_dtype=jnp.bfloat16)
+    none, most, little, all_again = (
+        predict(work, layout._replace(remat=remat), hardware=HARDWARE["v5p"], batch_size=64)
+        for remat in (False, most, least, full)
+    )
+    assert none.memory.total > most.memory.total > little.memory.total > all_again.memory.total
+    assert none.time.total < most.time.total < little.time.total < all_again.time.total
+    for fits, headroom in ((none, 0.0), (most, 1.0), (little, 1.0), (all_again, 1.0)):
+        size = int(fits.memory.total + headroom)
+        chip = dataclasses.replace(HARDWARE["v5p"], memory_bytes=size)
+        plans = so.plan(work, hardware=chip, chips=64, batch_size=64, placements=["fsdp"], headroom=0.0)
+        ranked = [one for one in plans.ranked if one.layout._replace(remat=False) == layout]
+        assert ranked[0].layout.remat == fits.layout.remat
+        assert ranked[0].strategy["remat"] == fits.layout.remat
+        assert everything not in [one.layout.remat for one in ranked]  # it is fsdp without remat
+
+
+def test_names_are_not_predicted_in_pipelines():
+    message = "plan: what remat='save:qkv' keeps in a pipeline is not predicted.\nFix: use remat=True or False there."
+    with refused(ValueError, message):
+        predict(WORK, Layout(data=2, pipeline=2, remat="save:qkv"), hardware=CHIP, batch_size=8)
+
+
 def test_a_table_and_json():
     plans = so.plan("gpt2", hardware="a100", chips=4, batch_size=8)
     lines = str(plans).splitlines()

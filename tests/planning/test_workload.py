@@ -33,6 +33,8 @@ def test_the_closed_form_is_the_trace(gated):
     assert traced.num_parameters == work.num_parameters == shape.num_parameters
     # out and down are sharded by row; q, kv and up by column
     assert traced.tensor_sums == work.tensor_sums == (2, 3)
+    assert traced.named == work.named
+    assert traced.remat_choices() == work.remat_choices()
     # at least what inner products need, at most what nothing recomputed keeps
     assert work.boundary_bytes <= work.stage_residuals.on(1) <= traced.residuals.on(1)
 
@@ -72,6 +74,41 @@ def test_flops_of_loops_and_branches():
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x, x)
 
     assert sum(count_flops(jax.make_jaxpr(program)(jnp.ones((8, 8))))) == 9 * 2 * 8**3
+
+
+def test_what_is_saved_is_not_computed_again():
+    work = Transformer("t", 64, 3, 8, 160, 256, 32, num_kv_heads=2).workload()
+    full = work.recompute(True)
+    assert work.recompute(False) is None
+    assert (full.kept.on(1), full.flops, full.tensor_sums) == (0, work.recompute_flops, 1)
+    some = work.recompute("save:attention_out, qkv")
+    # T D + T (H + 2 G) K numbers of two bytes; both products spared
+    assert some.kept == (2 * 32 * 64, 2 * 32 * (8 + 4) * 8)
+    assert some.flops == full.flops - 2 * 32 * 64 * (64 + (8 + 4) * 8)
+    assert some.tensor_sums == 0
+    everything = work.remat_choices()[1]
+    assert everything == "save:qkv,attention_out,mlp_hidden,attention"
+    assert work.recompute(everything).flops == 0
+    assert work.remat_choices()[-2:] == ("save:qkv", True)
+    # long rows: attention is dearer than any product
+    long = Transformer("t", 64, 3, 8, 160, 256, 128, num_kv_heads=2).workload()
+    assert long.remat_choices()[-2:] == ("save:attention", True)
+
+
+def test_names_that_a_plan_cannot_use_are_refused():
+    work = Transformer("t", 64, 3, 8, 160, 256, 32).workload()
+    message = (
+        "plan: remat names 1 value that the blocks of t do not have.\n  atention\n"
+        "Fix: use some of qkv, attention, attention_out, mlp_hidden."
+    )
+    with refused(ValueError, message):
+        so.plan(work, hardware="v5e", chips=8, batch_size=8, remat=["save:qkv,atention"])
+    message = (
+        "plan: remat must be True, False or 'save:NAME,...', got 'offload:qkv'.\n"
+        "Fix: write 'save:qkv,attention', or True for 'full'."
+    )
+    with refused(ValueError, message):
+        work.recompute("offload:qkv")
 
 
 def test_unknown_models_and_kinds_are_refused():
