@@ -49,6 +49,9 @@ def parse(text: str) -> Module:
             name = None
         elif instruction := _instruction(line):
             computations[name].append(instruction)
+        elif computations[name] and line.strip():  # metadata of kernels goes over several lines
+            last = computations[name][-1]
+            computations[name][-1] = last._replace(rest=last.rest + line)
     if not header or not entry:
         what = (
             f"this is not the text of an HLO module: it has no {'entry computation' if header else 'HloModule line'}."
@@ -96,7 +99,7 @@ def split(text: str) -> list[str]:
 
 _OPENING = re.compile(r"^\s*(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
 _CLOSING = re.compile(r'^\s*\}\s*(?:,\s*execution_thread="[^"]*")?\s*(?://.*)?$')
-"""Not any line that begins with a brace: metadata of kernels goes over several lines."""
+"""Not any line that begins with a brace: metadata of kernels has such."""
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')

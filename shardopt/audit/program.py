@@ -10,10 +10,19 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
-from shardopt.audit.collective import read_collective
+from shardopt.audit.collective import Collective, read_collective
 from shardopt.audit.hlo_text import Instruction, Module, arrays, attributes, nbytes, operands, parse, tiled_nbytes
 from shardopt.audit.report import Audit
-from shardopt.audit.walk import MEGASCALE, HasTicks, callees, check_schedule, collectives_of, times_taken, trip_count
+from shardopt.audit.walk import (
+    MEGASCALE,
+    Found,
+    HasTicks,
+    callees,
+    check_schedule,
+    collectives_of,
+    times_taken,
+    trip_count,
+)
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 
@@ -71,41 +80,81 @@ def audit(
     if schedule is not None and not isinstance(schedule, HasTicks):
         fix = "pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
         raise TypeError(format_error("audit", f"schedule must be a Schedule, got {schedule!r}.", fix=fix))
-    text, compiled = _compiled_text(program, args)
+    found = read_program("audit", program, args, mesh=mesh)
+    check_schedule("audit", found.module, schedule)
+    name = found.module.header.removeprefix("HloModule").split(",")[0].strip()
+    read = (found.collective(one) for one in collectives_of(found.module, schedule))
+    return Audit(tuple(one for one in read if one is not None), found.sizes, name)
+
+
+class Program(NamedTuple):
+    """A compiled program as read, and the devices it runs on.
+
+    Attributes:
+      text: of the HLO module.
+      module: the same, parsed.
+      sizes: mesh axis to size, last axis fastest; nothing for one device.
+      replicas: devices of one slice are replicas x partitions.
+      partitions: see there.
+      slices: parts of the outermost axis that the data-centre network joins.
+      devices: those of the mesh, where one was given or the program knows it.
+    """
+
+    text: str
+    module: Module
+    sizes: dict[str, int]
+    replicas: int
+    partitions: int
+    slices: int
+    devices: tuple[jax.Device, ...]
+
+    def collective(self, found: Found) -> Collective | None:
+        """Return what a collective sends; None if no device sends to another."""
+        return read_collective(
+            found, self.sizes, replicas=self.replicas, partitions=self.partitions, slices=self.slices
+        )
+
+
+def read_program(
+    who: str,
+    program: CanLower | Lowered | Compiled | str,
+    args: tuple[PyTree, ...],
+    *,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
+) -> Program:
+    """Compile and parse a program, and find the mesh it was made for; arguments and errors are those of `audit`."""
+    text, compiled = _compiled_text(who, program, args)
     module = parse(text)
     replicas, partitions = (_count(module.header, word) for word in ("replica_count", "num_partitions"))
-    check_schedule("audit", module, schedule)
-    found = tuple(collectives_of(module, schedule))
-    sizes = _axis_sizes(mesh, compiled, args)
-    if sizes is None and found and replicas * partitions > 1:
+    known = mesh if mesh is not None else _known_mesh(compiled, args)
+    if known is None and replicas * partitions > 1 and any(collectives_of(module)):
         what = f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
-        raise ValueError(format_error("audit", what, fix="pass mesh=, the mesh it was compiled for."))
-    sizes = sizes or {}
-    slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
-    _check_order(mesh, compiled)
-    read = (read_collective(one, sizes, replicas=replicas, partitions=partitions, slices=slices) for one in found)
-    name = module.header.removeprefix("HloModule").split(",")[0].strip()
-    return Audit(tuple(one for one in read if one is not None), sizes, name)
+        raise ValueError(format_error(who, what, fix="pass mesh=, the mesh it was compiled for."))
+    sizes = dict(known.shape if isinstance(known, Mesh | AbstractMesh) else known or {})
+    slices = _check_devices(who, sizes, replicas * partitions, several_slices=MEGASCALE in text)
+    _check_order(who, mesh, compiled)
+    devices = tuple(known.devices.flat) if isinstance(known, Mesh) else ()
+    return Program(text, module, sizes, replicas, partitions, slices, devices)
 
 
 def _compiled_text(
-    program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
+    who: str, program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
 ) -> tuple[str, Compiled | None]:
     if not isinstance(program, str | Lowered | Compiled) and hasattr(program, "lower"):
         program = program.lower(*args)
     elif args:
         what = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
-        raise TypeError(format_error("audit", what, fix="leave them out."))
+        raise TypeError(format_error(who, what, fix="leave them out."))
     if isinstance(program, str):
         return program, None
     compiled = program.compile() if isinstance(program, Lowered) else program
     if not isinstance(compiled, Compiled):
         what = f"cannot audit a {type(compiled).__name__}."
         fix = "pass a jitted function with its arguments, a Lowered, a Compiled, or HLO text."
-        raise TypeError(format_error("audit", what, fix=fix))
+        raise TypeError(format_error(who, what, fix=fix))
     text = compiled.as_text()
     if text is None:
-        raise ValueError(format_error("audit", "this backend does not give the text of its compiled programs."))
+        raise ValueError(format_error(who, "this backend does not give the text of its compiled programs."))
     return text, compiled
 
 
@@ -114,17 +163,14 @@ def _count(header: str, word: str) -> int:
     return int(found[1]) if found else 1
 
 
-def _axis_sizes(
-    mesh: Mesh | AbstractMesh | Mapping[str, int] | None, compiled: Compiled | None, args: tuple[PyTree, ...]
-) -> dict[str, int] | None:
-    if mesh is not None:
-        return dict(mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh)
+def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | AbstractMesh | None:
+    """Return the mesh of a program's shardings or its arguments'."""
     shardings = [] if compiled is None else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    return next((dict(one.mesh.shape) for one in shardings if isinstance(one, NamedSharding)), None)
+    return next((one.mesh for one in shardings if isinstance(one, NamedSharding)), None)
 
 
-def _check_devices(sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
+def _check_devices(who: str, sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
     """Return how many slices the program runs on, each a part of the mesh's outermost axis; refuse another mesh."""
     total = math.prod(sizes.values())
     slices = 1
@@ -134,15 +180,15 @@ def _check_devices(sizes: dict[str, int], devices: int, *, several_slices: bool)
         if total % devices or slices < 2 or outermost % slices:
             what = f"the program runs on {devices} devices of each of several slices, and the mesh has {sizes}."
             fix = "pass the mesh of all slices, whose outermost axis spans them."
-            raise ValueError(format_error("audit", what, fix=fix))
+            raise ValueError(format_error(who, what, fix=fix))
     if sizes and total != devices * slices:
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         what = f"the mesh ({listed}) has {total} devices, the program {devices}."
-        raise ValueError(format_error("audit", what, fix="pass the mesh that the program was compiled for."))
+        raise ValueError(format_error(who, what, fix="pass the mesh that the program was compiled for."))
     return slices
 
 
-def _check_order(mesh: object, compiled: Compiled | None) -> None:
+def _check_order(who: str, mesh: object, compiled: Compiled | None) -> None:
     """Ids in a program are positions in the order it was compiled for: refuse a mesh that lists it otherwise."""
     if not isinstance(mesh, Mesh) or compiled is None:
         return
@@ -152,7 +198,7 @@ def _check_order(mesh: object, compiled: Compiled | None) -> None:
     given = [device.id for device in mesh.devices.flat]
     if order and order != given and sorted(order) == sorted(given):
         what = f"the mesh lists its devices as {given}, the program was compiled for the order {order}."
-        raise ValueError(format_error("audit", what, fix="pass the mesh that the program was compiled for."))
+        raise ValueError(format_error(who, what, fix="pass the mesh that the program was compiled for."))
 
 
 class Memory(NamedTuple):

@@ -69,7 +69,7 @@ def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator
     Branches directly in the loop over a schedule's ticks, the outermost one of so many turns, count as often as a stage
     takes them.
     """
-    for found in _walk(module, module.entry, _with_collectives(module)):
+    for found in _walk(module, module.entry, with_collectives(module)):
         yield found if schedule is None else _as_scheduled(found, schedule)
 
 
@@ -113,20 +113,24 @@ def _as_scheduled(found: Found, schedule: HasTicks) -> Found:
 def _walk(module: Module, name: str, busy: set[str]) -> Iterator[Found]:
     chains: set[str] = set()
     for instruction in module.computations.get(name, ()):
-        if kind := kind_of(instruction):
-            started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
-            started = started or crosses_slices(instruction)
-            yield Found(instruction, kind, asynchronous=started)
-            continue
-        for callee in callees(instruction):
-            if callee not in busy:
-                continue
+        for found in collectives_under(module, name, instruction, busy):
+            # XLA:TPU spreads a collective over several fusions, each with a copy of the instruction
+            chain = chain_of(found.instruction)
+            if chain is None or chain not in chains:
+                yield found
+            chains |= {chain} if chain else set()
+
+
+def collectives_under(module: Module, name: str, instruction: Instruction, busy: set[str]) -> Iterator[Found]:
+    """Yield the collective that an instruction of computation `name` is, or those that it runs."""
+    if kind := kind_of(instruction):
+        started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
+        yield Found(instruction, kind, asynchronous=started or crosses_slices(instruction))
+        return
+    for callee in callees(instruction):
+        if callee in busy:
             for found in _walk(module, callee, busy):
-                # XLA:TPU spreads a collective over several fusions, each with a copy of the instruction
-                chain = _chain(found.instruction)
-                if chain is None or chain not in chains:
-                    yield _from_outside(module, name, instruction, callee, found)
-                chains |= {chain} if chain else set()
+                yield _from_outside(module, name, instruction, callee, found)
 
 
 def kind_of(instruction: Instruction) -> str | None:
@@ -161,7 +165,7 @@ def callees(instruction: Instruction) -> list[str]:
 _CALLS = re.compile(r"\b(calls|body|branch_computations|true_computation|called_computations|to_apply)=")
 
 
-def _with_collectives(module: Module) -> set[str]:
+def with_collectives(module: Module) -> set[str]:
     """Return the computations from which a collective can be reached, so that the walk skips all others."""
     callers: dict[str, set[str]] = {}
     waiting = []
@@ -193,7 +197,7 @@ def _from_outside(module: Module, name: str, caller: Instruction, callee: str, f
         is_scatter = found.kind == "all-reduce" and _returns_a_slice(module, callee, found.instruction)
         return found._replace(
             kind="reduce-scatter" if is_scatter else found.kind,
-            asynchronous=found.asynchronous or _chain(found.instruction) is not None,
+            asynchronous=found.asynchronous or chain_of(found.instruction) is not None,
         )
     return found
 
@@ -205,7 +209,7 @@ def _returns_a_slice(module: Module, name: str, instruction: Instruction) -> boo
     )
 
 
-def _chain(instruction: Instruction) -> str | None:
+def chain_of(instruction: Instruction) -> str | None:
     """Return the mark that XLA:TPU puts on all pieces of one collective that it fuses with computation."""
     found = _CHAIN.search(instruction.rest) if "async_collective_fusion_config" in instruction.rest else None
     return found[1] if found else None

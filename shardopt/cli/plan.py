@@ -121,7 +121,7 @@ def as_json(plans: Plans, top: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AuditOptions:
-    """List the collectives of a compiled program, with their mesh axes, bytes and calls.
+    """List the collectives of a compiled program, with their mesh axes, bytes and calls, and estimate its step time.
 
     Either of a file, `shardopt audit step.hlo --mesh data=4,tensor=2`, that holds `compiled.as_text()`; or of a
     published model compiled for a TPU, `shardopt audit --model llama3-8b --topology v5p:4x4x4`, which needs the extra
@@ -152,8 +152,14 @@ class AuditOptions:
     length: int = 1024
     """Tokens of a sequence."""
 
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="CHIP")] = None
+    """Chip that the program of a file was compiled for, such as v5p: tells how long a step takes."""
+
     json: bool = False
     """Print JSON instead of a table."""
+
+    png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Draw the timeline of a step into this file."""
 
 
 def audit(options: AuditOptions) -> None:
@@ -169,16 +175,24 @@ def audit(options: AuditOptions) -> None:
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
         raise ValueError(format_error("audit", what, fix=fix))
     if options.program is not None:
-        text = options.program.read_text()
-        found = so.audit(text, mesh=mesh_sizes(options.mesh) or None)
+        text, sizes = options.program.read_text(), mesh_sizes(options.mesh) or None
+        found = so.audit(text, mesh=sizes)
+        if options.png is not None and options.hardware is None:
+            raise ValueError(
+                format_error("audit", "--png needs to know the chip.", fix="give --hardware, such as v5p.")
+            )
+        step = so.planning.step_seconds(text, mesh=sizes, hardware=options.hardware) if options.hardware else None
         shown = to_json(found) | {"flops": inner_product_flops(text)}
-        print(json.dumps(shown, indent=2) if options.json else str(found))
-        return
-    report = compile_model(options)
-    if options.json:
-        print(json.dumps(report.to_json() | {"audit": to_json(report.audit)}, indent=2))
+        shown |= {} if step is None else {"step_seconds": step.to_json()}
+        lines = [str(found), *([] if step is None else ["", str(step)])]
     else:
-        print(f"{report}\n\n{report.audit}")
+        report = compile_model(options)
+        step = report.step_seconds
+        shown = report.to_json() | {"audit": to_json(report.audit)}
+        lines = [str(report), "", str(report.audit)]
+    if options.png is not None and step is not None:
+        so.planning.plot_timeline(step, path=options.png)
+    print(json.dumps(shown, indent=2) if options.json else "\n".join(lines))
 
 
 def to_json(found: Audit) -> dict[str, object]:

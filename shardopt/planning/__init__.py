@@ -1,12 +1,13 @@
 """Before renting the machine: what a program sends and holds, which layout fits, and what the compiler says."""
 
 from shardopt.planning.aot import AotReport, aot, parse_topology, topology_devices
+from shardopt.planning.compiled_time import Operation, Span, StepSeconds, step_seconds
 from shardopt.planning.costs import Footprint, StepTime, Transfer
 from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning.layout import Layout
 from shardopt.planning.models import MODELS, Transformer, find_model
-from shardopt.planning.plots import plot_memory, plot_placement, plot_plans, plot_traffic
+from shardopt.planning.plots import plot_memory, plot_placement, plot_plans, plot_timeline, plot_traffic
 from shardopt.planning.search import Dropped, Plans, Prediction, plan, predict
 from shardopt.planning.workload import Bytes, NamedValue, Recompute, Workload, count_flops, trace
 
@@ -20,9 +21,12 @@ __all__ = [
     "Hardware",
     "Layout",
     "NamedValue",
+    "Operation",
     "Plans",
     "Prediction",
     "Recompute",
+    "Span",
+    "StepSeconds",
     "StepTime",
     "Transfer",
     "Transformer",
@@ -39,8 +43,10 @@ __all__ = [
     "plot_memory",
     "plot_placement",
     "plot_plans",
+    "plot_timeline",
     "plot_traffic",
     "predict",
+    "step_seconds",
     "topology_devices",
     "trace",
 ]

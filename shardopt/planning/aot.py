@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.audit.collective import Collective
-from shardopt.audit.program import Memory, argument_padding, audit, inner_product_flops, memory
+from shardopt.audit.program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
 from shardopt.audit.report import Audit
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
@@ -21,7 +21,8 @@ from shardopt.core.extras import require
 from shardopt.core.types import PyTree, abstract, is_array_like
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import make_mesh
-from shardopt.planning.hardware import HARDWARE, Hardware
+from shardopt.planning.compiled_time import StepSeconds, walk_schedule
+from shardopt.planning.hardware import HARDWARE, Hardware, hardware_of
 
 
 class AotReport(NamedTuple):
@@ -38,6 +39,7 @@ class AotReport(NamedTuple):
       compile_seconds: of lowering and compiling.
       hbm_bytes: memory of a device.
       text: the compiled program, as HLO text.
+      step_seconds: how long a step takes by the compiler's own estimates, see `so.planning.step_seconds`.
     """
 
     topology: str
@@ -49,6 +51,7 @@ class AotReport(NamedTuple):
     compile_seconds: float
     hbm_bytes: int
     text: str
+    step_seconds: StepSeconds
 
     @property
     def argument_bytes(self) -> int:
@@ -86,10 +89,11 @@ class AotReport(NamedTuple):
             "flops": self.flops,
             "compile_seconds": round(self.compile_seconds, 2),
             "collectives": {kind: found._asdict() for kind, found in self.audit.by_kind().items()},
+            "step_seconds": self.step_seconds.to_json(),
         }
 
     def __str__(self) -> str:
-        """Return a few lines: memory against the chip's, flops, what is sent."""
+        """Return a few lines: memory against the chip's, flops, what is sent, and what takes how long."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items() if size > 1)
         slices = f"{self.num_slices} x " if self.num_slices > 1 else ""
         added = self.argument_padding
@@ -105,7 +109,7 @@ class AotReport(NamedTuple):
             wire = found.wire_bytes
             sent = "unknown" if wire is None else f"{wire / 1e9:.3f} GB sent in {found.calls} calls"
             lines.append(f"{' x '.join(axes) if axes else 'mixed axes'}: {sent}")
-        return "\n".join(lines)
+        return "\n".join([*lines, str(self.step_seconds)])
 
 
 Devices = Sequence[jax.Device]
@@ -141,7 +145,7 @@ def aot(
       replica: likewise.
 
     Returns:
-      An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.compile_seconds`.
+      An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.step_seconds`, `.compile_seconds`.
 
     Raises:
       ModuleNotFoundError: if libtpu, the compiler, is not installed.
@@ -182,6 +186,7 @@ def aot(
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // share,
         text=text,
+        step_seconds=walk_schedule(read_program("aot", text, (), mesh=mesh), hardware_of(devices)),
     )
 
 

@@ -365,7 +365,7 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: i
     n = transfer.group_size(sizes)
     near = min(n, max(domain // inner, 1))
     far = -(-n // near)
-    link = hardware.link_bandwidth * _torus_axes(near, domain, hardware)
+    link = hardware.link_bandwidth * torus_axes(near, domain, hardware)
     total = transfer.bytes * transfer.calls
     if transfer.kind == "collective-permute":
         return total / (hardware.network_bandwidth if far > 1 else link)
@@ -373,7 +373,7 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: i
     return within + transfer.rounds * (far - 1) / far * total / near / hardware.network_bandwidth
 
 
-def _torus_axes(size: int, chips: int, hardware: Hardware) -> int:
+def torus_axes(size: int, chips: int, hardware: Hardware) -> int:
     """Return how many torus axes a mesh axis of a slice of `chips` chips has to itself; 1 on a switch."""
     if hardware.torus_dims == 0 or size == 1 or chips == 1:
         return 1

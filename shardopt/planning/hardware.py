@@ -1,6 +1,9 @@
 """What one chip can do, and the links between chips: published figures, each with its source."""
 
 import dataclasses
+from collections.abc import Sequence
+
+import jax
 
 from shardopt.core.errors import format_error
 
@@ -22,6 +25,7 @@ class Hardware:
       pod_chips: chips that the links above can join: a TPU slice, or the GPUs behind one NVLink switch.
       network_bandwidth: bytes per second that a chip sends to chips beyond those.
       source: where the figures come from.
+      clock: cycles per second of a TPU's TensorCore, in which XLA:TPU estimates what an operation takes; None elsewhere.
     """
 
     name: str
@@ -33,9 +37,12 @@ class Hardware:
     pod_chips: int
     network_bandwidth: float
     source: str
+    clock: float | None = None
 
 
-def _tpu(name: str, tflops: float, gib: float, hbm: float, ici: float, dims: int, pod: int, dcn: float) -> Hardware:
+def _tpu(
+    name: str, tflops: float, gib: float, hbm: float, ici: float, dims: int, pod: int, dcn: float, ghz: float
+) -> Hardware:
     """From the words of Google's tables: ICI is of a chip, both directions, in GB/s; DCN of a chip in Gbit/s."""
     return Hardware(
         name=name,
@@ -48,6 +55,7 @@ def _tpu(name: str, tflops: float, gib: float, hbm: float, ici: float, dims: int
         pod_chips=pod,
         network_bandwidth=dcn * 1e9 / 8,
         source=f"docs.cloud.google.com/tpu/docs/{name.removeprefix('tpu') if name != 'tpu7x' else name}",
+        clock=ghz * 1e9,
     )
 
 
@@ -65,19 +73,31 @@ HARDWARE = {
         _gpu("h100", 989.4, 80, 3.35, 900, 400, "H100 SXM datasheet; DGX H100: one 400 Gbit/s port a GPU"),
         _gpu("h200", 989.4, 141, 4.8, 900, 400, "H200 SXM datasheet; DGX H200: one 400 Gbit/s port a GPU"),
         _gpu("b200", 2250, 180, 8.0, 1800, 400, "DGX B200 datasheet, an eighth of it; one 400 Gbit/s port a GPU"),
-        _tpu("v4", 275, 32, 1200, 600, 3, 4096, 50),
-        _tpu("v5e", 197, 16, 819, 400, 2, 256, 25),
-        _tpu("v5p", 459, 95, 2765, 1200, 3, 6144, 50),
-        _tpu("v6e", 918, 32, 1638, 800, 2, 256, 100),
-        _tpu("tpu7x", 2307, 192, 7380, 1200, 3, 9216, 100),
+        _tpu("v4", 275, 32, 1200, 600, 3, 4096, 50, 1.05),
+        _tpu("v5e", 197, 16, 819, 400, 2, 256, 25, 1.5),
+        _tpu("v5p", 459, 95, 2765, 1200, 3, 6144, 50, 1.75),
+        _tpu("v6e", 918, 32, 1638, 800, 2, 256, 100, 1.75),
+        _tpu("tpu7x", 2307, 192, 7380, 1200, 3, 9216, 100, 2.2),
     )
 }
 """Known chips by name.
 
 The tables of TPU v4 and v5e give no network rate per chip: v5e is 6.4 Tbit/s for a pod of 256; v4 is taken to be as v5p. In v4
 the six links of a chip carry 50 GB/s each way (Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer for
-Machine Learning", 2023, table 4).
+Machine Learning", 2023, table 4), at 1.05 GHz. The other clocks are the peak over what the matrix units do in a cycle: 4 of
+128 x 128 on v5e, 8 on v4 and v5p; 524,288 flops on v6e, twice that on tpu7x.
 """
+
+_DEVICE_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
 
 _ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e"}
 
@@ -108,3 +128,23 @@ def find_hardware(who: str, name: str | Hardware) -> Hardware:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
         raise ValueError(format_error(who, f"unknown hardware {name!r}.", fix=fix))
     return HARDWARE[short]
+
+
+def hardware_of(devices: Sequence[jax.Device]) -> Hardware | None:
+    """Return what one of these devices can do; None if they are no TPUs that are known here.
+
+    Where a chip shows up as two devices, each has half of its arithmetic, memory and links.
+    """
+    name = _DEVICE_KINDS.get(getattr(devices[0], "device_kind", "")) if devices else None
+    if name is None:
+        return None
+    places = {(getattr(one, "slice_index", 0), *getattr(one, "coords", (at,))) for at, one in enumerate(devices)}
+    chip, share = HARDWARE[name], len(devices) // len(places)
+    return dataclasses.replace(
+        chip,
+        flops=chip.flops / share,
+        memory_bytes=chip.memory_bytes // share,
+        memory_bandwidth=chip.memory_bandwidth / share,
+        link_bandwidth=chip.link_bandwidth / share,
+        network_bandwidth=chip.network_bandwidth / share,
+    )

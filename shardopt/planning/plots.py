@@ -1,4 +1,4 @@
-"""Pictures of plans: memory as stacked bars, traffic by axis, and where on a mesh each leaf lives."""
+"""Pictures: of plans memory and traffic, of a compiled step its timeline, and where on a mesh each leaf lives."""
 
 import os
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.extras import require
 from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.planning.compiled_time import StepSeconds
 from shardopt.planning.search import Prediction
 
 if TYPE_CHECKING:
@@ -129,6 +130,44 @@ def _saved(figure: "Figure", path: Path) -> "Figure":
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
+    """Draw what a compiled step does when: what the TensorCore works or waits, and what each mesh axis sends beside it.
+
+    Args:
+      step: from `so.planning.step_seconds`, or of an `AotReport`.
+      path: where to save the picture.
+
+    Returns:
+      A matplotlib figure.
+
+    Raises:
+      ValueError: if the program holds no estimates.
+    """
+    require("matplotlib", extra="plot", who="plot_timeline")
+    from matplotlib.figure import Figure
+
+    if step.total is None:
+        fix = "compile for a TPU, such as with so.aot."
+        raise ValueError(format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix))
+    core = {"compute": "#33608c", "exposed": "#c0392b"}
+    sent = sorted({span.where for span in step.spans} - core.keys())
+    rows = dict.fromkeys(core, 0) | {where: at for at, where in enumerate(sent, 1)}
+    figure = Figure(figsize=(11, 1.5 + 0.5 * (1 + len(sent))), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for where, at in rows.items():
+        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in step.spans if span.where == where]
+        color = core.get(where, _AXES.get(where, _LINE))
+        axes.broken_barh(bars, (at - 0.4, 0.8), facecolor=color, label=where if where in core else None)
+    axes.set_yticks(range(1 + len(sent)), ["TensorCore", *(f"over {where}" for where in sent)], fontsize=8, color=_INK)
+    axes.set_ylim(len(sent) + 0.5, -0.5)
+    axes.set_xlim(0, step.total * 1e3 or 1)
+    axes.set_xlabel("ms, estimated", color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+    return _saved(figure, path)
 
 
 def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: Path = None) -> "Figure":

@@ -51,9 +51,15 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Array
     trained, moving = floating(given), floating(x)
     given_shapes, x_shapes = abstract((given, x))
 
+    # Traced here, where the stack leads to the user's lines: whoever differentiates has another, and a copy keeps its places.
+    traced = jax.make_jaxpr(f)(given, x)
+
+    def copy(given: Arrays, x: Arrays) -> Arrays:
+        return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *given, *x)
+
     @functools.cache
     def passes() -> Passes:
-        return split_backward(f, given_shapes, x_shapes, trained=trained)
+        return split_backward(copy, given_shapes, x_shapes, trained=trained)
 
     def forward(given: Arrays, x: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
         y, residuals = passes().forward(given, x)
@@ -67,7 +73,7 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Array
         dx, dw = passes().both(replaced(given, trained, weights), residuals, dy)
         return replaced([None] * len(given), trained, dw), replaced([None] * len(x), moving, dx)
 
-    run = jax.custom_vjp(f)
+    run = jax.custom_vjp(copy)
     run.defvjp(forward, backward)
     return run(given, x)
 

@@ -90,6 +90,27 @@ def test_audit_as_json(capsys):
     assert found["flops"] == inner_product_flops(PROGRAM.read_text())
 
 
+ESTIMATED = """HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  ROOT %a = f32[1000]{0} add(%p, %p), backend_config={"estimated_cycles":"1750000"}
+}
+"""
+
+
+def test_audit_estimates_a_step_for_a_chip(capsys, tmp_path):
+    file, picture = tmp_path / "step.hlo", tmp_path / "step.png"
+    file.write_text(ESTIMATED)
+    assert main(["audit", str(file), "--hardware", "v5p", "--png", str(picture)]) == 0
+    step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
+    assert step.total == pytest.approx(1e-3)
+    assert capsys.readouterr().out == f"{so.audit(ESTIMATED)}\n\n{step}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["audit", str(file), "--hardware", "v5p", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"]["total"] == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -98,6 +119,8 @@ def test_audit_as_json(capsys):
         ([str(PROGRAM), "--mesh", "depth=8"], "audit: --mesh depth=8 cannot be read."),
         ([str(PROGRAM), "--mesh", "data=4"], "audit: the mesh (data=4) has 4 devices, the program 8."),
         ([str(PROGRAM)], "audit: cannot tell the mesh of this program on 8 devices, none of its inputs has one."),
+        ([str(PROGRAM), "--mesh", "data=8", "--png", "a.png"], "audit: --png needs to know the chip."),
+        ([str(PROGRAM), "--mesh", "data=8", "--hardware", "v9"], "step_seconds: unknown hardware 'v9'."),
         ([__file__], "audit: this is not the text of an HLO module: it has no HloModule line."),
         (["--topology", "v9:2"], "aot: unknown topology 'v9:2'."),
         (["--topology", "v5e:2x4", "--model", "gpt9"], "audit: unknown model 'gpt9'."),

@@ -14,6 +14,7 @@ from shardopt.audit import Audit, Memory
 from shardopt.models import transformer
 from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
 from shardopt.planning.aot import AotReport, _compile, _without_a_tpu
+from shardopt.planning.compiled_time import StepSeconds
 from shardopt.planning.layout import stored_bytes
 from shardopt.planning.models import RULES
 
@@ -107,14 +108,18 @@ def test_other_errors_of_the_compiler_are_its_own():
 def test_a_report_reads_as_a_few_lines():
     audit = Audit((), {"data": 16, "tensor": 1}, "m")
     memory = Memory(arguments=2 * 10**9, outputs=10**9, temporary=3 * 10**9, aliased=10**9)
-    report = AotReport("v6e:4x4", 1, {"data": 16, "tensor": 1}, memory, audit, 5e12, 7.0, 34 * 10**9, "")
+    step = StepSeconds(0.009, 0.007, 0.002, 0.001)
+    report = AotReport("v6e:4x4", 1, {"data": 16, "tensor": 1}, memory, audit, 5e12, 7.0, 34 * 10**9, "", step)
     assert str(report).splitlines() == [
         "v6e:4x4, data=16: compiled in 7.0 s",
         "5.00 GB of 34.0 GB per device (2.00 arguments, 3.00 temporary)",
         "5.00 Tflop of inner products per device and step",
+        "9.000 ms per step, estimated: 7.000 compute, 2.000 exposed communication (1.000 hidden)",
+        "ms  share  calls  operation  where",
     ]
     assert (report.argument_bytes, report.temp_bytes, report.peak_bytes) == (2 * 10**9, 3 * 10**9, 5 * 10**9)
     assert report.to_json()["memory"]["hbm"] == 34 * 10**9
+    assert report.to_json()["step_seconds"]["exposed"] == 0.002
     assert "unknown flops" in str(report._replace(flops=None))
 
 
@@ -174,3 +179,20 @@ def test_what_a_gather_becomes_on_a_torus_of_three_axes():
         ]
         text = jax.jit(gather).lower(*shapes).compile().as_text()
         assert set(so.audit(text, mesh=dict(mesh.shape)).by_kind()) == {kind}
+
+
+@pytest.mark.slow
+def test_the_step_time_of_a_real_compile():
+    """Twice the layers take twice the time in the loop over them, and less exposed than all that is sent takes."""
+    report = compiled(topology="v5e:2x4")
+    step = report.step_seconds
+    assert step.total == pytest.approx(step.compute + step.exposed)
+    # not faster than the products at their peak, nor ten times slower: the model is small
+    assert report.flops / HARDWARE["v5e"].flops < step.compute < 100 * report.flops / HARDWARE["v5e"].flops
+    assert step.exposed > 0
+    assert step.exposed + step.hidden == pytest.approx(sum(s.end - s.start for s in step.spans if s.where == "data"))
+    assert max(span.end for span in step.spans) == pytest.approx(step.total)
+    assert len(step.operations) == 10
+    assert {one.calls for one in step.operations} <= {1, SHAPE.num_layers, SHAPE.num_layers - 1}
+    assert all(one.source for one in step.operations if not one.waits)
+    assert re.search(r"^[\d.]+ ms per step, estimated: [\d.]+ compute", str(report), re.MULTILINE)

@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import shardopt as so
+from shardopt.audit.hlo_text import parse
+from shardopt.audit.source_lines import read_frames, source_of
 from shardopt.core.block_model import BlockModel
 from shardopt.models import gpt
 
@@ -49,6 +51,20 @@ def test_weights_that_a_block_casts_are_not_kept_whole(mesh_of):
         batch = {"tokens": jax.ShapeDtypeStruct((2, 9), jnp.int32)}
         held[dtype] = temporary(gpt.model(config), mesh_of(data=2), 6, batch, shapes)
     assert held[jnp.bfloat16] < 1.05 * held[None]
+
+
+def test_the_lines_of_a_block_are_those_of_the_user(mesh_of):
+    """Backwards too: profiles, NaN checks and `so.planning.step_seconds` name them."""
+    model = model_of(lambda w, x: advanced(x, jnp.tanh(x["x"] @ w["up"]) @ w["down"]))
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), model)
+    state = opt.abstract_state(jax.eval_shape(lambda: params_of(2)))
+    text = opt.step.lower(state, jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)).compile().as_text()
+    frames = read_frames(text)
+    places = [
+        source_of(line, frames) for lines in parse(text).computations.values() for line in lines if line.opcode == "dot"
+    ]
+    assert len(places) >= 6  # two products of a block, and the gradients of each
+    assert {place.rpartition(":")[0] for place in places} == {__file__}
 
 
 def test_a_checkpoint_within_a_block_is_heeded(mesh_of):

@@ -19,7 +19,7 @@ FILES = {
     "local_updates": ["refusals"],
     "parameter_server": ["clock", "ray_refusals", "rules", "server", "simulation", "views"],
     "pipeline": ["check", "construct", "plot", "schedule", "schedules", "ticks"],
-    "planning": ["aot", "layout", "search"],
+    "planning": ["aot", "compiled_time", "layout", "search"],
     "reducers": ["refusals"],
     "runtime": ["files", "lock"],
     "strategies": ["hybrid_refusals", "refusals"],
