@@ -26,6 +26,8 @@ from shardopt.audit.walk import (
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 
+Devices = tuple[jax.Device, ...]
+
 
 class CanLower(Protocol):
     """A jitted function, or anything else that lowers as one does."""
@@ -106,7 +108,7 @@ class Program(NamedTuple):
     replicas: int
     partitions: int
     slices: int
-    devices: tuple[jax.Device, ...]
+    devices: Devices
 
     def collective(self, found: Found) -> Collective | None:
         """Return what a collective sends; None if no device sends to another."""

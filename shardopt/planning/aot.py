@@ -22,7 +22,7 @@ from shardopt.core.types import PyTree, abstract, is_array_like
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import make_mesh
 from shardopt.planning.compiled_time import StepSeconds, walk_schedule
-from shardopt.planning.hardware import HARDWARE, Hardware, hardware_of
+from shardopt.planning.hardware import HARDWARE, Devices, Hardware, hardware_of
 
 
 class AotReport(NamedTuple):
@@ -112,7 +112,6 @@ class AotReport(NamedTuple):
         return "\n".join([*lines, str(self.step_seconds)])
 
 
-Devices = Sequence[jax.Device]
 _TPUS = {name: chip for name, chip in HARDWARE.items() if chip.torus_dims}
 
 

@@ -8,6 +8,7 @@ import jax
 from shardopt.core.errors import format_error
 
 GIB = 2**30
+Devices = Sequence[jax.Device]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ def find_hardware(who: str, name: str | Hardware) -> Hardware:
     return HARDWARE[short]
 
 
-def hardware_of(devices: Sequence[jax.Device]) -> Hardware | None:
+def hardware_of(devices: Devices) -> Hardware | None:
     """Return what one of these devices can do; None if they are no TPUs that are known here.
 
     Where a chip shows up as two devices, each has half of its arithmetic, memory and links.

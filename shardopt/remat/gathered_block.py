@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from shardopt.core.block_model import BlockModel, call
 from shardopt.core.block_remat import checkpointed
@@ -55,7 +56,7 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Array
     traced = jax.make_jaxpr(f)(given, x)
 
     def copy(given: Arrays, x: Arrays) -> Arrays:
-        return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *given, *x)
+        return jaxpr_as_fun(traced)(*given, *x)
 
     @functools.cache
     def passes() -> Passes:
