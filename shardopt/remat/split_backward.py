@@ -10,6 +10,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.core.primitives import ARITHMETIC
 from shardopt.core.types import abstract
 
 Arrays = list[jax.Array]
@@ -233,13 +234,10 @@ def _residuals(
     return _fewest_bytes(early, x, free, [v for v in reads if not isinstance(v, jex.Literal) and v not in late])
 
 
-# Elementwise and moving primitives: compilers fuse them into whatever reads them. Whatever is not named here is kept.
-_CHEAP = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp concatenate
-    convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota
-    is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg not one_minus_square or pad polynomial pow real
-    reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
-    squeeze stop_gradient sub tan tanh transpose xor""".split()  # noqa: SIM905
+# Arithmetic and what moves elements: compilers fuse them into whatever reads them. Whatever is not named here is kept.
+_CHEAP = ARITHMETIC | frozenset(
+    """broadcast_in_dim concatenate copy expand_dims iota name pad reshape rev slice split squeeze stop_gradient
+    transpose""".split()  # noqa: SIM905
 )
 _MOST = 2**30
 

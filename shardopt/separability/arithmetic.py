@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shardopt.core.primitives import ELEMENTWISE, IDENTITIES
 from shardopt.separability.values import (
     Const,
     Degree,
@@ -24,27 +25,7 @@ from shardopt.separability.values import (
     times,
 )
 
-LINEAR = frozenset(
-    [
-        "neg",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "real",
-        "imag",
-        "conj",
-        "reduce_precision",
-        "name",
-        "stop_gradient",
-        "sharding_constraint",
-        "layout_constraint",
-        "device_put",
-        "mesh_cast",
-        "reshard",
-        "pvary",
-        "pcast",
-    ]
-)
+LINEAR = IDENTITIES | {"neg", "convert_element_type", "real", "imag", "conj", "reduce_precision"}
 SUMS = frozenset(["add", "sub", "add_any"])
 SAME = SUMS | frozenset(["max", "min", "nextafter", "complex", "clamp", "rem", "select_n", "abs"]) | LINEAR
 COMPARE = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "sign", "is_finite", "atan2"])
@@ -55,64 +36,8 @@ POWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "square": lambda params: 2.0,
     "integer_pow": lambda params: params["y"],
 }
-OTHERS = frozenset(
-    [
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log1p",
-        "one_minus_square",
-        "polynomial",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "lgamma",
-        "digamma",
-        "polygamma",
-        "igamma",
-        "igammac",
-        "igamma_grad_a",
-        "random_gamma_grad",
-        "bessel_i0e",
-        "bessel_i1e",
-        "regularized_incomplete_beta",
-        "pow",
-        "floor",
-        "ceil",
-        "round",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "population_count",
-        "clz",
-        "mul",
-        "div",
-        "zeta",
-        "threefry2x32",
-        "random_fold_in",
-        "bitcast_convert_type",
-    ]
-)
-ELEMENTWISE = SAME | COMPARE | frozenset(POWERS) | OTHERS
+ENTRYWISE = ELEMENTWISE | {"threefry2x32", "random_fold_in"}
+"""A counter makes its own bits, and a key with a number its own key: those of a row are that row's."""
 
 
 def elementwise(site: Site, values: Sequence[Value]) -> list[Value]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shardopt.separability.arithmetic import ELEMENTWISE, elementwise, known, not_linear
+from shardopt.separability.arithmetic import ENTRYWISE, elementwise, known, not_linear
 from shardopt.separability.contractions import along, conv, dot_general, reduce, reduce_sum, top_k, window
 from shardopt.separability.folding import fold
 from shardopt.separability.lookups import dynamic_update_slice, gather, scatter
@@ -30,7 +30,7 @@ def apply(site: Site, values: Sequence[Value]) -> list[Value]:
         values = rows
     elif site.num_outs == 1 and (numbers := fold(site, values)) is not None:
         return [known(site, numbers, next((one.op for one in values if isinstance(one, Const) and one.varies), None))]
-    if site.name in ELEMENTWISE:
+    if site.name in ENTRYWISE:
         return elementwise(site, values)
     if mixed := first_mixed(values):
         return [mixed] * site.num_outs
@@ -113,6 +113,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed", "random_clone"], _random),
     **dict.fromkeys(["cholesky", "eigh", "qr", "svd", "lu", "triangular_solve", "householder_product", "geqrf", "lu_pivots_to_permutation", "tridiagonal_solve", "eig", "schur"], _batched),
     "fft": _fft,
-    "optimization_barrier": _keep,
+    **dict.fromkeys(["optimization_barrier", "device_put"], _keep),
     "iota": _iota,
 }  # fmt: skip

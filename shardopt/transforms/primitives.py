@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from shardopt.core.primitives import ELEMENTWISE, IDENTITIES
+
 SAME, ELEMENT, SUM, MAX, MIXED = "same", "element", "sum", "max", "mixed"
 SHAPE = "shape"
 """Stands among primitives for what the traces compute differently."""
@@ -51,23 +53,17 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ELEMENTWISE = _names(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
-    "copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min mul ne neg nextafter not or pow pvary real reduce_precision rem reshard round rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
-    "tanh xor"
-)
-"""Primitives that act element by element; operands have the shape of the result or none."""
+_ELEMENTWISE = ELEMENTWISE - {"bitcast_convert_type"}
+"""Of equal elements bits of another width are not equal. Bits of counters (`threefry2x32`) are drawn, which is refused."""
 _PSUM = _names("psum psum2 psum_invariant")
 OVER_AXES = _PSUM | {"pmax", "pmin"}
 _REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_COPIES = _names("convert_element_type pvary reshard copy copy_p")
+_COPIES = IDENTITIES | {"convert_element_type"}
 _KEEPS_SUM = _COPIES | _names("add add_any sub neg reshape squeeze broadcast_in_dim concatenate stack reduce_sum")
 _KEEPS_MAX = _COPIES | _names("max reshape squeeze broadcast_in_dim concatenate stack reduce_max")
 _KEEPS_ZERO = _COPIES | _names(
     "abs asin atan cbrt ceil conj erf expm1 floor imag integer_pow log1p neg real reduce_precision round sign sin sinh "
-    "sqrt square stop_gradient tan tanh"
+    "sqrt square tan tanh"
 )
 _KEEPS_SIGN = _COPIES | {"max"}
 
@@ -281,7 +277,7 @@ _MOVES: dict[str, Callable[[JaxprEqn, JaxprEqn, list[Label], Scope], Label | Non
 def _pad(a: JaxprEqn, labels: Sequence[Label]) -> float | None:
     """Return what a primitive makes of the values at padding, where that is known."""
     name, pads = a.primitive.name, [label.pad for label in labels]
-    if name in ("convert_element_type", "pvary", "reshard") and _is_inexact(a.outvars[0]):
+    if name in _COPIES and _is_inexact(a.outvars[0]):
         return pads[0]
     if (name in ("mul", "and") and 0 in pads) or (name in ("div", "rem") and pads[0] == 0):
         return 0.0
