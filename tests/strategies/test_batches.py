@@ -121,8 +121,10 @@ def test_what_can_be_read_as_arrays(convert):
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_torch_itself():
-    torch = pytest.importorskip("torch")
+    """A DataLoader's lists, and bfloat16, which numpy does not know."""
+    torch = pytest.importorskip("torch", reason="torch is of the extra bench")
     opt = so.ddp(optax.sgd(0.1), so.make_mesh(), lambda params, batch: ((batch[0] @ params) ** 2 * batch[1]).mean())
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.from_numpy(X), torch.ones(16, dtype=torch.bfloat16)), batch_size=16
