@@ -185,7 +185,7 @@ def aot(
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // share,
         text=text,
-        step_seconds=walk_schedule(read_program("aot", text, (), mesh=mesh), hardware_of(devices)),
+        step_seconds=walk_schedule(read_program("aot", text, (), mesh=mesh), hardware_of(devices), schedule),
     )
 
 

@@ -11,10 +11,12 @@ from jax.stages import Compiled, Lowered
 from shardopt.audit.hlo_text import Instruction
 from shardopt.audit.program import CanLower, Program, read_program
 from shardopt.audit.source_lines import Frames, op_name_of, read_frames, source_of
+from shardopt.audit.walk import check_schedule
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
+from shardopt.pipeline import Schedule
 from shardopt.planning.hardware import Hardware, find_hardware, hardware_of
-from shardopt.planning.schedule_actions import Compute, Done, Loop, Reader, Start
+from shardopt.planning.schedule_actions import Branch, Compute, Done, Loop, Reader, Start
 
 
 class Operation(NamedTuple):
@@ -108,6 +110,7 @@ def step_seconds(
     *args: PyTree,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
     hardware: str | Hardware | None = None,
+    schedule: Schedule | None = None,
 ) -> StepSeconds:
     """Estimate how long a compiled TPU program takes on a device, without running it.
 
@@ -126,6 +129,8 @@ def step_seconds(
       *args: likewise.
       mesh: likewise.
       hardware: a chip by name, or a `Hardware` that describes one device; by default that of the mesh's devices.
+      schedule: of the pipeline that the program is, such as `opt.config.schedule`: a pass, which is a branch, counts in the
+        ticks in which some stage takes it. Without it at every tick.
 
     Returns:
       A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On other
@@ -133,7 +138,8 @@ def step_seconds(
 
     Raises:
       TypeError: as `so.audit` does.
-      ValueError: likewise, and if it is a TPU program and no chip is given or known.
+      ValueError: likewise, and if it is a TPU program and no chip is given or known, or no loop of it turns as often as
+        `schedule` has ticks.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -141,11 +147,12 @@ def step_seconds(
       step time unknown: the program holds no cycle estimates; only XLA:TPU writes them.
     """
     found = read_program("step_seconds", program, args, mesh=mesh)
+    check_schedule("step_seconds", found.module, schedule)
     chip = find_hardware("step_seconds", hardware) if hardware is not None else hardware_of(found.devices)
-    return walk_schedule(found, chip)
+    return walk_schedule(found, chip, schedule)
 
 
-def walk_schedule(program: Program, chip: Hardware | None) -> StepSeconds:
+def walk_schedule(program: Program, chip: Hardware | None, schedule: Schedule | None = None) -> StepSeconds:
     """Return the seconds of a program that has been read; see `step_seconds`."""
     if "estimated_cycles" not in program.text:
         return _unknown("the program holds no cycle estimates; only XLA:TPU writes them.")
@@ -154,7 +161,7 @@ def walk_schedule(program: Program, chip: Hardware | None) -> StepSeconds:
         raise ValueError(format_error("step_seconds", "cannot tell the chip of this program.", fix=fix))
     if chip.clock is None:
         return _unknown(f"{chip.name} has no clock in which XLA estimates; only TPUs have.")
-    walk = _Walk(Reader(program, chip, chip.clock))
+    walk = _Walk(Reader(program, chip, chip.clock, schedule))
     walk.run(program.module.entry)
     for key in list(walk.under_way):
         walk.wait(key)
@@ -186,8 +193,8 @@ class _Walk:
     transfers: list[Span] = dataclasses.field(default_factory=list)
     costs: dict[str, _Cost] = dataclasses.field(default_factory=dict)
 
-    def run(self, name: str, times: int = 1) -> None:
-        """Run a computation; several times at once only where nothing is sent in it."""
+    def run(self, name: str, times: int = 1, *, branches: bool = True) -> None:
+        """Run a computation, with or without the branches directly in it; several times at once where nothing is sent."""
         for action in self.reader.read(name):
             match action:
                 case Compute(line, seconds):
@@ -196,9 +203,11 @@ class _Walk:
                     self.start(action)
                 case Done(key):
                     self.wait(key)
-                case Loop(body, turns) if body in self.reader.sending:
-                    for _ in range(turns):
-                        self.run(body)
+                case Branch(body) if branches:
+                    self.run(body, times)
+                case Loop(body, turns, taken) if body in self.reader.sending:
+                    for turn in range(turns):
+                        self.run(body, branches=turn < taken)
                 case Loop(body, turns):
                     self.run(body, times * turns)
 

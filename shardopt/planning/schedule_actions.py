@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from shardopt.audit.collective import Collective
 from shardopt.audit.hlo_text import Instruction, arrays, attributes, nbytes, operands
 from shardopt.audit.program import Program
@@ -19,6 +21,7 @@ from shardopt.audit.walk import (
     trip_count,
     with_collectives,
 )
+from shardopt.pipeline import Schedule
 from shardopt.planning.costs import torus_axes
 from shardopt.planning.hardware import Hardware
 
@@ -47,18 +50,27 @@ class Done(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A computation runs so many times."""
+    """A computation runs so many times, the branches directly in it in the first `taken` of them only."""
 
     computation: str
     turns: int
+    taken: int
 
 
-Action = Compute | Start | Done | Loop
+class Branch(NamedTuple):
+    """Of the branches that could be taken, the dearest."""
+
+    computation: str
+
+
+Action = Compute | Start | Done | Loop | Branch
 
 
 @dataclasses.dataclass
 class Reader:
     """Reads computations of a program, once each; `clock` is the chip's, in which XLA estimates.
+
+    In a loop over the ticks of `schedule` a pass is a branch, which counts in as many ticks as some stage takes it.
 
     `assumed` counts what the program does not tell: loops that do not say how often they turn, and by name what has no
     estimate.
@@ -67,6 +79,7 @@ class Reader:
     program: Program
     chip: Hardware
     clock: float
+    schedule: Schedule | None = None
     assumed: Counter[str] = dataclasses.field(default_factory=Counter)
     known: dict[str, tuple[Action, ...]] = dataclasses.field(default_factory=dict)
     costs: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -96,9 +109,9 @@ class Reader:
             if opcode == "while":
                 yield self._loop(name, line)
             elif opcode == "conditional":
-                yield Loop(max(callees(line), key=self.cost), 1)
+                yield Branch(max(callees(line), key=self.cost))
             elif opcode == "call":
-                yield from (Loop(callee, 1) for callee in callees(line))
+                yield from (Loop(callee, 1, 1) for callee in callees(line))
             elif opcode == "recv":
                 keys[line.name] = _rendezvous(line) or line.name
             elif opcode.endswith(("-update", "-done")):
@@ -137,19 +150,24 @@ class Reader:
         turns = trip_count(self.program.module, name, line)
         if turns is None:
             self.assumed["loops that do not tell how often they turn, counted once"] += 1
-        return Loop(attributes(line)["body"].lstrip("%"), 1 if turns is None else turns)
+            turns = 1
+        taken = turns
+        if self.schedule is not None and turns == self.schedule.num_ticks:
+            taken = max(len(np.unique(ticks)) for ticks in self.schedule.ticks.passes.values())
+        return Loop(attributes(line)["body"].lstrip("%"), turns, taken)
 
     def cost(self, name: str) -> float:
         """Return the seconds of a computation if nothing ran beside anything."""
         if name not in self.costs:
-            each = (
-                one.turns * self.cost(one.computation)
-                if isinstance(one, Loop)
-                else 0.0
-                if isinstance(one, Done)
-                else one.seconds
-                for one in self.read(name)
-            )
+            each = []
+            for one in self.read(name):
+                match one:
+                    case Loop(body, turns):
+                        each.append(turns * self.cost(body))
+                    case Branch(body):
+                        each.append(self.cost(body))
+                    case Compute(_, seconds) | Start(_, _, _, _, seconds):
+                        each.append(seconds)
             self.costs[name] = math.fsum(each)
         return self.costs[name]
 

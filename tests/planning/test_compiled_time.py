@@ -215,6 +215,45 @@ def test_of_a_branch_the_dearest():
     assert sums(seconds(chosen, more=branches)) == [14_000, 0, 14_000, 0]
 
 
+def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it():
+    """gpipe on 2 stages, 3 micro-batches: forwards in 4 of 8 ticks, backwards in the other 4; permutes in all."""
+    schedule = so.schedules.gpipe(2, 3)
+    assert schedule.num_ticks == 8
+    passes = "".join(
+        f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+        for name, line in (
+            ("forward", work("f", 1_000, inputs="%q")),
+            ("backward", work("b", 2_000, inputs="%q")),
+            ("idle", "%i = f32[1000]{0} bitcast(%q)"),
+        )
+    )
+    taken = "%c{} = f32[1000]{{0}} conditional(%x, %x, %x), branch_computations={{%idle, %{}}}"
+    pairs = "channel_id=1, source_target_pairs={{0,1},{2,3}}"
+    lines = [taken.format(1, "forward"), taken.format(2, "backward")]
+    # 4,000 bytes to a neighbour over the axis of the torus that 2 of 4 devices have
+    lines.append(f"%g = f32[1000]{{0}} collective-permute(%x), {pairs}")
+    turns = TURNS.replace("3", "8")
+    options = {
+        "mesh": {"data": 2, "pipeline": 2},
+        "partitions": 4,
+        "more": passes + LOOP.format(lines="\n  ".join(lines)),
+    }
+    assert sums(seconds(loop(turns), **options)) == [8 * 7_000, 8 * 3_000, 8 * 4_000, 0]
+    step = step_seconds(
+        program(loop(turns), partitions=4, more=options["more"]), mesh=options["mesh"], hardware=CHIP, schedule=schedule
+    )
+    assert sums(step) == [4 * 3_000 + 8 * 4_000, 4 * 3_000, 8 * 4_000, 0]
+    with pytest.raises(
+        ValueError, match=r"^step_seconds: the schedule has 12 ticks, and no loop of the program turns so often"
+    ):
+        step_seconds(
+            program(loop(turns), partitions=4, more=options["more"]),
+            mesh=options["mesh"],
+            hardware=CHIP,
+            schedule=so.schedules.gpipe(2, 5),
+        )
+
+
 def test_a_called_computation_runs_in_place():
     called = (
         f"\n%callee (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {work('a', 9_000)}\n}}\n"
