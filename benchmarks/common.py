@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,12 @@ def interleave(contenders: dict[str, Callable[[], Any]], *, rounds: int, warmup:
 def median_ratio(times: list[float], baseline: list[float]) -> float:
     """Return the median over rounds of time / baseline time."""
     return statistics.median(a / b for a, b in zip(times, baseline, strict=True))
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the correlation of ranks, in which there are no ties."""
+    ranks = [[sorted(one).index(value) for value in one] for one in (a, b)]
+    return statistics.correlation(*ranks)
 
 
 def write_json(script: str, results: Any, path: Path | None = None) -> Path:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import spearman
 
 import shardopt as so
 from shardopt.audit import inner_product_flops, memory
@@ -225,9 +226,3 @@ def _seconds(run, x):
         jax.block_until_ready(run(x))
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def spearman(a, b):
-    """Return the correlation of ranks."""
-    ranks = [np.argsort(np.argsort(one)) for one in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
