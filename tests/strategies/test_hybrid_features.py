@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.pipelines import SCHEDULES, block_problem
@@ -127,6 +128,7 @@ def everything(w, x):
     h = jax.nn.relu(jax.nn.gelu(x @ w["kernel"]) @ jnp.asarray(np.eye(8)[::-1]))
     h, _ = jax.lax.scan(lambda h, s: (jnp.tanh(h @ w["kernel"] * s), None), h, jnp.array([0.5, 1.0]))
     h, _ = jax.lax.scan(lambda h, s: (jnp.tanh(h * s), None), h, jnp.array([0.5, 1.0]), unroll=True)
+    h = checkpoint_name(h, "hidden")
     return x + jax.checkpoint(lambda h, k: jnp.sin(h @ k))(h, w["kernel"]) * twice(h)
 
 
