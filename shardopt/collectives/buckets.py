@@ -50,7 +50,7 @@ def reduce_scatter_buckets(
     n = jax.lax.axis_size(axis)
 
     def several(some: list[jax.Array], dims: list[int]) -> list[jax.Array]:
-        rows = [_rolled(x, dim, n) for x, dim in zip(some, dims, strict=True)]
+        rows = [shards_of(x, dim, n) for x, dim in zip(some, dims, strict=True)]
         row = scatter(_flat(rows), axis, 0)  # [1, all elements of a shard]
         parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
         return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
@@ -141,13 +141,13 @@ def _ends(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
 
 
-def _rolled(x: jax.Array, dim: int, n: int) -> jax.Array:
+def shards_of(x: jax.Array, dim: int, n: int) -> jax.Array:
     """Return the n shards of a dim as rows, [n, shape of a shard]."""
     cut = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
     return jnp.moveaxis(cut, dim, 0)
 
 
 def _unrolled(rows: jax.Array, dim: int) -> jax.Array:
-    """Return rows [n, shape of a shard] as one array: the inverse of `_rolled`."""
+    """Return rows [n, shape of a shard] as one array: the inverse of `shards_of`."""
     cut = jnp.moveaxis(rows, 0, dim)
     return cut.reshape(*cut.shape[:dim], -1, *cut.shape[dim + 2 :])

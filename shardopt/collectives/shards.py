@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from shardopt.collectives.buckets import SMALL_BUCKET_BYTES, all_gather_buckets, reduce_scatter_buckets
+from shardopt.collectives.buckets import (
+    SMALL_BUCKET_BYTES,
+    all_gather_buckets,
+    reduce_scatter_buckets,
+    shards_of,
+)
 from shardopt.collectives.per_device import shard_by_shard
 from shardopt.mesh import device_kind
 
@@ -19,6 +24,7 @@ def all_gather(
     *,
     axis: str,
     dtypes: Sequence[DTypeLike | None] | None = None,
+    scatter_dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> list[jax.Array]:
     """Gather local shards along a mesh axis; the backward pass reduce-scatters their gradients.
@@ -29,7 +35,8 @@ def all_gather(
       specs: how each leaf is sharded over the tensor axis, which it stays.
       axis: the mesh axis to gather over.
       dtypes: what each leaf is cast to before it travels, None for what it is. Gradients are cast back before they
-        are summed, so the reduction keeps the precision of the stored leaf.
+        are summed, so the reduction keeps the precision of the stored leaf, unless `scatter_dtypes` says otherwise.
+      scatter_dtypes: see `dtypes` of `reduce_scatter`, of the gradients.
       bucket_bytes: gathered bytes of leaves that may share a collective, where that pays; they are then gathered at the
         same time, and so are their gradients.
 
@@ -51,7 +58,8 @@ def all_gather(
     def backward(_, cotangents):
         wide = [cotangents[i].astype(stored[i]) for i in differentiable]
         where = [dims[i] for i in differentiable], [specs[i] for i in differentiable]
-        sums = reduce_scatter(wide, *where, axis=axis, bucket_bytes=bucket_bytes)
+        narrow = None if scatter_dtypes is None else [scatter_dtypes[i] for i in differentiable]
+        sums = reduce_scatter(wide, *where, axis=axis, dtypes=narrow, bucket_bytes=bucket_bytes)
         grads: list[jax.Array | None] = [None] * len(stored)  # None is the zero cotangent of an integer leaf
         for i, total in zip(differentiable, sums, strict=True):
             grads[i] = total
@@ -68,15 +76,33 @@ def reduce_scatter(
     specs: Sequence[PartitionSpec],
     *,
     axis: str,
+    dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> list[jax.Array]:
-    """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local."""
+    """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local.
 
-    def scatter(x, axis, dim):
-        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    Args:
+      leaves: local gradients.
+      dims: the dim each is cut on, or None.
+      specs: how each is sharded over the tensor axis, which it stays.
+      axis: the mesh axis to sum over.
+      dtypes: what each leaf is cast to before it is sent, None for what it is; sums come back in the dtype of the leaf.
+      bucket_bytes: as in `all_gather`.
+    """
+    dtypes = dtypes or [None] * len(leaves)
+    cast = [dim is not None and dtype is not None for dim, dtype in zip(dims, dtypes, strict=True)]
+    sent = [x.astype(dtype) if one else x for x, dtype, one in zip(leaves, dtypes, cast, strict=True)]
 
-    move = lambda xs, dims: reduce_scatter_buckets(xs, dims, axis, scatter, bucket_bytes=bucket_bytes)  # noqa: E731
-    return _where_sharded(move, leaves, dims, specs)
+    def moved_by(
+        scatter: Callable[[jax.Array, str, int], jax.Array],
+    ) -> Callable[[list[jax.Array], list[int]], list[jax.Array]]:
+        return lambda xs, dims: reduce_scatter_buckets(xs, dims, axis, scatter, bucket_bytes=bucket_bytes)
+
+    as_bits = [one and x.dtype.itemsize == 2 and device_kind() == "cpu" for x, one in zip(sent, cast, strict=True)]
+    for scatter, chosen in ((_reduce_scatter, False), (_reduce_scatter_bits, True)):
+        some = [dim if bits is chosen else None for dim, bits in zip(dims, as_bits, strict=True)]
+        sent = _where_sharded(moved_by(scatter), sent, some, specs)
+    return [x.astype(leaf.dtype) for x, leaf in zip(sent, leaves, strict=True)]
 
 
 def _where_sharded(
@@ -93,6 +119,17 @@ def _where_sharded(
     for i, x in zip(split, moved, strict=True):
         results[i] = x
     return results
+
+
+def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def _reduce_scatter_bits(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Sum half-precision floats in fp32, sent as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
+    rows = shards_of(x, dim, jax.lax.axis_size(axis))
+    bits = jax.lax.all_to_all(jax.lax.bitcast_convert_type(rows, jnp.uint16), axis, 0, 0, tiled=True)
+    return jnp.sum(jax.lax.bitcast_convert_type(bits, x.dtype), axis=0, dtype=jnp.float32)
 
 
 def _all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:

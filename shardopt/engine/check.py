@@ -88,7 +88,7 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
     if config.per_replica:
         what = "replicas of this strategy train apart, so there is no one gradient to compare."
         raise ValueError(format_error("check", what, fix="check the strategy that was combined."))
-    own = config._replace(loss_fn=_without_key(config.loss_fn), reducer=None)
+    own = config._replace(loss_fn=_without_key(config.loss_fn), reducer=None, scatter_dtype=None)
     whole = own._replace(view="global", micro_batches=1, schedule=None)
     placed = place_batch(batch, batch_sharding(config))
     ours, theirs = (_run(one, state, placed) for one in (own, whole))

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -111,6 +112,7 @@ class StrategyConfig(NamedTuple):
       rules: what is sharded over tensor, by key path.
       min_shard_elements: leaves with fewer elements stay replicated over data.
       gather_dtype: what parameters are cast to before they are gathered; None for what they are.
+      scatter_dtype: what gradients are cast to before they are reduce-scattered; None for what the parameters are.
       frozen: regexes of key paths that are not trained.
       schedule: of a pipeline; None where micro-batches run one after another on every device.
       remat: whether a pipeline keeps only the input of each chunk.
@@ -136,6 +138,7 @@ class StrategyConfig(NamedTuple):
     rules: Rules = ()
     min_shard_elements: int = 1
     gather_dtype: jax.typing.DTypeLike | None = None
+    scatter_dtype: jax.typing.DTypeLike | None = None
     frozen: Sequence[str] = ()
     schedule: Schedule | None = None
     remat: bool = False
@@ -182,6 +185,10 @@ class StrategyConfig(NamedTuple):
             sync_gradients=self.sync_gradients,
         )
 
+    def wire_dtype(self, dtype: np.dtype) -> jax.typing.DTypeLike | None:
+        """Return what the gradient of a leaf is cast to before it is reduce-scattered; None for what it is."""
+        return self.scatter_dtype if jnp.issubdtype(dtype, jnp.floating) else None
+
     @property
     def num_pieces(self) -> int:
         """Into how many pieces the batch of one gradient is cut: devices along the rows' axes times micro-batches."""
@@ -221,7 +228,8 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     rules = user_mesh.rules(config.rules if callable(config.rules) else _as_tuple(config.rules))
     check_rules(rules, who=who)
     frozen = _check_frozen(who, config.frozen)
-    gather_dtype = _check_gather_dtype(who, config.gather_dtype)
+    gather_dtype = _check_dtype(who, "gather_dtype", config.gather_dtype, fix="None to gather what is stored")
+    scatter_dtype = _check_scatter_dtype(who, config)
     if model is not None:
         _check_remat(who, config, model.remat)
     return config._replace(
@@ -230,6 +238,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
         rules=rules,
         frozen=frozen,
         gather_dtype=gather_dtype,
+        scatter_dtype=scatter_dtype,
         compiler_options=options,
     )
 
@@ -338,7 +347,22 @@ def _check_frozen(who: str, frozen: Sequence[str]) -> tuple[str, ...]:
     return patterns
 
 
-def _check_gather_dtype(who: str, dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
+def _check_scatter_dtype(who: str, config: StrategyConfig) -> jnp.dtype | None:
+    dtype = _check_dtype(who, "scatter_dtype", config.scatter_dtype, fix="None to sum in the dtype that is stored")
+    if dtype is not None and not config.placement.opt_state:
+        what = "scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them."
+        fix = f"use reducer=so.reducers.exact(jnp.{dtype.name}), or a placement that shards."
+        raise ValueError(format_error(who, what, fix=fix))
+    if dtype is not None and config.reducer is not None:
+        what = "scatter_dtype and reducer both say how gradients cross the wire."
+        raise ValueError(format_error(who, what, fix="leave one of them out."))
+    if dtype is not None and config.view == "global":
+        what = "with view='global' the partitioner sums gradients, in the dtype of the products that make them."
+        raise ValueError(format_error(who, what, fix="leave scatter_dtype out, or use view='per_device'."))
+    return dtype
+
+
+def _check_dtype(who: str, name: str, dtype: jax.typing.DTypeLike | None, *, fix: str) -> jnp.dtype | None:
     if dtype is None:
         return None
     try:
@@ -346,6 +370,6 @@ def _check_gather_dtype(who: str, dtype: jax.typing.DTypeLike | None) -> jnp.dty
     except TypeError:
         floating = False
     if not floating:
-        what = f"gather_dtype must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
-        raise ValueError(format_error(who, what, fix="use jnp.bfloat16, or None to gather what is stored."))
+        what = f"{name} must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
+        raise ValueError(format_error(who, what, fix=f"use jnp.bfloat16, or {fix}."))
     return jnp.dtype(dtype)

@@ -98,7 +98,7 @@ def _sum(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list
     """Reduce-scatter over the axis that a leaf's gradient is sharded over, unless done, and all-reduce over the others."""
     sharded = config.placement
     if sharded.opt_state and not sharded.grads:
-        grads = reduce_scatter_grads(grads, layout.trained)
+        grads = reduce_scatter_grads(config, grads, layout.trained)
     done = [(SHARD,) if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
     over = [config.axes.gradient(plan, done=one) for plan, one in zip(layout.trained, done, strict=True)]
     return all_reduce_grads(grads, layout.trained, over)
@@ -143,7 +143,7 @@ def micro_batch_gradients(
     def one_micro_batch(micro_batch, index, weights=None):
         key = step_key(config, step, rng, index)
         grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key, weights)
-        return reduce_scatter_grads(grads, plans) if sharded.grads and not sharded.params else grads, parts
+        return reduce_scatter_grads(config, grads, plans) if sharded.grads and not sharded.params else grads, parts
 
     # Left alone, the partitioner would replicate the accumulators over tensor.
     def keep(sums):

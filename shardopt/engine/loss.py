@@ -141,7 +141,10 @@ def all_gather_leaves(
     cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
     dtypes = [config.gather_dtype if one else None for one in cast]
     where = [plan.dim for plan in flat], [plan.tensor for plan in flat]
-    gathered = all_gather(leaves, *where, axis=SHARD, dtypes=dtypes, bucket_bytes=bucket_bytes)
+    scattered = [config.wire_dtype(plan.dtype) for plan in flat]
+    gathered = all_gather(
+        leaves, *where, axis=SHARD, dtypes=dtypes, scatter_dtypes=scattered, bucket_bytes=bucket_bytes
+    )
     return treedef.unflatten([checkpoint_name(leaf, GATHERED) for leaf in gathered])
 
 

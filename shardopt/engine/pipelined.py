@@ -52,7 +52,7 @@ def pipelined_gradients(
     grads = {i: grad.astype(layout.plans[i].dtype) for i, grad in zip(trained_blocks, sums.blocks, strict=True)}
     outer_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_outer, sums.outer, strict=True)]
     if config.placement.grads:
-        outer_grads = reduce_scatter_grads(outer_grads, [layout.plans[i] for i in trained_outer])
+        outer_grads = reduce_scatter_grads(config, outer_grads, [layout.plans[i] for i in trained_outer])
     grads |= dict(zip(trained_outer, outer_grads, strict=True))
     return [grads[i] for i in sorted(grads)], sums.parts
 
@@ -181,7 +181,9 @@ def _stage_fns(
     def reduce(dw):
         if not sharded.grads or sharded.params:
             return dw
-        return reduce_scatter_grads(dw, [layout.plans[i].of_block() for i in blocks if layout.plans[i].trainable])
+        return reduce_scatter_grads(
+            config, dw, [layout.plans[i].of_block() for i in blocks if layout.plans[i].trainable]
+        )
 
     return StageFns(
         embed=lambda m: jax.tree.leaves(embed_tree(trained_outer, m)),

@@ -59,7 +59,8 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
     - ddp: one all-reduce of Psi over data. zero1: a reduce-scatter and an all-gather. zero2: a reduce-scatter per
       micro-batch. fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one of the
       outer parameters, and a reduce-scatter; in a pipeline outer parameters once per step. Leaves replicated over data
-      are all-reduced once. Then one all-reduce over replica, of shards where there are shards.
+      are all-reduced once. Then one all-reduce over replica, of shards where there are shards. Gathers are in
+      `gather_dtype`, reduce-scatters in `scatter_dtype`, all else as the parameters are.
     - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients, under ddp over data and pipeline
       at once. With several chunks a stage, permutes that bring blocks to where they run, and their gradients back.
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
@@ -95,12 +96,12 @@ def _over_data(placed: PlacedModel) -> list[Transfer]:
     if not placed.shards.opt_state:
         return [Transfer("all-reduce", "data", "gradients", size * (replicated + sharded), 1)]
     rest = Transfer("all-reduce", "data", "gradients", size * replicated, 1)
-    m, pipelined = layout.micro_batches, layout.pipeline > 1
+    m, pipelined, scattered = layout.micro_batches, layout.pipeline > 1, placed.scattered_itemsize
     once = 1 if pipelined else m
     if not placed.shards.params:
         return [
             rest,
-            Transfer("reduce-scatter", "data", "gradients", size * sharded, once if placed.shards.grads else 1),
+            Transfer("reduce-scatter", "data", "gradients", scattered * sharded, once if placed.shards.grads else 1),
             Transfer("all-gather", "data", "weights", size * sharded, 1),
         ]
     blocks, gathered = placed.num_blocks, placed.gathered_itemsize
@@ -108,9 +109,9 @@ def _over_data(placed: PlacedModel) -> list[Transfer]:
     return [
         rest,
         Transfer("all-gather", "data", "weights", gathered * each, passes * blocks * m, hidden=True),
-        Transfer("reduce-scatter", "data", "gradients", size * each, blocks * m, hidden=True),
+        Transfer("reduce-scatter", "data", "gradients", scattered * each, blocks * m, hidden=True),
         Transfer("all-gather", "data", "outer weights", gathered * elements.sharded_outer, once),
-        Transfer("reduce-scatter", "data", "outer gradients", size * elements.sharded_outer, once),
+        Transfer("reduce-scatter", "data", "outer gradients", scattered * elements.sharded_outer, once),
     ]
 
 
@@ -265,8 +266,9 @@ def _gathered(placed: PlacedModel) -> tuple[float, float, float]:
     elements, layout, size = placed.elements, placed.layout, placed.gathered_itemsize
     block = elements.sharded_blocks * layout.pipeline / placed.workload.num_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
-    loss = (outer or elements.loss_outer * size) + elements.largest_loss * _WIDE
-    return loss, outer + 2 * block * (size + _WIDE), outer + elements.largest_outer * _WIDE
+    grad = _WIDE if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
+    loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
+    return loss, outer + 2 * block * (size + grad), outer + elements.largest_outer * grad
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int) -> float:

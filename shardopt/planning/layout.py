@@ -37,6 +37,7 @@ class Layout(NamedTuple):
       chunks: virtual stages per stage.
       remat: whether the backward pass runs forwards again; "save:NAME,..." all but the values of these names.
       gather_dtype: dtype in which fsdp gathers weights; None is their own.
+      scatter_dtype: dtype in which all but ddp reduce-scatter gradients; None is that of the weights.
     """
 
     replica: int = 1
@@ -49,6 +50,7 @@ class Layout(NamedTuple):
     chunks: int = 1
     remat: bool | str = False
     gather_dtype: DTypeLike | None = None
+    scatter_dtype: DTypeLike | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -77,14 +79,16 @@ class Layout(NamedTuple):
 
     def strategy(self, rules: Rules) -> dict[str, Any]:
         """Return keyword arguments of `so.hybrid`, with the tensor rules of the model where tensor is above 1."""
-        gather = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
+        wire: dict[str, Any] = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
+        if self.scatter_dtype is not None:
+            wire["scatter_dtype"] = self.scatter_dtype
         return {
             "schedule": self.builder(),
             "micro_batches": self.micro_batches,
             "placement": self.placement,
             "remat": self.remat,
             "rules": rules if self.tensor > 1 else (),
-            **gather,
+            **wire,
         }
 
     def __str__(self) -> str:
@@ -168,6 +172,12 @@ class PlacedModel(NamedTuple):
     def gathered_itemsize(self) -> int:
         """Bytes of a parameter as it is gathered."""
         dtype = self.layout.gather_dtype
+        return self.itemsize if dtype is None else jnp.dtype(dtype).itemsize
+
+    @property
+    def scattered_itemsize(self) -> int:
+        """Bytes of a gradient as it is reduce-scattered."""
+        dtype = self.layout.scatter_dtype
         return self.itemsize if dtype is None else jnp.dtype(dtype).itemsize
 
     @property

@@ -59,9 +59,9 @@ class Prediction(NamedTuple):
 
     def to_json(self) -> dict[str, object]:
         """Return plain numbers and words."""
-        dtype = self.layout.gather_dtype
+        dtypes = {"gather_dtype": self.layout.gather_dtype, "scatter_dtype": self.layout.scatter_dtype}
         return {
-            "layout": self.layout._asdict() | {"gather_dtype": None if dtype is None else str(dtype)},
+            "layout": self.layout._asdict() | {name: None if one is None else str(one) for name, one in dtypes.items()},
             "memory": self.memory._asdict() | {"total": self.memory.total},
             "wire_bytes": self.wire_bytes,
             "seconds": self.time._asdict() | {"total": self.time.total},
@@ -131,6 +131,7 @@ def plan(
     schedules: Sequence[str] = SCHEDULES,
     remat: Sequence[bool | str] | None = None,
     gather_dtype: DTypeLike | None = jnp.bfloat16,
+    scatter_dtype: DTypeLike | None = None,
     headroom: float = 0.1,
 ) -> Plans:
     """Rank every way to lay a model out over chips by its predicted step time, without a device.
@@ -152,6 +153,7 @@ def plan(
         names. By default each of these, with the names of the model's blocks, those first that spare most flops a byte; the
         fastest is then what recomputes least of what fits. Names are not tried in pipelines, nor is offloading at all.
       gather_dtype: dtype in which fsdp gathers weights; None is their own.
+      scatter_dtype: dtype in which all but ddp reduce-scatter gradients; None is that of the weights.
       headroom: share of a chip's memory left free, for what the formulas do not see.
 
     Returns:
@@ -178,7 +180,8 @@ def plan(
     limit = chip.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
     choices = workload.remat_choices() if remat is None else tuple(remat)
-    for layout in _layouts(workload, chips, batch_size, slices, placements, schedules, choices, gather_dtype):
+    dtypes = gather_dtype, scatter_dtype
+    for layout in _layouts(workload, chips, batch_size, slices, placements, schedules, choices, dtypes):
         try:
             found = predict(workload, layout, hardware=chip, batch_size=batch_size, opt_state=opt_state, slices=slices)
         except ValueError as error:  # a dim that tensor does not divide
@@ -222,7 +225,7 @@ def _layouts(
     placements: Sequence[str],
     schedules: Sequence[str],
     remat: Sequence[bool | str],
-    gather_dtype: DTypeLike | None,
+    dtypes: tuple[DTypeLike | None, DTypeLike | None],
 ) -> Iterator[Layout]:
     """Yield the layouts of `chips` chips whose sizes divide what they have to.
 
@@ -247,9 +250,11 @@ def _layouts(
                 for m, placement, schedule, again in itertools.product(micro, *ways):
                     if placement == "fsdp" and again in idle:
                         continue
-                    gathered = gather_dtype if placement == "fsdp" else None
+                    gathered = dtypes[0] if placement == "fsdp" else None
+                    scattered = dtypes[1] if placement != "ddp" else None
                     for chunks in _chunks(workload, pipeline, m, schedule):
-                        yield Layout(replica, data, pipeline, tensor, placement, m, schedule, chunks, again, gathered)
+                        sizes = replica, data, pipeline, tensor
+                        yield Layout(*sizes, placement, m, schedule, chunks, again, gathered, scattered)
 
 
 def _recompute_flops(workload: Workload, remat: bool | str) -> float:

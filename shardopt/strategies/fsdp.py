@@ -24,6 +24,7 @@ def fsdp(
     rules: Rules = (),
     min_shard_elements: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
+    scatter_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
@@ -36,7 +37,10 @@ def fsdp(
     A step computes g = reduce_scatter_d grad L_d(all_gather(p)) and updates each shard with its own part of g.
 
     **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
-    transformation. With `gather_dtype`, equal to one device that computes in that dtype with fp32 masters.
+    transformation. With `gather_dtype`, equal to one device that computes in that dtype with fp32 masters. With
+    `scatter_dtype`, g = sum_d round(grad L_d), of each micro-batch by itself: what a device sends is rounded once. The sum
+    is taken in fp32 on CPU; elsewhere in that dtype, where XLA rounds it up to N - 1 times more. Micro-batches add up, and
+    replicas are summed, in the dtype of the parameters.
 
     **Placement**: parameters, gradients and optimizer state sharded over data (16/N bytes per parameter with fp32
     Adam) and over tensor by rule. With a `BlockModel` one block is gathered at a time, in the layer scan and again
@@ -47,8 +51,9 @@ def fsdp(
     and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch. Gathered only
     once are weights that the backward pass does not need and the outer ones of a BlockModel; and, where the
     compiler merges the two gathers of a weight outside of blocks (XLA:CPU of jax 0.10 does), such weights. The
-    gathers halve with `gather_dtype=bfloat16`; gradients are reduced in the dtype of the parameters. With replicas, an
-    all-reduce of the 1/N shards over replica, after the last micro-batch.
+    gathers halve with `gather_dtype=bfloat16`, the reduce-scatter with `scatter_dtype=bfloat16` (on CPU an all-to-all of as
+    many bytes); by default gradients are reduced in the dtype of the parameters. With replicas, an all-reduce of the 1/N
+    shards over replica, after the last micro-batch; it keeps that dtype.
 
     Args:
       tx: any optax transformation; see `ddp`.
@@ -59,6 +64,8 @@ def fsdp(
       min_shard_elements: see `zero`.
       gather_dtype: what trained floating parameters are cast to before they are gathered and used;
         frozen ones keep their dtype.
+      scatter_dtype: what gradients of sharded leaves are cast to before they are summed over data; by default the dtype
+        of the parameters, whatever `gather_dtype` is: fp32 sums of bf16 products are then sent unrounded.
       frozen: see `ddp`; frozen leaves are sharded too.
       evaluate_fn: see `ddp`.
       compiler_options: see `ddp`.
@@ -71,7 +78,8 @@ def fsdp(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: as `ddp`, and if `gather_dtype` is not floating.
+      ValueError: as `ddp`; if `gather_dtype` or `scatter_dtype` is not floating, or the latter is given with
+        `view="global"`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -96,6 +104,7 @@ def fsdp(
             rules=rules,
             min_shard_elements=min_shard_elements,
             gather_dtype=gather_dtype,
+            scatter_dtype=scatter_dtype,
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,

@@ -30,6 +30,7 @@ def hybrid(
     rules: Rules = (),
     min_shard_elements: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
+    scatter_dtype: jax.typing.DTypeLike | None = None,
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
@@ -78,6 +79,7 @@ def hybrid(
       rules: see `ddp`.
       min_shard_elements: see `zero`.
       gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
+      scatter_dtype: see `fsdp`; for placements that scatter (all but "ddp"), without a `reducer`.
       frozen: see `ddp`.
       evaluate_fn: see `ddp`; a `BlockModel` where there are stages.
       compiler_options: see `ddp`.
@@ -152,6 +154,7 @@ def hybrid(
             rules=rules,
             min_shard_elements=min_shard_elements if PLACEMENTS[placement].opt_state else 1,
             gather_dtype=gather_dtype,
+            scatter_dtype=scatter_dtype,
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             compiler_options=compiler_options,

@@ -203,3 +203,16 @@ def test_gather_dtype_is_for_fsdp_alone():
             work, Layout(data=8, placement=placement, gather_dtype=jnp.bfloat16), hardware=CHIP, batch_size=8
         )
         assert ("gather_dtype" in found.strategy) == (placement == "fsdp")
+
+
+def test_scatter_dtype_is_for_all_that_scatter():
+    plans = so.plan("gpt2", hardware="v5e", chips=8, batch_size=64, scatter_dtype=jnp.bfloat16)
+    for one in plans.ranked:
+        assert one.strategy.get("scatter_dtype") == (None if one.layout.placement == "ddp" else jnp.bfloat16)
+    wide = so.plan("gpt2", hardware="v5e", chips=8, batch_size=64, remat=(True,), placements=("fsdp",)).best
+    half = predict(
+        plans.workload, wide.layout._replace(scatter_dtype=jnp.bfloat16), hardware=plans.hardware, batch_size=64
+    )
+    scattered = lambda one: [t.bytes for t in one.transfers if t.kind == "reduce-scatter"]  # noqa: E731
+    assert scattered(wide) == [2 * size for size in scattered(half)]
+    assert half.time.total <= wide.time.total

@@ -75,6 +75,17 @@ CONSTRUCTION = [
         "Fix: use jnp.bfloat16, or None to gather what is stored.",
     ),
     (
+        lambda: hybrid(placement="ddp", scatter_dtype=jnp.bfloat16),
+        ValueError,
+        "hybrid: scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them.\n"
+        "Fix: use reducer=so.reducers.exact(jnp.bfloat16), or a placement that shards.",
+    ),
+    (
+        lambda: hybrid(placement="zero1", scatter_dtype=jnp.bfloat16, reducer=so.reducers.exact()),
+        ValueError,
+        "hybrid: scatter_dtype and reducer both say how gradients cross the wire.\nFix: leave one of them out.",
+    ),
+    (
         lambda: hybrid(remat=1),
         TypeError,
         "hybrid: remat must be True, False or a string that BlockModel.remat can be, got 1.\n"

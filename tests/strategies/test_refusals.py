@@ -97,6 +97,18 @@ CONSTRUCTION = [
         "Fix: use jnp.bfloat16, or None to gather what is stored.",
     ),
     (
+        lambda: so.zero(TX, mesh(), square, scatter_dtype="int4"),
+        ValueError,
+        "zero: scatter_dtype must be a floating dtype, got int4.\n"
+        "Fix: use jnp.bfloat16, or None to sum in the dtype that is stored.",
+    ),
+    (
+        lambda: so.fsdp(TX, mesh(), square, view="global", scatter_dtype=jnp.bfloat16),
+        ValueError,
+        "fsdp: with view='global' the partitioner sums gradients, in the dtype of the products that make them.\n"
+        "Fix: leave scatter_dtype out, or use view='per_device'.",
+    ),
+    (
         lambda: so.ddp(TX, mesh(), square, frozen="w"),
         TypeError,
         "ddp: frozen must be a sequence of regular expressions, got 'w'.",

@@ -31,6 +31,8 @@ LAYOUTS = {
     "fsdp": (Layout(data=8), 16),
     "fsdp, micro-batches": (Layout(data=8, micro_batches=4), 64),
     "fsdp, remat": (Layout(data=8, remat=True), 64),
+    "fsdp, scattered in half": (Layout(data=8, scatter_dtype="bfloat16"), 16),
+    "zero2, scattered in half": (Layout(data=8, placement="zero2", micro_batches=2, scatter_dtype="bfloat16"), 32),
     "fsdp, saved": (Layout(data=8, remat="save:attention,mlp_hidden"), 64),
     "fsdp, tensor": (Layout(data=4, tensor=2), 32),
     "fsdp, tensor, remat": (Layout(data=4, tensor=2, remat=True), 64),
