@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.errors import format_error
@@ -163,6 +164,13 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
     def on_params(compiled: CompiledStep) -> PyTree:
         return shardings(config.mesh, compiled.layout.specs.params)
 
+    def on_every_device(key: jax.Array) -> jax.Array:
+        """Put a key on the mesh; as numbers, because jax puts no typed key on devices of other processes."""
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        numbers = np.asarray(jax.random.key_data(key) if typed else key)
+        placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))
+        return jax.random.wrap_key_data(placed) if typed else placed
+
     def init(params: PyTree, rng: jax.Array | None = None) -> TrainState:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
         # optax.chain and flax's TrainState call this as soon as they have parameters, and `update` a gradient later.
@@ -172,9 +180,7 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
         if is_init_fn(params):
             given = key if rng is None else rng
             compiled = cache.of(check_params(config, jax.eval_shape(params, given)))
-            placed = init_program(config, compiled, params)(
-                jax.device_put(given, NamedSharding(config.mesh, PartitionSpec()))
-            )
+            placed = init_program(config, compiled, params)(on_every_device(given))
         else:
             compiled = cache.of(check_params(config, params))
             if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
@@ -187,7 +193,7 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
         init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
         opt_state = make_program(config, init_opt_state, (on_params(compiled),), compiled.shardings.opt_state)(placed)
         # Folded, so that the steps do not draw what init_fn drew.
-        first = jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.fold_in(key, 0))
+        first = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
         step, rng = jax.device_put(first, (compiled.shardings.step, compiled.shardings.rng))
         return TrainState(step, placed, opt_state, rng)
 

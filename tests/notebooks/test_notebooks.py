@@ -32,7 +32,9 @@ def shown(notebook):
     found = []
     for cell in notebook.cells:
         outputs = [one for one in cell.get("outputs", ()) if one.output_type != "stream" or one.name == "stdout"]
-        found.append([min(one.data) if "data" in one else one.output_type for one in outputs])
+        kinds = [min(one.data) if "data" in one else one.output_type for one in outputs]
+        # what a cell prints may arrive in pieces
+        found.append([kind for i, kind in enumerate(kinds) if kind != "stream" or kinds[i - 1 : i] != ["stream"]])
     return found
 
 
