@@ -94,7 +94,7 @@ def describe_structure(treedef: Any) -> Json:
     kind, detail = node
     children = [describe_structure(child) for child in treedef.children()]
     name = _CONTAINERS.get(kind)
-    if name == "dict" and not all(map(_is_key, detail)):
+    if name == "dict" and not _are_keys(detail, len(children)):
         name = None  # JSON would turn other keys into strings
     if name is None:
         return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
@@ -141,9 +141,7 @@ def _build(description: Json, leaves: Iterator[Any], foreign: set[str]) -> PyTre
             return build(children)
         case {"node": "tuple", "children": list(children)}:
             return tuple(build(children))
-        case {"node": "dict", "children": list(children), "keys": list(keys)} if all(map(_is_key, keys)) and len(
-            set(keys)
-        ) == len(keys) == len(children):
+        case {"node": "dict", "children": list(children), "keys": list(keys)} if _are_keys(keys, len(children)):
             return dict(zip(keys, build(children), strict=True))
         case {"node": str(node), "children": list(children)} if node not in _CONTAINERS.values():
             foreign.add(node)
@@ -151,5 +149,7 @@ def _build(description: Json, leaves: Iterator[Any], foreign: set[str]) -> PyTre
     raise ValueError(f"the structure of params has {description!r:.80}")
 
 
-def _is_key(key: object) -> bool:
-    return isinstance(key, str | int) and not isinstance(key, bool)
+def _are_keys(keys: list[Any], count: int) -> bool:
+    """Return whether they are keys that jax can sort and JSON keeps: distinct, all strings or all integers."""
+    numbers = all(isinstance(key, int) and not isinstance(key, bool) for key in keys)
+    return (numbers or all(isinstance(key, str) for key in keys)) and len(set(keys)) == len(keys) == count

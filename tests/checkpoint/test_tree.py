@@ -126,6 +126,7 @@ def test_types_that_cannot_be_rebuilt_are_named(complaint_of):
         {"node": "dict", "children": ["*"], "keys": []},
         {"node": "dict", "children": ["*", "*"], "keys": ["a", "a"]},
         {"node": "dict", "children": ["*"], "keys": [True]},
+        {"node": "dict", "children": ["*", "*"], "keys": [0, "a"]},
         {"node": "dict", "children": ["*"], "keys": [[]]},
         {"node": "tuple", "children": [None]},
     ],
