@@ -180,6 +180,8 @@ def plan(
     limit = chip.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
     choices = workload.remat_choices() if remat is None else tuple(remat)
+    for one in choices:
+        workload.recompute(one)  # refuses names that blocks do not have
     dtypes = gather_dtype, scatter_dtype
     for layout in _layouts(workload, chips, batch_size, slices, placements, schedules, choices, dtypes):
         try:

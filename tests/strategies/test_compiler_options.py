@@ -13,11 +13,14 @@ import shardopt as so
 loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)  # noqa: E731
 
 
-def test_the_users_options_reach_the_compiler(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=8), loss_fn, compiler_options={"no_such_option": True})
-    state = opt.init(jnp.ones(4))
+@pytest.mark.parametrize("program", ["init", "step", "evaluate"])
+def test_the_users_options_reach_the_compiler(program, mesh_of):
+    mesh, rows = mesh_of(data=8), np.ones((8, 4), np.float32)
+    state = so.ddp(optax.sgd(0.1), mesh, loss_fn).init(jnp.ones(4))
+    opt = so.ddp(optax.sgd(0.1), mesh, loss_fn, compiler_options={"no_such_option": True})
+    args = (jnp.ones(4),) if program == "init" else (state, rows)
     with pytest.raises(Exception, match="no_such_option"):
-        opt.step(state, np.ones((8, 4), np.float32))
+        getattr(opt, program)(*args)
 
 
 def test_options_are_a_dict(mesh_of):
