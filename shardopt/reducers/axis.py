@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, abstract
 
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or a tuple of names that stand for one axis, the last one fastest."""
@@ -85,8 +85,10 @@ def agreeing_cond(
 ) -> T:
     """Return `jax.lax.cond` of branches whose results may vary along different axes: what varies in one, varies.
 
-    The predicate must be the same on all devices, since collectives run in the branches.
+    The predicate must be the same on all devices, since collectives run in the branches. What is of double precision where
+    `jax_enable_x64` is off, a state from elsewhere, goes on in single in both, not only where a branch computes with it.
     """
+    args = jax.tree.map(lambda x, now: x if x.dtype == now.dtype else x.astype(now.dtype), args, abstract(args))
     if not any(varying(leaf) for leaf in jax.tree.leaves(args)):
         return jax.lax.cond(predicate, if_true, if_false, *args)
 

@@ -118,3 +118,23 @@ def test_inside_of_optax(kind, combined, ways, x64):
         )
         close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9)  # injected rates are fp32
         jax.tree.map(close, found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # jax says that it truncates
+def test_a_state_of_double_precision_goes_on_in_single():
+    """A branch that only hands it on would else return what no branch can compute where jax_enable_x64 is off."""
+    tx = T.accumulate(optax.adam(RATE), 2)
+    grads = {name: x[0] for name, x in GRADS.items()}
+
+    def run(precisions):
+        state = updates = None
+        for t, double in enumerate(precisions):
+            with jax.enable_x64(double):
+                state = tx.init(jax.tree.map(jnp.asarray, PARAMS)) if state is None else state
+                updates, state = tx.update({name: jnp.asarray(x[t]) for name, x in grads.items()}, state)
+        return updates
+
+    found, expected = run([True, True, True, False]), run([False] * 4)
+    for name, x in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_allclose(found[name], x, rtol=1e-5)
