@@ -75,8 +75,8 @@ def scatter_in_the_wrong_order(patch):
 
 
 def cut_what_travelled_together_in_the_wrong_order(patch):
-    rolled = together._rolled
-    patch.setattr(together, "_rolled", lambda x, dim, n: rolled(x, dim, n)[::-1])
+    rolled = together.shards_of
+    patch.setattr(together, "shards_of", lambda x, dim, n: rolled(x, dim, n)[::-1])
 
 
 def apply_the_update_twice(patch):
