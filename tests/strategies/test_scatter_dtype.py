@@ -178,6 +178,7 @@ def test_on_tpu_it_stays_a_reduce_scatter_of_half_the_bytes(tensor):
     def sent(dtype):
         make = lambda mesh: so.fsdp(optax.sgd(RATE), mesh, MODEL, rules=rules, scatter_dtype=dtype)  # noqa: E731
         report = so.aot(make, params, batch, topology="v5e:2x4", tensor=tensor)
-        return report.audit.of(axis="data", min_bytes=4096).by_kind()["reduce-scatter"].wire_bytes
+        # the matrices: XLA may all-reduce a bias
+        return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes
 
     assert sent(jnp.bfloat16) * 2 == sent(None)
