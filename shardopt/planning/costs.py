@@ -195,7 +195,9 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     workload, layout = placed.workload, placed.layout
     rows, tensor = batch_size / layout.pieces, layout.tensor
     everything = workload.residuals.on(tensor) * rows
-    residuals = workload.stage_residuals.on(tensor) * rows if placed.keeps_products else everything
+    # a pipeline and fsdp keep no elementwise results of a block
+    fewer = layout.pipeline > 1 or placed.shards.params
+    residuals = workload.stage_residuals.on(tensor) * rows if fewer else everything
     recompute, boundary = placed.recompute, workload.boundary_bytes * rows
     saved = 0.0 if recompute is None else recompute.kept.on(tensor) * rows
     # without a pipeline, what was not kept of one block is made again while it is differentiated; with remat all
@@ -310,35 +312,30 @@ def step_time(
     It is made of first principles: no factor is fitted to a run, so machines are slower. A forward takes flops / peak, or
     the bytes of its weights / bandwidth if that is more; then what stands between inner products writes and reads
     activations, which takes their bytes / bandwidth. A backward is twice that, and with remat what the forward has to
-    run again. The loss writes and reads its logits. Gradients of a micro-batch are written and read in fp32, and where there
-    are several so is their sum. Transfers that can hide, on chips that move such beside the products, run beside the
-    computation, and what is longer counts. In a pipeline each tick takes as long as its busiest stage, the loss included.
+    run again. Transfers that can hide run beside the computation, and what is longer counts. In a pipeline each tick
+    takes as long as its busiest stage, the loss included.
     """
     workload, layout = placed.workload, placed.layout
     times = {one: seconds(one, layout, hardware, slices=slices) for one in transfers}
-    beside = {one for one in transfers if one.hidden and one.kind in hardware.hides}
-    hidden = sum(times[one] for one in beside)
-    exposed = sum(time for one, time in times.items() if one not in beside and one.axis in ("data", "replica"))
+    hidden = sum(time for one, time in times.items() if one.hidden)
+    exposed = sum(time for one, time in times.items() if not one.hidden and one.axis in ("data", "replica"))
     tensor = sum(time for one, time in times.items() if one.axis == "tensor")
     pipeline = sum(time for one, time in times.items() if one.axis == "pipeline")
     micro, rows = layout.micro_batches, batch_size / layout.pieces
     forward = _forward(placed, hardware, rows)
-    logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
-    ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops + logits
-    grads, outer_grads = _gradient_seconds(placed, hardware)
+    ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops
     recompute = placed.recompute
     again = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
     # state and parameters are read and written, gradients (fp32) read
     moved = 2 * (placed.params + placed.opt_state) + _WIDE * placed.params / placed.itemsize
     # of the ends each stage does its share, and idles while the last one does the rest
-    ends += outer_grads
-    compute, bubble = micro * (3 * forward + again + grads) + micro * ends / layout.pipeline, 0.0
+    compute, bubble = micro * (3 * forward + again) + micro * ends / layout.pipeline, 0.0
     if (table := layout.table()) is not None:
         share, waiting = 1 / layout.chunks, tensor / (micro * layout.chunks) / 3
         spent = table.program_time(
             forward=forward * share + waiting,
             backward=(forward + again) * share + ends + waiting,
-            weight=(forward + grads) * share + waiting,
+            weight=forward * share + waiting,
         )
         bubble = max(spent - compute - tensor, 0.0)
     data, update = exposed + max(hidden - compute, 0.0), moved / hardware.memory_bandwidth
@@ -351,24 +348,8 @@ def _forward(placed: PlacedModel, hardware: Hardware, rows: float) -> float:
     flops = placed.num_blocks * workload.block_flops * rows / tensor
     weights = placed.elements.blocks() * workload.itemsize
     # what is kept is written once and read once
-    kept = workload.stage_residuals if placed.keeps_products else workload.residuals
-    activations = 2 * placed.num_blocks * kept.on(tensor) * rows
+    activations = 2 * placed.num_blocks * workload.residuals.on(tensor) * rows
     return max(flops / hardware.flops, weights / hardware.memory_bandwidth) + activations / hardware.memory_bandwidth
-
-
-def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, float]:
-    """Return the seconds in which a micro-batch's gradients, of a stage's blocks and of the outer parameters, come and go.
-
-    They are written and read; where several are summed, the sum is read and written too, of shards where these are summed.
-    """
-    elements, layout = placed.elements, placed.layout
-    pipelined = layout.pipeline > 1
-    several = layout.micro_batches > 1
-    shards = layout.data if placed.shards.grads else 1
-    blocks = elements.blocks() + (elements.blocks(shards) if several else 0)
-    outer = elements.outer() + (elements.outer(1 if pipelined else shards) if several else 0)
-    each = 2 * _WIDE / hardware.memory_bandwidth
-    return each * blocks, each * outer
 
 
 def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: int = 1) -> float:

@@ -26,7 +26,6 @@ class Hardware:
       pod_chips: chips that the links above can join: a TPU slice, or the GPUs behind one NVLink switch.
       network_bandwidth: bytes per second that a chip sends to chips beyond those.
       source: where the figures come from.
-      hides: kinds of collectives that it can move beside inner products.
       clock: cycles per second of a TPU's TensorCore, in which XLA:TPU estimates what an operation takes; None elsewhere.
     """
 
@@ -39,7 +38,6 @@ class Hardware:
     pod_chips: int
     network_bandwidth: float
     source: str
-    hides: tuple[str, ...] = ("all-gather", "reduce-scatter")
     clock: float | None = None
 
 
