@@ -2,6 +2,5 @@
 
 from shardopt.nn.attention import attention
 from shardopt.nn.cross_entropy import cross_entropy
-from shardopt.nn.embedding import embedding
 
-__all__ = ["attention", "cross_entropy", "embedding"]
+__all__ = ["attention", "cross_entropy"]

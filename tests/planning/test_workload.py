@@ -34,8 +34,6 @@ def test_the_closed_form_is_the_trace(gated):
     # out and down are sharded by row; q, kv and up by column
     assert traced.tensor_sums == work.tensor_sums == (2, 3)
     assert traced.named == work.named
-    assert (traced.tables, traced.table_ids, traced.table_numbers) == (("embedding",), 32, 32 * 64)
-    assert (work.tables, work.table_ids, work.table_numbers) == (("embedding",), 32, 32 * 64)
     assert traced.remat_choices() == work.remat_choices()
     # at least what inner products need, at most what nothing recomputed keeps
     assert work.boundary_bytes <= work.stage_residuals.on(1) <= traced.residuals.on(1)
