@@ -11,13 +11,13 @@ zeros), although the same loss runs on one device.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives.buckets import all_reduce_buckets
+from shardopt.core.jaxprs import equations
 from shardopt.core.types import PyTree
 from shardopt.mesh import mesh_under_trace, without_types
 
@@ -62,18 +62,14 @@ def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_sp
     return run
 
 
-def _constrains_tensor(jaxpr: Any) -> bool:
+def _constrains_tensor(jaxpr: Jaxpr) -> bool:
     """Return whether a program constrains an array over tensor by a `NamedSharding`, which jax refuses when it lowers it."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            spec = getattr(eqn.params["sharding"], "spec", ())
-            if any(TENSOR in (entry if isinstance(entry, tuple) else (entry,)) for entry in spec):
-                return True
-        for leaf in jax.tree.leaves(eqn.params):
-            inner = getattr(leaf, "jaxpr", leaf)
-            if hasattr(inner, "eqns") and _constrains_tensor(inner):
-                return True
-    return False
+    specs = (
+        getattr(eqn.params["sharding"], "spec", ())
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "sharding_constraint"
+    )
+    return any(TENSOR in (entry if isinstance(entry, tuple) else (entry,)) for spec in specs for entry in spec)
 
 
 def has_auto_tensor() -> bool:

@@ -9,6 +9,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from shardopt.core.errors import format_error, plural
+from shardopt.core.jaxprs import equations
 
 T = TypeVar("T")
 Policy = Callable[..., Any]
@@ -73,14 +74,9 @@ def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
 def named_values(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, list[ShapedArray]]:
     """Return the values that have a name, by name in the order of the trace, also those of what is called in it."""
     found: dict[str, list[ShapedArray]] = {}
-    for eqn in jaxpr.eqns:
+    for eqn in equations(jaxpr):
         if eqn.primitive.name == "name":
             found.setdefault(eqn.params["name"], []).append(cast(ShapedArray, eqn.outvars[0].aval))
-        for leaf in jax.tree.leaves(eqn.params):
-            inner = getattr(leaf, "jaxpr", leaf)
-            if hasattr(inner, "eqns"):
-                for name, values in named_values(inner).items():
-                    found.setdefault(name, []).extend(values)
     return found
 
 
