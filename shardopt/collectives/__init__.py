@@ -2,13 +2,14 @@
 
 from shardopt.collectives.buckets import BUCKET_BYTES, SMALL_BUCKET_BYTES
 from shardopt.collectives.per_device import all_reduce, constrain_tensor, has_auto_tensor, per_device, shard_by_shard
-from shardopt.collectives.shards import all_gather, reduce_scatter
+from shardopt.collectives.shards import all_gather, all_to_all, reduce_scatter
 
 __all__ = [
     "BUCKET_BYTES",
     "SMALL_BUCKET_BYTES",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "constrain_tensor",
     "has_auto_tensor",
     "per_device",

@@ -127,18 +127,29 @@ def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 def _reduce_scatter_bits(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Sum half-precision floats in fp32, sent as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
-    rows = shards_of(x, dim, jax.lax.axis_size(axis))
-    bits = jax.lax.all_to_all(jax.lax.bitcast_convert_type(rows, jnp.uint16), axis, 0, 0, tiled=True)
-    return jnp.sum(jax.lax.bitcast_convert_type(bits, x.dtype), axis=0, dtype=jnp.float32)
+    rows = all_to_all(shards_of(x, dim, jax.lax.axis_size(axis)), axis, 0, 0)
+    return jnp.sum(rows, axis=0, dtype=jnp.float32)
+
+
+def all_to_all(x: jax.Array, axis: str, split: int, concat: int) -> jax.Array:
+    """Cut a dim over a mesh axis, and join what all devices have of this part along another dim; not differentiable."""
+
+    def move(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, axis, split, concat, tiled=True)
+
+    return _as_bits_on_cpu(move, x)
 
 
 def _all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Gather an array; on CPU half-precision floats as the bits they are, which XLA:CPU would widen to fp32 on the wire.
+    return _as_bits_on_cpu(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), x)
+
+
+def _as_bits_on_cpu(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Move an array; on CPU half-precision floats as the bits they are, which XLA:CPU would widen to fp32 on the wire.
 
     Elsewhere they travel as they are: on a TPU the cast to bits and back is a copy of the gathered array.
     """
     half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
     if not half or device_kind() != "cpu":
-        return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
-    bits = jax.lax.all_gather(jax.lax.bitcast_convert_type(x, jnp.uint16), axis, axis=dim, tiled=True)
-    return jax.lax.bitcast_convert_type(bits, x.dtype)
+        return move(x)
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)

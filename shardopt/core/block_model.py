@@ -32,6 +32,10 @@ class BlockModel(NamedTuple):
         pipeline. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere. A name that
         blocks do not have is refused when the first step is traced, with those that they have.
 
+      tables: key paths of outer parameters [V, D] that only `embed` reads, and only by `so.nn.embedding`. Where fsdp shards
+        parameters, in the per-device view and not in a pipeline, these are sharded by columns if data divides D, and are not
+        gathered where it costs fewer bytes to exchange the rows that a batch asks for.
+
     Example:
       >>> import jax.numpy as jnp
       >>> model = BlockModel(
@@ -48,6 +52,7 @@ class BlockModel(NamedTuple):
     block: Callable[..., PyTree]
     loss: Callable[..., Loss]
     remat: Remat = None
+    tables: tuple[str, ...] = ()
 
     def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Loss:
         """Return the loss of a batch, on any device, as `loss` returns it."""

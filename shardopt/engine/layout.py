@@ -19,7 +19,7 @@ from shardopt.engine.compression import (
     init_compression,
 )
 from shardopt.engine.config import StrategyConfig
-from shardopt.partition import LeafPlan, plan_leaves, state_specs
+from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, state_specs
 from shardopt.pipeline import Schedule
 
 _Leaf = TypeVar("_Leaf")
@@ -34,6 +34,7 @@ class Layout(NamedTuple):
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
       compression: how gradients go through the config's reducer; None without one.
+      tables: key paths of the leaves that are sharded by columns for `so.nn.embedding`, and not gathered.
     """
 
     treedef: TreeDef
@@ -41,6 +42,7 @@ class Layout(NamedTuple):
     abstract: TrainState
     specs: TrainState
     compression: CompressionPlan | None = None
+    tables: frozenset[str] = frozenset()
 
     @property
     def trained(self) -> tuple[LeafPlan, ...]:
@@ -64,6 +66,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         _check_blocks(config, abstract_params)
     if config.schedule is not None:
         _check_stages(config, config.schedule, abstract_params)
+    tables = _tables(config, abstract_params)
     plans = plan_leaves(
         abstract_params,
         who=config.strategy,
@@ -72,6 +75,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         stacked=as_block_model(config.loss_fn) is not None,
         pipelined=config.schedule is not None,
         min_shard_elements=config.min_shard_elements,
+        tables=tables,
         is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.frozen),
     )
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
@@ -101,6 +105,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         abstract=TrainState(step, abstract_params, opt_state, key),
         specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
         compression=compression,
+        tables=frozenset(plan.path for plan in flat if plan.path in tables and plan.dim == COLUMNS),
     )
 
 
@@ -127,6 +132,26 @@ def _check_blocks(config: StrategyConfig, params: PyTree) -> None:
         raise ValueError(
             format_error(config.strategy, what, [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves], fix)
         )
+
+
+def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
+    """Return the leaves that stay sharded by columns where this strategy can leave them so.
+
+    Raises:
+      ValueError: if `BlockModel.tables` names what is no outer parameter [V, D].
+    """
+    model = as_block_model(config.loss_fn)
+    if model is None or not model.tables:
+        return ()
+    outer = {path: leaf for path, leaf in leaves_with_paths(params) if path.split("/")[0] != BLOCKS}
+    wrong = [repr(path) for path in model.tables if path not in outer or len(outer[path].shape) != 2]
+    if wrong:
+        known = [path for path, leaf in outer.items() if len(leaf.shape) == 2]
+        what = "BlockModel.tables must name outer parameters [V, D]."
+        fix = f"name some of {', '.join(known[:8])}." if known else "leave tables out."
+        raise ValueError(format_error(config.strategy, what, wrong, fix))
+    shards = config.placement.params and config.view == "per_device" and config.schedule is None
+    return model.tables if shards and config.mesh.shape["data"] > 1 else ()
 
 
 def _check_stages(config: StrategyConfig, schedule: Schedule, params: PyTree) -> None:

@@ -3,13 +3,14 @@
 In the per-device view these are the rows of one micro-batch on one device, in the global view those of all devices.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
 from shardopt.core.block_model import BLOCKS, as_block_model, call, plain_block, run_blocks, takes_rng
@@ -34,6 +35,7 @@ from shardopt.engine.explain import explained
 from shardopt.engine.layout import Layout
 from shardopt.engine.metrics import value_of
 from shardopt.engine.rows import row_context, with_rows
+from shardopt.nn.embedding import ColumnTable
 from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import gathered_block
 
@@ -99,7 +101,8 @@ def _loss_of_rows(
         hooks = {}
         if gathers:
             outer_plans = {name: value for name, value in plans.items() if name != BLOCKS}
-            hooks["gather_outer"] = lambda outer: all_gather_leaves(config, outer, outer_plans)
+            tables = layout.tables.intersection(model.tables)  # a model that is evaluated may have none
+            hooks["gather_outer"] = lambda outer: all_gather_leaves(config, outer, outer_plans, tables=tables)
             gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], of_block=True)  # noqa: E731
             hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
         if config.view == "global":
@@ -128,9 +131,13 @@ def all_gather_leaves(
     plans: PyTree,
     *,
     of_block: bool = False,
+    tables: Collection[str] = (),
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> PyTree:
-    """All-gather the leaves of a tree over data, each cast to what travels; one block of them if `of_block`."""
+    """All-gather the leaves of a tree over data, each cast to what travels; one block of them if `of_block`.
+
+    Those among `tables` stay where they are, as `ColumnTable`.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     flat: list[LeafPlan] = treedef.flatten_up_to(plans)
     if of_block:
@@ -140,12 +147,21 @@ def all_gather_leaves(
     # Only what is trained: running statistics would stop moving in half precision.
     cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
     dtypes = [config.gather_dtype if one else None for one in cast]
-    where = [plan.dim for plan in flat], [plan.tensor for plan in flat]
+    where = [None if plan.path in tables else plan.dim for plan in flat], [plan.tensor for plan in flat]
     scattered = [config.wire_dtype(plan.dtype) for plan in flat]
     gathered = all_gather(
         leaves, *where, axis=SHARD, dtypes=dtypes, scatter_dtypes=scattered, bucket_bytes=bucket_bytes
     )
-    return treedef.unflatten([checkpoint_name(leaf, GATHERED) for leaf in gathered])
+    return treedef.unflatten(
+        [
+            _table(leaf, plan, sums) if plan.path in tables else checkpoint_name(leaf, GATHERED)
+            for leaf, plan, sums in zip(gathered, flat, scattered, strict=True)
+        ]
+    )
+
+
+def _table(shard: jax.Array, plan: LeafPlan, scattered: DTypeLike | None) -> ColumnTable:
+    return ColumnTable(shard, SHARD, plan.tensor, (scattered or plan.dtype) if plan.trainable else None)
 
 
 def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **params: object) -> bool:

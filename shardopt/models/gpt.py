@@ -178,13 +178,12 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
         weights = jnp.asarray(batch["weights"], nats.dtype)
         return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
 
-    return BlockModel(embed, block, loss, remat)
+    return BlockModel(embed, block, loss, remat, tables=() if config.tied else ("embedding",))
 
 
 def embed_tokens(config: GPTConfig, outer: Params, tokens: Tokens) -> Float[Array, "B T D"]:
     """Return the embedding of every token; NaN for an id outside the vocabulary."""
-    embedding = _cast(outer["embedding"], config)
-    return jnp.take(embedding, jnp.asarray(tokens, jnp.int32), axis=0, mode="fill", fill_value=jnp.nan)
+    return nn.embedding(_cast(outer["embedding"], config), jnp.asarray(tokens, jnp.int32))
 
 
 def apply_block(

@@ -38,7 +38,7 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
     T = shape.length
 
     def embed(outer: Params, batch: Batch) -> Float[Array, "B T D"]:
-        x = jnp.take(_cast(outer["embedding"], shape), batch["tokens"][:, :T], axis=0, mode="clip")
+        x = nn.embedding(outer["embedding"].astype(shape.dtype), batch["tokens"][:, :T], mode="clip")
         return x + _cast(outer["positions"], shape)[None, :T] if shape.positions else x
 
     def block(weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -51,7 +51,7 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
         normed = rms_norm(x, _cast(outer["norm"], shape))
         return jnp.mean(nn.cross_entropy(normed, head, jnp.asarray(batch["tokens"])[:, 1 : T + 1], chunk=chunk))
 
-    return BlockModel(embed, block, loss, remat)
+    return BlockModel(embed, block, loss, remat, tables=() if shape.tied else ("embedding",))
 
 
 def init(shape: Transformer, rng: jax.Array) -> Params:

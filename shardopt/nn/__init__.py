@@ -2,5 +2,6 @@
 
 from shardopt.nn.attention import attention
 from shardopt.nn.cross_entropy import cross_entropy
+from shardopt.nn.embedding import embedding
 
-__all__ = ["attention", "cross_entropy"]
+__all__ = ["attention", "cross_entropy", "embedding"]

@@ -1,7 +1,16 @@
 """Where every leaf lives: rules for the tensor axis, divisibility for the data axis, optimizer state by likeness."""
 
-from shardopt.partition.plan import LeafPlan, plan_leaves, state_specs
+from shardopt.partition.plan import COLUMNS, LeafPlan, plan_leaves, state_specs
 from shardopt.partition.report import Report, report
 from shardopt.partition.rules import match_rules, rules_from_logical_axes
 
-__all__ = ["LeafPlan", "Report", "match_rules", "plan_leaves", "report", "rules_from_logical_axes", "state_specs"]
+__all__ = [
+    "COLUMNS",
+    "LeafPlan",
+    "Report",
+    "match_rules",
+    "plan_leaves",
+    "report",
+    "rules_from_logical_axes",
+    "state_specs",
+]

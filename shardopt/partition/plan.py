@@ -15,6 +15,9 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules, leaves_with_paths
 from shardopt.partition.rules import match_rules
 
+COLUMNS = 1
+"""The dim of a table [V, D] that its columns are."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
@@ -76,6 +79,7 @@ def plan_leaves(
     pipelined: bool = False,
     min_shard_elements: int,
     is_trainable: Callable[[str], bool],
+    tables: Sequence[str] = (),
 ) -> PyTree:
     """Plan every leaf: rules place tensor, and data takes the largest dim it divides.
 
@@ -88,6 +92,7 @@ def plan_leaves(
       pipelined: whether the stacked leaves are sharded over the pipeline axis.
       min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
       is_trainable: whether a floating leaf with this key path is trained.
+      tables: key paths of leaves [V, D] of which data takes the columns, if it divides them and tensor does not take them.
 
     Returns:
       A tree like the parameters, of `LeafPlan`.
@@ -108,6 +113,8 @@ def plan_leaves(
     plans = []
     for (path, leaf), shape, spec, block in zip(leaves, shapes, specs, is_stacked, strict=True):
         dim, reason = data_dim(shape, spec, mesh.shape["data"], min_shard_elements)
+        if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % mesh.shape["data"] == 0:
+            dim = COLUMNS
         plans.append(
             LeafPlan(
                 path=path,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardopt.nn.embedding import exchange_bytes
 from shardopt.pipeline.messages import rounds_to_schedule
 from shardopt.planning.hardware import Hardware
 from shardopt.planning.layout import Layout, PlacedModel
@@ -60,7 +61,8 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
       micro-batch. fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one of the
       outer parameters, and a reduce-scatter; in a pipeline outer parameters once per step. Leaves replicated over data
       are all-reduced once. Then one all-reduce over replica, of shards where there are shards. Gathers are in
-      `gather_dtype`, reduce-scatters in `scatter_dtype`, all else as the parameters are.
+      `gather_dtype`, reduce-scatters in `scatter_dtype`, all else as the parameters are. Tables that `so.nn.embedding`
+      reads under fsdp are not gathered where it sends fewer bytes to exchange their rows.
     - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients, under ddp over data and pipeline
       at once. With several chunks a stage, permutes that bring blocks to where they run, and their gradients back.
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
@@ -70,6 +72,7 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
     boundary = placed.workload.boundary_bytes * batch_size / placed.layout.pieces
     found = [
         *_over_data(placed),
+        *_of_tables(placed, batch_size / placed.layout.pieces),
         _over_replica(placed),
         *_over_pipeline(placed, boundary),
         _over_tensor(placed, boundary),
@@ -106,13 +109,40 @@ def _over_data(placed: PlacedModel) -> list[Transfer]:
         ]
     blocks, gathered = placed.num_blocks, placed.gathered_itemsize
     each, passes = elements.sharded_blocks / blocks, 3 if pipelined and layout.remat else 2
+    outer = elements.sharded_outer - elements.tables
     return [
         rest,
         Transfer("all-gather", "data", "weights", gathered * each, passes * blocks * m, hidden=True),
         Transfer("reduce-scatter", "data", "gradients", scattered * each, blocks * m, hidden=True),
-        Transfer("all-gather", "data", "outer weights", gathered * elements.sharded_outer, once),
-        Transfer("reduce-scatter", "data", "outer gradients", scattered * elements.sharded_outer, once),
+        Transfer("all-gather", "data", "outer weights", gathered * outer, once),
+        Transfer("reduce-scatter", "data", "outer gradients", scattered * outer, once),
     ]
+
+
+def _of_tables(placed: PlacedModel, rows: float) -> list[Transfer]:
+    """Return what looking rows up in tables sends that are sharded by columns, as `so.nn.embedding` chooses."""
+    elements, size, m = placed.elements.tables, placed.workload.itemsize, placed.layout.micro_batches
+    if (exchange := _exchange(placed, rows)) is not None:
+        ids, moved = exchange
+        return [
+            Transfer("all-gather", "data", "ids", ids, m),
+            Transfer("all-to-all", "data", "embedding rows", moved, m),
+        ]
+    return [
+        Transfer("all-gather", "data", "outer weights", size * elements, m),
+        Transfer("reduce-scatter", "data", "outer gradients", placed.scattered_itemsize * elements, m),
+    ]
+
+
+def _exchange(placed: PlacedModel, rows: float) -> tuple[float, float] | None:
+    """Return the bytes of ids and of rows in the exchange for one micro-batch; None where a table is gathered, or is none."""
+    workload, elements = placed.workload, placed.elements.tables
+    if not elements:
+        return None
+    ids = workload.table_ids * rows
+    width = workload.table_numbers / workload.table_ids
+    found = exchange_bytes(ids, width, devices=placed.layout.data, itemsize=workload.itemsize)
+    return found if sum(found) < elements * (workload.itemsize + placed.scattered_itemsize) else None
 
 
 def _over_replica(placed: PlacedModel) -> Transfer:
@@ -202,7 +232,7 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     saved = 0.0 if recompute is None else recompute.kept.on(tensor) * rows
     # without a pipeline, what was not kept of one block is made again while it is differentiated; with remat all
     again = 0.0 if layout.pipeline > 1 else everything - (residuals if recompute is None else saved)
-    loss, block, embedding = _gathered(placed)
+    loss, block, embedding = _gathered(placed, rows)
     moments = [
         (embedding, 0.0),
         (block, workload.working.on(tensor) * rows + again),
@@ -254,7 +284,7 @@ def _reordered(placed: PlacedModel) -> float:
     return placed.itemsize * placed.elements.blocks(placed.layout.data if placed.shards.params else 1)
 
 
-def _gathered(placed: PlacedModel) -> tuple[float, float, float]:
+def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     """Return the bytes of gathered weights and their gradients, while the loss, one block, and embed are differentiated.
 
     Those that the loss reads stay gathered until it is differentiated; embed needs none again. Gradients are scattered
@@ -268,7 +298,8 @@ def _gathered(placed: PlacedModel) -> tuple[float, float, float]:
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
     grad = _WIDE if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
-    return loss, outer + 2 * block * (size + grad), outer + elements.largest_outer * grad
+    largest = elements.largest_outer if _exchange(placed, rows) else max(elements.largest_outer, elements.tables)
+    return loss, outer + 2 * block * (size + grad), outer + largest * grad
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int) -> float:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS, Placement
-from shardopt.partition import LeafPlan, plan_leaves, state_specs
+from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, state_specs
 from shardopt.partition.report import shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.planning.workload import Recompute, Workload
@@ -120,9 +120,10 @@ class Elements(NamedTuple):
       replicated_blocks: of blocks, in leaves that stay replicated over data.
       sharded_outer: of the outer parameters, likewise.
       replicated_outer: likewise.
-      largest_outer: of the largest outer leaf that data can shard.
+      largest_outer: of the largest outer leaf that data can shard, tables left out.
       loss_outer: of the outer leaves that data can shard and the loss reads.
       largest_loss: of the largest of these.
+      tables: of the outer leaves that data shards by columns, for lookups.
     """
 
     sharded_blocks: int
@@ -132,6 +133,7 @@ class Elements(NamedTuple):
     largest_outer: int
     loss_outer: int
     largest_loss: int
+    tables: int
 
     def blocks(self, data: int = 1) -> float:
         """Return those of blocks on one of `data` devices."""
@@ -211,6 +213,7 @@ def place(
     """
     mesh = cast(Mesh, _Sizes(layout.sizes))
     placement = PLACEMENTS[layout.placement]
+    tables = workload.tables if placement.params and layout.data > 1 and layout.pipeline == 1 else ()
     tree = plan_leaves(
         workload.params,
         who="plan",
@@ -220,6 +223,7 @@ def place(
         pipelined=layout.pipeline > 1,
         min_shard_elements=min_shard_elements if placement.opt_state else 1,
         is_trainable=lambda path: True,
+        tables=tables,
     )
     plans: list[LeafPlan] = jax.tree.leaves(tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(workload.params)]
@@ -234,7 +238,7 @@ def place(
     return PlacedModel(
         workload=workload,
         layout=layout,
-        elements=_elements(plans, mesh, workload.loss_reads),
+        elements=_elements(plans, mesh, workload.loss_reads, tables),
         params=held(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
         opt_state=held(opt_state, jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
@@ -242,21 +246,24 @@ def place(
     )
 
 
-def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...]) -> Elements:
+def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...], tables: tuple[str, ...]) -> Elements:
     sizes = {plan.path: math.prod(plan.shape) // shards(plan.spec(sharded=False), mesh) for plan in plans}
 
     def counts(*, stacked: bool, sharded: bool) -> list[int]:
         return [sizes[plan.path] for plan in plans if plan.stacked is stacked and (plan.dim is not None) is sharded]
 
+    looked_up = [plan.path for plan in plans if plan.path in tables and plan.dim == COLUMNS]
+    others = [plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up]
     at_loss = [sizes[plan.path] for plan in plans if plan.path in loss_reads and plan.dim is not None]
     return Elements(
         sharded_blocks=sum(counts(stacked=True, sharded=True)),
         replicated_blocks=sum(counts(stacked=True, sharded=False)),
         sharded_outer=sum(counts(stacked=False, sharded=True)),
         replicated_outer=sum(counts(stacked=False, sharded=False)),
-        largest_outer=max(counts(stacked=False, sharded=True), default=0),
+        largest_outer=max((sizes[plan.path] for plan in others), default=0),
         loss_outer=sum(at_loss),
         largest_loss=max(at_loss, default=0),
+        tables=sum(sizes[path] for path in looked_up),
     )
 
 

@@ -157,6 +157,9 @@ class Transformer:
             model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
             itemsize=size,
             loss_reads=("norm", "embedding" if self.tied else "head"),
+            tables=() if self.tied else ("embedding",),
+            table_ids=0.0 if self.tied else float(T),
+            table_numbers=0.0 if self.tied else float(T * D),
             named=(
                 NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
                 NamedValue("attention", Bytes(0, token * H * K), 2.0 * T * T * H * K, 0),

@@ -15,6 +15,7 @@ from shardopt.core.block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core.block_remat import Named, named_values, read_remat
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules, Weighted, leaves_with_paths
+from shardopt.nn.embedding import NAME as LOOKED_UP
 from shardopt.partition.rules import match_rules
 from shardopt.remat.split_backward import split_backward
 
@@ -93,6 +94,9 @@ class Workload(NamedTuple):
       itemsize: bytes of a number in which blocks compute.
       loss_reads: key paths of the outer parameters that the loss reads; the others are done with after embed.
       named: the values of a block that have a name, which remat can keep.
+      tables: key paths of the outer parameters that `so.nn.embedding` reads where they lie; see `BlockModel`.
+      table_ids: how many ids of a row are looked up in them.
+      table_numbers: how many numbers that gives.
     """
 
     name: str
@@ -113,6 +117,9 @@ class Workload(NamedTuple):
     itemsize: int
     loss_reads: tuple[str, ...]
     named: tuple[NamedValue, ...] = ()
+    tables: tuple[str, ...] = ()
+    table_ids: float = 0.0
+    table_numbers: float = 0.0
 
     @property
     def num_blocks(self) -> int:
@@ -204,7 +211,7 @@ def trace(
 
     Raises:
       TypeError: if `model` is not a `BlockModel`.
-      ValueError: if the parameters have no "blocks", or a batch leaf has no rows.
+      ValueError: if the parameters have no "blocks", a batch leaf has no rows, or embed looks up none of the model's tables.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -235,6 +242,11 @@ def trace(
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     batch = _with_rows(abstract_batch, 1)
     named, sums = row.pop("named"), _named_sums(parts, batch)
+    embed = jax.make_jaxpr(parts.embed)(parts.outer, batch, parts.key)
+    looked_up = named_values(embed).get(LOOKED_UP, []) if blocks.tables else []
+    if blocks.tables and not looked_up:
+        fix = "read them by so.nn.embedding, or leave tables out."
+        raise ValueError(format_error("trace", "embed looks up none of BlockModel.tables.", blocks.tables, fix))
     return Workload(
         name=name,
         params=params,
@@ -246,6 +258,9 @@ def trace(
         model_flops=3.0 * (num_blocks * row["block_flops"] + row["ends_flops"]),
         itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.boundary(batch))),
         loss_reads=_reads(parts, batch),
+        tables=blocks.tables,
+        table_ids=float(sum(value.size / value.shape[-1] for value in looked_up)),
+        table_numbers=float(sum(value.size for value in looked_up)),
     )
 
 

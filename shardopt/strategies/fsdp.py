@@ -49,11 +49,12 @@ def fsdp(
 
     **Communication** a step, per device, for Psi parameter bytes over N data devices: all-gather in the forward
     and again in the backward pass, reduce-scatter of the gradients: 3(N-1)/N Psi each micro-batch. Gathered only
-    once are weights that the backward pass does not need and the outer ones of a BlockModel; and, where the
-    compiler merges the two gathers of a weight outside of blocks (XLA:CPU of jax 0.10 does), such weights. The
-    gathers halve with `gather_dtype=bfloat16`, the reduce-scatter with `scatter_dtype=bfloat16` (on CPU an all-to-all of as
-    many bytes); by default gradients are reduced in the dtype of the parameters. With replicas, an all-reduce of the 1/N
-    shards over replica, after the last micro-batch; it keeps that dtype.
+    once are weights that the backward pass does not need and the outer ones of a BlockModel, of which `tables` are not
+    gathered at all where `so.nn.embedding` finds it cheaper to exchange rows; and, where the compiler merges the two
+    gathers of a weight outside of blocks (XLA:CPU of jax 0.10 does), such weights. The gathers halve with
+    `gather_dtype=bfloat16`, the reduce-scatter with `scatter_dtype=bfloat16` (on CPU an all-to-all of as many bytes); by
+    default gradients are reduced in the dtype of the parameters. With replicas, an all-reduce of the 1/N shards over
+    replica, after the last micro-batch; it keeps that dtype.
 
     Args:
       tx: any optax transformation; see `ddp`.

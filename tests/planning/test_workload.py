@@ -34,6 +34,8 @@ def test_the_closed_form_is_the_trace(gated):
     # out and down are sharded by row; q, kv and up by column
     assert traced.tensor_sums == work.tensor_sums == (2, 3)
     assert traced.named == work.named
+    assert (traced.tables, traced.table_ids, traced.table_numbers) == (("embedding",), 32, 32 * 64)
+    assert (work.tables, work.table_ids, work.table_numbers) == (("embedding",), 32, 32 * 64)
     assert traced.remat_choices() == work.remat_choices()
     # at least what inner products need, at most what nothing recomputed keeps
     assert work.boundary_bytes <= work.stage_residuals.on(1) <= traced.residuals.on(1)
@@ -153,6 +155,12 @@ def test_what_cannot_be_traced_is_refused():
     message = "trace: a leaf of the batch has no dim.\nFix: give every leaf of the batch its rows as first dim."
     with refused(ValueError, message):
         trace(model, {"blocks": {"w": jnp.ones((2, 3))}}, jnp.ones(()))
+    message = (
+        "trace: embed looks up none of BlockModel.tables.\n  e\nFix: read them by so.nn.embedding, or leave tables out."
+    )
+    with refused(ValueError, message):
+        params = {"blocks": {"w": jnp.ones((2, 3))}, "e": jnp.ones((4, 3))}
+        trace(model._replace(tables=("e",)), params, jnp.ones((2, 3)))
 
 
 def test_the_model_of_a_shape_learns_from_its_batch():

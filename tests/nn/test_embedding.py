@@ -1,0 +1,175 @@
+"""Tables that are sharded by columns: steps, what is sent, which of the two ways is taken, refusals."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.reference import relative_difference, train
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.audit import Expected, audit
+from shardopt.nn.embedding import exchange_bytes
+
+VOCAB, DIM, ROWS, LENGTH = 256, 16, 16, 3
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def embed(outer, batch):
+    return so.nn.embedding(outer["table"], batch["ids"]) + outer["shift"][None, None, :]
+
+
+MODEL = so.BlockModel(
+    embed=embed,
+    block=lambda w, x: x + jnp.tanh(x @ w["w"]),
+    loss=lambda outer, x, batch: jnp.mean((x - batch["y"]) ** 2),
+    tables=("table",),
+)
+RULES = [("^table$", P("tensor", None)), ("w", P(None, "tensor"))]
+
+
+def params_of(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: 0.5 * rng.normal(size=shape).astype(dtype)  # noqa: E731
+    return {"blocks": {"w": draw(2, DIM, DIM)}, "table": draw(VOCAB, DIM), "shift": draw(DIM)}
+
+
+def batches_of(steps=4, rows=ROWS, dtype=np.float64):
+    rng, scale = np.random.default_rng(1), np.linspace(0.2, 2.0, rows)[:, None, None]
+    # few ids, so that devices add to the same rows of the table
+    return [
+        {"ids": rng.integers(0, 9, (rows, LENGTH)), "y": (scale * rng.normal(size=(rows, LENGTH, DIM))).astype(dtype)}
+        for _ in range(steps)
+    ]
+
+
+def fsdp(mesh, model=MODEL, **options):
+    return so.fsdp(TX, mesh, model, min_shard_elements=8, **options)
+
+
+def sent(opt, batch):
+    return audit(opt.step, opt.abstract_state(params_of(np.float32)), batch).of(axis="data")
+
+
+EXACT = [
+    ({"data": 4}, {}),
+    ({"data": 4}, {"micro_batches": 2}),
+    ({"replica": 2, "data": 2}, {"micro_batches": 2}),
+    ({"data": 2, "tensor": 2}, {"rules": RULES}),
+    ({"data": 4}, {"frozen": ["table"]}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), tiered(EXACT, lambda row: row in EXACT[1:4]))
+def test_steps_are_those_of_one_device(sizes, options, mesh_of, x64):
+    params, batches = params_of(), batches_of()
+    opt = fsdp(mesh_of(**sizes), **options)
+    state = opt.init(params)
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    free = {"shift": params["shift"], "blocks": params["blocks"]}
+    if "frozen" in options:
+        loss = lambda free, batch: MODEL.loss_fn({**free, "table": params["table"]}, batch)  # noqa: E731
+        _, final = train(TX, loss, free, batches)
+        final = {**final, "table": params["table"]}
+    else:
+        _, final = train(TX, MODEL.loss_fn, params, batches)
+    assert relative_difference(state.params, final) <= 1e-10
+    assert state.params["table"].sharding.spec == P("tensor" if "rules" in options else None, "data")
+
+
+@pytest.mark.parametrize("options", [{}, {"gather_dtype": jnp.bfloat16}], ids=["float32", "bfloat16"])
+def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
+    n, itemsize = 4, 2 if options else 4
+    rows = jnp.bfloat16 if options else jnp.float32
+    opt = fsdp(mesh_of(data=n), **options)
+    few, many = ROWS, 512
+    found = {}
+    for count in (few, many):
+        batch = batches_of(1, count)[0]
+        found[count] = sent(opt, {"ids": batch["ids"].astype(np.int32), "y": batch["y"].astype(rows)})
+    ids = few // n * LENGTH
+    gathered, exchanged = exchange_bytes(ids, DIM, devices=n, itemsize=itemsize)
+    blocks = 2 * DIM * DIM
+    exchange = [
+        Expected("all-to-all", "data", int(exchanged), 2),
+        Expected("all-gather", "data", int(gathered) + (2 * blocks + DIM) * itemsize),
+        Expected("reduce-scatter", "data", (blocks + DIM) * 4),
+    ]
+    found[few].check(exchange, min_bytes=16)
+    gather = [
+        Expected("all-gather", "data", (VOCAB * DIM + 2 * blocks + DIM) * itemsize),
+        Expected("reduce-scatter", "data", (VOCAB * DIM + blocks + DIM) * 4),
+    ]
+    found[many].check(gather, min_bytes=16)
+    assert exchanged < VOCAB * DIM * (itemsize + 4) < exchange_bytes(many // n * LENGTH, DIM, devices=n, itemsize=4)[1]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_gradients_of_a_row_add_up_in_float32(itemsize, mesh_of):
+    """All ids are one: in bfloat16 a sum of 512 equal numbers would stop at 256 of them."""
+    dtype = jnp.bfloat16 if itemsize == 2 else jnp.float32
+    model = MODEL._replace(
+        embed=lambda outer, batch: so.nn.embedding(outer["table"], batch["ids"]),
+        block=lambda w, x: x,
+        loss=lambda outer, x, batch: jnp.mean(x.astype(jnp.float32)),
+    )
+    opt = so.fsdp(optax.sgd(1.0), mesh_of(data=2), model, gather_dtype=dtype, min_shard_elements=8)
+    params = params_of(np.float32) | {"table": np.zeros((4096, DIM), np.float32)}
+    state, _ = opt.step(opt.init(params), {"ids": np.full((512, 1), 3, np.int32)})
+    expected = np.zeros((4096, DIM))
+    expected[3] = -1 / DIM
+    np.testing.assert_array_equal(state.params["table"], expected)
+
+
+def test_ids_outside_of_the_table(mesh_of):
+    for mode in ("fill", "clip"):
+        model = MODEL._replace(embed=lambda o, b, mode=mode: so.nn.embedding(o["table"], b["ids"], mode=mode))
+        batch = batches_of(1, dtype=np.float32)[0]
+        batch["ids"][-1, -1] = VOCAB
+        opt = fsdp(mesh_of(data=2), model)
+        found = opt.evaluate(opt.init(params_of(np.float32)), batch)["loss"]
+        expected = model.loss_fn(jax.tree.map(jnp.asarray, params_of(np.float32)), batch)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        assert bool(jnp.isnan(found)) == (mode == "fill")
+
+
+def test_a_model_that_is_evaluated_may_take_the_table_whole(mesh_of):
+    plain = MODEL._replace(embed=lambda o, b: o["table"][b["ids"]] + o["shift"][None, None, :], tables=())
+    params, batch = params_of(np.float32), batches_of(1, dtype=np.float32)[0]
+    opt = fsdp(mesh_of(data=2), evaluate_fn=plain)
+    np.testing.assert_allclose(opt.evaluate(opt.init(params), batch)["loss"], plain.loss_fn(params, batch), rtol=1e-5)
+
+
+def refused(kind, message):
+    return pytest.raises(kind, match=f"^{re.escape(message)}$")
+
+
+@pytest.mark.parametrize(
+    "take", [lambda table, ids: jnp.take(table, ids, axis=0), lambda table, ids: table[ids]], ids=["take", "index"]
+)
+def test_other_uses_of_a_table_are_refused(take, mesh_of):
+    model = MODEL._replace(embed=lambda o, b: take(o["table"], b["ids"]))
+    opt = fsdp(mesh_of(data=2), model, separable=True)
+    message = (
+        "embedding: a table that BlockModel.tables names was used as an array, and it is sharded by columns.\n"
+        "Fix: read it by so.nn.embedding alone, in embed; or take its name out of BlockModel.tables."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):  # jax adds a line of its own
+        opt.step(opt.init(params_of(np.float32)), batches_of(1, dtype=np.float32)[0])
+
+
+def test_names_of_no_table_are_refused(mesh_of):
+    message = (
+        "fsdp: BlockModel.tables must name outer parameters [V, D].\n  'tabel'\n  'shift'\nFix: name some of table."
+    )
+    with refused(ValueError, message):
+        fsdp(mesh_of(data=2), MODEL._replace(tables=("tabel", "shift"))).specs(params_of())
+    with refused(ValueError, "embedding: unknown mode 'wrap'.\nFix: use 'fill' or 'clip'."):
+        so.nn.embedding(jnp.eye(3), jnp.arange(3), mode="wrap")
+    with refused(TypeError, "embedding: ids must be integers, got float32."):
+        so.nn.embedding(jnp.eye(3), jnp.ones(3))
