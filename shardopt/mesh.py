@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardopt.core.arguments import is_integer
 from shardopt.core.errors import format_error
 
-AXES = ("replica", "data", "pipeline", "tensor")
+AXES = ("replica", "data", "pipeline", "context", "tensor")
 """All mesh axes, outermost first: tensor neighbours are adjacent devices."""
 
 
@@ -25,11 +25,12 @@ def make_mesh(
     pipeline: int = 1,
     *,
     replica: int = 1,
+    context: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Lay the devices out as a mesh with axes data, pipeline and tensor (and replica, if above 1).
+    """Lay the devices out as a mesh with axes data, pipeline and tensor (and replica and context, if above 1).
 
-    Tensor neighbours are adjacent devices, pipeline comes next, data is outermost, replica outside it. On
+    Tensor neighbours are adjacent devices, context comes next, then pipeline; data is outermost, replica outside it. On
     TPU the physical torus is respected; several slices are put on replica and data.
 
     Args:
@@ -37,6 +38,7 @@ def make_mesh(
       tensor: size of the tensor axis.
       pipeline: size of the pipeline axis.
       replica: size of the replica axis, which exists only when it is above 1.
+      context: size of the context axis, which splits the positions of sequences and exists only when it is above 1.
       devices: the devices to use, in whatever shape; by default `jax.devices()`.
 
     Returns:
@@ -55,11 +57,10 @@ def make_mesh(
     devices = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
     if not devices:
         raise ValueError(format_error("make_mesh", "there are no devices.", fix="pass some, or leave devices out."))
-    asked = {"replica": replica, "data": data, "pipeline": pipeline, "tensor": tensor}
-    sizes = _infer_sizes(asked, len(devices))
-    if sizes["replica"] == 1:
-        del sizes["replica"]
-    grid = _arrange(tuple(sizes.values()), devices)
+    asked = {"replica": replica, "data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+    sizes = _infer_sizes({axis: asked[axis] for axis in AXES}, len(devices))
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in ("replica", "context")}
+    grid = _arrange(tuple(sizes.values()), devices, outer=len([axis for axis in sizes if axis in ("replica", "data")]))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -178,7 +179,8 @@ def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     return {axis: count // known if size == -1 else int(size) for axis, size in asked.items()}
 
 
-def _arrange(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+def _arrange(shape: tuple[int, ...], devices: list[Any], *, outer: int) -> np.ndarray:
+    """Return the devices in a shape whose first `outer` dims may go from slice to slice."""
     slices: dict[int, list[Any]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
@@ -188,7 +190,7 @@ def _arrange(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
         sizes = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
         fix = "pass as many devices of every slice."
         raise ValueError(format_error("make_mesh", f"the slices have different sizes ({sizes}).", fix=fix))
-    within, across = _over_slices(shape, len(slices))
+    within, across = _over_slices(shape, len(slices), outer)
     grids = np.stack([_within_slice(within, slices[index]) for index in sorted(slices)])
     # each mesh axis counts slices first, then devices within one
     order = [axis for dim in range(len(shape)) for axis in (dim, dim + len(shape))]
@@ -225,14 +227,14 @@ def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     return np.stack([pick(grid, core) for core in range(cores)], axis=dim + 1).reshape(shape)
 
 
-def _over_slices(shape: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _over_slices(shape: tuple[int, ...], slices: int, outer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Split a mesh shape into the part within a slice and the part across slices, outermost axes across."""
     within, across, left = list(shape), [1] * len(shape), slices
-    for dim in range(len(shape) - 2):  # replica and data; pipeline and tensor stay inside a slice
+    for dim in range(outer):  # replica and data; the others stay inside a slice
         across[dim] = math.gcd(within[dim], left)
         within[dim] //= across[dim]
         left //= across[dim]
     if left != 1:
-        what = f"{slices} slices cannot be laid along replica and data, whose sizes are {shape[:-2]}."
+        what = f"{slices} slices cannot be laid along replica and data, whose sizes are {shape[:outer]}."
         raise ValueError(format_error("make_mesh", what, fix=f"choose data (times replica) divisible by {slices}."))
     return tuple(within), tuple(across)

@@ -1,12 +1,13 @@
 """Collectives over trees, and the one convention for gradients inside `shard_map`."""
 
-from shardopt.collectives.buckets import BUCKET_BYTES, SMALL_BUCKET_BYTES
+from shardopt.collectives.buckets import BUCKET_BYTES, SMALL_BUCKET_BYTES, MeshAxes
 from shardopt.collectives.per_device import all_reduce, constrain_tensor, has_auto_tensor, per_device, shard_by_shard
 from shardopt.collectives.shards import all_gather, all_to_all, reduce_scatter
 
 __all__ = [
     "BUCKET_BYTES",
     "SMALL_BUCKET_BYTES",
+    "MeshAxes",
     "all_gather",
     "all_reduce",
     "all_to_all",

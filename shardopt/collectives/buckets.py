@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from shardopt.mesh import device_kind
 
+MeshAxes = str | tuple[str, ...]
+"""A mesh axis, or several taken together."""
+
 SMALL_BUCKET_BYTES = 2**21
 """Whole bytes that travel together, about what a socket takes in a millisecond; so much is held once more meanwhile."""
 BUCKET_BYTES = 25 * 2**20
@@ -22,8 +25,8 @@ BUCKET_BYTES = 25 * 2**20
 def all_gather_buckets(
     xs: Sequence[jax.Array],
     dims: Sequence[int],
-    axis: str,
-    gather: Callable[[jax.Array, str, int], jax.Array],
+    axis: MeshAxes,
+    gather: Callable[[jax.Array, MeshAxes, int], jax.Array],
     *,
     bucket_bytes: int,
 ) -> list[jax.Array]:
@@ -41,8 +44,8 @@ def all_gather_buckets(
 def reduce_scatter_buckets(
     xs: Sequence[jax.Array],
     dims: Sequence[int],
-    axis: str,
-    scatter: Callable[[jax.Array, str, int], jax.Array],
+    axis: MeshAxes,
+    scatter: Callable[[jax.Array, MeshAxes, int], jax.Array],
     *,
     bucket_bytes: int,
 ) -> list[jax.Array]:

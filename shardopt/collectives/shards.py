@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from shardopt.collectives.buckets import (
     SMALL_BUCKET_BYTES,
+    MeshAxes,
     all_gather_buckets,
     reduce_scatter_buckets,
     shards_of,
@@ -22,7 +23,7 @@ def all_gather(
     dims: Sequence[int | None],
     specs: Sequence[PartitionSpec],
     *,
-    axis: str,
+    axis: MeshAxes,
     dtypes: Sequence[DTypeLike | None] | None = None,
     scatter_dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
@@ -33,7 +34,7 @@ def all_gather(
       leaves: local shards.
       dims: the dim each leaf is sharded on over `axis`, or None where it is replicated.
       specs: how each leaf is sharded over the tensor axis, which it stays.
-      axis: the mesh axis to gather over.
+      axis: the mesh axis to gather over, or several.
       dtypes: what each leaf is cast to before it travels, None for what it is. Gradients are cast back before they
         are summed, so the reduction keeps the precision of the stored leaf, unless `scatter_dtypes` says otherwise.
       scatter_dtypes: see `dtypes` of `reduce_scatter`, of the gradients.
@@ -75,7 +76,7 @@ def reduce_scatter(
     dims: Sequence[int | None],
     specs: Sequence[PartitionSpec],
     *,
-    axis: str,
+    axis: MeshAxes,
     dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> list[jax.Array]:
@@ -85,7 +86,7 @@ def reduce_scatter(
       leaves: local gradients.
       dims: the dim each is cut on, or None.
       specs: how each is sharded over the tensor axis, which it stays.
-      axis: the mesh axis to sum over.
+      axis: the mesh axis to sum over, or several.
       dtypes: what each leaf is cast to before it is sent, None for what it is; sums come back in the dtype of the leaf.
       bucket_bytes: as in `all_gather`.
     """
@@ -94,7 +95,7 @@ def reduce_scatter(
     sent = [x.astype(dtype) if one else x for x, dtype, one in zip(leaves, dtypes, cast, strict=True)]
 
     def moved_by(
-        scatter: Callable[[jax.Array, str, int], jax.Array],
+        scatter: Callable[[jax.Array, MeshAxes, int], jax.Array],
     ) -> Callable[[list[jax.Array], list[int]], list[jax.Array]]:
         return lambda xs, dims: reduce_scatter_buckets(xs, dims, axis, scatter, bucket_bytes=bucket_bytes)
 
@@ -121,17 +122,17 @@ def _where_sharded(
     return results
 
 
-def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def _reduce_scatter(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-def _reduce_scatter_bits(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def _reduce_scatter_bits(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     """Sum half-precision floats in fp32, sent as the bits they are: XLA:CPU would widen them to fp32 on the wire."""
     rows = all_to_all(shards_of(x, dim, jax.lax.axis_size(axis)), axis, 0, 0)
     return jnp.sum(rows, axis=0, dtype=jnp.float32)
 
 
-def all_to_all(x: jax.Array, axis: str, split: int, concat: int) -> jax.Array:
+def all_to_all(x: jax.Array, axis: MeshAxes, split: int, concat: int) -> jax.Array:
     """Cut a dim over a mesh axis, and join what all devices have of this part along another dim; not differentiable."""
 
     def move(x: jax.Array) -> jax.Array:
@@ -140,7 +141,7 @@ def all_to_all(x: jax.Array, axis: str, split: int, concat: int) -> jax.Array:
     return _as_bits_on_cpu(move, x)
 
 
-def _all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def _all_gather(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     return _as_bits_on_cpu(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), x)
 
 

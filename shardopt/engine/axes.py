@@ -10,29 +10,27 @@ from typing import Literal, NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardopt.partition import LeafPlan
-
-SHARD = "data"
-"""The axis over which a placement shards."""
+from shardopt.partition import LeafPlan, ShardAxes, shard_axes
 
 
 class Axis(NamedTuple):
     """A row of the table.
 
     Attributes:
-      splits: what devices along the axis have different parts of: rows of the batch, blocks of the model, or inner dims
-        of its leaves.
+      splits: what devices along the axis have different parts of: rows of the batch, positions of its sequences, blocks
+        of the model, or inner dims of its leaves.
       sums: the leaves whose gradients are summed over it: all, the outer ones (those of no block), or none, because the
         partitioner does it.
     """
 
-    splits: Literal["rows", "blocks", "dims"]
+    splits: Literal["rows", "positions", "blocks", "dims"]
     sums: Literal["all", "outer", "none"]
 
 
 TABLE = {
     "replica": Axis(splits="rows", sums="all"),
     "data": Axis(splits="rows", sums="all"),
+    "context": Axis(splits="positions", sums="all"),
     "pipeline": Axis(splits="blocks", sums="outer"),
     "tensor": Axis(splits="dims", sums="none"),
 }
@@ -44,21 +42,40 @@ class AxisTable(NamedTuple):
     Attributes:
       sizes: mesh axis name -> size.
       rows: the axes that the rows of the batch are split over.
-      summed: those of them over which gradients are summed: all, or all but replica while replicas train apart.
+      positions: the axes that the positions of its sequences are split over.
+      summed: those of both over which gradients are summed: all, or all but replica while replicas train apart.
+      shard: the axes that a placement shards over.
       stages: ("pipeline",) where blocks run on several stages, else ().
       stacked: ("replica",) where each replica has parameters of its own, stacked along a first dim; else ().
     """
 
     sizes: dict[str, int]
     rows: tuple[str, ...]
+    positions: tuple[str, ...]
     summed: tuple[str, ...]
+    shard: ShardAxes
     stages: tuple[str, ...]
     stacked: tuple[str, ...]
 
     @property
     def num_shares(self) -> int:
-        """How many devices' shares of rows one gradient is the sum of."""
+        """How many devices' shares of the batch one gradient is the sum of."""
         return math.prod(self.sizes[axis] for axis in self.summed)
+
+    @property
+    def summed_rows(self) -> tuple[str, ...]:
+        """The axes that split the rows of one gradient."""
+        return tuple(axis for axis in self.summed if axis in self.rows)
+
+    @property
+    def num_row_shares(self) -> int:
+        """Into how many shares these axes cut the rows."""
+        return math.prod(self.sizes[axis] for axis in self.summed_rows)
+
+    @property
+    def num_position_shares(self) -> int:
+        """Into how many shares the positions of a sequence are cut."""
+        return math.prod(self.sizes[axis] for axis in self.positions)
 
     def gradient(self, plan: LeafPlan, *, done: Collection[str] = ()) -> tuple[str, ...]:
         """Return the axes that the gradient of a leaf is summed over, less those over which it has been already."""
@@ -80,11 +97,15 @@ def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: b
       sync_gradients: whether gradients are summed over replica all the same, as in a warm-up.
     """
     rows = tuple(axis for axis, row in TABLE.items() if row.splits == "rows" and axis in mesh.axis_names)
+    positions = tuple(axis for axis, row in TABLE.items() if row.splits == "positions" and axis in mesh.axis_names)
+    batch = (*rows, *positions)
     stacked = ("replica",) if per_replica else ()
     return AxisTable(
         sizes=dict(mesh.shape),
         rows=rows,
-        summed=rows if sync_gradients else tuple(axis for axis in rows if axis not in stacked),
+        positions=positions,
+        summed=batch if sync_gradients else tuple(axis for axis in batch if axis not in stacked),
+        shard=shard_axes(mesh.shape),
         stages=tuple(axis for axis, row in TABLE.items() if row.splits == "blocks") if pipelined else (),
         stacked=stacked,
     )

@@ -15,7 +15,6 @@ from shardopt.engine.batches import as_arrays
 from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig, check_config
 from shardopt.engine.inputs import (
-    batch_sharding,
     check_batch,
     check_params,
     check_placement,
@@ -82,7 +81,7 @@ def build(
       compile_step: makes the programs for one parameter structure.
     """
     config = check_config(config)
-    cache, limit, sharding = StepCache(config, compile_step), limit_in_flight(config), batch_sharding(config)
+    cache, limit = StepCache(config, compile_step), limit_in_flight(config)
     checked: set[int] = set()
     check_training = SeparableOnce(config, training=True)
     check_evaluation = SeparableOnce(config.of_evaluation, training=False)
@@ -98,7 +97,7 @@ def build(
         if id(compiled) not in checked:  # once: what a step returns lives where it should
             check_placement(config, compiled.abstract, compiled.shardings, state)
             checked.add(id(compiled))
-        return compiled, place_batch(batch, sharding)
+        return compiled, place_batch(config, batch)
 
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)

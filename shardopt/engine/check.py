@@ -11,7 +11,7 @@ from shardopt.core.errors import NotSeparableError, format_error
 from shardopt.core.types import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients
-from shardopt.engine.inputs import batch_sharding, check_batch, check_state, place_batch
+from shardopt.engine.inputs import check_batch, check_state, place_batch
 from shardopt.engine.layout import make_layout
 from shardopt.engine.metrics import values
 from shardopt.engine.optimizer import ShardedOptimizer
@@ -90,7 +90,7 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
         raise ValueError(format_error("check", what, fix="check the strategy that was combined."))
     own = config._replace(loss_fn=_without_key(config.loss_fn), reducer=None, scatter_dtype=None)
     whole = own._replace(view="global", micro_batches=1, schedule=None)
-    placed = place_batch(batch, batch_sharding(config))
+    placed = place_batch(config, batch)
     ours, theirs = (_run(one, state, placed) for one in (own, whole))
     wanted = dict(theirs)
     found = CheckReport(tuple(_compared(config, name, leaf, wanted[name], tolerance) for name, leaf in ours))

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.arguments import check_count
+from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.block_model import LossFn, as_block_model
 from shardopt.core.block_remat import Named, Remat, read_remat
 from shardopt.core.errors import format_error
@@ -27,6 +27,10 @@ from shardopt.reducers.reducer import check_reducer
 
 View = Literal["per_device", "global"]
 """Where a loss runs: on each device's rows, or on the whole batch."""
+
+
+SequenceDims = Sequence[tuple[str, int | None]]
+"""(regex of key paths of the batch, the dim that counts positions or None); the first that matches counts."""
 
 
 class ReportFn(Protocol):
@@ -125,6 +129,7 @@ class StrategyConfig(NamedTuple):
       view: where the loss runs: on each device's rows, or on the whole batch in the global view.
       separable: True if the user says that pieces of the batch add up; None to find out.
       axis_names: what the user's mesh calls its axes; None for our names.
+      sequence_dims: which dim of a batch leaf counts positions, by key path.
       user_mesh: where state, batch and metrics live; None until checked.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
@@ -150,6 +155,7 @@ class StrategyConfig(NamedTuple):
     view: View = "per_device"
     separable: bool | None = None
     axis_names: Axes | None = None
+    sequence_dims: SequenceDims = ()
     user_mesh: UserMesh | None = None
     report: ReportFn = _no_report
 
@@ -191,8 +197,13 @@ class StrategyConfig(NamedTuple):
 
     @property
     def num_pieces(self) -> int:
-        """Into how many pieces the batch of one gradient is cut: devices along the rows' axes times micro-batches."""
+        """Into how many pieces the batch of one gradient is cut: devices that share it times micro-batches."""
         return self.axes.num_shares * self.micro_batches
+
+    @property
+    def num_row_pieces(self) -> int:
+        """Into how many pieces its rows are cut: devices along the rows' axes times micro-batches."""
+        return self.axes.num_row_shares * self.micro_batches
 
 
 def check_config(config: StrategyConfig) -> StrategyConfig:
@@ -228,6 +239,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     rules = user_mesh.rules(config.rules if callable(config.rules) else _as_tuple(config.rules))
     check_rules(rules, who=who)
     frozen = _check_frozen(who, config.frozen)
+    sequence_dims = _check_sequence_dims(who, config)
     gather_dtype = _check_dtype(who, "gather_dtype", config.gather_dtype, fix="None to gather what is stored")
     scatter_dtype = _check_scatter_dtype(who, config)
     if model is not None:
@@ -237,6 +249,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
         user_mesh=user_mesh,
         rules=rules,
         frozen=frozen,
+        sequence_dims=sequence_dims,
         gather_dtype=gather_dtype,
         scatter_dtype=scatter_dtype,
         compiler_options=options,
@@ -335,6 +348,22 @@ def _check_frozen(who: str, frozen: Sequence[str]) -> tuple[str, ...]:
     patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else tuple(frozen)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{who}: frozen must be a sequence of regular expressions, got {frozen!r}.")
+    _check_patterns(who, "frozen", patterns)
+    return patterns
+
+
+def _check_sequence_dims(who: str, config: StrategyConfig) -> SequenceDims:
+    given = config.sequence_dims
+    pairs = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    is_pair = lambda one: isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)  # noqa: E731
+    if pairs is None or not all(is_pair(one) and (one[1] is None or is_integer(one[1])) for one in pairs):
+        what = f"sequence_dims must be a sequence of (regex of key paths, dim or None), got {given!r}."
+        raise TypeError(format_error(who, what, fix="write sequence_dims=[('^image$', 2), ('^labels$', None)]."))
+    _check_patterns(who, "sequence_dims", [pattern for pattern, _ in pairs])
+    return pairs
+
+
+def _check_patterns(who: str, name: str, patterns: Sequence[str]) -> None:
     problems = []
     for pattern in patterns:
         try:
@@ -343,8 +372,7 @@ def _check_frozen(who: str, frozen: Sequence[str]) -> tuple[str, ...]:
             problems.append(f"{pattern!r}: {error}")
     if problems:
         fix = "escape what is meant literally, with re.escape."
-        raise ValueError(format_error(who, "frozen must be regular expressions.", problems, fix))
-    return patterns
+        raise ValueError(format_error(who, f"{name} must be regular expressions.", problems, fix))
 
 
 def _check_scatter_dtype(who: str, config: StrategyConfig) -> jnp.dtype | None:

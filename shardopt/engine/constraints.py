@@ -8,6 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.types import PyTree
+from shardopt.engine.batch_dims import batch_specs, lengths
+from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.partition import LeafPlan
 
@@ -48,17 +50,21 @@ def shard_grads(config: StrategyConfig, grads: Sequence[jax.Array], plans: Seque
     return [constrain(config, grad, spec) for grad, spec in zip(grads, specs, strict=True)]
 
 
-def rows_apart(config: StrategyConfig, run_block: Callable[..., PyTree], rows: int) -> Callable[..., PyTree]:
-    """Return a block function whose activations, before and after, have their rows on the axes of the batch's rows.
+def batch_apart(config: StrategyConfig, run_block: Callable[..., PyTree], batch: PyTree) -> Callable[..., PyTree]:
+    """Return a block function whose activations, before and after, have rows and positions where those of the batch are.
 
-    Left alone, the partitioner may follow a weight instead. Leaves whose first dim does not count the rows are left to it.
+    Left alone, the partitioner may follow a weight instead. Leaves whose first dim does not count the rows are left to it,
+    and so is a second one that does not count positions.
     """
+    rows, axes, positions = num_rows(batch), config.axes, lengths(config, batch)
 
     def place(x: jax.Array) -> jax.Array:
-        if x.shape[:1] != (rows,) or rows % config.axes.num_shares:
+        if x.shape[:1] != (rows,) or rows % axes.num_row_shares:
             return x
-        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        return constrain(config, x, PartitionSpec(config.axes.summed, *free))
+        entries: list = [axes.summed_rows, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
+        if axes.positions and x.ndim > 1 and x.shape[1] in positions:
+            entries[1] = axes.positions
+        return constrain(config, x, PartitionSpec(*entries))
 
     def run(one_block: PyTree, index: jax.Array, rng: jax.Array | None, x: PyTree) -> PyTree:
         return jax.tree.map(place, run_block(one_block, index, rng, jax.tree.map(place, x)))
@@ -68,25 +74,25 @@ def rows_apart(config: StrategyConfig, run_block: Callable[..., PyTree], rows: i
 
 def cut_rows(config: StrategyConfig, batch: PyTree, count: int) -> PyTree:
     """Return the rows as micro-batches [count, rows, ...], of which each device keeps its own: those of `micro_batches.cut`."""
-    devices = config.axes.num_shares
+    devices = config.axes.num_row_shares
 
-    def one(x: jax.Array) -> jax.Array:
+    def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if not x.ndim:
             return jnp.broadcast_to(x, (count,))
         pieces = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(config, pieces.reshape(count, -1, *x.shape[1:]), PartitionSpec(None, config.axes.summed))
+        return constrain(config, pieces.reshape(count, -1, *x.shape[1:]), spec)
 
-    return jax.tree.map(one, batch)
+    return jax.tree.map(one, batch, batch_specs(config, batch, rows=config.axes.summed_rows, leading=(None,)))
 
 
 def by_replica(config: StrategyConfig, batch: PyTree) -> PyTree:
     """Return the rows as [replicas, rows, ...], of which each replica keeps its own."""
-    (replica,), inner = config.axes.stacked, config.axes.summed
+    (replica,) = config.axes.stacked
     count = config.axes.sizes[replica]
 
-    def one(x: jax.Array) -> jax.Array:
+    def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if not x.ndim:
             return jnp.broadcast_to(x, (count,))
-        return constrain(config, x.reshape(count, -1, *x.shape[1:]), PartitionSpec(replica, inner))
+        return constrain(config, x.reshape(count, -1, *x.shape[1:]), spec)
 
-    return jax.tree.map(one, batch)
+    return jax.tree.map(one, batch, batch_specs(config, batch, rows=config.axes.summed_rows, leading=(replica,)))

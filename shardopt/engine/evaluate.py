@@ -14,7 +14,7 @@ from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.global_view import global_parts
 from shardopt.engine.gradients import in_specs, micro_batch_losses
-from shardopt.engine.inputs import batch_sharding, check_rows, check_state, place_batch
+from shardopt.engine.inputs import check_rows, check_state, place_batch
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import LossParts
 from shardopt.engine.metrics import neutral, of_rows
@@ -41,7 +41,7 @@ class Totals:
 
     def __init__(self, config: StrategyConfig):
         self._config = config.of_evaluation
-        self._pieces = self._config.num_pieces
+        self._pieces = self._config.num_row_pieces
         self._check_separable = SeparableOnce(self._config, training=False)
         self._layouts = LayoutCache(self._config, lambda _, layout: layout)
         uneven = "of a batch that the devices do not divide the loss sees a part at a time"
@@ -58,9 +58,8 @@ class Totals:
         self._check_separable(self._layouts.of(state.params), state.params, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
         if self._config.view == "global" and size:
-            everywhere = self._config.home.shardings(PartitionSpec())
-            where = batch_sharding(self._config) if size % self._config.axes.num_shares == 0 else everywhere
-            yield self._programs.of(state.params)(state.params, place_batch(batch, where))
+            placed = place_batch(self._config, batch, everywhere=size % self._config.axes.num_row_shares != 0)
+            yield self._programs.of(state.params)(state.params, placed)
             return
         even = size // pieces * pieces
         program = (self._programs if even == size else self._programs_of_parts).of(state.params)
@@ -72,7 +71,7 @@ class Totals:
 
     def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
         counted = np.arange(self._pieces) < valid
-        return program(state.params, *place_batch((batch, counted), batch_sharding(self._config)))
+        return program(state.params, *(place_batch(self._config, one) for one in (batch, counted)))
 
 
 def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:

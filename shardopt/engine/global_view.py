@@ -129,7 +129,7 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
       training: whether the loss gets a random key, if it takes one.
     """
     count, rows = config.micro_batches, num_rows(batch)
-    if count == 1 or rows % config.num_pieces:
+    if count == 1 or rows % config.num_row_pieces:
         return 1
     if config.separable:
         return count

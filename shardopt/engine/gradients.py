@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_reduce, constrain_tensor, per_device
 from shardopt.core.types import Metric, PyTree
-from shardopt.engine.axes import SHARD
+from shardopt.engine.batch_dims import batch_specs
 from shardopt.engine.compression import compress_mean, manual_specs
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.global_view import global_gradients, global_loss
@@ -95,11 +95,12 @@ def grad_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
 
 
 def _sum(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
-    """Reduce-scatter over the axis that a leaf's gradient is sharded over, unless done, and all-reduce over the others."""
+    """Reduce-scatter over the axes that a leaf's gradient is sharded over, unless done, and all-reduce over the others."""
     sharded = config.placement
     if sharded.opt_state and not sharded.grads:
         grads = reduce_scatter_grads(config, grads, layout.trained)
-    done = [(SHARD,) if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
+    shard = config.axes.shard.names
+    done = [shard if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
     over = [config.axes.gradient(plan, done=one) for plan, one in zip(layout.trained, done, strict=True)]
     return all_reduce_grads(grads, layout.trained, over)
 
@@ -115,13 +116,7 @@ def _stacked(config: StrategyConfig, x: jax.Array) -> jax.Array:
 def in_specs(config: StrategyConfig, layout: Layout, batch: PyTree) -> tuple[PyTree, ...]:
     """Return how (params, batch, step, rng) come into the per-device view; what has no rows is replicated."""
     params = [config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans]
-    rows = PartitionSpec(config.axes.rows)
-    return (
-        params,
-        jax.tree.map(lambda x: rows if jnp.ndim(x) else PartitionSpec(), batch),
-        PartitionSpec(),
-        PartitionSpec(),
-    )
+    return params, batch_specs(config, batch), PartitionSpec(), PartitionSpec()
 
 
 def micro_batch_gradients(

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
+from shardopt.engine.batch_dims import batch_specs, check_positions
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import data_axes
@@ -109,11 +110,6 @@ def check_placement(config: StrategyConfig, abstract: TrainState, placed: TrainS
         raise ValueError(format_error(config.strategy, what, problems, fix))
 
 
-def batch_sharding(config: StrategyConfig) -> NamedSharding:
-    """Return how every batch leaf [global batch, ...] is placed: rows over replica and data."""
-    return config.home.shardings(PartitionSpec(config.axes.rows))
-
-
 def check_rows(config: StrategyConfig, batch: PyTree) -> int:
     """Return the number of rows of a batch, whose leaves are arrays [rows, ...] or numbers that all rows share.
 
@@ -132,7 +128,7 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
     """Refuse a batch that cannot be cut into devices and micro-batches.
 
     Raises:
-      ValueError: as `check_rows`, and if the size is not divisible by replica * data * micro_batches.
+      ValueError: as `check_rows` and `check_positions`, and if the size is not divisible by replica * data * micro_batches.
     """
     size = check_rows(config, batch)
     axes, micro_batches = data_axes(config.mesh), config.micro_batches
@@ -146,19 +142,25 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
         what = f"a global batch of {size} is not divisible by {cut} = {pieces}."
         fix = f"use a batch of {' or '.join(map(str, nearest))}, or another mesh or micro_batches."
         raise ValueError(format_error(config.strategy, what, fix=fix))
+    check_positions(config, batch)
 
 
-def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
-    """Put each leaf's rows on the devices that need them; leaves already placed so are returned as they are.
+def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = False) -> PyTree:
+    """Put each leaf's rows, and positions, on the devices that need them; leaves placed so are returned as they are.
 
     A numpy leaf holds the whole global batch on every process; only rows for local devices are copied. Numbers that all
     rows share go to all devices.
+
+    Args:
+      config: whose axes split the batch.
+      batch: a pytree of arrays [global batch, ...] and numbers.
+      everywhere: put all rows on all devices instead.
     """
 
-    def place(leaf: jax.Array | np.ndarray | float) -> jax.Array | jax.ShapeDtypeStruct | float:
+    def place(leaf: jax.Array | np.ndarray | float, spec: PartitionSpec) -> jax.Array | jax.ShapeDtypeStruct | float:
         if isinstance(leaf, bool | int | float | complex):
             return leaf  # it becomes an argument on all devices, and keeps its weak type
-        where = sharding if leaf.ndim else NamedSharding(sharding.mesh, PartitionSpec())
+        where = config.home.shardings(PartitionSpec() if everywhere else spec)
         if isinstance(leaf, Tracer):
             return jax.lax.with_sharding_constraint(leaf, on_auto_axes(where))
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -170,7 +172,7 @@ def place_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
         rows = np.asarray(leaf)
         return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
 
-    return jax.tree.map(place, batch)
+    return jax.tree.map(place, batch, batch_specs(config, batch))
 
 
 def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:

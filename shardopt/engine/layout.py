@@ -19,7 +19,7 @@ from shardopt.engine.compression import (
     init_compression,
 )
 from shardopt.engine.config import StrategyConfig
-from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, state_specs
+from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, shard_axes, state_specs
 from shardopt.pipeline import Schedule
 
 _Leaf = TypeVar("_Leaf")
@@ -87,7 +87,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         opt_state,
         list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
         sharded=config.placement.opt_state,
-        data_size=config.mesh.shape["data"],
+        axes=shard_axes(config.mesh.shape),
         min_shard_elements=config.min_shard_elements,
     )
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -151,7 +151,7 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
         fix = f"name some of {', '.join(known[:8])}." if known else "leave tables out."
         raise ValueError(format_error(config.strategy, what, wrong, fix))
     shards = config.placement.params and config.view == "per_device" and config.schedule is None
-    return model.tables if shards and config.mesh.shape["data"] > 1 else ()
+    return model.tables if shards and shard_axes(config.mesh.shape).size > 1 else ()
 
 
 def _check_stages(config: StrategyConfig, schedule: Schedule, params: PyTree) -> None:

@@ -27,10 +27,9 @@ from shardopt.core.types import (
     leaves_with_paths,
     wide_dtype,
 )
-from shardopt.engine.axes import SHARD
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.constraints import GATHERED, gather_leaves, rows_apart
+from shardopt.engine.constraints import GATHERED, batch_apart, gather_leaves
 from shardopt.engine.explain import explained
 from shardopt.engine.layout import Layout
 from shardopt.engine.metrics import value_of
@@ -106,7 +105,7 @@ def _loss_of_rows(
             gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], of_block=True)  # noqa: E731
             hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
         if config.view == "global":
-            hooks["run_block"] = rows_apart(config, hooks.get("run_block", plain_block(model)), rows)
+            hooks["run_block"] = batch_apart(config, hooks.get("run_block", plain_block(model)), batch)
         return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
     if not gathers:
         return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
@@ -150,7 +149,7 @@ def all_gather_leaves(
     where = [None if plan.path in tables else plan.dim for plan in flat], [plan.tensor for plan in flat]
     scattered = [config.wire_dtype(plan.dtype) for plan in flat]
     gathered = all_gather(
-        leaves, *where, axis=SHARD, dtypes=dtypes, scatter_dtypes=scattered, bucket_bytes=bucket_bytes
+        leaves, *where, axis=config.axes.shard.entry, dtypes=dtypes, scatter_dtypes=scattered, bucket_bytes=bucket_bytes
     )
     return treedef.unflatten(
         [
@@ -161,7 +160,7 @@ def all_gather_leaves(
 
 
 def _table(shard: jax.Array, plan: LeafPlan, scattered: DTypeLike | None) -> ColumnTable:
-    return ColumnTable(shard, SHARD, plan.tensor, (scattered or plan.dtype) if plan.trainable else None)
+    return ColumnTable(shard, plan.axes, plan.tensor, (scattered or plan.dtype) if plan.trainable else None)
 
 
 def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **params: object) -> bool:
@@ -190,7 +189,9 @@ def step_key(
     if not takes_rng(config.loss_fn):
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
-    key = jax.random.fold_in(key, jax.lax.axis_index(config.axes.rows) if device is None else device)
+    key = jax.random.fold_in(
+        key, jax.lax.axis_index((*config.axes.rows, *config.axes.positions)) if device is None else device
+    )
     return jax.random.fold_in(key, micro_batch)
 
 

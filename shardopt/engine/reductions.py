@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from shardopt.collectives import BUCKET_BYTES, all_reduce, reduce_scatter
 from shardopt.core.types import Metric, wide_dtype
-from shardopt.engine.axes import SHARD, AxisTable
+from shardopt.engine.axes import AxisTable
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.loss import LossParts
 from shardopt.engine.metrics import adds_up, combined
@@ -20,7 +20,7 @@ def reduce_scatter_grads(
     """Sum gradients over data, each device keeping its shard; those of leaves that stay replicated are left local."""
     where = [plan.dim for plan in plans], [plan.tensor for plan in plans]
     dtypes = [config.wire_dtype(plan.dtype) for plan in plans]
-    return reduce_scatter(grads, *where, axis=SHARD, dtypes=dtypes, bucket_bytes=BUCKET_BYTES)
+    return reduce_scatter(grads, *where, axis=config.axes.shard.entry, dtypes=dtypes, bucket_bytes=BUCKET_BYTES)
 
 
 def all_reduce_grads(

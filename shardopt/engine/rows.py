@@ -183,6 +183,11 @@ def row_context(config: StrategyConfig) -> RowContext:
     axes = config.axes
     pipelined = "in a pipeline the loss sees one micro-batch at a time", "use a mesh with pipeline=1"
     refused = None if config.schedule is None else pipelined
+    if axes.num_position_shares > 1:
+        refused = (
+            "on a context axis the loss sees a part of each sequence",
+            "use a mesh with context=1, or view='global'",
+        )
     return RowContext(axes.summed, axes.num_shares, config.micro_batches, refused=refused)
 
 

@@ -9,7 +9,7 @@ import functools
 import linecache
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,8 @@ from jax.core import Tracer
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
-from shardopt.core.types import Max, Min, PyTree, Sum, TreeDef, Updated, Weighted, abstract, leaves_with_paths
+from shardopt.core.types import Max, Min, PyTree, Sum, TreeDef, Updated, Weighted, leaves_with_paths
+from shardopt.engine.batch_dims import resized, sequence_dim
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
@@ -37,7 +38,7 @@ from shardopt.separability.values import Sum as RowSum
 
 
 class Mixing(NamedTuple):
-    """Where a loss is no mean over rows.
+    """Where a loss is no mean over rows, or over positions.
 
     Attributes:
       what: which result of the loss: "the loss", "metric 'accuracy'".
@@ -72,6 +73,7 @@ def find_mixing(
     context: RowContext | None = None,
     axis_sizes: Sequence[tuple[str, int]] = (),
     training: bool = True,
+    sequence_dim: Callable[[str, int], int | None] | None = None,
 ) -> Mixing | None:
     """Return where a loss is no (weighted) mean over rows; None if it is shown to be one.
 
@@ -84,22 +86,27 @@ def find_mixing(
       context: what `gather_batch`, `batch_mean` and `batch_sum` are told; without it there are no other rows.
       axis_sizes: mesh axes and their sizes that the loss may name.
       training: whether it is differentiated, so that backward rules of `jax.custom_vjp` count.
+      sequence_dim: to look at positions of sequences instead of rows: `sequence_dim(path, ndim)` of a batch leaf.
     """
     loss_fn = _with_checked_blocks(who, loss_fn)
-    rows = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-    least, devices = max(rows, 2), 1 if context is None else context.devices
+    unit = "rows" if sequence_dim is None else "positions"
+    rows_of = lambda path, ndim: 0 if ndim else None  # noqa: E731
+    dims = [(sequence_dim or rows_of)(path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
+    leaves, treedef = jax.tree.flatten(batch)
+    count = max(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
+    least, devices = max(count, 2), 1 if context is None else context.devices
     outs: list[_Out] = []
 
     def traced(params: PyTree, batch: PyTree, key: jax.Array | None, devices: int) -> list[jax.Array]:
         within = context and with_rows(context._replace(devices=devices, tracing=True), loss_fn)
         with analysis():
             returned = call(within or loss_fn, key, 0, params, batch)
-        loss_parts(who, returned, rows)  # refuses what is no loss
+        loss_parts(who, returned, num_rows(batch))  # refuses what is no loss
         outs[:] = _outs(returned)
         return [jnp.asarray(leaf) for out in outs for leaf in out.leaves]
 
     def trace(size: int, devices: int) -> Any:
-        resized = jax.tree.map(lambda x: _resized(x, size), batch)
+        resized = treedef.unflatten([_resized(*pair, size) for pair in zip(leaves, dims, strict=True)])
         make = jax.make_jaxpr(traced, static_argnums=3, axis_env=list(axis_sizes))
         return make(params, resized, key, devices)
 
@@ -108,23 +115,28 @@ def find_mixing(
     try:
         jaxprs = first, trace(2 * least, devices)
     except Exception as error:
-        why = f"it cannot be traced on {2 * least} rows, so nothing can be said of it: {type(error).__name__}: {error}"
+        why = (
+            f"it cannot be traced on {2 * least} {unit}, so nothing can be said of it: {type(error).__name__}: {error}"
+        )
         return Mixing("the loss", why.splitlines()[0], "", (), sure=False)
     none = (0.0,)
     shared = [Const(none) for _ in jax.tree.leaves(params)]
-    rowwise: list[Value] = [Rows(0, none) if leaf.ndim else Const(none) for leaf in jax.tree.leaves(batch)]
+    rowwise: list[Value] = [Const(none) if dim is None else Rows(dim, none) for dim in dims]
     drawn = [Const(none, anywhere=True) for _ in jax.tree.leaves(key)]
     together = context.axes if context is not None and context.micro_batches == 1 else ()
     try:
-        found = follow(Scope(sizes, frozenset(together), training), jaxprs, [*shared, *rowwise, *drawn])
+        scope = Scope(sizes, frozenset(together), sequence_dim is not None, training)
+        found = follow(scope, jaxprs, [*shared, *rowwise, *drawn])
     except DifferentTracesError as error:
         op = None if error.eqn is None else Op(error.eqn)
-        why = f"it does other things on {sizes[0]} rows than on {sizes[1]}."
+        why = f"it does other things on {sizes[0]} {unit} than on {sizes[1]}."
         return Mixing("the loss", why, _operation(op), () if op is None else (_line(op),), sure=False)
     values = iter(found)
     problems = [_problem(out, [next(values) for _ in out.leaves], sizes) for out in outs]
     problems = sorted((one for one in problems if one is not None), key=lambda one: not one.sure)
-    return problems[0] if problems else None
+    if not problems:
+        return None
+    return problems[0] if unit == "rows" else problems[0]._replace(why=_of_positions(problems[0].why))
 
 
 FIX = (
@@ -154,6 +166,8 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         return True
     axes = config.axes
     shares = math.prod(axes.sizes[axis] for axis in axes.rows) * config.micro_batches
+    if axes.num_position_shares > 1:
+        _check_positions(config, layout, batch, training=training)
     find = functools.partial(
         find_mixing,
         who=config.strategy,
@@ -162,7 +176,7 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
         training=training,
     )
-    piece = jax.tree.map(lambda x: _resized(x, num_rows(batch) // shares), abstract(batch))
+    piece = resized(config, batch, rows=num_rows(batch) // shares, position_shares=axes.num_position_shares)
     mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
         return True
@@ -179,6 +193,40 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         f"{mixing.what} is not a (weighted) mean over rows, so {' and '.join(cut)} would train on another: {mixing.why}"
     )
     raise NotSeparableError(format_error(config.strategy, what, mixing.lines, FIX), operation=mixing.operation)
+
+
+FIX_POSITIONS = (
+    "so.nn.attention for what a position needs of the others, and so.nn.positions for its index; inputs and targets as leaves "
+    'of their own rather than shifted in the loss; view="global"; a mesh with context=1; or separable=True if you know better.'
+)
+
+
+def _check_positions(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> None:
+    """Refuse a loss that mixes positions of a sequence otherwise than by `so.nn.attention`.
+
+    Numbers are not asked: a piece of a sequence alone is no loss to compare with.
+    """
+    axes = config.axes
+    find = functools.partial(
+        find_mixing,
+        who=config.strategy,
+        key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
+        axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
+        training=training,
+        sequence_dim=functools.partial(sequence_dim, config),
+    )
+    rows = max(1, num_rows(batch) // (axes.num_row_shares * config.micro_batches))
+    piece = resized(config, batch, rows=rows, position_shares=axes.num_position_shares)
+    mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
+    if mixing is None:
+        return
+    what = (
+        f"{mixing.what} is not shown to be a (weighted) mean over positions, which {axes.num_position_shares} devices along "
+        f"context share: {mixing.why}"
+    )
+    raise NotSeparableError(
+        format_error(config.strategy, what, mixing.lines, FIX_POSITIONS), operation=mixing.operation
+    )
 
 
 class SeparableOnce:
@@ -227,8 +275,10 @@ def _with_checked_blocks(who: str, loss_fn: LossFn) -> LossFn:
     return model._replace(block=block)
 
 
-def _resized(leaf: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if leaf.ndim else leaf
+def _resized(leaf: jax.ShapeDtypeStruct, dim: int | None, size: int) -> jax.ShapeDtypeStruct:
+    if dim is None:
+        return leaf
+    return jax.ShapeDtypeStruct((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]), leaf.dtype)
 
 
 def _outs(returned: PyTree) -> list[_Out]:
@@ -294,6 +344,13 @@ WHY = {
     "backward": "the backward rule of a jax.custom_vjp mixes rows, or depends on their number.",
     "unknown": "nothing is known of what an operation does to rows.",
 }
+
+
+def _of_positions(why: str) -> str:
+    """Return what is said of rows as it is said of positions."""
+    if why == WHY["position"]:
+        return "a position's part depends on its index on its device, which is not that in the sequence."
+    return why.replace("rows", "positions").replace("each row", "each position")
 
 
 def _mixing(what: str, value: Mixed) -> Mixing:

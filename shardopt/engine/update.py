@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from shardopt.collectives import BUCKET_BYTES, all_gather, all_reduce, per_device
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, wide_dtype
-from shardopt.engine.axes import SHARD
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
@@ -67,7 +66,7 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
         dims = [None if plan.dim is None else plan.dim + first for plan in layout.trained]
         tensor = [PartitionSpec(*[None] * first, *plan.tensor) for plan in layout.trained]
         run = per_device(
-            lambda leaves: all_gather(leaves, dims, tensor, axis=SHARD, bucket_bytes=BUCKET_BYTES),
+            lambda leaves: all_gather(leaves, dims, tensor, axis=axes.shard.entry, bucket_bytes=BUCKET_BYTES),
             config.mesh,
             in_specs=([axes.stack(plan.data_spec(sharded=True)) for plan in layout.trained],),
             out_specs=[axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained],
@@ -119,7 +118,8 @@ def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.
     def local(leaves):
         totals: dict[tuple[str, ...], jax.Array] = {}
         for leaf, spec in zip(leaves, specs, strict=True):
-            axes = tuple(axis for axis in spec if axis is not None and axis not in stacked)
+            entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+            axes = tuple(axis for entry in entries for axis in entry if axis not in stacked)
             total = jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype)))))
             totals[axes] = totals[axes] + total if axes in totals else total
         square = sum(all_reduce([total], axes)[0] for axes, total in totals.items())

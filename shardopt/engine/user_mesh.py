@@ -28,6 +28,7 @@ class Axes(NamedTuple):
       tensor: inner dims of leaves, by rule. Rules name the mesh's axes.
       replica: rows of the batch; parameters are copied.
       pipeline: blocks of the model.
+      context: positions of sequences; what a placement shards is sharded over data and context together.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -43,6 +44,7 @@ class Axes(NamedTuple):
     tensor: str | Sequence[str] = "tensor"
     replica: str | Sequence[str] = "replica"
     pipeline: str | Sequence[str] = "pipeline"
+    context: str | Sequence[str] = "context"
 
 
 class UserMesh(NamedTuple):
@@ -135,7 +137,7 @@ def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> t
     for axis, size in mesh.shape.items():
         if size > 1 and role_of.get(axis) not in known:
             what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
-            fix = f"use the axes data, tensor, pipeline, replica, or say what it is: axes=so.Axes(data={axis!r})."
+            fix = f"use the axes data, tensor, pipeline, context, replica, or say what it is: axes=so.Axes(data={axis!r})."
             if axis in role_of:
                 fix = "use so.hybrid, or make the mesh with pipeline=1."
             raise ValueError(format_error(who, what, fix=fix))

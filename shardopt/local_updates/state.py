@@ -19,7 +19,7 @@ from shardopt.engine.compression import (
 )
 from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.layout import Layout
-from shardopt.partition import LeafPlan, state_specs
+from shardopt.partition import LeafPlan, shard_axes, state_specs
 
 REPLICA = "replica"
 
@@ -218,7 +218,7 @@ def _outer_specs(config: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -
         state,
         list(zip(paths, plans, strict=True)),
         sharded=config.placement.params,
-        data_size=config.mesh.shape["data"],
+        axes=shard_axes(config.mesh.shape),
         min_shard_elements=config.min_shard_elements,
     )
 

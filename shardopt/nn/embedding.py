@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.collectives import all_gather, all_to_all, constrain_tensor, shard_by_shard
+from shardopt.collectives import MeshAxes, all_gather, all_to_all, constrain_tensor, shard_by_shard
 from shardopt.core.errors import format_error
 from shardopt.core.types import wide_dtype
 from shardopt.mesh import mesh_under_trace
@@ -33,13 +33,13 @@ class ColumnTable:
 
     Attributes:
       shard: [V, D/n], the columns of this device.
-      axis: the mesh axis, of size n.
+      axis: the mesh axis, or several, of size n.
       tensor: how the table is sharded over tensor, `PartitionSpec("tensor", None)` or none.
       sums: dtype in which its gradient would be reduce-scattered if it were gathered; None where it has none.
     """
 
     shard: jax.Array
-    axis: str = dataclasses.field(metadata={"static": True})
+    axis: MeshAxes = dataclasses.field(metadata={"static": True})
     tensor: PartitionSpec = dataclasses.field(metadata={"static": True})
     sums: DTypeLike | None = dataclasses.field(metadata={"static": True})
 

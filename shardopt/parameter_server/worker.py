@@ -17,7 +17,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract
 from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.config import DDP, StrategyConfig, check_config
-from shardopt.engine.inputs import batch_sharding, check_batch, check_keys, place_batch
+from shardopt.engine.inputs import check_batch, check_keys, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server.coordinator import Coordinator
@@ -169,7 +169,7 @@ def make_gradients(
         batch = as_arrays(who, batch)
         check_batch(config, batch)
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
-        batch = place_batch(batch, batch_sharding(config))
+        batch = place_batch(config, batch)
         found = program(params, batch, rng, np.int32(worker), np.int32(clock))
         return found._replace(rows=num_rows(batch))
 

@@ -1,6 +1,6 @@
 """Where every leaf lives: rules for the tensor axis, divisibility for the data axis, optimizer state by likeness."""
 
-from shardopt.partition.plan import COLUMNS, LeafPlan, plan_leaves, state_specs
+from shardopt.partition.plan import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
 from shardopt.partition.report import Report, report
 from shardopt.partition.rules import match_rules, rules_from_logical_axes
 
@@ -8,9 +8,11 @@ __all__ = [
     "COLUMNS",
     "LeafPlan",
     "Report",
+    "ShardAxes",
     "match_rules",
     "plan_leaves",
     "report",
     "rules_from_logical_axes",
+    "shard_axes",
     "state_specs",
 ]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,32 @@ COLUMNS = 1
 """The dim of a table [V, D] that its columns are."""
 
 
+class ShardAxes(NamedTuple):
+    """The mesh axes, taken together, that a placement shards over.
+
+    Attributes:
+      names: data, and context where there is one.
+      size: how many devices these are.
+    """
+
+    names: tuple[str, ...]
+    size: int
+
+    @property
+    def entry(self) -> str | tuple[str, ...]:
+        """What stands for them in a `PartitionSpec`, and names them in a collective."""
+        return self.names[0] if len(self.names) == 1 else self.names
+
+    def __str__(self) -> str:
+        return f"{' x '.join(self.names)}={self.size}"
+
+
+def shard_axes(sizes: Mapping[str, int]) -> ShardAxes:
+    """Return the axes to shard over, of a mesh whose axes have these sizes."""
+    names = tuple(axis for axis in ("data", "context") if axis == "data" or axis in sizes)
+    return ShardAxes(names, math.prod(sizes[axis] for axis in names))
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
     """Where one parameter leaf can live. Not a pytree: a tree of plans mirrors the parameters.
@@ -28,11 +55,12 @@ class LeafPlan:
       shape: its global shape, with the stacked dim where there is one.
       dtype: its dtype.
       tensor: its spec over the tensor axis alone, one entry per dim.
-      dim: the dim that is sharded over data wherever a placement shards it; None if it stays replicated.
+      dim: the dim that is sharded over `axes` wherever a placement shards it; None if it stays replicated.
       reason: why `dim` is None; empty otherwise.
       stacked: whether dim 0 counts blocks.
       trainable: whether the optimizer updates it.
       pipelined: whether dim 0, which counts blocks, is sharded over the pipeline axis.
+      axes: the axes that a placement shards over, as in a `PartitionSpec`.
     """
 
     path: str
@@ -44,14 +72,15 @@ class LeafPlan:
     stacked: bool
     trainable: bool
     pipelined: bool = False
+    axes: str | tuple[str, ...] = "data"
 
     def spec(self, *, sharded: bool) -> PartitionSpec:
-        """Return the full spec: tensor and pipeline, and data as well if `sharded`."""
+        """Return the full spec: tensor and pipeline, and data (with context) as well if `sharded`."""
         entries = list(self.tensor)
         if self.pipelined:
             entries[0] = "pipeline"
         if sharded and self.dim is not None:
-            entries[self.dim] = "data"
+            entries[self.dim] = self.axes
         return PartitionSpec(*entries)
 
     def of_block(self) -> "LeafPlan":
@@ -63,7 +92,7 @@ class LeafPlan:
 
     def data_spec(self, *, sharded: bool) -> PartitionSpec:
         """Return the spec over all but tensor, for the per-device view."""
-        entries = ["data" if sharded and dim == self.dim else None for dim in range(len(self.shape))]
+        entries = [self.axes if sharded and dim == self.dim else None for dim in range(len(self.shape))]
         if self.pipelined:
             entries[0] = "pipeline"
         return PartitionSpec(*entries)
@@ -110,10 +139,10 @@ def plan_leaves(
         raise ValueError(format_error(who, what, twice, "rename a key; '/' in a key reads as nesting."))
     specs = match_rules(rules, list(zip(paths, shapes, strict=True)), who=who)
     _check_tensor(who, paths, shapes, specs, mesh.shape.get("tensor", 1))
-    plans = []
+    plans, axes = [], shard_axes(mesh.shape)
     for (path, leaf), shape, spec, block in zip(leaves, shapes, specs, is_stacked, strict=True):
-        dim, reason = data_dim(shape, spec, mesh.shape["data"], min_shard_elements)
-        if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % mesh.shape["data"] == 0:
+        dim, reason = data_dim(shape, spec, axes, min_shard_elements)
+        if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
             dim = COLUMNS
         plans.append(
             LeafPlan(
@@ -126,6 +155,7 @@ def plan_leaves(
                 stacked=block,
                 trainable=jnp.issubdtype(leaf.dtype, jnp.inexact) and is_trainable(path),
                 pipelined=block and pipelined,
+                axes=axes.entry,
             )
         )
     return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
@@ -137,18 +167,18 @@ def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, 
     return max(free, key=lambda dim: shape[dim], default=None)
 
 
-def data_dim(shape: tuple[int, ...], spec: PartitionSpec, size: int, least: int) -> tuple[int | None, str]:
-    """Return the dim that data takes and "", or None and why the leaf stays replicated."""
+def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, least: int) -> tuple[int | None, str]:
+    """Return the dim that the axes take and "", or None and why the leaf stays replicated."""
     elements = math.prod(shape)
     taken = tuple(entry is not None for entry in spec)
     if elements < least:
         return None, f"{plural(elements, 'element')}, fewer than min_shard_elements={least}"
-    dim = largest_divisible_dim(shape, size, taken)
+    dim = largest_divisible_dim(shape, axes.size, taken)
     if dim is not None:
         return dim, ""
-    if largest_divisible_dim(shape, size, (False,) * len(shape)) is not None:
-        return None, f"shape {shape}: the only dim divisible by data={size} is split over tensor"
-    return None, f"shape {shape}: no dim is divisible by data={size}"
+    if largest_divisible_dim(shape, axes.size, (False,) * len(shape)) is not None:
+        return None, f"shape {shape}: the only dim divisible by {axes} is split over tensor"
+    return None, f"shape {shape}: no dim is divisible by {axes}"
 
 
 def _check_tensor(
@@ -177,7 +207,7 @@ def state_specs(
     plans: Sequence[tuple[KeyPath, LeafPlan]],
     *,
     sharded: bool,
-    data_size: int,
+    axes: ShardAxes,
     min_shard_elements: int,
 ) -> PyTree:
     """Give every leaf of an optimizer state its `PartitionSpec`.
@@ -191,7 +221,7 @@ def state_specs(
       abstract_state: the state, of which only shapes are read.
       plans: the trainable parameters' key paths (as jax gives them) and plans.
       sharded: whether the placement shards optimizer state over data.
-      data_size: size of the data axis.
+      axes: what the placement shards over.
       min_shard_elements: leaves with fewer elements stay replicated.
 
     Returns:
@@ -205,7 +235,7 @@ def state_specs(
             if plan is not None and plan.shape == leaf.shape:
                 return plan.spec(sharded=sharded)
         free = PartitionSpec(*[None] * len(leaf.shape))
-        dim, _ = data_dim(leaf.shape, free, data_size, min_shard_elements) if sharded else (None, "")
-        return PartitionSpec(*("data" if one == dim else None for one in range(len(leaf.shape))))
+        dim, _ = data_dim(leaf.shape, free, axes, min_shard_elements) if sharded else (None, "")
+        return PartitionSpec(*(axes.entry if one == dim else None for one in range(len(leaf.shape))))
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.core.types import PyTree, TrainState, leaves_with_paths
-from shardopt.partition.plan import LeafPlan, data_dim
+from shardopt.partition.plan import LeafPlan, data_dim, shard_axes
 
 
 class ReportRow(NamedTuple):
@@ -103,7 +103,7 @@ def report(
                 opt_state=state if plan.trainable else PartitionSpec(),
                 bytes_total=bytes_total,
                 bytes_per_device=bytes_total // shards(params, mesh),
-                replicated_because=plan.reason if state_split and mesh.shape["data"] > 1 else "",
+                replicated_because=plan.reason if state_split and shard_axes(mesh.shape).size > 1 else "",
             )
         )
     return Report(
@@ -117,12 +117,12 @@ def report(
 def _replicated_state(
     specs: TrainState, abstract_state: TrainState, mesh: Mesh, min_shard_elements: int
 ) -> tuple[ReplicatedState, ...]:
-    data = mesh.shape["data"]
+    axes = shard_axes(mesh.shape)
     placed = jax.tree.leaves(specs.opt_state, is_leaf=lambda x: isinstance(x, PartitionSpec))
     found = []
     for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), placed, strict=True):
-        if data > 1 and math.prod(leaf.shape) > 1 and "data" not in tuple(spec):
-            _, reason = data_dim(leaf.shape, spec, data, min_shard_elements)
+        if axes.size > 1 and math.prod(leaf.shape) > 1 and axes.entry not in tuple(spec):
+            _, reason = data_dim(leaf.shape, spec, axes, min_shard_elements)
             found.append(ReplicatedState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
     return tuple(found)
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS, Placement
-from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, state_specs
+from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, shard_axes, state_specs
 from shardopt.partition.report import shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.planning.workload import Recompute, Workload
@@ -231,7 +231,7 @@ def place(
         opt_state,
         list(zip(paths, plans, strict=True)),
         sharded=placement.opt_state,
-        data_size=layout.data,
+        axes=shard_axes(layout.sizes),
         min_shard_elements=min_shard_elements,
     )
     held = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)

@@ -29,6 +29,8 @@ from shardopt.separability.values import (
 
 REMEDIES = ("shardopt_gather_batch", "shardopt_batch_mean", "shardopt_batch_sum")
 """Names of jitted functions whose results are equal on all devices."""
+POSITIONS, ATTENTION = "shardopt_positions", "shardopt_attention"
+"""Names of jitted functions that know where in a sequence the positions of a device are, and mix them as on one device."""
 
 _CALLS = frozenset(
     [
@@ -83,6 +85,7 @@ class Scope:
     Attributes:
       num_rows: the rows that the loss is given in each trace.
       row_axes: mesh axes that split rows, for collectives that the loss itself calls.
+      sequence: whether the "rows" that are followed are the positions of sequences.
       backward: whether the loss is differentiated, so that backward rules of `jax.custom_vjp` count.
       callers: the calls that are being followed.
       rules: traces of backward rules, by the equation's id, since loops are followed several times.
@@ -90,6 +93,7 @@ class Scope:
 
     num_rows: tuple[int, ...]
     row_axes: frozenset[str] = frozenset()
+    sequence: bool = False
     backward: bool = False
     callers: tuple[JaxprEqn, ...] = ()
     rules: dict[int, list[ClosedJaxpr] | None] = dataclasses.field(default_factory=dict)
@@ -179,6 +183,10 @@ def _results(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     if site.name in _CALLS:
         if site.params.get("name") in REMEDIES:
             return [_of_all_devices(site, value) for value in values]
+        if scope.sequence and site.params.get("name") == POSITIONS:
+            return [Const(site.none, anywhere=True)]
+        if scope.sequence and site.params.get("name") == ATTENTION:
+            return [_attention(site, values)]
         key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
         if key is not None and len(_opened(site.params[key]).invars) == len(values):
             found = follow(scope.within(site), site.param(key), values)
@@ -219,6 +227,19 @@ def _of_all_devices(site: Site, value: Value) -> Value:
     if isinstance(value, Rows) and (value.dim != 0 or value.own):
         return site.mixed("unknown")
     return Const(value.degree, anywhere=True)
+
+
+def _attention(site: Site, values: Sequence[Value]) -> Value:
+    """Return what `so.nn.attention` gives of query, key, value [B, T, ...] and numbers of positions [B, T] or [T]."""
+    if mixed := first_mixed(values):
+        return mixed
+    if all(isinstance(value, Const) for value in values):
+        return Const(site.none, anywhere=True)
+    for i, value in enumerate(values):
+        rows = isinstance(value, Rows) and value.dim == len(site.ins(i)[0][:2]) - 1 and not value.own and not value.plus
+        if not (rows and value.place[1:] == (1, 1, None)) and not (i > 2 and isinstance(value, Const)):
+            return site.mixed("unknown")
+    return Rows(1, site.none)
 
 
 def _collective(scope: Scope, site: Site, values: list[Value]) -> list[Value]:

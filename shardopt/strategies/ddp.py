@@ -9,7 +9,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import DDP, StrategyConfig, View
+from shardopt.engine.config import DDP, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 from shardopt.reducers import Reducer
@@ -26,6 +26,7 @@ def ddp(
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     axes: Axes | None = None,
+    sequence_dims: SequenceDims = (),
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
     separable: bool | None = None,
@@ -47,11 +48,18 @@ def ddp(
     rows; elsewhere it runs at once, which a warning says. Replicas that train apart (`local_sgd`, `diloco`) each see their
     whole rows, and in warm-up steps those of all.
 
+    On a mesh with a context axis (`so.make_mesh(context=4)`) the positions of sequences are split over it, dim 1 of batch
+    leaves with two dims or more, and the loss sees rows [rows here, positions here, ...]. Gradients are summed over
+    it, and what a placement shards is sharded over data and context together. A loss that is a (weighted) mean over
+    positions needs no change; positions see each other through `so.nn.attention`, and know their number from
+    `so.nn.positions`. A loss that mixes them otherwise is refused. With `view="global"` it sees whole sequences.
+
     **Placement**: parameters, gradients and optimizer state replicated over data and replica; sharded over tensor
     where a rule says so.
 
-    **Communication** a step, per device, for Psi gradient bytes: one all-reduce over (replica, data), after the
-    last micro-batch: 2(N-1)/N Psi on the wire; and a few bytes for the loss and metrics.
+    **Communication** a step, per device, for Psi gradient bytes: one all-reduce over (replica, data, context), after the
+    last micro-batch: 2(N-1)/N Psi on the wire; and a few bytes for the loss and metrics. What attention sends over context
+    is said by `so.nn.attention`.
 
     With `view="global"`, what compiled programs were seen to send (`so.audit`): besides what the loss needs of other rows, the
     bytes of the per-device view, but each block's gradient in the loop over blocks, and again each micro-batch. XLA:TPU
@@ -88,14 +96,17 @@ def ddp(
         `jax.custom_vjp` whose backward rule mixes rows, or is not linear in what comes back (clips it, takes its sign).
       axes: what your own mesh calls its axes, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default our names.
         State and metrics live on that very mesh, Auto or Explicit, whatever `jax.set_mesh` says. Rules name its axes, and so
-        does a loss in the global view; in the per-device view a loss calls them data, tensor, replica and pipeline.
+        does a loss in the global view; in the per-device view a loss calls them data, tensor, replica, pipeline and context.
+      sequence_dims: which dim of a batch leaf counts positions, where it is not dim 1: `[(regex, dim or None), ...]`,
+        searched in key paths of the batch, the first match wins. Only read where the mesh has a context axis.
 
     Returns:
       A `ShardedOptimizer`.
 
     Raises:
       TypeError: if an argument is of the wrong kind; `tx` is not an optax transformation.
-      NotSeparableError: by the first step, if the loss is not a (weighted) mean over rows, as far as its trace shows.
+      NotSeparableError: by the first step, if the loss is not a (weighted) mean over rows, as far as its trace shows; or,
+        on a context axis, is not shown to be one over positions.
       ValueError: if a number is out of range, rules do not fit, a mesh axis above 1 has nothing to split, or
         `view="global"` is asked for with a reducer.
 
@@ -123,6 +134,7 @@ def ddp(
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             axis_names=axes,
+            sequence_dims=sequence_dims,
             compiler_options=compiler_options,
             separable=separable,
             reducer=reducer,

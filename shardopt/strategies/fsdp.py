@@ -10,7 +10,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import ZERO_3, StrategyConfig, View
+from shardopt.engine.config import ZERO_3, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 
@@ -31,6 +31,7 @@ def fsdp(
     view: View = "per_device",
     separable: bool | None = None,
     axes: Axes | None = None,
+    sequence_dims: SequenceDims = (),
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -73,6 +74,7 @@ def fsdp(
       view: see `ddp`.
       separable: see `ddp`.
       axes: see `ddp`.
+      sequence_dims: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -112,5 +114,6 @@ def fsdp(
             view=view,
             separable=separable,
             axis_names=axes,
+            sequence_dims=sequence_dims,
         )
     )

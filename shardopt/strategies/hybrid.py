@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import PLACEMENTS, StrategyConfig, View
+from shardopt.engine.config import PLACEMENTS, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes, read_mesh
 from shardopt.pipeline import Schedule, schedules
@@ -37,6 +37,7 @@ def hybrid(
     view: View = "per_device",
     separable: bool | None = None,
     axes: Axes | None = None,
+    sequence_dims: SequenceDims = (),
     remat: bool | str = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -86,6 +87,7 @@ def hybrid(
       view: see `ddp`; "global" is for meshes with pipeline=1.
       separable: see `ddp`.
       axes: see `ddp`.
+      sequence_dims: see `ddp`.
       remat: True keeps only the input of each chunk, and runs its forward again in its backward pass: a third more work
         for memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a
         schedule that splits weight passes off keeps from backward to weight what the latter needs. A string is taken in
@@ -161,6 +163,7 @@ def hybrid(
             view=view,
             separable=separable,
             axis_names=axes,
+            sequence_dims=sequence_dims,
             schedule=table if num_stages > 1 else None,
             remat=remat is True,
             reducer=reducer,

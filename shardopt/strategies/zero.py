@@ -11,7 +11,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import STAGES, StrategyConfig, View
+from shardopt.engine.config import STAGES, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 
@@ -32,6 +32,7 @@ def zero(
     view: View = "per_device",
     separable: bool | None = None,
     axes: Axes | None = None,
+    sequence_dims: SequenceDims = (),
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
@@ -67,6 +68,7 @@ def zero(
       view: see `ddp`.
       separable: see `ddp`.
       axes: see `ddp`.
+      sequence_dims: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -108,5 +110,6 @@ def zero(
             view=view,
             separable=separable,
             axis_names=axes,
+            sequence_dims=sequence_dims,
         )
     )

@@ -92,8 +92,8 @@ def apply_the_update_twice(patch):
 def every_device_sees_the_first_rows(patch):
     place = inputs.place_batch
 
-    def first_rows(rows, sharding):
-        return place(jax.tree.map(lambda x: jnp.concatenate([x[:8]] * (x.shape[0] // 8)), rows), sharding)
+    def first_rows(config, rows):
+        return place(config, jax.tree.map(lambda x: jnp.concatenate([x[:8]] * (x.shape[0] // 8)), rows))
 
     patch.setattr(build, "place_batch", first_rows)
 
