@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardopt.core.errors import format_error
+from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, leaves_with_paths, path_text
 from shardopt.engine.config import StrategyConfig
 
@@ -97,8 +97,17 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
         raise ValueError(format_error(config.strategy, "sequence_dims do not fit the batch.", missing, fix))
     if not lengths:
         what = f"{axis} splits positions, and no batch leaf has any."
-        raise ValueError(format_error(config.strategy, what, fix="make the mesh with context=1, or see sequence_dims."))
+        raise ValueError(
+            format_error(
+                config.strategy,
+                what,
+                fix="make the mesh with context=1, or name the dim of positions in sequence_dims.",
+            )
+        )
     if uneven:
-        what = f"{len(uneven)} of the batch leaves cannot be split over {axis}."
-        fix = "use a length that it divides; tokens [B, T + 1] as inputs and targets of their own, [B, T] each; sequence_dims=[(regex, None)] for what has no positions."
+        what = f"{plural(len(uneven), 'batch leaf')} cannot be split over {axis}."
+        fix = (
+            "use a length that it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or "
+            "sequence_dims=[(regex, None)] for leaves without positions."
+        )
         raise ValueError(format_error(config.strategy, what, uneven, fix))

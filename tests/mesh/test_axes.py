@@ -52,14 +52,14 @@ def test_devices_may_come_as_a_grid():
 
 def test_hosts_are_put_on_data():
     devices = [SimpleNamespace(process_index=i % 2, id=i, platform="cpu") for i in range(8)]
-    grid = axes._arrange((2, 1, 4), devices)
+    grid = axes._arrange((2, 1, 4), devices, outer=1)
     assert [[device.process_index for device in row] for row in grid[:, 0]] == [[0] * 4, [1] * 4]
 
 
 def test_slices_are_put_on_replica_and_data():
-    assert axes._over_slices((2, 8, 1, 4), 4) == ((1, 4, 1, 4), (2, 2, 1, 1))
+    assert axes._over_slices((2, 8, 1, 4), 4, 2) == ((1, 4, 1, 4), (2, 2, 1, 1))
     with pytest.raises(ValueError, match=re.escape("make_mesh: 3 slices cannot be laid along replica and data")):
-        axes._over_slices((1, 8, 1, 4), 3)
+        axes._over_slices((1, 8, 1, 4), 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -68,20 +68,20 @@ def test_slices_are_put_on_replica_and_data():
         (
             {"data": 3, "tensor": 2},
             ValueError,
-            "make_mesh: replica=1, data=3, pipeline=1, tensor=2 needs 6 devices, but there are 8.\n"
+            "make_mesh: replica=1, data=3, pipeline=1, context=1, tensor=2 needs 6 devices, but there are 8.\n"
             "Fix: set one size to -1, choose sizes whose product is 8, or pass devices=jax.devices()[:6].",
         ),
         (
             {"data": 8, "tensor": 2},
             ValueError,
-            "make_mesh: replica=1, data=8, pipeline=1, tensor=2 needs 16 devices, but there are 8.\n"
+            "make_mesh: replica=1, data=8, pipeline=1, context=1, tensor=2 needs 16 devices, but there are 8.\n"
             "Fix: set one size to -1, or choose sizes whose product is 8.",
         ),
         (
             {"tensor": 3},
             ValueError,
             "make_mesh: cannot infer data: 8 devices are not divisible by 3 "
-            "(replica=1, data=-1, pipeline=1, tensor=3).\n"
+            "(replica=1, data=-1, pipeline=1, context=1, tensor=3).\n"
             "Fix: choose sizes whose product divides 8.",
         ),
         (
