@@ -236,8 +236,9 @@ def _attention(site: Site, values: Sequence[Value]) -> Value:
     if all(isinstance(value, Const) for value in values):
         return Const(site.none, anywhere=True)
     for i, value in enumerate(values):
-        rows = isinstance(value, Rows) and value.dim == len(site.ins(i)[0][:2]) - 1 and not value.own and not value.plus
-        if not (rows and value.place[1:] == (1, 1, None)) and not (i > 2 and isinstance(value, Const)):
+        positions = Rows(min(1, len(site.ins(i)[0]) - 1), site.none)  # [B, T, ...], or [T]
+        fits = isinstance(value, Rows) and value._replace(degree=site.none) == positions
+        if not fits and not (i > 2 and isinstance(value, Const)):
             return site.mixed("unknown")
     return Rows(1, site.none)
 
