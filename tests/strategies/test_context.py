@@ -269,3 +269,25 @@ def test_batches_that_cannot_be_split_are_refused_with_numbers(change, options, 
 def test_sequence_dims_are_checked(dims, error, message, mesh_of):
     with pytest.raises(error, match=re.escape(message)):
         so.ddp(TX, mesh_of(data=2, context=2), plain, sequence_dims=dims)
+
+
+def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):
+    """Rows of an embedding that is sharded by columns over both."""
+    model = so.BlockModel(
+        embed=lambda outer, batch: so.nn.embedding(outer["table"], batch["ids"]),
+        block=lambda weights, x: x + jnp.tanh(x @ weights["w"]),
+        loss=lambda outer, x, batch: (x * batch["mask"][..., None]).mean(),
+        tables=("table",),
+    )
+    draw = np.random.default_rng(2)
+    start = {"blocks": {"w": draw.normal(size=(2, 8, 8))}, "table": draw.normal(size=(512, 8))}
+    ids = [one | {"ids": draw.integers(0, 512, size=(ROWS, LENGTH))} for one in batches()]
+    opt = so.fsdp(TX, mesh_of(data=2, context=2), model, min_shard_elements=8)
+    assert opt.specs(start).params["table"] == P(None, ("data", "context"))
+    _, final = train(TX, model.loss_fn, start, ids)
+    state = opt.init(start)
+    for batch in ids:
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, final) <= 1e-10
+    kinds = so.audit(opt.step, state, ids[0]).by_kind()
+    assert "all-to-all" in kinds
