@@ -1,8 +1,9 @@
-"""Attention by the kernel that the devices have: splash on TPU, cudnn on GPU, plain XLA elsewhere.
+"""Attention by the kernel of the devices, splash on TPU, cudnn on GPU, else plain XLA; over context by ring, exchange or gather.
 
 Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys and values, K width of a head.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -17,10 +18,15 @@ from shardopt.collectives.per_device import TENSOR
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.mesh import axes_of_role, device_kind, is_analysed, mesh_under_trace
+from shardopt.nn.exchange import exchanged_attention, gathered_attention
+from shardopt.nn.flash import Marks, Rule, sees
+from shardopt.nn.order import CONTEXT
+from shardopt.nn.ring import NAME, ring_attention, ring_of
 
 Implementation = Literal["splash", "cudnn", "xla"]
-NAME = "attention"
-"""The `checkpoint_name` of what is mixed."""
+Method = Literal["ring", "all_to_all", "all_gather"]
+_SHORT = 4096
+"""Positions of a row up to which one gather is chosen: less is sent than it takes to start many sends."""
 _LANES = 128
 """Splash works on tiles of so many positions and so many components of a head; both are padded up to it."""
 
@@ -33,39 +39,65 @@ def attention(
     causal: bool = True,
     segment_ids: Int[Array, "B T"] | None = None,
     window: int | None = None,
+    positions: Int[Array, "*B T"] | None = None,
     implementation: Implementation | None = None,
+    method: Method | None = None,
 ) -> Float[Array, "B T H K"]:
     """Mix the values that each query may see: softmax(query key^T / sqrt(K)) value, head by head.
 
-    Query head h uses key and value head h // (H / G). Softmax and sums are taken in float32 at least.
+    Query head h uses key and value head h // (H / G). Softmax and sums are taken in float32 at least. Inside a strategy whose
+    mesh has a context axis, T are the positions of this device, and queries see the keys of all devices of the axis.
 
-    **Equivalence**: every implementation computes the same, up to summation order and, below float32, to the dtype in
-    which products are rounded.
+    **Equivalence**: every implementation and method computes the same, up to summation order and, below float32, to the
+    dtype in which products are rounded.
 
-    **Placement**: inside a strategy heads may be sharded over tensor by rule, and rows over the axes that carry them; each
-    device runs the kernel on its own rows and heads. **Communication**: none.
+    **Placement**: inside a strategy heads may be sharded over tensor by rule, rows over the axes that carry them, and
+    positions over context; each device runs on its own rows and heads.
 
-    **Memory**: "splash" and "cudnn" never hold the T x T scores; "xla" does. What is mixed has the `checkpoint_name`
-    "attention"; where it is kept, splash is not run again in the backward pass, of "xla" the scores alone are computed again,
-    and cudnn runs again for statistics that jax does not name.
+    **Communication**: none but over a context axis. There, with C devices, b bytes a number, T positions a device, and
+    KV = 2 B T G K b the bytes of its keys and values, each device sends a layer:
+
+        ring          forward (C-1) KV, in C-1 hops; backward (C-1) KV again, and (C-1) KV w/b for the gradients of keys and
+                      values, summed in w = 4 bytes (8 in float64). With a window of W positions in natural order
+                      ceil((W-1) / T) hops, if fewer.
+        all_gather    the same bytes in one gather each of keys and values, and one scatter each of their gradients
+        all_to_all    forward 2 (d-1)/d B T (H + G) K b, in four exchanges; backward the same. d is the greatest divisor of C
+                      that divides G; across the C/d groups of d neighbours a ring of blocks of d T positions and G/d heads.
+
+    Positions and segment ids are sent only where they are given. On CPU a ring in a pipeline gathers at every hop.
+
+    **Memory**: "splash" and "cudnn" never hold the T x T scores; "xla" does, but with `positions` or over a context axis it
+    goes tile by tile, 512 x 512 scores, and leaves out tiles that the mask empties. What is mixed has the `checkpoint_name`
+    "attention"; where it is kept, splash and the tiles are not run again in the backward pass, of "xla" the scores alone are
+    computed again, and cudnn runs again for statistics that jax does not name. Of other devices a ring holds two blocks of
+    keys and values at a time and keeps none; "all_gather" holds all C blocks, and their gradients, while it runs.
 
     Args:
       query: [B, T, H, K].
-      key: [B, T, G, K], with G a divisor of H: grouped-query attention; positions already applied.
+      key: [B, T, G, K], with G a divisor of H: grouped-query attention; position embeddings already applied.
       value: [B, T, G, K].
       causal: whether a query sees only keys at its own position and before.
       segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all.
       window: how many positions a query sees at most, its own and those before it; needs `causal`. None: all.
+      positions: [B, T] or [T], integers: where each token stands in its row, which `causal` and `window` compare; see
+        `so.nn.zigzag`. None: natural order, in which device i of a context axis holds i T, ..., i T + T - 1.
       implementation: "splash", jax's Pallas kernel for TPU (elsewhere it runs interpreted, which is for tests); "cudnn",
         flash attention of `jax.nn.dot_product_attention`, for half precision on GPU; "xla". None chooses by the
-        devices of the mesh: splash on TPU from 128 positions on, cudnn on GPU in half precision, else xla.
+        devices of the mesh: splash on TPU from 128 positions on, cudnn on GPU in half precision, else xla. The kernels know
+        natural order and whole rows only: with positions, "ring" and "all_gather" None is xla, and the kernels are refused.
+      method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses), "all_gather"; elsewhere it changes
+        nothing. None chooses "all_gather" for rows of at most 4096 positions, where starting sends takes longer than the bytes;
+        else "all_to_all" where C divides G (of one tensor shard) and it sends no more bytes than the ring, since
+        causal work is then equal in any order and the kernels can be used; else "ring".
 
     Returns:
       [B, T, H, K] in the dtype of value.
 
     Raises:
-      ValueError: if H is not a multiple of G, a tensor axis does not divide G, `window` is given without `causal` or is
-        below 1, or `implementation` is unknown.
+      TypeError: if positions are not integers.
+      ValueError: if H is not a multiple of G, a tensor axis does not divide G, G (of one tensor shard) and C have no common
+        divisor for "all_to_all", `window` is given without `causal` or is below 1, positions have another shape, a
+        kernel is asked for that does not know these positions or this method, or `implementation` or `method` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -75,23 +107,116 @@ def attention(
 
     References:
       Vaswani et al., "Attention Is All You Need", 2017, equation 1; Ainslie et al., "GQA", 2023; Dao et al.,
-      "FlashAttention", 2022; jax.experimental.pallas.ops.tpu.splash_attention.
+      "FlashAttention", 2022; jax.experimental.pallas.ops.tpu.splash_attention; Liu, Zaharia, Abbeel, "Ring Attention with
+      Blockwise Transformers", 2023; Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    _check(query, key, causal=causal, window=window, implementation=implementation)
-    chosen = "xla" if is_analysed() else implementation or _default(query)
-    run: Callable[..., Array]
-    if chosen == "xla" and query.shape[2] != key.shape[2]:
-        return _of_jax_nn(query, key, value, segment_ids, causal=causal, window=window, implementation="xla")
+    _check(query, key, causal=causal, window=window, implementation=implementation, method=method)
+    rule, marks = Rule(causal, window), Marks(_as_rows(positions, query), segment_ids)
+    if is_analysed():
+        return _shown(query, key, value, marks, rule)
+    mesh = mesh_under_trace()
+    axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
+    if axes:
+        over = functools.partial(_over_context, axes, rule, implementation, method)
+        return _on_each_device(over, query, key, value, marks)
+    if positions is not None:
+        _refuse_kernel(implementation, "with positions")
+        ring = ring_of((), 1, query.shape[1], rule, natural=False)
+        return _on_each_device(functools.partial(ring_attention, ring), query, key, value, marks)
+    chosen = implementation or _default(query)
     if chosen == "xla":
-        mask = visible(query.shape[1], causal=causal, window=window)[None]
-        if segment_ids is not None:
-            mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-        return masked_attention(query, key, value, mask)
-    if chosen == "splash":
-        run = lambda q, k, v, s: _splash(q, k, v, s, causal=causal, window=window)  # noqa: E731
-    else:
-        run = lambda q, k, v, s: _of_jax_nn(q, k, v, s, causal=causal, window=window, implementation="cudnn")  # noqa: E731
-    return _on_each_device(run, query, key, value, segment_ids)
+        return _plain(query, key, value, marks, rule)
+    return _on_each_device(_kernel(chosen, rule), query, key, value, marks)
+
+
+def _over_context(
+    axes: tuple[str, ...],
+    rule: Rule,
+    implementation: Implementation | None,
+    method: Method | None,
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    value: Float[Array, "B T G K"],
+    marks: Marks,
+) -> Float[Array, "B T H K"]:
+    """Run a method where every axis is manual: arrays are those of one device."""
+    size = math.prod(mesh_under_trace().shape[axis] for axis in axes)
+    natural = marks.positions is None
+    ring = ring_of(axes, size, query.shape[1], rule, natural=natural)
+    if method is None and implementation in ("splash", "cudnn"):
+        method = "all_to_all"
+    chosen = method or _default_method(query, key, size, ring.hops)
+    if chosen != "all_to_all":
+        _refuse_kernel(implementation, f"by method={chosen!r}")
+        if chosen == "all_gather":
+            return gathered_attention(axes, rule, query, key, value, marks)
+        return ring_attention(ring, query, key, value, marks)
+    degree = math.gcd(size, key.shape[2])
+    if degree == 1:
+        what = (
+            f"{key.shape[2]} heads of keys and values on each device cannot be exchanged among {size} context devices."
+        )
+        fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
+        raise ValueError(format_error("attention", what, fix=fix))
+    whole = degree == size and natural
+    if not whole:
+        _refuse_kernel(implementation, "with positions" if not natural else f"in groups of {degree} of {size} devices")
+    by = implementation or _default(query, size * query.shape[1])
+    kernel = _kernel(by, rule) if whole and by != "xla" else None
+    return exchanged_attention(axes, size, degree, rule, query, key, value, marks, kernel)
+
+
+def _default_method(query: Array, key: Array, size: int, hops: int) -> Method:
+    H, G, bytes_each = query.shape[2], key.shape[2], query.dtype.itemsize
+    if query.shape[1] * size <= _SHORT:
+        return "all_gather"
+    # per position and component, forward and backward
+    ring = hops * G * (4 * bytes_each + 2 * max(4, bytes_each))
+    exchange = 4 * (size - 1) / size * (H + G) * bytes_each
+    return "all_to_all" if G % size == 0 and exchange <= ring else "ring"
+
+
+def _refuse_kernel(implementation: Implementation | None, where: str) -> None:
+    if implementation in ("splash", "cudnn"):
+        what = f"{implementation} works on whole rows in natural order, not {where}."
+        fix = "leave implementation out, or give positions in natural order and method='all_to_all'."
+        raise ValueError(format_error("attention", what, fix=fix))
+
+
+def _as_rows(positions: Array | None, query: Array) -> Array | None:
+    """Return positions as [1 or B, T]."""
+    if positions is None:
+        return None
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"attention: positions must be integers, got {positions.dtype}.")
+    B, T = query.shape[:2]
+    if positions.shape not in ((T,), (B, T)):
+        what = f"positions have shape {positions.shape}, for queries {query.shape}."
+        raise ValueError(format_error("attention", what, fix=f"give [T] = ({T},) or [B, T] = ({B}, {T})."))
+    return positions.reshape(-1, T).astype(jnp.int32)
+
+
+def _shown(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
+    """Return plain attention of these rows in one jitted function, by whose name the check of losses knows it."""
+
+    def shardopt_attention(query: Array, key: Array, value: Array, marks: Marks) -> Array:
+        return _plain(query, key, value, marks, rule)
+
+    return jax.jit(shardopt_attention)(query, key, value, marks)
+
+
+def _plain(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
+    return masked_attention(query, key, value, _mask(marks, rule, query.shape[1]))
+
+
+def _mask(marks: Marks, rule: Rule, length: int) -> Bool[Array, "#B T T"]:
+    if marks.positions is not None:
+        return sees(marks, marks, rule)
+    mask = visible(length, causal=rule.causal, window=rule.window)[None]
+    if marks.segments is None:
+        return mask
+    return mask & (marks.segments[:, :, None] == marks.segments[:, None, :])
 
 
 def masked_attention(
@@ -105,6 +230,10 @@ def masked_attention(
     The softmax is divided by its sum after the values are mixed: K numbers a query are divided then, not S, and nothing of
     size S but the exponentials is kept for the backward pass.
     """
+    B, T, H, K = query.shape
+    if (G := key.shape[2]) != H:
+        of_heads = jax.vmap(lambda query: masked_attention(query, key, value, mask), in_axes=3, out_axes=3)
+        return of_heads(query.reshape(B, T, G, H // G, K)).reshape(B, T, H, K)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     hidden = jnp.where(mask, 0, -1e30).astype(wide)[:, None]
     scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
@@ -123,7 +252,15 @@ def visible(length: int, *, causal: bool, window: int | None) -> Bool[Array, "T 
     return seen if window is None else seen & (ahead < window)
 
 
-def _check(query: Array, key: Array, *, causal: bool, window: int | None, implementation: str | None) -> None:
+def _check(
+    query: Array,
+    key: Array,
+    *,
+    causal: bool,
+    window: int | None,
+    implementation: str | None,
+    method: str | None,
+) -> None:
     H, G = query.shape[2], key.shape[2]
     if H % G:
         what = f"{H} heads of queries are not a multiple of {G} heads of keys and values."
@@ -138,50 +275,66 @@ def _check(query: Array, key: Array, *, causal: bool, window: int | None, implem
         raise ValueError(
             format_error("attention", what, fix="use 'splash', 'cudnn', 'xla', or None to choose by device.")
         )
+    if method is not None and method not in get_args(Method):
+        fix = "use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length."
+        raise ValueError(format_error("attention", f"unknown method {method!r}.", fix=fix))
 
 
-def _default(query: Array) -> Implementation:
+def _default(query: Array, length: int | None = None) -> Implementation:
     kind = device_kind() or jax.devices()[0].device_kind
     if kind.startswith("TPU"):
-        return "splash" if query.shape[1] >= _LANES else "xla"
+        return "splash" if (length or query.shape[1]) >= _LANES else "xla"
     if kind == "cpu" or query.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
     return "cudnn"
 
 
-def _on_each_device(run: Callable[..., Array], query: Array, key: Array, value: Array, segments: Array | None) -> Array:
-    """Call a kernel on local rows and heads: a region that is manual over every axis that is left to the partitioner."""
+def _on_each_device(
+    run: Callable[[Array, Array, Array, Marks], Array], query: Array, key: Array, value: Array, marks: Marks
+) -> Array:
+    """Call it on local rows, positions and heads: a region that is manual over every axis that is left to the partitioner."""
     mesh = mesh_under_trace()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     left = {axis for axis, kind in types.items() if kind != AxisType.Manual and mesh.shape[axis] > 1}
     if not left:
-        return run(query, key, value, segments)
+        return run(query, key, value, marks)
     rows = tuple(axis for role in ("replica", "data") for axis in axes_of_role(role) if axis in left)
+    places = tuple(axis for axis in axes_of_role(CONTEXT) if axis in left)
     heads = tuple(axis for axis in axes_of_role(TENSOR) if axis in left)
-    size = math.prod(mesh.shape[axis] for axis in heads)
-    if key.shape[2] % size:
-        named = " x ".join(map(repr, heads))
-        what = f"{key.shape[2]} heads of keys and values cannot be sharded over mesh axis {named} (size {size})."
-        raise ValueError(
-            format_error("attention", what, fix="repeat the heads of keys and values, or take a smaller axis.")
-        )
-    spec, segment_spec = PartitionSpec(rows or None, None, heads or None, None), PartitionSpec(rows or None, None)
-    if segments is None:
-        inner = lambda q, k, v: run(q, k, v, None)  # noqa: E731
-        args, specs = (query, key, value), (spec, spec, spec)
-    else:
-        inner, args, specs = run, (query, key, value, segments), (spec, spec, spec, segment_spec)
-    return jax.shard_map(inner, in_specs=specs, out_specs=spec, axis_names=left, check_vma=False)(*args)
+    for axes, count, what, fix in (
+        (
+            heads,
+            key.shape[2],
+            "heads of keys and values",
+            "repeat the heads of keys and values, or take a smaller axis.",
+        ),
+        (places, query.shape[1], "positions", "pad the rows, or take a smaller axis."),
+    ):
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        if count % size:
+            named = " x ".join(map(repr, axes))
+            what = f"{count} {what} cannot be sharded over mesh axis {named} (size {size})."
+            raise ValueError(format_error("attention", what, fix=fix))
+    spec = PartitionSpec(rows or None, places or None, heads or None, None)
+    of_marks = jax.tree.map(
+        lambda x: PartitionSpec((rows or None) if x.shape[0] == query.shape[0] else None, places or None), marks
+    )
+    region = jax.shard_map(run, in_specs=(spec, spec, spec, of_marks), out_specs=spec, axis_names=left, check_vma=False)
+    return region(query, key, value, marks)
 
 
-def _splash(
-    query: Array, key: Array, value: Array, segments: Array | None, *, causal: bool, window: int | None
-) -> Array:
+def _kernel(implementation: Implementation, rule: Rule) -> Callable[[Array, Array, Array, Marks], Array]:
+    """Return a kernel for rows in natural order."""
+    run = _splash if implementation == "splash" else _cudnn
+    return lambda query, key, value, marks: run(query, key, value, marks.segments, rule)
+
+
+def _splash(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     T, H, K = query.shape[1:]
     length, width = _round_up(T), _round_up(K)
-    if length != T and not causal and segments is None:
+    if length != T and not rule.causal and segments is None:
         segments = jnp.zeros(query.shape[:2], jnp.int32)
     heads_first = lambda x: jnp.swapaxes(_padded(x, length, width), 1, 2)  # noqa: E731
     block = math.gcd(length, 512)
@@ -196,9 +349,9 @@ def _splash(
         block_kv_dq=block,
     )
     shape: tuple[int, int] = (length, length)
-    one: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
-    if window is not None:
-        one = splash.LocalMask(shape, (window - 1, 0), 0)
+    one: Any = splash.CausalMask(shape) if rule.causal else splash.FullMask(shape)
+    if rule.window is not None:
+        one = splash.LocalMask(shape, (rule.window - 1, 0), 0)
     kernel: Any = splash.make_splash_mha(
         splash.MultiHeadMask([one] * H),
         block_sizes=sizes,
@@ -217,24 +370,15 @@ def _splash(
     return jnp.swapaxes(mixed, 1, 2)[:, :T, :, :K].astype(value.dtype)
 
 
-def _of_jax_nn(
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Array | None,
-    *,
-    causal: bool,
-    window: int | None,
-    implementation: Literal["cudnn", "xla"],
-) -> Array:
+def _cudnn(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
     mixed = jax.nn.dot_product_attention(
         query,
         key,
         value,
         mask=None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None],
-        is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
+        is_causal=rule.causal,
+        local_window_size=None if rule.window is None else (rule.window - 1, 0),
+        implementation="cudnn",
     )
     return checkpoint_name(mixed, NAME)
 
