@@ -83,6 +83,7 @@ def _forward(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, mar
 
 def _backward(axes: Axes, rule: Rule, kept: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, marks, out, logsumexp = kept
+    key, value, d_out = lax.optimization_barrier((key, value, d_out))  # else XLA keeps what the forward pass gathered
     delta = jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
     block = _gathered(axes, key, value, marks)
     dq, dk, dv = gradients(query, *block[:2], logsumexp, delta, d_out, *block[2:], rule)

@@ -96,6 +96,9 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
 
 def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, marks, out, logsumexp = kept
+    key, value, d_out = lax.optimization_barrier(
+        (key, value, d_out)
+    )  # else XLA may keep what the forward pass was sent
     seen = _seen(ring, query.shape[-2])
     own = seen(0, marks)
     delta = jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)

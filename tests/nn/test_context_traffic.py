@@ -1,0 +1,140 @@
+"""What attention over a context axis sends and keeps: the formulas of its docstring, read off compiled programs and traces."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from support.contexts import drawn, mesh_of, program, results
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.remat.split_backward import split_backward
+
+B, T, H, K = 2, 32, 8, 4
+
+
+def formula(method, C, G, hops=None, dtype=4):
+    """Return the bytes that a device sends in a forward and backward pass."""
+    length = T // C
+    keys = 2 * B * length * G * K * dtype
+    if method != "all_to_all":
+        return (C - 1 if hops is None else hops) * keys * (2 + 4 / dtype)
+    d = np.gcd(C, G)
+    exchanges = 2 * 2 * (d - 1) / d * B * length * (H + G) * K * dtype
+    return exchanges + (C // d - 1) * keys * (2 + 4 / dtype)
+
+
+@pytest.mark.parametrize(
+    ("method", "C", "G", "how"),
+    tiered(
+        [
+            ("ring", 4, 4, {}),
+            ("ring", 2, 8, {}),
+            ("ring", 8, 2, {"window": 6, "hops": 2}),
+            ("ring", 8, 2, {"window": 5, "hops": 1}),
+            ("all_gather", 4, 4, {}),
+            ("all_to_all", 4, 4, {}),
+            ("all_to_all", 8, 4, {}),
+            ("all_to_all", 2, 8, {}),
+        ],
+        lambda row: row[1] == 4 or row[3].get("hops") == 2,
+        ids=str,
+    ),
+)
+def test_bytes_on_the_wire(method, C, G, how):
+    how = dict(how)
+    wanted = formula(method, C, G, how.pop("hops", None))
+    mesh, batch = mesh_of(context=C), drawn(groups=G, dtype=np.float32)
+    found = so.audit(program(mesh, batch, method=method, **how), batch, mesh=mesh)
+    assert found.total_wire_bytes == wanted
+    kinds = {
+        "ring": {"collective-permute"},
+        "all_gather": {"all-gather", "reduce-scatter"},
+        "all_to_all": {"all-to-all"} | ({"collective-permute"} if C > G else set()),
+    }
+    assert set(found.by_kind()) == kinds[method]
+    if method == "ring":
+        assert len(found.collectives) <= 12  # hops are a loop: as many instructions on any number of devices
+
+
+def block(given, x):
+    """A layer: projections, attention, projection."""
+    query, key, value = (jnp.einsum("btd,dhk->bthk", x[0], w) for w in given[:3])
+    mixed = so.nn.attention(query, key, value, method="ring")
+    return [x[0] + jnp.einsum("bthk,hkd->btd", mixed, given[3])]
+
+
+def on_context(f, *args):
+    """Trace, or run under jit, a function of weights and an x whose positions are split over four devices."""
+    x = PartitionSpec(None, "context")
+    weights = PartitionSpec("context")
+    return jax.shard_map(
+        f, mesh=mesh_of(context=4), in_specs=(PartitionSpec(), x), out_specs=(x, weights), check_vma=False
+    )
+
+
+def weights_and_x():
+    rng = np.random.default_rng(0)
+    shapes = [(6, H, K), (6, 4, K), (6, 4, K), (H, K, 6)]
+    return [rng.normal(size=shape) / 4 for shape in shapes], rng.normal(size=(B, T, 6))
+
+
+def passes_at_once(given, x):
+    y, vjp = jax.vjp(lambda given, x: block(given, [x])[0], given, x)
+    dw, dx = vjp(y)
+    return dx, [w[None] for w in dw]
+
+
+def test_the_backward_pass_can_be_split(x64):
+    """As zero-bubble schedules do: the weight gradient later, of residuals that are this device's alone."""
+    given, x = weights_and_x()
+    sizes = []
+
+    def split(given, x):
+        passes = split_backward(block, given, [x], trained=range(4))
+        y, kept = passes.forward(given, [x])
+        (dx,), deferred = passes.backward(given, kept, y)
+        sizes.extend(leaf.size for leaf in [*passes.residuals, *passes.deferred])
+        return dx, [w[None] for w in passes.weight(given, [kept[i] for i in passes.weight_residuals], deferred)]
+
+    found, wanted = jax.jit(on_context(split))(given, x), jax.jit(on_context(passes_at_once))(given, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-10)
+    assert max(sizes) <= B * T // 4 * H * K
+
+
+def test_a_ring_that_is_kept_by_name_does_not_run_again(monkeypatch):
+    given, x = weights_and_x()
+
+    def permutes(policy):
+        kept = jax.checkpoint(block, policy=policy)
+
+        def f(given, x):
+            _, vjp = jax.vjp(lambda given, x: kept(given, [x])[0], given, x)
+            dw, dx = vjp(x)
+            return dx, [w[None] for w in dw]
+
+        return str(jax.make_jaxpr(jax.jit(on_context(f)))(given, x)).count("ppermute[")
+
+    policies = jax.checkpoint_policies
+    named, without = permutes(policies.save_only_these_names("attention")), permutes(policies.everything_saveable)
+    assert named == without > 0
+    assert permutes(policies.nothing_saveable) == without + 2  # keys and values of the loop over hops
+
+
+@pytest.mark.slow
+def test_replicas_that_train_apart(x64):
+    """`local_sgd` maps a step over replicas: every ring stays in its own."""
+    mesh, batch = mesh_of(data=2, context=4), drawn(rows=2)
+    one = functools.partial(results, method="ring")
+    spec = PartitionSpec(None, "context")
+    step = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"context"}, check_vma=False)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf, 2 * leaf]), batch)
+    found = jax.jit(jax.vmap(step, spmd_axis_name="data"))(stacked)
+    for i in range(2):
+        wanted = jax.jit(functools.partial(results, implementation="xla"))(jax.tree.map(lambda leaf: leaf[i], stacked))  # noqa: B023
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a[i], b, atol=1e-9)

@@ -1,0 +1,86 @@
+"""Comparing with one device notices attention over a context axis that is broken on purpose."""
+
+import importlib
+
+import pytest
+from support.contexts import difference, drawn, mesh_of
+
+from shardopt.nn import exchange, flash, ring
+
+pytestmark = pytest.mark.slow
+
+attention = importlib.import_module("shardopt.nn.attention")
+
+
+def masked_one_hop_off(patch):
+    seen = ring._seen
+    patch.setattr(ring, "_seen", lambda *args: lambda hop, marks: seen(*args)(hop + 1, marks))
+
+
+def stale_keys_in_the_backward_pass(patch):
+    first = []
+
+    def gradients(query, key, value, *rest):
+        first.append((key, value))
+        return flash.gradients(query, *first[0], *rest)
+
+    patch.setattr(ring, "gradients", gradients)
+
+
+def gradients_of_keys_left_where_they_were_made(patch):
+    send = ring.send
+    patch.setattr(ring, "send", lambda ring, tree, hops=1: tree if hops < 0 else send(ring, tree, hops))
+
+
+def positions_that_are_not_compared(patch):
+    patch.setattr(attention, "_as_rows", lambda positions, query: None)
+
+
+def segments_that_do_not_travel(patch):
+    send = ring.send
+
+    def moved(ring, tree, hops=1):
+        if len(tree) == 3:
+            return *send(ring, tree[:2], hops), tree[2]
+        return send(ring, tree, hops)
+
+    patch.setattr(ring, "send", moved)
+
+
+def normalised_by_the_last_block(patch):
+    def absorb(state, *args):
+        return flash.absorb(state._replace(total=0 * state.total), *args)
+
+    patch.setattr(ring, "absorb", absorb)
+
+
+def heads_of_the_neighbour(patch):
+    right = exchange.ring_attention
+    patch.setattr(exchange, "ring_attention", lambda ring, q, k, v, marks: right(ring, q, k[:, :, ::-1], v, marks))
+
+
+def gradients_of_keys_not_summed(patch):
+    patch.setattr(exchange.lax, "psum_scatter", lambda x, axis_name, **how: x[:, :, : x.shape[2] // 4])
+
+
+@pytest.mark.parametrize(
+    ("broken", "how"),
+    [
+        (None, {"method": "ring"}),
+        (masked_one_hop_off, {"method": "ring"}),
+        (stale_keys_in_the_backward_pass, {"method": "ring"}),
+        (gradients_of_keys_left_where_they_were_made, {"method": "ring"}),
+        (positions_that_are_not_compared, {"method": "ring", "order": "zigzag"}),
+        (segments_that_do_not_travel, {"method": "ring", "packed": True}),
+        (normalised_by_the_last_block, {"method": "ring"}),
+        (heads_of_the_neighbour, {"method": "all_to_all"}),
+        (gradients_of_keys_not_summed, {"method": "all_gather"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_it_is_noticed(broken, how, x64, monkeypatch):
+    how = dict(how)
+    batch = drawn(packed=how.pop("packed", False))
+    if broken is not None:
+        broken(monkeypatch)
+    assert (difference(mesh_of(context=4), batch, **how) > 1e-3) == (broken is not None)
