@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from support.contexts import difference, drawn, mesh_of, on_one_device, results
 from support.pairwise import all_pairs, few
 from support.tiers import tiered
@@ -66,7 +66,8 @@ def test_beside_data_and_tensor(sizes, how, x64):
 def test_in_the_global_view(method, x64):
     """Everything is left to the partitioner: the layer makes its own region over rows, positions and heads."""
     mesh, batch = mesh_of(data=2, context=2, tensor=2), drawn(rows=4)
-    found = jax.jit(so.mesh.on_mesh(mesh, functools.partial(results, method=method)))(batch)
+    run = jax.jit(so.mesh.on_mesh(mesh, functools.partial(results, method=method)))
+    found = run(jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))))
     for a, b in zip(found, on_one_device(batch, True, None), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
 

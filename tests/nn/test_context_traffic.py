@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from support.contexts import drawn, mesh_of, program, results
+from support.contexts import drawn, mesh_of, results
 from support.tiers import tiered
 
 import shardopt as so
@@ -46,9 +46,8 @@ def formula(method, C, G, hops=None, dtype=4):
 )
 def test_bytes_on_the_wire(method, C, G, how):
     how = dict(how)
-    wanted = formula(method, C, G, how.pop("hops", None))
-    mesh, batch = mesh_of(context=C), drawn(groups=G, dtype=np.float32)
-    found = so.audit(program(mesh, batch, method=method, **how), batch, mesh=mesh)
+    wanted = 2 * formula(method, C, G, how.pop("hops", None))
+    found = so.audit(two_layers(method, C, G, **how), mesh=mesh_of(context=C))
     assert found.total_wire_bytes == wanted
     kinds = {
         "ring": {"collective-permute"},
@@ -57,7 +56,23 @@ def test_bytes_on_the_wire(method, C, G, how):
     }
     assert set(found.by_kind()) == kinds[method]
     if method == "ring":
-        assert len(found.collectives) <= 12  # hops are a loop: as many instructions on any number of devices
+        assert len(found.collectives) <= 14  # hops are a loop: as many instructions on any number of devices
+
+
+def two_layers(method, C, G, **how):
+    """Return the compiled loss and gradients of a scan over layers: forward and backward are loops of their own, as in models.
+
+    Of one layer XLA:CPU, which drops barriers, would use in the backward pass what the forward pass had gathered.
+    """
+    layers = [jax.ShapeDtypeStruct((2, B, T, heads, K), np.float32) for heads in (H, G, G)]
+
+    def loss(layers):
+        one = lambda total, layer: (total + jnp.sum(so.nn.attention(*layer, method=method, **how) ** 2), None)  # noqa: E731
+        return jax.lax.scan(one, jnp.float32(0), layers)[0]
+
+    spec = PartitionSpec(None, None, "context")
+    step = jax.shard_map(jax.grad(loss), mesh=mesh_of(context=C), in_specs=(spec,), out_specs=spec, check_vma=False)
+    return jax.jit(step).lower(layers).compile()
 
 
 def block(given, x):
@@ -106,7 +121,7 @@ def test_the_backward_pass_can_be_split(x64):
     assert max(sizes) <= B * T // 4 * H * K
 
 
-def test_a_ring_that_is_kept_by_name_does_not_run_again(monkeypatch):
+def test_a_ring_that_is_kept_by_name_does_not_run_again():
     given, x = weights_and_x()
 
     def permutes(policy):

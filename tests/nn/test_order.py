@@ -54,13 +54,13 @@ def test_refusals():
 
     refused(
         "zigzag over 4 devices needs a number of positions (dim 1) divisible by 8.\n"
-        "  ['tokens']: shape (2, 12)\nFix: pad the rows to a multiple of 8.",
+        "  tokens: shape (2, 12)\nFix: pad the rows to a multiple of 8.",
         {"tokens": np.zeros((2, 12))},
     )
     refused("unknown order 'random'.\nFix: use 'zigzag' or 'striped'.", {"x": np.zeros((2, 8))}, order="random")
     refused("no leaf has a dim of positions.\nFix: give arrays [B, T, ...].", {"x": np.zeros(8)})
     refused(
         "leaves have rows of several lengths, so that one array of positions does not fit all.\n"
-        "  ['x']: shape (2, 8)\n  ['y']: shape (2, 16)\nFix: add 'positions' [B, T] to the batch yourself.",
+        "  x: shape (2, 8)\n  y: shape (2, 16)\nFix: add 'positions' [B, T] to the batch yourself.",
         {"x": np.zeros((2, 8)), "y": np.zeros((2, 16))},
     )
