@@ -142,7 +142,9 @@ def gradients(
     columns = _tiled(key, -2), _tiled(value, -2), _tiled_marks(seen, _NOWHERE)
     d_columns = jnp.zeros(columns[0].shape, wide), jnp.zeros(columns[1].shape, wide)
 
-    def of_query(sums: tuple[Array, Array], row: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+    def of_query(
+        sums: tuple[Array, Array], row: tuple[Array, Array, Array, Array, Marks]
+    ) -> tuple[tuple[Array, Array], Array]:
         query, d_out, delta, logsumexp, seeing = row
 
         def of_key(dq: Array, column: tuple) -> tuple[Array, tuple[Array, Array]]:
@@ -214,6 +216,8 @@ def sees(seeing: Marks, seen: Marks, rule: Rule) -> Bool[Array, "#B T S"]:
 def _where_needed(update: Callable[[Carry], Carry], carry: Carry, seeing: Marks, seen: Marks, rule: Rule) -> Carry:
     """Skip a tile in which no query sees a key, as least and greatest position and segment tell."""
     least, most = functools.partial(jnp.min, axis=-1), functools.partial(jnp.max, axis=-1)
+    assert seeing.positions is not None
+    assert seen.positions is not None
     needed = None
     if rule.causal:
         needed = most(seeing.positions) >= least(seen.positions)
