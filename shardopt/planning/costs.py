@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardopt.collectives import SMALL_BUCKET_BYTES
 from shardopt.nn.embedding import exchange_bytes
 from shardopt.pipeline.messages import rounds_to_schedule
 from shardopt.planning.hardware import Hardware
@@ -225,9 +226,7 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     workload, layout = placed.workload, placed.layout
     rows, tensor = batch_size / layout.pieces, layout.tensor
     everything = workload.residuals.on(tensor) * rows
-    # a pipeline and fsdp keep no elementwise results of a block
-    fewer = layout.pipeline > 1 or placed.shards.params
-    residuals = workload.stage_residuals.on(tensor) * rows if fewer else everything
+    residuals = workload.stage_residuals.on(tensor) * rows if placed.keeps_products else everything
     recompute, boundary = placed.recompute, workload.boundary_bytes * rows
     saved = 0.0 if recompute is None else recompute.kept.on(tensor) * rows
     # without a pipeline, what was not kept of one block is made again while it is differentiated; with remat all
@@ -288,7 +287,7 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     """Return the bytes of gathered weights and their gradients, while the loss, one block, and embed are differentiated.
 
     Those that the loss reads stay gathered until it is differentiated; embed needs none again. Gradients are scattered
-    leaf by leaf, those of a block together: what travels joined stands beside its leaves, both ways. A pipeline
+    leaf by leaf, those of a block together: a bucket that travels joined stands beside its leaves, both ways. A pipeline
     has the outer weights gathered throughout.
     """
     if not placed.shards.params or placed.layout.data == 1:
@@ -299,7 +298,8 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     grad = _WIDE if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
     largest = elements.largest_outer if _exchange(placed, rows) else max(elements.largest_outer, elements.tables)
-    return loss, outer + 2 * block * (size + grad), outer + largest * grad
+    joined = sum(min(block * each, SMALL_BUCKET_BYTES) for each in (size, grad))
+    return loss, outer + block * (size + grad) + joined, outer + largest * grad
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int) -> float:
@@ -343,30 +343,35 @@ def step_time(
     It is made of first principles: no factor is fitted to a run, so machines are slower. A forward takes flops / peak, or
     the bytes of its weights / bandwidth if that is more; then what stands between inner products writes and reads
     activations, which takes their bytes / bandwidth. A backward is twice that, and with remat what the forward has to
-    run again. Transfers that can hide run beside the computation, and what is longer counts. In a pipeline each tick
-    takes as long as its busiest stage, the loss included.
+    run again. The loss writes and reads its logits. Gradients of a micro-batch are written and read in fp32, and where there
+    are several so is their sum. Transfers that can hide, on chips that move such beside the products, run beside the
+    computation, and what is longer counts. In a pipeline each tick takes as long as its busiest stage, the loss included.
     """
     workload, layout = placed.workload, placed.layout
     times = {one: seconds(one, layout, hardware, slices=slices) for one in transfers}
-    hidden = sum(time for one, time in times.items() if one.hidden)
-    exposed = sum(time for one, time in times.items() if not one.hidden and one.axis in ("data", "replica"))
+    beside = {one for one in transfers if one.hidden and one.kind in hardware.hides}
+    hidden = sum(times[one] for one in beside)
+    exposed = sum(time for one, time in times.items() if one not in beside and one.axis in ("data", "replica"))
     tensor = sum(time for one, time in times.items() if one.axis == "tensor")
     pipeline = sum(time for one, time in times.items() if one.axis == "pipeline")
     micro, rows = layout.micro_batches, batch_size / layout.pieces
     forward = _forward(placed, hardware, rows)
-    ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops
+    logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
+    ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops + logits
+    grads, outer_grads = _gradient_seconds(placed, hardware)
     recompute = placed.recompute
     again = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
     # state and parameters are read and written, gradients (fp32) read
     moved = 2 * (placed.params + placed.opt_state) + _WIDE * placed.params / placed.itemsize
     # of the ends each stage does its share, and idles while the last one does the rest
-    compute, bubble = micro * (3 * forward + again) + micro * ends / layout.pipeline, 0.0
+    ends += outer_grads
+    compute, bubble = micro * (3 * forward + again + grads) + micro * ends / layout.pipeline, 0.0
     if (table := layout.table()) is not None:
         share, waiting = 1 / layout.chunks, tensor / (micro * layout.chunks) / 3
         spent = table.program_time(
             forward=forward * share + waiting,
             backward=(forward + again) * share + ends + waiting,
-            weight=forward * share + waiting,
+            weight=(forward + grads) * share + waiting,
         )
         bubble = max(spent - compute - tensor, 0.0)
     data, update = exposed + max(hidden - compute, 0.0), moved / hardware.memory_bandwidth
@@ -379,8 +384,24 @@ def _forward(placed: PlacedModel, hardware: Hardware, rows: float) -> float:
     flops = placed.num_blocks * workload.block_flops * rows / tensor
     weights = placed.elements.blocks() * workload.itemsize
     # what is kept is written once and read once
-    activations = 2 * placed.num_blocks * workload.residuals.on(tensor) * rows
+    kept = workload.stage_residuals if placed.keeps_products else workload.residuals
+    activations = 2 * placed.num_blocks * kept.on(tensor) * rows
     return max(flops / hardware.flops, weights / hardware.memory_bandwidth) + activations / hardware.memory_bandwidth
+
+
+def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, float]:
+    """Return the seconds in which a micro-batch's gradients, of a stage's blocks and of the outer parameters, come and go.
+
+    They are written and read; where several are summed, the sum is read and written too, of shards where these are summed.
+    """
+    elements, layout = placed.elements, placed.layout
+    pipelined = layout.pipeline > 1
+    several = layout.micro_batches > 1
+    shards = layout.data if placed.shards.grads else 1
+    blocks = elements.blocks() + (elements.blocks(shards) if several else 0)
+    outer = elements.outer() + (elements.outer(1 if pipelined else shards) if several else 0)
+    each = 2 * _WIDE / hardware.memory_bandwidth
+    return each * blocks, each * outer
 
 
 def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: int = 1) -> float:
@@ -389,7 +410,7 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: i
     Devices are laid out as `so.make_mesh` does it: tensor neighbours adjacent, pipeline next, data outside it, replica
     outermost. A group within one pod or node uses its links; a group spread over several first works within each, on
     k members, then across them, each member its k-th of the buffer over the network. On a torus a mesh axis of n of C
-    chips has about D log n / log C of the D torus axes to itself, at least one.
+    chips has D log n / log C of the D torus axes to itself, of which whole ones count, at least one.
     """
     sizes = layout.sizes
     domain = max(min(hardware.pod_chips, layout.num_chips // slices), 1)
@@ -410,4 +431,4 @@ def torus_axes(size: int, chips: int, hardware: Hardware) -> int:
     """Return how many torus axes a mesh axis of a slice of `chips` chips has to itself; 1 on a switch."""
     if hardware.torus_dims == 0 or size == 1 or chips == 1:
         return 1
-    return max(1, round(hardware.torus_dims * math.log(size) / math.log(chips)))
+    return max(1, math.floor(hardware.torus_dims * math.log(size) / math.log(chips) + 1e-9))

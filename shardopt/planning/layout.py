@@ -188,6 +188,11 @@ class PlacedModel(NamedTuple):
         return self.workload.recompute(self.layout.remat)
 
     @property
+    def keeps_products(self) -> bool:
+        """Whether blocks keep no elementwise results for the backward pass: so do fsdp and pipelines."""
+        return self.shards.params or self.layout.pipeline > 1
+
+    @property
     def num_blocks(self) -> int:
         """Blocks on a stage."""
         return self.workload.num_blocks // self.layout.pipeline

@@ -146,7 +146,7 @@ class Transformer:
             recompute_flops=block - 2 * T * F * D,
             ends_flops=head,
             boundary_bytes=token * D,
-            residuals=Bytes(token * 4 * D, token * (2 * H * K + 2 * G * K + (2 + gate) * F) + scores),
+            residuals=Bytes(token * 4 * D, token * (2 * H * K + 2 * G * K + (5 + gate) * F) + scores),
             stage_residuals=Bytes(token * 2 * D, token * (2 * H * K + 2 * G * K + (1 + gate) * F) + scores),
             deferred=Bytes(token * 2 * D, token * (H * K + 2 * G * K + (1 + gate) * F)),
             # cotangents of the widest point of a block, and of the scores

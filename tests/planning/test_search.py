@@ -12,7 +12,7 @@ from support.layouts import SHAPE
 import shardopt as so
 from shardopt.models import transformer
 from shardopt.planning import HARDWARE, Hardware, Layout, Transfer, find_hardware, predict
-from shardopt.planning.costs import seconds
+from shardopt.planning.costs import seconds, torus_axes
 
 CHIP = Hardware("toy", 1e12, 10**9, 1e11, 1e10, 0, 8, 1e9, "made up")
 WORK = SHAPE.workload()
@@ -124,6 +124,34 @@ def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
         expected = (chips - 1) / chips * 1e9 / (axes * chip.link_bandwidth)
         assert seconds(gather, whole, chip) == pytest.approx(expected)
         assert seconds(gather._replace(kind="all-reduce"), whole, chip) == pytest.approx(2 * expected)
+
+
+def test_of_a_torus_a_mesh_axis_has_whole_axes_to_itself():
+    # 2, 4, 8 and 16 of 16 chips have 0.5, 1, 1.5 and 2 axes; of 64 chips, 4, 16 and 32 have 1, 2 and 2.5
+    assert [torus_axes(size, 16, HARDWARE["v5e"]) for size in (2, 4, 8, 16)] == [1, 1, 1, 2]
+    assert [torus_axes(size, 64, HARDWARE["v5p"]) for size in (4, 16, 32, 64)] == [1, 2, 2, 3]
+
+
+def test_what_a_chip_cannot_hide_is_waited_for():
+    layout = Layout(data=8)
+    found = {
+        kinds: predict(WORK, layout, hardware=dataclasses.replace(CHIP, flops=1.0, hides=kinds), batch_size=8).time
+        for kinds in ((), ("all-gather",), ("all-gather", "reduce-scatter"))
+    }
+    sent = predict(WORK, layout, hardware=CHIP, batch_size=8).transfers
+    of = lambda kind: sum(seconds(one, layout, CHIP) for one in sent if one.hidden and one.kind == kind)  # noqa: E731
+    none, gathers, both = (time.data for time in found.values())
+    assert none - gathers == pytest.approx(of("all-gather"))
+    assert gathers - both == pytest.approx(of("reduce-scatter"))
+    assert both < gathers < none
+
+
+def test_gradients_of_micro_batches_come_and_go():
+    one = predict(WORK, Layout(data=2, placement="ddp"), hardware=CHIP, batch_size=8)
+    two = predict(WORK, Layout(data=2, placement="ddp", micro_batches=2), hardware=CHIP, batch_size=8)
+    # the same activations and products in two halves; weights take less time than products
+    moved = 2 * 4 * WORK.num_parameters / CHIP.memory_bandwidth
+    assert two.time.compute - one.time.compute == pytest.approx((2 * 2 - 1) * moved)
 
 
 def test_time_without_communication_is_flops_over_peak():
