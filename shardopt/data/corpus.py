@@ -1,14 +1,12 @@
-"""Data to train on: a corpus of files as bytes, cut into training and validation windows, drawn in shuffled batches.
-
-A user of the library, which nothing in it imports but the command line.
-"""
+"""A corpus of files as bytes, cut into training and validation windows, drawn in shuffled batches."""
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -17,8 +15,6 @@ from shardopt.core.extras import require
 
 if TYPE_CHECKING:
     import grain
-
-__all__ = ["Corpus", "Windows", "batches", "decode", "encode", "open_corpus", "split", "spread_batches"]
 
 Batch = dict[str, np.ndarray]
 
@@ -84,6 +80,22 @@ class Windows:
             raise IndexError(f"window {index} of {len(self)}")
         start = self.begin + int(index) * self.length
         return {"tokens": self.corpus.read(start, start + self.length + 1).astype(np.int32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """The files of a corpus as a sequence of documents for `pack`: `documents[i]` is file i as int32 tokens, one a byte."""
+
+    corpus: Corpus
+
+    def __len__(self) -> int:
+        return len(self.corpus.paths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        begin, end = self.corpus.starts[index : index + 2]
+        return self.corpus.read(begin, end).astype(np.int32)
 
 
 def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
@@ -237,6 +249,31 @@ def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[
     count = batch_size * num_batches
     chosen = [windows[i * len(windows) // count]["tokens"] for i in range(count)]
     return [{"tokens": np.stack(chosen[i : i + batch_size])} for i in range(0, count, batch_size)]
+
+
+def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
+    """Return a batch of windows with inputs and targets apart: "tokens" and "targets" [..., T] of "tokens" [..., T + 1].
+
+    Both say the same to a model. T + 1 positions cannot be sharded where T can, so a mesh with a context axis needs
+    this form.
+
+    Args:
+      batch: a dict with "tokens" [..., T + 1], and whatever else, which is left as it is.
+
+    Raises:
+      ValueError: if the batch has targets already, no tokens, or a single one.
+
+    Example:
+      >>> next_token({"tokens": encode("hello")})["targets"].tolist() == encode("ello").tolist()
+      True
+    """
+    tokens = batch.get("tokens", ())
+    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+    if "targets" in batch or not tokens.ndim or tokens.shape[-1] < 2:
+        found = ", ".join(f"{name} {list(np.shape(value))}" for name, value in batch.items()) or "nothing"
+        what = f"a batch must have tokens [..., T + 1], T at least 1, and no targets; it has {found}."
+        raise ValueError(format_error("next_token", what))
+    return {**batch, "tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
 def encode(text: str) -> np.ndarray:
