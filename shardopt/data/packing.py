@@ -1,7 +1,7 @@
 """Documents of any length packed into rows of one length, with what keeps them apart there."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike

@@ -1,5 +1,6 @@
 """Packing: nothing is lost, doubled or out of order, documents stay apart, and a run goes on from where it was."""
 
+import itertools
 import json
 import re
 
@@ -64,7 +65,7 @@ def test_pairs_of_token_and_target_are_those_of_the_documents():
         rows = list(data.pack(documents, length, open_rows=open_rows))
         pairs = [pair for row in rows for pair in zip(row["tokens"], row["targets"], row["weights"], strict=True)]
         packed = sorted((token, target) for token, target, weight in pairs if weight == 1)
-        assert packed == sorted(pair for one in documents for pair in zip(one[:-1], one[1:], strict=True))
+        assert packed == sorted(pair for one in documents for pair in itertools.pairwise(one))
         assert all(target == weight == 0 for _, target, weight in pairs if weight != 1)
 
     fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=100)
@@ -84,7 +85,7 @@ def test_rows_are_filled_first_fit():
         assert [[row["tokens"][at].tolist() for at in segments(row)] for row in packed] == [
             [piece.tolist() for piece in row] for row in expected + rows
         ]
-        for first, second in zip(packed, packed[1:], strict=False):  # as the docstring says, of rows filled together
+        for first, second in itertools.pairwise(packed):  # as the docstring says, of rows filled together
             if open_rows >= len(packed):
                 assert (first["segment_ids"] > 0).sum() + (second["segment_ids"] > 0).sum() > length
 
@@ -142,8 +143,14 @@ def test_the_files_of_a_corpus_and_any_iterable_are_documents(tmp_path):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * (i + 1))
     corpus = data.open_corpus(tmp_path)
     documents = data.Documents(corpus)
-    assert [data.decode(one) for one in (documents[i] for i in range(len(documents)))] == "A BB CCC DDDD EEEEE".split()
-    with pytest.raises(IndexError, match="^document 5 of 5$"):
+    assert [data.decode(one) for one in (documents[i] for i in range(len(documents)))] == [
+        "A",
+        "BB",
+        "CCC",
+        "DDDD",
+        "EEEEE",
+    ]
+    with pytest.raises(IndexError, match=r"^document 5 of 5$"):
         documents[5]
     expected = list(data.pack([documents[i] for i in range(5)], 6))
     assert data.decode(expected[0]["tokens"]) == "ABBCCC"
