@@ -97,6 +97,9 @@ class Documents:
         begin, end = self.corpus.starts[index : index + 2]
         return self.corpus.read(begin, end).astype(np.int32)
 
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
 
 def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
     """Return the corpus of a file, of the text files below a folder, or of Python's own standard library.

@@ -1,7 +1,7 @@
 """Documents of any length packed into rows of one length, with what keeps them apart there."""
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -80,15 +80,15 @@ def pack(
     check_count("pack", "open_rows", open_rows, least=1)
 
     class Cut(experimental.FlatMapTransform):
-        def flat_map(self, document: ArrayLike) -> list[Batch]:
-            return _pieces(document, length)
+        def flat_map(self, element: ArrayLike) -> list[Batch]:
+            return _pieces(element, length)
 
-    dataset = documents
-    if isinstance(dataset, Corpus):
-        dataset = Documents(dataset)
-    if not isinstance(dataset, grain.MapDataset | grain.IterDataset):
-        is_sequence = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        dataset = grain.MapDataset.source(dataset if is_sequence else list(dataset))
+    source = Documents(documents) if isinstance(documents, Corpus) else documents
+    if isinstance(source, grain.MapDataset | grain.IterDataset):
+        dataset = source
+    else:
+        is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        dataset = grain.MapDataset.source(cast("Sequence[ArrayLike]", source) if is_sequence else list(source))
     if isinstance(dataset, grain.MapDataset):
         # No threads: rows are packed on the thread that draws them, while devices compute.
         dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
@@ -130,7 +130,7 @@ def _row(packed: Batch) -> Batch:
     }
 
 
-def padding_share(rows: Mapping[str, ArrayLike] | Iterable[Mapping[str, ArrayLike]]) -> float:
+def padding_share(rows: Batch | Iterable[Batch]) -> float:
     """Return which share of the positions of packed rows holds no token, from 0 to 1.
 
     Args:
@@ -143,9 +143,9 @@ def padding_share(rows: Mapping[str, ArrayLike] | Iterable[Mapping[str, ArrayLik
       >>> padding_share(pack([[5, 6, 7], [8, 9]], 10))
       0.5
     """
-    every = [rows] if isinstance(rows, Mapping) else rows
-    sizes = [(np.count_nonzero(ids), np.size(ids)) for ids in (row["segment_ids"] for row in every)]
-    held, positions = np.sum(sizes, axis=0) if sizes else (0, 0)
+    held, positions = 0, 0
+    for row in cast("Iterable[Batch]", [rows] if isinstance(rows, Mapping) else rows):
+        held, positions = held + np.count_nonzero(row["segment_ids"]), positions + np.size(row["segment_ids"])
     if not positions:
         raise ValueError("padding_share: there are no rows.")
     return float(1 - held / positions)
