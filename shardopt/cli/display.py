@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_COLOURS = {"data": "cyan", "tensor": "magenta", "pipeline": "green", "replica": "yellow"}
+_COLOURS = {"data": "cyan", "tensor": "magenta", "pipeline": "green", "replica": "yellow", "context": "blue"}
 
 
 def open_screen() -> "Console":

@@ -126,6 +126,7 @@ def aot(
     tensor: int = 1,
     pipeline: int = 1,
     replica: int = 1,
+    context: int = 1,
 ) -> AotReport:
     """Compile a training step for a TPU topology, with the real compiler and without a TPU.
 
@@ -138,10 +139,11 @@ def aot(
       abstract_batch: shapes of the global batch; of arrays only the shapes are read.
       topology: chip and torus, "v5p:4x4x8"; v4, v5p and tpu7x have three axes, v5e and v6e two.
       num_slices: how many of them.
-      data: as in `so.make_mesh`; so are tensor, pipeline and replica.
+      data: as in `so.make_mesh`; so are tensor, pipeline, replica and context.
       tensor: likewise.
       pipeline: likewise.
       replica: likewise.
+      context: likewise.
 
     Returns:
       An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.step_seconds`, `.compile_seconds`.
@@ -162,7 +164,7 @@ def aot(
     """
     chip, dims = parse_topology(topology)
     devices = topology_devices(topology, num_slices=num_slices)
-    mesh = make_mesh(data, tensor, pipeline, replica=replica, devices=devices)
+    mesh = make_mesh(data, tensor, pipeline, replica=replica, context=context, devices=devices)
     opt = make(mesh)
     if not isinstance(opt, ShardedOptimizer):
         fix = "return a strategy, such as so.fsdp(tx, mesh, model)."
