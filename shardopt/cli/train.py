@@ -62,6 +62,9 @@ def train(options: TrainOptions) -> None:
         display.show_order_changes(screen, order_changes(options, corpus.num_bytes))
 
     held_out_batches = data.spread_batches(held_out, training.batch_size, _VALIDATION_BATCHES)
+    batches = data.batches(windows, training.batch_size, seed=training.seed)
+    if mesh.shape.get("context", 1) > 1:  # which splits positions, as many for inputs as for targets
+        held_out_batches, batches = [data.next_token(one) for one in held_out_batches], batches.map(data.next_token)
     log = [so.training.jsonl(run.run_dir / METRICS)]
     if run.tensorboard:
         log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
@@ -82,7 +85,7 @@ def train(options: TrainOptions) -> None:
         result = so.fit(
             opt,
             state,
-            data.batches(windows, training.batch_size, seed=training.seed),
+            batches,
             num_steps=training.steps,
             evaluate=so.training.evaluation(opt, held_out_batches),
             evaluate_every=run.evaluate_every,

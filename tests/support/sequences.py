@@ -1,0 +1,92 @@
+"""A small transformer whose positions see each other by `so.nn.attention`, with packed and weighted batches."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import shardopt as so
+
+ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, VOCAB, LAYERS = 8, 16, 16, 8, 4, 4, 32, 4
+RULES = (
+    ("^blocks/[qkv]$", P(None, "tensor", None)),
+    ("^blocks/out$", P("tensor", None, None)),
+    ("^blocks/up$", P(None, "tensor")),
+    ("^blocks/down$", P("tensor", None)),
+)
+
+
+class Sequences(NamedTuple):
+    """`model` is what a strategy gets, `reference` the same loss for one device."""
+
+    params: Any
+    model: so.BlockModel
+    reference: Any
+    batches: list[Any]
+
+
+def sequences(
+    method: str | None = None, *, packed: bool = False, window: int | None = None, order=None, steps: int = 2
+) -> Sequences:
+    """Build the model with an attention method, and batches in an order: `order(batch)`."""
+
+    def embed(outer, batch):
+        x = so.nn.embedding(outer["embedding"], batch["tokens"])
+        return {"x": x} | {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+
+    def block(weights, given):
+        x = given["x"]
+        where = given["positions"] if "positions" in given else so.nn.positions(x.shape[1])[None]
+        query, key, value = (jnp.einsum("btd,dhk->bthk", x, weights[name]) for name in "qkv")
+        marks = {name: given.get(name) for name in ("segment_ids", "positions")}
+        mixed = so.nn.attention(
+            rotated(query, where), rotated(key, where), value, window=window, method=method, **marks
+        )
+        x = x + jnp.einsum("bthk,hkd->btd", mixed, weights["out"])
+        return given | {"x": x + jnp.tanh(x @ weights["up"]) @ weights["down"]}
+
+    def loss(outer, given, batch):
+        nats = so.nn.cross_entropy(given["x"], outer["head"], batch["targets"])
+        return so.Weighted((nats * batch["weights"]).sum(), batch["weights"].sum())
+
+    draw = np.random.default_rng(3)
+    normal = lambda *shape: 0.2 * draw.normal(size=shape)  # noqa: E731
+    blocks = {
+        "q": normal(LAYERS, WIDTH, HEADS, HEAD),
+        "k": normal(LAYERS, WIDTH, GROUPS, HEAD),
+        "v": normal(LAYERS, WIDTH, GROUPS, HEAD),
+        "out": normal(LAYERS, HEADS, HEAD, WIDTH),
+        "up": normal(LAYERS, WIDTH, 32),
+        "down": normal(LAYERS, 32, WIDTH),
+    }
+    params = {"embedding": normal(VOCAB, WIDTH), "head": normal(VOCAB, WIDTH), "blocks": blocks}
+    model = so.BlockModel(embed, block, loss, tables=("embedding",))
+    batches = [(order or (lambda batch: batch))(_batch(draw, packed)) for _ in range(steps)]
+
+    def reference(params, batch):
+        found = model.loss_fn(params, batch)
+        return found.total / found.weight
+
+    return Sequences(params, model, reference, batches)
+
+
+def rotated(x, where):
+    """Turn pairs of components by angles that grow with the position."""
+    angle = where[..., None] * (0.1 ** jnp.arange(x.shape[-1] // 2))[None, None]
+    cos, sin = jnp.cos(angle)[:, :, None].astype(x.dtype), jnp.sin(angle)[:, :, None].astype(x.dtype)
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def _batch(draw, packed):
+    batch = {
+        "tokens": draw.integers(0, VOCAB, size=(ROWS, LENGTH)),
+        "targets": draw.integers(0, VOCAB, size=(ROWS, LENGTH)),
+        "weights": np.maximum(0.0, draw.uniform(-0.5, 2.0, size=(ROWS, LENGTH))),
+    }
+    if packed:  # documents that end anywhere, also within a device's part
+        ends = np.sort(draw.integers(1, LENGTH, size=(ROWS, 2)), axis=1)
+        at = np.arange(LENGTH)[None]
+        batch["segment_ids"] = (at >= ends[:, :1]).astype(np.int32) + (at >= ends[:, 1:])
+    return batch
