@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,10 @@ from shardopt.core.block_remat import Remat
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
+from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
 
 Params = dict[str, PyTree]
-Batch = PyTree  # a dict of arrays; `_tokens_of` refuses others
+Batch = PyTree  # a dict of arrays; `read_inputs` refuses others
 Tokens = Int[Array | np.ndarray, "B T"]
 
 rules = (
@@ -145,10 +145,19 @@ def num_parameters(config: GPTConfig) -> int:
 def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
     """Return the GPT as a `BlockModel`: the mean cross-entropy of the next token, in nats.
 
-    A batch is a dict of "tokens", integers [B, T + 1], whose first T are the input and whose last T are the
-    targets; and, if wanted, "weights" [B, T], one a target (0 leaves it out), which make the loss a
-    `so.Weighted`: the weighted mean over the whole global batch. A token id outside the vocabulary makes the
-    loss NaN.
+    A batch is a dict of "tokens", integers [B, T + 1], whose first T are the input and whose last T are the targets; or of
+    "tokens" and "targets", integers [B, T] each, the form whose positions a context axis can split
+    (`so.data.next_token` makes it of the other). If wanted it has, [B, T] each:
+
+    - "weights", one a target (0 leaves it out), which make the loss a `so.Weighted`: the weighted mean over the whole
+      global batch;
+    - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens attend to their own
+      document alone, and no gradient crosses from one to another;
+    - "positions", integers, where each token stands in its document, or in its row where that was permuted
+      (`so.nn.zigzag`). Attention goes by them, in plain XLA rather than by the kernel of the devices. Rows in natural order
+      need none, since rotary positions act by their distances alone.
+
+    A token id outside the vocabulary makes the loss NaN.
 
     Args:
       config: the shape of the model.
@@ -165,20 +174,18 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
       True
     """
 
-    def embed(outer: Params, batch: Batch) -> Float[Array, "B T D"]:
-        return embed_tokens(config, outer, _tokens_of(batch)[:, :-1])
+    def embed(outer: Params, batch: Batch) -> PyTree:
+        inputs = read_inputs("gpt", batch)
+        return with_marks(embed_tokens(config, outer, inputs.tokens), inputs)
 
-    def block(one_block: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return apply_block(config, one_block, x)[0]
+    def run(one_block: Params, x: Array, segment_ids: Array | None, positions: Array | None) -> Array:
+        return apply_block(config, one_block, x, segment_ids=segment_ids, positions=positions)[0]
 
-    def loss(outer: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, ""] | Weighted:
-        nats = nn.cross_entropy(*_normed_and_head(config, outer, x), _tokens_of(batch)[:, 1:])
-        if "weights" not in batch:
-            return jnp.mean(nats)
-        weights = jnp.asarray(batch["weights"], nats.dtype)
-        return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
+    def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
+        inputs = read_inputs("gpt", batch)
+        return mean_loss(nn.cross_entropy(*_normed_and_head(config, outer, bare(x)), inputs.targets), inputs)
 
-    return BlockModel(embed, block, loss, remat, tables=() if config.tied else ("embedding",))
+    return BlockModel(embed, block_of(run), loss, remat, tables=() if config.tied else ("embedding",))
 
 
 def embed_tokens(config: GPTConfig, outer: Params, tokens: Tokens) -> Float[Array, "B T D"]:
@@ -192,11 +199,22 @@ def apply_block(
     x: Float[Array, "B T D"],
     cache: layers.KVCache | None = None,
     start: Int[Array, ""] | int = 0,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], layers.KVCache | None]:
     """Add the attention branch, then the mlp branch; return x and the cache as `layers.attention` leaves it."""
     attention, mlp = _cast(one_block["attention"], config), _cast(one_block["mlp"], config)
     normed = layers.rms_norm(x, attention["norm"])
-    mixed, cache = layers.attention(attention, normed, rope_base=config.rope_base, cache=cache, start=start)
+    mixed, cache = layers.attention(
+        attention,
+        normed,
+        rope_base=config.rope_base,
+        cache=cache,
+        start=start,
+        segment_ids=segment_ids,
+        positions=positions,
+    )
     x = x + mixed
     return x + layers.swiglu(mlp, layers.rms_norm(x, mlp["norm"])), cache
 
@@ -326,16 +344,3 @@ def _draw(logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k
 
 def _cast(tree: PyTree, config: GPTConfig) -> PyTree:
     return tree if config.dtype is None else jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
-
-
-def _tokens_of(batch: Batch) -> Int[Array, "B S"]:
-    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
-    wanted = "gpt: a batch is a dict with integer tokens [B, T + 1], T at least 1"
-    if tokens is None:
-        got = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise TypeError(f"{wanted}; got {got}.")
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"{wanted}; got tokens of {tokens.dtype}.")
-    if tokens.ndim != 2 or tokens.shape[1] < 2:
-        raise ValueError(f"{wanted}; got tokens of shape {tokens.shape}.")
-    return jnp.asarray(tokens, jnp.int32)

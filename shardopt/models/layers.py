@@ -40,8 +40,8 @@ def rms_norm(x: Float[Array, "*batch D"], scale: Float[Array, " D"]) -> Float[Ar
     return (wide * inverse).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
 
 
-def rotate(x: Float[Array, "B T H K"], positions: Int[Array, " T"], base: float) -> Float[Array, "B T H K"]:
-    """Turn component pair i of the vector at position t by the angle t * base^(-2i/K).
+def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "*B T"], base: float) -> Float[Array, "B T H K"]:
+    """Turn component pair i of the vector at position t by the angle t * base^(-2i/K); positions are [T] or [B, T].
 
     The product of a rotated query and a rotated key then depends on the distance of their positions only.
 
@@ -52,8 +52,8 @@ def rotate(x: Float[Array, "B T H K"], positions: Int[Array, " T"], base: float)
     half = x.shape[-1] // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequencies = base ** (-jnp.arange(half, dtype=wide) / half)
-    angles = positions.astype(wide)[:, None] * frequencies[None, :]
-    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    angles = jnp.atleast_2d(positions).astype(wide)[:, :, None] * frequencies[None, None, :]
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
 
@@ -65,6 +65,8 @@ def attention(
     rope_base: float,
     cache: KVCache | None = None,
     start: Int[Array, ""] | int = 0,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Return causal self-attention with rotary positions, and the cache with what these T positions add to it.
 
@@ -77,16 +79,20 @@ def attention(
       rope_base: slowest wavelength of the rotary positions, over 2 pi.
       cache: keys and values of earlier positions, to attend to as well; None when there are none.
       start: position of `x[:, 0]`, 0 without a cache.
+      segment_ids: the document of each token, which attends to no other; None is one a row. Not with a cache.
+      positions: where each token stands; None is `start` and what follows, without a cache `nn.positions`. Not with a cache.
     """
     # The parts side by side, as the product leaves them: a dim of parts in front would cost a transposition each way.
     query, key, value = _parts(jnp.einsum("btd,dchk->btchk", x, weights["qkv"]))
-    positions = start + jnp.arange(x.shape[1])
-    query, key = rotate(query, positions, rope_base), rotate(key, positions, rope_base)
     if cache is not None:
+        at = start + jnp.arange(x.shape[1])
+        query, key = rotate(query, at, rope_base), rotate(key, at, rope_base)
         cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
-        mixed = masked_attention(query, *cache, _visible(positions, cache.key.shape[1])[None])
+        mixed = masked_attention(query, *cache, _visible(at, cache.key.shape[1])[None])
     else:
-        mixed = nn.attention(*checkpoint_name((query, key, value), "qkv"))
+        at = nn.positions(x.shape[1]) if positions is None else positions
+        qkv = checkpoint_name((rotate(query, at, rope_base), rotate(key, at, rope_base), value), "qkv")
+        mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=positions)
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out"), cache
 
 

@@ -1,5 +1,7 @@
 """The `BlockModel` of a `so.planning.Transformer`: grouped-query attention, so that published shapes can be compiled."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -8,7 +10,9 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core.block_model import BlockModel
 from shardopt.core.block_remat import Remat
+from shardopt.core.types import PyTree, Weighted
 from shardopt.models.gpt import Batch, Params
+from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
 from shardopt.models.layers import rms_norm, rotate
 from shardopt.planning import Transformer
 
@@ -16,7 +20,7 @@ from shardopt.planning import Transformer
 def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) -> BlockModel:
     """Return the mean cross-entropy of the next token as a `BlockModel`, with the parameters of the shape.
 
-    A batch is a dict of "tokens", integers [B, T + 1]. Norms are RMS norms and positions rotary, or learned where the
+    A batch is that of `gpt.model`. Norms are RMS norms and positions rotary, or learned where the
     shape has rows for them; without a gate the mlp is GELU. Weights are cast to the dtype of the shape. Attention is
     `so.nn.attention`: a fused kernel on TPU and GPU; `fused_attention` speaks of the formulas only.
 
@@ -35,23 +39,32 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
     """
-    T = shape.length
 
-    def embed(outer: Params, batch: Batch) -> Float[Array, "B T D"]:
-        x = nn.embedding(outer["embedding"].astype(shape.dtype), batch["tokens"][:, :T], mode="clip")
-        return x + _cast(outer["positions"], shape)[None, :T] if shape.positions else x
+    def embed(outer: Params, batch: Batch) -> PyTree:
+        inputs = read_inputs("transformer", batch)
+        x = nn.embedding(outer["embedding"].astype(shape.dtype), inputs.tokens, mode="clip")
+        if shape.positions:
+            table, T = _cast(outer["positions"], shape), x.shape[1]
+            if inputs.positions is not None:
+                x = x + jnp.take(table, inputs.positions, axis=0)
+            elif "targets" in batch:  # positions may be split over devices
+                x = x + jnp.take(table, nn.positions(T), axis=0)[None]
+            else:
+                x = x + table[None, :T]
+        return with_marks(x, inputs)
 
-    def block(weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def run(weights: Params, x: Array, segment_ids: Array | None, positions: Array | None) -> Array:
         weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
-        x = x + _grouped_attend(shape, weights, rms_norm(x, weights["norms"][0]))
+        x = x + _grouped_attend(shape, weights, rms_norm(x, weights["norms"][0]), segment_ids, positions)
         return x + _mlp(shape, weights, rms_norm(x, weights["norms"][1]))
 
-    def loss(outer: Params, x: Float[Array, "B T D"], batch: Batch) -> Float[Array, ""]:
+    def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
+        inputs = read_inputs("transformer", batch)
         head = _cast(outer["embedding" if shape.tied else "head"], shape)
-        normed = rms_norm(x, _cast(outer["norm"], shape))
-        return jnp.mean(nn.cross_entropy(normed, head, jnp.asarray(batch["tokens"])[:, 1 : T + 1], chunk=chunk))
+        normed = rms_norm(bare(x), _cast(outer["norm"], shape))
+        return mean_loss(nn.cross_entropy(normed, head, inputs.targets, chunk=chunk), inputs)
 
-    return BlockModel(embed, block, loss, remat, tables=() if shape.tied else ("embedding",))
+    return BlockModel(embed, block_of(run), loss, remat, tables=() if shape.tied else ("embedding",))
 
 
 def init(shape: Transformer, rng: jax.Array) -> Params:
@@ -68,18 +81,40 @@ def init(shape: Transformer, rng: jax.Array) -> Params:
     return treedef.unflatten([one(path, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)])
 
 
-def abstract_batch(shape: Transformer, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch."""
-    return {"tokens": jax.ShapeDtypeStruct((batch_size, shape.length + 1), jnp.int32)}
+Form = Literal["tokens", "targets", "packed"]
 
 
-def _grouped_attend(shape: Transformer, weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def abstract_batch(shape: Transformer, batch_size: int, *, form: Form = "tokens") -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch: tokens [B, T + 1]; or tokens and targets [B, T], as a context axis needs it; or packed.
+
+    Args:
+      shape: the model, whose length is T.
+      batch_size: B.
+      form: "tokens"; "targets", what `so.data.next_token` makes of it; "packed", what `so.data.pack` gives.
+    """
+    length = shape.length + (form == "tokens")
+    names = {"tokens": ("tokens",), "targets": ("tokens", "targets")}
+    packed = "tokens", "targets", "weights", "segment_ids", "positions"
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, length), jnp.float32 if name == "weights" else jnp.int32)
+        for name in names.get(form, packed)
+    }
+
+
+def _grouped_attend(
+    shape: Transformer,
+    weights: Params,
+    x: Float[Array, "B T D"],
+    segment_ids: Array | None,
+    positions: Array | None,
+) -> Float[Array, "B T D"]:
     query = jnp.einsum("btd,dhk->bthk", x, weights["q"])
     key, value = jnp.split(jnp.einsum("btd,dgk->btgk", x, weights["kv"]), 2, axis=-1)
     if not shape.positions:
-        at = jnp.arange(x.shape[1])
+        at = nn.positions(x.shape[1]) if positions is None else positions
         query, key = rotate(query, at, 500_000.0), rotate(key, at, 500_000.0)
-    mixed = nn.attention(*checkpoint_name((query, key, value), "qkv"))
+    qkv = checkpoint_name((query, key, value), "qkv")
+    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=positions)
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
 
 

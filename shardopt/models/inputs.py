@@ -1,0 +1,104 @@
+"""What a batch of tokens says, checked, and what of it goes with the activations from block to block."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree, Weighted
+
+
+class Inputs(NamedTuple):
+    """A batch as models read it.
+
+    Attributes:
+      tokens: [B, T], int32, what is predicted from.
+      targets: [B, T], int32, the token that follows each.
+      weights: [B, T], of each target in the loss; None is 1 each.
+      segment_ids: [B, T], int32, the document of each token; None is one a row.
+      positions: [B, T], int32; None is natural order.
+    """
+
+    tokens: Array
+    targets: Array
+    weights: Array | np.ndarray | None
+    segment_ids: Array | None
+    positions: Array | None
+
+
+class Activations(NamedTuple):
+    """Activations [B, T, D], with what a batch says of each of its tokens; a batch that says nothing has a bare array."""
+
+    x: Array
+    segment_ids: Array | None
+    positions: Array | None
+
+
+def read_inputs(who: str, batch: PyTree) -> Inputs:
+    """Return what a batch says: a dict of "tokens" [B, T + 1], or of "tokens" and "targets" [B, T], and more if wanted.
+
+    Args:
+      who: the model, for errors.
+      batch: the dict; "weights", "segment_ids" and "positions" are [B, T] in either form.
+
+    Raises:
+      TypeError: if it is no dict with tokens, or a leaf but the weights does not hold integers.
+      ValueError: if tokens have another shape, or another leaf not that of the inputs.
+    """
+    wanted = f"{who}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1"
+    if not isinstance(batch, Mapping) or "tokens" not in batch:
+        got = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise TypeError(f"{wanted}; got {got}.")
+    tokens, apart = batch["tokens"], "targets" in batch
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{wanted}; got tokens of {tokens.dtype}.")
+    if tokens.ndim != 2 or tokens.shape[1] < 2 - apart:
+        raise ValueError(f"{wanted}; got tokens of shape {tokens.shape}.")
+    shape = tokens.shape[0], tokens.shape[1] - (not apart)
+    leaves = {name: batch[name] for name in ("targets", "weights", "segment_ids", "positions") if name in batch}
+    if wrong := [f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape]:
+        raise ValueError(format_error(who, f"a leaf of the batch is not of shape [B, T] = {shape}.", wrong))
+    integers = {name: leaf for name, leaf in leaves.items() if name != "weights"}
+    if wrong := [f"{n}: {leaf.dtype}" for n, leaf in integers.items() if not jnp.issubdtype(leaf.dtype, jnp.integer)]:
+        raise TypeError(format_error(who, "a leaf of the batch does not hold integers.", wrong))
+    tokens, integers = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), (tokens, integers))
+    return Inputs(
+        tokens if apart else tokens[:, :-1],
+        integers["targets"] if apart else tokens[:, 1:],
+        leaves.get("weights"),
+        integers.get("segment_ids"),
+        integers.get("positions"),
+    )
+
+
+def with_marks(x: Float[Array, "B T D"], inputs: Inputs) -> Float[Array, "B T D"] | Activations:
+    """Return what the first block is given: the activations, bare unless the batch says more of its tokens."""
+    if inputs.segment_ids is None and inputs.positions is None:
+        return x
+    return Activations(x, inputs.segment_ids, inputs.positions)
+
+
+def block_of(run: Callable[[PyTree, Array, Array | None, Array | None], Array]) -> Callable[..., PyTree]:
+    """Return `block(weights, x)` of a `BlockModel` from `run(weights, x, segment_ids, positions)`."""
+
+    def block(weights: PyTree, x: PyTree) -> PyTree:
+        return x._replace(x=run(weights, *x)) if isinstance(x, Activations) else run(weights, x, None, None)
+
+    return block
+
+
+def bare(x: PyTree) -> Array:
+    """Return the activations that the last block gave."""
+    return x.x if isinstance(x, Activations) else x
+
+
+def mean_loss(nats: Float[Array, "B T"], inputs: Inputs) -> Float[Array, ""] | Weighted:
+    """Return the mean over targets, or where they have weights the weighted mean over those of the global batch."""
+    if inputs.weights is None:
+        return jnp.mean(nats)
+    weights = jnp.asarray(inputs.weights, nats.dtype)
+    return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
