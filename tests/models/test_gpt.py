@@ -176,7 +176,9 @@ def test_a_token_outside_the_vocabulary_is_not_passed_over():
     ],
 )
 def test_other_batches_are_refused(batch, kind, got):
-    message = f"gpt: a batch is a dict with integer tokens [B, T + 1], T at least 1; got {got}."
+    message = (
+        f"gpt: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1; got {got}."
+    )
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
         gpt.model(SMALL).embed(gpt.init(SMALL, jax.random.key(0)), batch)
 

@@ -1,0 +1,168 @@
+"""Packed rows: each document as if alone, no gradient from one to another, in whatever order and on whatever devices."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.reference import relative_difference
+
+import shardopt as so
+from shardopt import data
+from shardopt.models import gpt, transformer
+from shardopt.planning import Transformer
+
+COUNTED, VOCABULARY = 12, 20
+"""Token ids from COUNTED on are of documents without weight in the loss."""
+DRAW = np.random.default_rng(0)
+SIZES = [5, -3, -4, 3, 6, -2, -5, 2]
+"""Of documents, those without weight as negative numbers; each of the four rows that they fill has one of both."""
+DOCUMENTS = [
+    DRAW.integers(0, COUNTED, size) if size > 0 else DRAW.integers(COUNTED, VOCABULARY, -size) for size in SIZES
+]
+WEIGHTS = np.where(np.arange(VOCABULARY) < COUNTED, 0.5 + np.arange(VOCABULARY) % 3, 0.0)
+"""Of the target of each token."""
+
+GPT = gpt.GPTConfig(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
+LEARNED = Transformer(
+    "tiny", 16, 2, 4, 24, VOCABULARY, 8, num_kv_heads=2, positions=8, param_dtype=jnp.float64, dtype=jnp.float64
+)
+ROTARY = Transformer("tiny", 16, 2, 4, 24, VOCABULARY, 8, param_dtype=jnp.float64, dtype=jnp.float64)
+MODELS = {
+    "gpt": (gpt.model(GPT), functools.partial(gpt.init, GPT)),
+    "learned": (transformer.model(LEARNED), functools.partial(transformer.init, LEARNED)),
+    "rotary": (transformer.model(ROTARY), functools.partial(transformer.init, ROTARY)),
+}
+
+
+def packed():
+    batch = next(iter(data.pack(DOCUMENTS, 8).batch(4)))
+    assert (batch["segment_ids"].max(axis=1) == 2).all()
+    return batch | {"weights": batch["weights"] * WEIGHTS[batch["tokens"]]}
+
+
+def mean(parts):
+    return sum(one.total for one in parts) / sum(one.weight for one in parts)
+
+
+@functools.cache
+def one_by_one(name):
+    """Return parameters, and the gradient of the weighted mean over documents that run one by one."""
+    model, init = MODELS[name]
+
+    def loss(params):
+        return mean(
+            model.loss_fn(params, {"tokens": one[None], "weights": WEIGHTS[one[None, :-1]]}) for one in DOCUMENTS
+        )
+
+    params = init(jax.random.key(0))
+    return params, jax.jit(jax.grad(loss))(params)
+
+
+def gradient(name, batch):
+    model, _ = MODELS[name]
+    params, _ = one_by_one(name)
+    return jax.jit(jax.grad(lambda params: mean([model.loss_fn(params, batch)])))(params)
+
+
+def crossed(grads):
+    """Return the largest gradient of an embedding of documents that have no weight."""
+    return float(jnp.abs(grads["embedding"][COUNTED:]).max())
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_packed_rows_give_the_gradient_of_the_documents_one_by_one(name, x64):
+    _, expected = one_by_one(name)
+    found = gradient(name, packed())
+    assert relative_difference(found, expected) <= 1e-10
+    assert crossed(found) == 0.0
+    assert float(jnp.abs(found["embedding"][:COUNTED]).min(axis=1).max()) > 0
+
+
+def test_rotary_positions_act_by_distances_so_rows_in_natural_order_need_none(x64):
+    batch = packed()
+    del batch["positions"]
+    assert relative_difference(gradient("gpt", batch), one_by_one("gpt")[1]) <= 1e-10
+
+
+def test_without_segment_ids_gradients_cross(x64):
+    batch = packed()
+    del batch["segment_ids"], batch["positions"]
+    found = gradient("gpt", batch)
+    assert relative_difference(found, one_by_one("gpt")[1]) > 1e-3
+    assert crossed(found) > 1e-6
+
+
+@pytest.mark.parametrize("how", ["fsdp", "pipeline"])
+def test_no_gradient_crosses_in_micro_batches_or_between_stages(how, mesh_of, x64):
+    params, expected = one_by_one("gpt")
+    options = {"micro_batches": 2, "min_shard_elements": 8}
+    if how == "fsdp":
+        opt = so.fsdp(optax.sgd(1.0), mesh_of(data=2), MODELS["gpt"][0], **options)
+    else:
+        opt = so.hybrid(optax.sgd(1.0), mesh_of(pipeline=2), MODELS["gpt"][0], **options)
+    stepped = opt.step(opt.init(params), packed())[0].params
+    moved = jax.tree.map(lambda before, after: before - np.asarray(after), params, stepped)
+    assert relative_difference(moved, expected) <= 1e-10
+    assert crossed(moved) == 0.0
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_the_order_of_positions_changes_no_gradient(order, x64):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "context"))
+    moved = so.nn.zigzag(packed(), mesh, order=order)
+    assert (moved["segment_ids"] != packed()["segment_ids"]).any()
+    assert relative_difference(gradient("gpt", moved), one_by_one("gpt")[1]) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["gpt", "learned"])
+def test_inputs_and_targets_apart_say_the_same_as_one_more_token(name, x64):
+    batch = {"tokens": DRAW.integers(0, VOCABULARY, (2, 9))}
+    model, init = MODELS[name]
+    grad = jax.jit(jax.value_and_grad(model.loss_fn))
+    params = init(jax.random.key(0))
+    together, apart = grad(params, batch), grad(params, data.next_token(batch))
+    assert relative_difference(apart, together) <= 1e-12
+    assert isinstance(model.embed(params, batch), jax.Array)  # what blocks hand on stays one array
+    assert isinstance(model.embed(params, data.next_token(batch)), jax.Array)
+
+
+def test_shapes_of_a_batch_are_those_that_data_gives():
+    shapes = functools.partial(transformer.abstract_batch, ROTARY, 4)
+    window = {"tokens": np.zeros((4, 9), np.int32)}
+    found = {
+        "tokens": window,
+        "targets": data.next_token(window),
+        "packed": next(iter(data.pack(DOCUMENTS, 8).batch(4))),
+    }
+    for form, batch in found.items():
+        described = {name: (leaf.shape, leaf.dtype) for name, leaf in shapes(form=form).items()}
+        assert described == {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    assert shapes() == shapes(form="tokens")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        (
+            {"targets": np.zeros((4, 7), int), "positions": np.zeros((4, 1), int)},
+            ValueError,
+            "a leaf of the batch is not of shape [B, T] = (4, 8).\n  targets: shape (4, 7)\n  positions: shape (4, 1)",
+        ),
+        (
+            {"segment_ids": np.zeros((4, 8))},
+            TypeError,
+            "a leaf of the batch does not hold integers.\n  segment_ids: float64",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["gpt", "rotary"])
+def test_leaves_that_do_not_fit_are_refused(name, wrong, kind, message):
+    model, init = MODELS[name]
+    params = jax.eval_shape(init, jax.random.key(0))
+    who = "gpt" if name == "gpt" else "transformer"
+    with pytest.raises(kind, match=f"^{re.escape(f'{who}: {message}')}$"):
+        jax.eval_shape(model.embed, params, packed() | wrong)
