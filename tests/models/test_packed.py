@@ -1,6 +1,7 @@
 """Packed rows: each document as if alone, no gradient from one to another, in whatever order and on whatever devices."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -108,6 +109,39 @@ def test_no_gradient_crosses_in_micro_batches_or_between_stages(how, mesh_of, x6
     moved = jax.tree.map(lambda before, after: before - np.asarray(after), params, stepped)
     assert relative_difference(moved, expected) <= 1e-10
     assert crossed(moved) == 0.0
+
+
+@pytest.mark.slow
+def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
+    text = data.open_corpus().read(0, 300_000).tobytes()
+    documents = [np.frombuffer(one[:128], np.uint8) for one in text.split(b"\n\n") if one]
+    rows = [*itertools.islice(data.pack(documents, 128).batch(8, drop_remainder=True), 150)]
+    most = max(sum(row.max() for row in batch["segment_ids"]) for batch in rows)
+    alone = [one_a_row(batch, most + most % 2) for batch in rows]
+    assert data.padding_share(rows) < 0.1 < data.padding_share(alone)
+    config = gpt.GPTConfig(dim=64, num_layers=2)
+
+    def losses(batches):
+        opt = so.fsdp(optax.adam(3e-3), mesh_of(data=2), gpt.model(config))
+        state = opt.init(gpt.init(config, jax.random.key(0)))
+        for batch in batches[:-10]:
+            state, _ = opt.step(state, batch)
+        return [float(opt.evaluate(state, batch)["loss"]) for batch in alone[-10:]]
+
+    found, expected = losses(rows), losses(alone)
+    assert np.mean(expected) < 3
+    np.testing.assert_allclose(np.mean(found), np.mean(expected), rtol=5e-3)
+
+
+def one_a_row(batch, count):
+    """Return a batch with each segment in a row of its own, and empty rows up to `count`."""
+    found = {name: np.zeros((count, leaf.shape[1]), leaf.dtype) for name, leaf in batch.items()}
+    places = [(row, i) for row, ids in enumerate(batch["segment_ids"]) for i in range(1, ids.max() + 1)]
+    for new, (row, i) in enumerate(places):
+        at = batch["segment_ids"][row] == i
+        for name, leaf in batch.items():
+            found[name][new, : at.sum()] = leaf[row, at]
+    return found
 
 
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
