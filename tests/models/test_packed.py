@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support.reference import relative_difference
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt import data
@@ -55,9 +56,8 @@ def one_by_one(name):
     model, init = MODELS[name]
 
     def loss(params):
-        return mean(
-            model.loss_fn(params, {"tokens": one[None], "weights": WEIGHTS[one[None, :-1]]}) for one in DOCUMENTS
-        )
+        batches = [{"tokens": one[None], "weights": WEIGHTS[one[None, :-1]]} for one in DOCUMENTS]
+        return mean([model.loss_fn(params, batch) for batch in batches])
 
     params = init(jax.random.key(0))
     return params, jax.jit(jax.grad(loss))(params)
@@ -74,7 +74,7 @@ def crossed(grads):
     return float(jnp.abs(grads["embedding"][COUNTED:]).max())
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", tiered(MODELS, lambda name: name != "rotary"))
 def test_packed_rows_give_the_gradient_of_the_documents_one_by_one(name, x64):
     _, expected = one_by_one(name)
     found = gradient(name, packed())
@@ -194,7 +194,7 @@ def test_shapes_of_a_batch_are_those_that_data_gives():
     ],
 )
 @pytest.mark.parametrize("name", ["gpt", "rotary"])
-def test_leaves_that_do_not_fit_are_refused(name, wrong, kind, message):
+def test_leaves_that_do_not_fit_are_refused(name, wrong, kind, message, x64):
     model, init = MODELS[name]
     params = jax.eval_shape(init, jax.random.key(0))
     who = "gpt" if name == "gpt" else "transformer"
