@@ -194,9 +194,7 @@ def test_shapes_of_a_batch_are_those_that_data_gives():
     ],
 )
 @pytest.mark.parametrize("name", ["gpt", "rotary"])
-def test_leaves_that_do_not_fit_are_refused(name, wrong, kind, message, x64):
-    model, init = MODELS[name]
-    params = jax.eval_shape(init, jax.random.key(0))
+def test_leaves_that_do_not_fit_are_refused(name, wrong, kind, message):
     who = "gpt" if name == "gpt" else "transformer"
     with pytest.raises(kind, match=f"^{re.escape(f'{who}: {message}')}$"):
-        jax.eval_shape(model.embed, params, packed() | wrong)
+        MODELS[name][0].embed({}, packed() | wrong)
