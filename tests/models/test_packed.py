@@ -97,18 +97,59 @@ def test_without_segment_ids_gradients_cross(x64):
     assert crossed(found) > 1e-6
 
 
-@pytest.mark.parametrize("how", ["fsdp", "pipeline"])
-def test_no_gradient_crosses_in_micro_batches_or_between_stages(how, mesh_of, x64):
+WAYS = {
+    "fsdp": {"data": 2},
+    "pipeline": {"data": 1, "pipeline": 2},
+    "context": {"data": 2, "context": 2},
+    "context, zigzag": {"data": 1, "context": 4},
+    "context, pipeline": {"data": 1, "context": 2, "pipeline": 2},
+    "context, pipeline, zigzag": {"data": 1, "context": 2, "pipeline": 2},
+}
+
+
+@pytest.mark.parametrize("how", tiered(WAYS, lambda how: how not in ("context", "context, pipeline")))
+def test_no_gradient_crosses_in_micro_batches_stages_or_devices_of_a_row(how, mesh_of, x64):
     params, expected = one_by_one("gpt")
-    options = {"micro_batches": 2, "min_shard_elements": 8}
-    if how == "fsdp":
-        opt = so.fsdp(optax.sgd(1.0), mesh_of(data=2), MODELS["gpt"][0], **options)
-    else:
-        opt = so.hybrid(optax.sgd(1.0), mesh_of(pipeline=2), MODELS["gpt"][0], **options)
-    stepped = opt.step(opt.init(params), packed())[0].params
+    mesh, model = mesh_of(**WAYS[how]), MODELS["gpt"][0]
+    make = so.hybrid if "pipeline" in how else so.fsdp
+    opt = make(optax.sgd(1.0), mesh, model, micro_batches=2, min_shard_elements=8)
+    batch = so.nn.zigzag(packed(), mesh) if "zigzag" in how else packed()
+    stepped = opt.step(opt.init(params), batch)[0].params
     moved = jax.tree.map(lambda before, after: before - np.asarray(after), params, stepped)
     assert relative_difference(moved, expected) <= 1e-10
     assert crossed(moved) == 0.0
+
+
+@pytest.mark.parametrize("name", tiered(["gpt", "learned"], lambda name: name == "learned"))
+def test_rows_in_natural_order_know_their_positions_on_a_context_axis(name, mesh_of, x64):
+    model, init = MODELS[name]
+    params = init(jax.random.key(0))
+    batch = data.next_token({"tokens": DRAW.integers(0, VOCABULARY, (2, 9))})
+    expected = jax.jit(jax.grad(model.loss_fn))(params, batch)
+    opt = so.ddp(optax.sgd(1.0), mesh_of(data=1, context=4), model)
+    stepped = opt.step(opt.init(params), batch)[0].params
+    moved = jax.tree.map(lambda before, after: before - np.asarray(after), params, stepped)
+    assert relative_difference(moved, expected) <= 1e-10
+
+
+@pytest.mark.slow
+def test_marks_that_are_dropped_on_the_way_are_noticed(monkeypatch, mesh_of, x64):
+    attention, expected = so.nn.attention, one_by_one("gpt")[1]
+    zigzagged = so.nn.zigzag(packed(), mesh_of(context=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(so.nn, "attention", lambda *args, segment_ids, positions: attention(*args, positions=positions))
+        found = gradient("gpt", packed())
+        assert crossed(found) > 1e-6
+        assert relative_difference(found, expected) > 1e-3
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            so.nn, "attention", lambda *args, segment_ids, positions: attention(*args, segment_ids=segment_ids)
+        )
+        assert relative_difference(gradient("gpt", zigzagged), expected) > 1e-3
+    with monkeypatch.context() as patch:
+        patch.setattr(so.nn, "positions", jnp.arange)
+        with pytest.raises(so.NotSeparableError, match="its index on its device, which is not that in the sequence"):
+            test_rows_in_natural_order_know_their_positions_on_a_context_axis("gpt", mesh_of, None)
 
 
 @pytest.mark.slow
