@@ -52,8 +52,9 @@ def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "*B T"], base: floa
     half = x.shape[-1] // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequencies = base ** (-jnp.arange(half, dtype=wide) / half)
-    angles = jnp.atleast_2d(positions).astype(wide)[:, :, None] * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
+    of_all_heads = -1, positions.shape[-1], 1, half
+    cos, sin = jnp.cos(angles).reshape(of_all_heads), jnp.sin(angles).reshape(of_all_heads)
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
 
