@@ -6,7 +6,7 @@ Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys an
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,15 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.mesh import axes_of_role, device_kind, is_analysed, mesh_under_trace
 from shardopt.nn.exchange import exchanged_attention, gathered_attention
-from shardopt.nn.flash import Marks, Rule, sees
+from shardopt.nn.flash import NAME, Marks, Rule, sees
 from shardopt.nn.order import CONTEXT
-from shardopt.nn.ring import NAME, ring_attention, ring_of
+from shardopt.nn.ring import Ring, ring_attention, ring_of
+from shardopt.nn.splash import LANES, splash_attention
 
 Implementation = Literal["splash", "cudnn", "xla"]
 Method = Literal["ring", "all_to_all", "all_gather"]
 _SHORT = 4096
 """Positions of a row up to which one gather is chosen: less is sent than it takes to start many sends."""
-_LANES = 128
-"""Splash works on tiles of so many positions and so many components of a head; both are padded up to it."""
 
 
 def attention(
@@ -83,8 +82,10 @@ def attention(
         `so.nn.zigzag`. None: natural order, in which device i of a context axis holds i T, ..., i T + T - 1.
       implementation: "splash", jax's Pallas kernel for TPU (elsewhere it runs interpreted, which is for tests); "cudnn",
         flash attention of `jax.nn.dot_product_attention`, for half precision on GPU; "xla". None chooses by the
-        devices of the mesh: splash on TPU from 128 positions on, cudnn on GPU in half precision, else xla. The kernels know
-        natural order and whole rows only: with positions, "ring" and "all_gather" None is xla, and the kernels are refused.
+        devices of the mesh: splash on TPU from 128 positions on, cudnn on GPU in half precision, else xla. Where a kernel
+        cannot be used None is xla, and to ask for the kernel is refused: either needs natural order (no positions); over
+        context, cudnn whole rows ("all_to_all", d = C), splash these or the blocks of a ring of a multiple of 128 positions
+        without a window, whose results it rounds to the dtype of query before they are summed.
       method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses), "all_gather"; elsewhere it changes
         nothing. None chooses "all_gather" for rows of at most 4096 positions, where starting sends takes longer than the bytes;
         else "all_to_all" where C divides G (of one tensor shard) and it sends no more bytes than the ring, since
@@ -97,7 +98,7 @@ def attention(
       TypeError: if positions are not integers.
       ValueError: if H is not a multiple of G, a tensor axis does not divide G, G (of one tensor shard) and C have no common
         divisor for "all_to_all", `window` is given without `causal` or is below 1, positions have another shape, a
-        kernel is asked for that does not know these positions or this method, or `implementation` or `method` is unknown.
+        kernel is asked for that cannot be used (see there), or `implementation` or `method` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -111,6 +112,9 @@ def attention(
       Blockwise Transformers", 2023; Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
     _check(query, key, causal=causal, window=window, implementation=implementation, method=method)
+    if positions is not None:
+        what = "works on rows in natural order, not with positions"
+        _refuse_kernel(implementation, "splash", "cudnn", what=what, fix="give rows in natural order")
     rule, marks = Rule(causal, window), Marks(_as_rows(positions, query), segment_ids)
     if is_analysed():
         return _shown(query, key, value, marks, rule)
@@ -120,7 +124,6 @@ def attention(
         over = functools.partial(_over_context, axes, rule, implementation, method)
         return _on_each_device(over, query, key, value, marks)
     if positions is not None:
-        _refuse_kernel(implementation, "with positions")
         ring = ring_of((), 1, query.shape[1], rule, natural=False)
         return _on_each_device(functools.partial(ring_attention, ring), query, key, value, marks)
     chosen = implementation or _default(query)
@@ -142,15 +145,15 @@ def _over_context(
     """Run a method where every axis is manual: arrays are those of one device."""
     size = math.prod(mesh_under_trace().shape[axis] for axis in axes)
     natural = marks.positions is None
-    ring = ring_of(axes, size, query.shape[1], rule, natural=natural)
-    if method is None and implementation in ("splash", "cudnn"):
-        method = "all_to_all"
-    chosen = method or _default_method(query, key, size, ring.hops)
-    if chosen != "all_to_all":
-        _refuse_kernel(implementation, f"by method={chosen!r}")
-        if chosen == "all_gather":
-            return gathered_attention(axes, rule, query, key, value, marks)
-        return ring_attention(ring, query, key, value, marks)
+    in_hops = functools.partial(_ring_of, axes, size, rule, implementation, natural=natural)
+    hops = ring_of(axes, size, query.shape[1], rule, natural=natural).hops
+    chosen = method or _default_method(query, key, size, hops, implementation)
+    if chosen == "all_gather":
+        what = "works on whole rows or the blocks of a ring, not by method='all_gather'"
+        _refuse_kernel(implementation, "splash", "cudnn", what=what, fix="use method='all_to_all' or 'ring'")
+        return gathered_attention(axes, rule, query, key, value, marks)
+    if chosen == "ring":
+        return ring_attention(in_hops(query), query, key, value, marks)
     degree = math.gcd(size, key.shape[2])
     if degree == 1:
         what = (
@@ -158,29 +161,52 @@ def _over_context(
         )
         fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
         raise ValueError(format_error("attention", what, fix=fix))
-    whole = degree == size and natural
-    if not whole:
-        _refuse_kernel(implementation, "with positions" if not natural else f"in groups of {degree} of {size} devices")
     by = implementation or _default(query, size * query.shape[1])
-    kernel = _kernel(by, rule) if whole and by != "xla" else None
-    return exchanged_attention(axes, size, degree, rule, query, key, value, marks, kernel)
+    if natural and degree == size and by != "xla":
+        run = _kernel(by, rule)
+    else:
+        run = lambda q, k, v, marks: ring_attention(in_hops(q, stride=degree), q, k, v, marks)  # noqa: E731
+    return exchanged_attention(axes, size, degree, query, key, value, marks, run)
 
 
-def _default_method(query: Array, key: Array, size: int, hops: int) -> Method:
+def _ring_of(
+    axes: tuple[str, ...],
+    size: int,
+    rule: Rule,
+    implementation: Implementation | None,
+    query: Array,
+    *,
+    natural: bool,
+    stride: int = 1,
+) -> Ring:
+    """Return the ring, with splash for its blocks where that is asked for or is the default, and can be."""
+    length = query.shape[1]
+    _refuse_kernel(implementation, "cudnn", what="works on whole rows, not in hops", fix="use method='all_to_all'")
+    able = natural and rule.window is None and length % LANES == 0
+    if not able:
+        what = f"takes blocks of a multiple of {LANES} positions without a window, got {length} positions"
+        what, fix = f"{what} and window={rule.window}", "use method='all_to_all' where context divides the heads"
+        _refuse_kernel(implementation, "splash", what=what, fix=fix)
+    splash = able and (implementation or _default(query)) == "splash"
+    return ring_of(axes, size, length, rule, natural=natural, stride=stride, splash=splash)
+
+
+def _default_method(query: Array, key: Array, size: int, hops: int, implementation: Implementation | None) -> Method:
     H, G, bytes_each = query.shape[2], key.shape[2], query.dtype.itemsize
+    if implementation in ("splash", "cudnn"):
+        return "all_to_all" if G % size == 0 else "ring"
     if query.shape[1] * size <= _SHORT:
         return "all_gather"
-    # per position and component, forward and backward
+    # bytes per position of a device and component of a head, forward and backward
     ring = hops * G * (4 * bytes_each + 2 * max(4, bytes_each))
     exchange = 4 * (size - 1) / size * (H + G) * bytes_each
     return "all_to_all" if G % size == 0 and exchange <= ring else "ring"
 
 
-def _refuse_kernel(implementation: Implementation | None, where: str) -> None:
-    if implementation in ("splash", "cudnn"):
-        what = f"{implementation} works on whole rows in natural order, not {where}."
-        fix = "leave implementation out, or give positions in natural order and method='all_to_all'."
-        raise ValueError(format_error("attention", what, fix=fix))
+def _refuse_kernel(implementation: Implementation | None, *names: str, what: str, fix: str) -> None:
+    if implementation in names:
+        fix = f"leave implementation out, or {fix}."
+        raise ValueError(format_error("attention", f"{implementation} {what}.", fix=fix))
 
 
 def _as_rows(positions: Array | None, query: Array) -> Array | None:
@@ -283,7 +309,7 @@ def _check(
 def _default(query: Array, length: int | None = None) -> Implementation:
     kind = device_kind() or jax.devices()[0].device_kind
     if kind.startswith("TPU"):
-        return "splash" if (length or query.shape[1]) >= _LANES else "xla"
+        return "splash" if (length or query.shape[1]) >= LANES else "xla"
     if kind == "cpu" or query.dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
     return "cudnn"
@@ -325,49 +351,8 @@ def _on_each_device(
 
 def _kernel(implementation: Implementation, rule: Rule) -> Callable[[Array, Array, Array, Marks], Array]:
     """Return a kernel for rows in natural order."""
-    run = _splash if implementation == "splash" else _cudnn
+    run = splash_attention if implementation == "splash" else _cudnn
     return lambda query, key, value, marks: run(query, key, value, marks.segments, rule)
-
-
-def _splash(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    T, H, K = query.shape[1:]
-    length, width = _round_up(T), _round_up(K)
-    if length != T and not rule.causal and segments is None:
-        segments = jnp.zeros(query.shape[:2], jnp.int32)
-    heads_first = lambda x: jnp.swapaxes(_padded(x, length, width), 1, 2)  # noqa: E731
-    block = math.gcd(length, 512)
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
-    shape: tuple[int, int] = (length, length)
-    one: Any = splash.CausalMask(shape) if rule.causal else splash.FullMask(shape)
-    if rule.window is not None:
-        one = splash.LocalMask(shape, (rule.window - 1, 0), 0)
-    kernel: Any = splash.make_splash_mha(
-        splash.MultiHeadMask([one] * H),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=NAME,
-        interpret=not (device_kind() or jax.devices()[0].device_kind).startswith("TPU"),
-    )
-    scaled = (query * K**-0.5).astype(query.dtype)
-    args = heads_first(scaled), heads_first(key), heads_first(value)
-    if segments is None:
-        mixed = jax.vmap(kernel)(*args)
-    else:  # what is padded is of no segment
-        ids = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
-        mixed = jax.vmap(lambda q, k, v, s: kernel(q, k, v, splash.SegmentIds(s, s)))(*args, ids)
-    return jnp.swapaxes(mixed, 1, 2)[:, :T, :, :K].astype(value.dtype)
 
 
 def _cudnn(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
@@ -381,11 +366,3 @@ def _cudnn(query: Array, key: Array, value: Array, segments: Array | None, rule:
         implementation="cudnn",
     )
     return checkpoint_name(mixed, NAME)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _LANES) * _LANES
-
-
-def _padded(x: Array, length: int, width: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, width - x.shape[3])))

@@ -9,23 +9,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from shardopt.nn.flash import Marks, Rule, absorb, finish, gradients, heads_first, heads_last, start
-from shardopt.nn.ring import NAME, ring_attention, ring_of
+from shardopt.nn.flash import NAME, Marks, Rule, absorb, finish, gradients, heads_first, heads_last, start
 
 Axes = tuple[str, ...]
-Kernel = Callable[[Array, Array, Array, Marks], Array]
+Attention = Callable[[Array, Array, Array, Marks], Array]
 
 
 def exchanged_attention(
     axes: Axes,
     size: int,
     degree: int,
-    rule: Rule,
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
     marks: Marks,
-    kernel: Kernel | None,
+    run: Attention,
 ) -> Float[Array, "B T H K"]:
     """Exchange heads for positions among `degree` neighbours, attend, and exchange back; a ring across such groups.
 
@@ -33,12 +31,11 @@ def exchanged_attention(
       axes: names of the context axis.
       size: devices on it.
       degree: a divisor of `size` and of G: device i has outer index i // degree, inner index i % degree.
-      rule: which positions see which.
       query: [B, T, H, K], T positions of this device.
       key: [B, T, G, K].
       value: [B, T, G, K].
       marks: of these positions.
-      kernel: attention of whole rows in natural order; None: tile by tile.
+      run: attention of [B, degree T, H / degree, K] and so on, with the ring across groups if there are several.
     """
     groups = None
     if degree < size:
@@ -47,14 +44,8 @@ def exchanged_attention(
         lax.all_to_all, axis_name=axes, split_axis=2, concat_axis=1, axis_index_groups=groups, tiled=True
     )
     gathered = functools.partial(lax.all_gather, axis_name=axes, axis=1, axis_index_groups=groups, tiled=True)
-    args = to_heads(query), to_heads(key), to_heads(value)
     marks = jax.tree.map(lambda x: gathered(x), marks)
-    if kernel is not None and degree == size and marks.positions is None:
-        mixed = kernel(*args, marks)
-    else:
-        natural = marks.positions is None
-        ring = ring_of(axes, size, args[0].shape[1], rule, natural=natural, stride=degree)
-        mixed = ring_attention(ring, *args, marks)
+    mixed = run(to_heads(query), to_heads(key), to_heads(value), marks)
     return lax.all_to_all(mixed, axis_name=axes, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True)
 
 

@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.core.types import PyTree
 
+NAME = "attention"
+"""The `checkpoint_name` of what is mixed, and of the logarithm of its sum."""
 TILE = 512
 """How many queries, and how many keys, are held against each other at a time."""
 _HIDDEN = -1e30

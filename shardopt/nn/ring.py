@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from shardopt.core.types import PyTree
 from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace
-from shardopt.nn.flash import Marks, Rule, State, absorb, finish, gradients, heads_first, heads_last, start
+from shardopt.nn import splash
+from shardopt.nn.flash import NAME, Marks, Rule, State, absorb, finish, gradients, heads_first, heads_last, start
 
-NAME = "attention"
-"""The `checkpoint_name` of what is mixed, and of the logarithm of its sum."""
+T = TypeVar("T")
 
 
 class Ring(NamedTuple):
@@ -27,6 +27,7 @@ class Ring(NamedTuple):
       stride: every so many-th device is of one ring: that many rings run side by side.
       hops: how often keys are sent on, at most size / stride - 1.
       rule: which positions see which.
+      splash: whether blocks are taken in by the Pallas kernel: in natural order without a window.
     """
 
     axes: tuple[str, ...]
@@ -34,9 +35,19 @@ class Ring(NamedTuple):
     stride: int
     hops: int
     rule: Rule
+    splash: bool = False
 
 
-def ring_of(axes: tuple[str, ...], size: int, length: int, rule: Rule, *, natural: bool, stride: int = 1) -> Ring:
+def ring_of(
+    axes: tuple[str, ...],
+    size: int,
+    length: int,
+    rule: Rule,
+    *,
+    natural: bool,
+    stride: int = 1,
+    splash: bool = False,
+) -> Ring:
     """Return the ring, without the hops that nobody needs: with a window of w, keys go ceil((w - 1) / T) devices far.
 
     Args:
@@ -46,11 +57,12 @@ def ring_of(axes: tuple[str, ...], size: int, length: int, rule: Rule, *, natura
       rule: which positions see which.
       natural: whether device i holds positions i T, ..., i T + T - 1.
       stride: see `Ring`.
+      splash: likewise.
     """
     hops = size // stride - 1
     if natural and rule.window is not None:
         hops = min(hops, -(-(rule.window - 1) // length))
-    return Ring(axes, size, stride, hops, rule)
+    return Ring(axes, size, stride, hops, rule, splash)
 
 
 def ring_attention(
@@ -78,18 +90,26 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
     own = seen(0, marks)
 
     def taken_in(state: State, hop: Array | int, key: Array, value: Array, marks: Marks) -> State:
-        return absorb(state, query, key, value, own, seen(hop, marks), ring.rule)
+        if not ring.splash:
+            return absorb(state, query, key, value, own, seen(hop, marks), ring.rule)
+        causal = ring.rule.causal and isinstance(hop, int)  # the own block
+        update = lambda state: splash.absorb(state, query, key, value, own, marks, causal=causal)  # noqa: E731
+        return _unless_ahead(ring, hop, update, state)
+
+    state, travelling = start(query), (key, value, marks)
+    arriving = send(ring, travelling) if ring.hops else travelling  # beside the product, here and below
+    state = taken_in(state, 0, *travelling)
 
     def one(carry: tuple, hop: Array) -> tuple[tuple, None]:
         state, travelling = carry
-        arriving = send(ring, travelling)  # beside the product
+        arriving = send(ring, travelling)
         return (taken_in(state, hop, *travelling), arriving), None
 
-    carry = start(query), (key, value, marks)
+    if ring.hops > 1:
+        (state, arriving), _ = lax.scan(one, (state, arriving), jnp.arange(1, ring.hops))
     if ring.hops:
-        carry, _ = lax.scan(one, carry, jnp.arange(ring.hops))
-    state, travelling = carry
-    mixed, logsumexp = finish(taken_in(state, ring.hops, *travelling))
+        state = taken_in(state, jnp.int32(ring.hops), *arriving)
+    mixed, logsumexp = finish(state)
     out, logsumexp = checkpoint_name(mixed.astype(value.dtype), NAME), checkpoint_name(logsumexp, NAME)
     return out, (query, key, value, marks, out, logsumexp)
 
@@ -103,17 +123,26 @@ def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Arra
     own = seen(0, marks)
     delta = jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
 
-    def of_block(hop: Array | int, key: Array, value: Array, marks: Marks) -> tuple[Array, Array, Array]:
-        return gradients(query, key, value, logsumexp, delta, d_out, own, seen(hop, marks), ring.rule)
+    def of_block(hop: Array | int, key: Array, value: Array, marks: Marks) -> list[Array]:
+        if not ring.splash:
+            found = gradients(query, key, value, logsumexp, delta, d_out, own, seen(hop, marks), ring.rule)
+            return list(found)
+        causal = ring.rule.causal and isinstance(hop, int)  # the own block
+        nothing = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, key, value)]
 
+        def found(_: list[Array]) -> list[Array]:
+            return splash.gradients(query, key, value, out, logsumexp, d_out, own, marks, causal=causal)
+
+        return _unless_ahead(ring, hop, found, nothing)
+
+    travelling = send(ring, (key, value, marks)) if ring.hops else ()
     dq, *at_home = of_block(0, key, value, marks)
     if ring.hops:
-        travelling = send(ring, (key, value, marks))
         arriving = send(ring, travelling) if ring.hops > 1 else travelling
-        more, *sums = of_block(1, *travelling)
+        more, *sums = of_block(jnp.int32(1), *travelling)
         carry = dq + more, sums, arriving
 
-        def one(carry: tuple, hop: Array | int, *, last: bool = False) -> tuple[tuple, None]:
+        def one(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
             dq, sums, travelling = carry
             sums, arriving = send(ring, (sums, () if last else travelling))  # beside the product
             more, *added = of_block(hop, *travelling)
@@ -122,7 +151,7 @@ def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Arra
         if ring.hops > 2:
             carry, _ = lax.scan(one, carry, jnp.arange(2, ring.hops))
         if ring.hops > 1:
-            carry, _ = one(carry, ring.hops, last=True)
+            carry, _ = one(carry, jnp.int32(ring.hops), last=True)
         dq, sums, _ = carry
         at_home = jax.tree.map(jnp.add, at_home, send(ring, sums, -ring.hops))
     dk, dv = at_home
@@ -132,9 +161,21 @@ def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Arra
 _attend.defvjp(_forward, _backward)
 
 
+def _unless_ahead(ring: Ring, hop: Array | int, update: Callable[[T], T], without: T) -> T:
+    """Skip a block that stands after these queries; in natural order it came around the end of the ring."""
+    if not ring.rule.causal or isinstance(hop, int):
+        return update(without)
+    return lax.cond(_place(ring) >= hop, update, lambda without: without, without)
+
+
+def _place(ring: Ring) -> Array | int:
+    """Return which block of positions this device holds."""
+    return lax.axis_index(ring.axes) // ring.stride if ring.size > 1 else 0
+
+
 def _seen(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]:
     """Return the function from hop and marks that came with the keys to these marks with positions."""
-    outer = lax.axis_index(ring.axes) // ring.stride if ring.size > 1 else 0
+    outer = _place(ring)
     devices = ring.size // ring.stride
 
     def seen(hop: Array | int, marks: Marks) -> Marks:

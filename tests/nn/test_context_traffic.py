@@ -56,7 +56,7 @@ def test_bytes_on_the_wire(method, C, G, how):
     }
     assert set(found.by_kind()) == kinds[method]
     if method == "ring":
-        assert len(found.collectives) <= 14  # hops are a loop: as many instructions on any number of devices
+        assert len(found.collectives) <= 16  # hops are a loop: as many instructions on any number of devices
 
 
 def two_layers(method, C, G, **how):
@@ -137,7 +137,9 @@ def test_a_ring_that_is_kept_by_name_does_not_run_again():
     policies = jax.checkpoint_policies
     named, without = permutes(policies.save_only_these_names("attention")), permutes(policies.everything_saveable)
     assert named == without > 0
-    assert permutes(policies.nothing_saveable) == without + 2  # keys and values of the loop over hops
+    assert (
+        permutes(policies.nothing_saveable) == without + 4
+    )  # keys and values, the first hop and the loop over the others
 
 
 @pytest.mark.slow
@@ -146,7 +148,7 @@ def test_replicas_that_train_apart(x64):
     mesh, batch = mesh_of(data=2, context=4), drawn(rows=2)
     one = functools.partial(results, method="ring")
     spec = PartitionSpec(None, "context")
-    step = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"context"}, check_vma=False)
+    step = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data", "context"}, check_vma=False)
     stacked = jax.tree.map(lambda leaf: np.stack([leaf, 2 * leaf]), batch)
     found = jax.jit(jax.vmap(step, spmd_axis_name="data"))(stacked)
     for i in range(2):

@@ -55,8 +55,8 @@ def normalised_by_the_last_block(patch):
 
 
 def heads_of_the_neighbour(patch):
-    right = exchange.ring_attention
-    patch.setattr(exchange, "ring_attention", lambda ring, q, k, v, marks: right(ring, q, k[:, :, ::-1], v, marks))
+    right = attention.ring_attention
+    patch.setattr(attention, "ring_attention", lambda ring, q, k, v, marks: right(ring, q, k[:, :, ::-1], v, marks))
 
 
 def gradients_of_keys_not_summed(patch):
@@ -80,7 +80,7 @@ def gradients_of_keys_not_summed(patch):
 )
 def test_it_is_noticed(broken, how, x64, monkeypatch):
     how = dict(how)
-    batch = drawn(packed=how.pop("packed", False))
+    batch = drawn(groups=8, packed=how.pop("packed", False))
     if broken is not None:
         broken(monkeypatch)
     assert (difference(mesh_of(context=4), batch, **how) > 1e-3) == (broken is not None)
