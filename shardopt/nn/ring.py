@@ -89,7 +89,8 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
     seen = _seen(ring, query.shape[-2])
     own = seen(0, marks)
 
-    def taken_in(state: State, hop: Array | int, key: Array, value: Array, marks: Marks) -> State:
+    def taken_in(state: State, hop: Array | int, block: tuple[Array, Array, Marks]) -> State:
+        key, value, marks = block
         if not ring.splash:
             return absorb(state, query, key, value, own, seen(hop, marks), ring.rule)
         causal = ring.rule.causal and isinstance(hop, int)  # the own block
@@ -98,17 +99,17 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
 
     state, travelling = start(query), (key, value, marks)
     arriving = send(ring, travelling) if ring.hops else travelling  # beside the product, here and below
-    state = taken_in(state, 0, *travelling)
+    state = taken_in(state, 0, travelling)
 
     def one(carry: tuple, hop: Array) -> tuple[tuple, None]:
         state, travelling = carry
         arriving = send(ring, travelling)
-        return (taken_in(state, hop, *travelling), arriving), None
+        return (taken_in(state, hop, travelling), arriving), None
 
     if ring.hops > 1:
         (state, arriving), _ = lax.scan(one, (state, arriving), jnp.arange(1, ring.hops))
     if ring.hops:
-        state = taken_in(state, jnp.int32(ring.hops), *arriving)
+        state = taken_in(state, jnp.int32(ring.hops), arriving)
     mixed, logsumexp = finish(state)
     out, logsumexp = checkpoint_name(mixed.astype(value.dtype), NAME), checkpoint_name(logsumexp, NAME)
     return out, (query, key, value, marks, out, logsumexp)
@@ -125,15 +126,14 @@ def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Arra
 
     def of_block(hop: Array | int, key: Array, value: Array, marks: Marks) -> list[Array]:
         if not ring.splash:
-            found = gradients(query, key, value, logsumexp, delta, d_out, own, seen(hop, marks), ring.rule)
-            return list(found)
+            return list(gradients(query, key, value, logsumexp, delta, d_out, own, seen(hop, marks), ring.rule))
         causal = ring.rule.causal and isinstance(hop, int)  # the own block
         nothing = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, key, value)]
 
-        def found(_: list[Array]) -> list[Array]:
+        def of_kernel(_: list[Array]) -> list[Array]:
             return splash.gradients(query, key, value, out, logsumexp, d_out, own, marks, causal=causal)
 
-        return _unless_ahead(ring, hop, found, nothing)
+        return _unless_ahead(ring, hop, of_kernel, nothing)
 
     travelling = send(ring, (key, value, marks)) if ring.hops else ()
     dq, *at_home = of_block(0, key, value, marks)

@@ -83,14 +83,14 @@ def gradients(
 
     B, G, R, T, K = query.shape
     kernel = _kernel(T, G * R, Rule(causal, None))
-    told = kernel.kwargs
-    names = "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap"
-    static = [told["save_residuals"], *(told[name] for name in names), told["interpret"]]
+    names = "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name"
+    static = [kernel.kwargs[name] for name in (*names, "mask_function", "attn_logits_soft_cap", "interpret")]
+    backward_of: Any = private._splash_attention_bwd
 
     def backward(q: Array, k: Array, v: Array, *rest: Any) -> tuple[Array, ...]:
         o, lse, do, segments = rest
         kept = q, k, v, segments, None, o, lse, kernel.dq_mask_info, kernel.dkv_mask_info
-        return private._splash_attention_bwd(*static, kept, do)[3:6]
+        return backward_of(*static, kept, do)[3:6]
 
     heads = lambda x: _padded(x.reshape(B, G * R, T, K), T)  # noqa: E731
     args = heads(_scaled(query)), _padded(key, T), _padded(value, T), heads(out)
