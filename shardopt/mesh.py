@@ -154,7 +154,7 @@ def device_kind() -> str | None:
 
 
 def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
-    listed = ", ".join(f"{axis}={size}" for axis, size in asked.items())
+    listed = ", ".join(f"{axis}={size}" for axis, size in asked.items() if (axis, size) != ("context", 1))
     for axis, size in asked.items():
         if not is_integer(size):
             raise TypeError(f"make_mesh: {axis} must be an integer, got {size!r} ({type(size).__name__}).")

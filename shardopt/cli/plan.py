@@ -231,7 +231,9 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
             return so.ddp(tx, mesh, block_model, rules=rules)
         return so.zero(tx, mesh, block_model, stage=int(options.strategy.removeprefix("zero")), rules=rules)
 
-    batch = abstract_batch(shape, options.rows * chips // sizes["tensor"])
+    context = sizes.get("context", 1)
+    rows = options.rows * chips // (sizes["tensor"] * context)
+    batch = abstract_batch(shape, rows, form="targets" if context > 1 else "tokens")
     return so.aot(make, shape.abstract_params(), batch, topology=options.topology, num_slices=options.slices, **sizes)
 
 

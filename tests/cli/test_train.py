@@ -90,18 +90,18 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another_model(train, folder
 
 
 def test_a_run_is_resumed_with_other_devices_another_mesh_and_another_strategy(start, folder):
-    words = "--resume --steps 12 --devices 4 --mesh data=4 --strategy zero1"
+    words = "--resume --steps 12 --devices 4 --mesh data=2,context=2 --strategy zero1"
     process = start("--run-dir", folder, *words.split())
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert f"Resuming from step 8 in {folder / 'checkpoints'}, the data from its saved state." in err
     assert "devices    4 CPU devices, simulated on " in out
-    assert "mesh       data=4\n" in re.sub(" +\n", "\n", out)
+    assert "mesh       data=2 x context=2\n" in re.sub(" +\n", "\n", out)
     assert "The batches come in a new order" not in out
     assert [line["step"] for line in logged(folder)] == [4, 8, 10, 12]
     assert logged(folder)[-1]["val_loss"] < logged(folder)[1]["val_loss"]
     saved = json.loads((folder / "config.json").read_text())
-    assert [saved["where"][name] for name in ("devices", "mesh", "strategy")] == [4, "data=4", "zero1"]
+    assert [saved["where"][name] for name in ("devices", "mesh", "strategy")] == [4, "data=2,context=2", "zero1"]
     assert (saved["training"]["steps"], saved["run"]["checkpoint_every"]) == (12, 4)  # one given, one kept
 
 

@@ -68,20 +68,20 @@ def test_slices_are_put_on_replica_and_data():
         (
             {"data": 3, "tensor": 2},
             ValueError,
-            "make_mesh: replica=1, data=3, pipeline=1, context=1, tensor=2 needs 6 devices, but there are 8.\n"
+            "make_mesh: replica=1, data=3, pipeline=1, tensor=2 needs 6 devices, but there are 8.\n"
             "Fix: set one size to -1, choose sizes whose product is 8, or pass devices=jax.devices()[:6].",
         ),
         (
             {"data": 8, "tensor": 2},
             ValueError,
-            "make_mesh: replica=1, data=8, pipeline=1, context=1, tensor=2 needs 16 devices, but there are 8.\n"
+            "make_mesh: replica=1, data=8, pipeline=1, tensor=2 needs 16 devices, but there are 8.\n"
             "Fix: set one size to -1, or choose sizes whose product is 8.",
         ),
         (
             {"tensor": 3},
             ValueError,
             "make_mesh: cannot infer data: 8 devices are not divisible by 3 "
-            "(replica=1, data=-1, pipeline=1, context=1, tensor=3).\n"
+            "(replica=1, data=-1, pipeline=1, tensor=3).\n"
             "Fix: choose sizes whose product divides 8.",
         ),
         (
