@@ -5,19 +5,26 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from shardopt import nn
+from shardopt.collectives import constrain_tensor
+from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import BlockModel
 from shardopt.core.block_remat import Remat
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted
+from shardopt.mesh import mesh_under_trace
 from shardopt.models.gpt import Batch, Params
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
 from shardopt.models.layers import rms_norm, rotate
 from shardopt.planning import Transformer
 
 
-def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) -> BlockModel:
+def model(
+    shape: Transformer, *, remat: Remat = None, chunk: int | None = None, sequence_parallel: bool = False
+) -> BlockModel:
     """Return the mean cross-entropy of the next token as a `BlockModel`, with the parameters of the shape.
 
     A batch is that of `gpt.model`. Norms are RMS norms and positions rotary, or learned where the
@@ -28,6 +35,15 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
       shape: sizes and dtypes.
       remat: what the backward pass recomputes, as in `BlockModel`; blocks name the values that `gpt.model` names.
       chunk: positions whose logits are held at a time, as in `so.nn.cross_entropy`.
+      sequence_parallel: whether what blocks hand on, and their norms, are sharded over tensor by positions, which tensor
+        must divide: a block keeps 1 / tensor of its input, and an all-gather and a reduce-scatter of as many bytes take
+        the place of each all-reduce. The step is the same, up to summation order; `so.plan` does not count on it.
+
+    Raises:
+      ValueError: when it is traced, if `sequence_parallel` and tensor does not divide the positions.
+
+    References:
+      Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -40,6 +56,12 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
       True
     """
 
+    def split(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return _over_tensor(x, _POSITIONS) if sequence_parallel else x
+
+    def whole(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return _over_tensor(x, PartitionSpec()) if sequence_parallel else x
+
     def embed(outer: Params, batch: Batch) -> PyTree:
         inputs = read_inputs("transformer", batch)
         x = nn.embedding(outer["embedding"].astype(shape.dtype), inputs.tokens, mode="clip")
@@ -51,17 +73,19 @@ def model(shape: Transformer, *, remat: Remat = None, chunk: int | None = None) 
                 x = x + jnp.take(table, nn.positions(T), axis=0)[None]
             else:
                 x = x + table[None, :T]
-        return with_marks(x, inputs)
+        return with_marks(split(x), inputs)
 
     def run(weights: Params, x: Array, segment_ids: Array | None, positions: Array | None) -> Array:
         weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
-        x = x + _grouped_attend(shape, weights, rms_norm(x, weights["norms"][0]), segment_ids, positions)
-        return x + _mlp(shape, weights, rms_norm(x, weights["norms"][1]))
+        normed = whole(rms_norm(x, weights["norms"][0]))
+        x = split(x + split(_grouped_attend(shape, weights, normed, segment_ids, positions)))
+        normed = whole(rms_norm(x, weights["norms"][1]))
+        return split(x + split(_mlp(shape, weights, normed, sharded=sequence_parallel)))
 
     def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
         inputs = read_inputs("transformer", batch)
         head = _cast(outer["embedding" if shape.tied else "head"], shape)
-        normed = rms_norm(bare(x), _cast(outer["norm"], shape))
+        normed = whole(rms_norm(bare(x), _cast(outer["norm"], shape)))
         return mean_loss(nn.cross_entropy(normed, head, inputs.targets, chunk=chunk), inputs)
 
     return BlockModel(embed, block_of(run), loss, remat, tables=() if shape.tied else ("embedding",))
@@ -118,10 +142,28 @@ def _grouped_attend(
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
 
 
-def _mlp(shape: Transformer, weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def _mlp(
+    shape: Transformer, weights: Params, x: Float[Array, "B T D"], *, sharded: bool = False
+) -> Float[Array, "B T D"]:
     up = checkpoint_name(jnp.einsum("btd,dcf->cbtf", x, weights["up"]), "mlp_hidden")
+    if sharded:  # or the partitioner cuts the gradient of its two halves elsewhere, and moves it
+        up = _over_tensor(up, PartitionSpec(None, None, None, TENSOR))
     hidden = jax.nn.silu(up[0]) * up[1] if shape.gated else jax.nn.gelu(up[0])
+    if sharded:
+        hidden = _over_tensor(hidden, PartitionSpec(None, None, TENSOR))
     return jnp.einsum("btf,fd->btd", hidden, weights["down"])
+
+
+_POSITIONS = PartitionSpec(None, TENSOR, None)
+
+
+def _over_tensor(x: Array, spec: PartitionSpec) -> Array:
+    tensor = mesh_under_trace().shape.get(TENSOR, 1)
+    if spec == _POSITIONS and x.shape[1] % tensor:
+        what = f"sequence_parallel shards {x.shape[1]} positions over tensor={tensor}, which does not divide them."
+        fix = f"choose a length that {tensor} divides, or leave sequence_parallel out."
+        raise ValueError(format_error("transformer", what, fix=fix))
+    return constrain_tensor([x], [spec])[0]
 
 
 def _cast(leaf: Array, shape: Transformer) -> Array:

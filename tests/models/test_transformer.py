@@ -1,0 +1,54 @@
+"""The model of a shape: sequence parallelism is the same step, and shards what blocks hand on."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.layouts import SHAPE
+from support.reference import relative_difference, train
+
+import shardopt as so
+from shardopt.audit import audit
+from shardopt.models import transformer
+from shardopt.planning.models import RULES
+
+TX = optax.sgd(0.1, momentum=0.9)
+SMALL = dataclasses.replace(SHAPE, num_layers=2, length=8, dtype=jnp.float64, param_dtype=jnp.float64)
+
+
+def model(**options):
+    return transformer.model(SMALL, remat="full", **options)
+
+
+def batches(steps):
+    rng = np.random.default_rng(0)
+    return [{"tokens": rng.integers(0, SMALL.vocab_size, (4, SMALL.length + 1)).astype(np.int32)} for _ in range(steps)]
+
+
+def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
+    params = transformer.init(SMALL, jax.random.key(0))
+    opt = so.fsdp(TX, mesh_of(data=2, tensor=2), model(sequence_parallel=True), rules=RULES, min_shard_elements=8)
+    state = opt.init(params)
+    for batch in batches(3):
+        state, _ = opt.step(state, batch)
+    _, final = train(TX, model().loss_fn, params, batches(3))
+    assert relative_difference(state.params, final) <= 1e-10
+    found = audit(opt.step, state, batches(1)[0]).collectives
+    # blocks gather the positions of what they get: twice forwards, and again to differentiate
+    gathers = sum(one.calls for one in found if one.kind == "all-gather" and one.axes == ("tensor",))
+    assert gathers >= 4 * SMALL.num_layers
+
+
+def test_positions_that_tensor_does_not_divide_are_refused(mesh_of):
+    odd = dataclasses.replace(SHAPE, num_layers=2, length=7)
+    opt = so.fsdp(TX, mesh_of(data=2, tensor=2), transformer.model(odd, sequence_parallel=True), rules=RULES)
+    message = (
+        "transformer: sequence_parallel shards 7 positions over tensor=2, which does not divide them.\n"
+        "Fix: choose a length that 2 divides, or leave sequence_parallel out."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        opt.step.lower(opt.abstract_state(odd.abstract_params()), transformer.abstract_batch(odd, 4))
