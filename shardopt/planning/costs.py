@@ -66,6 +66,8 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
       reads under fsdp are not gathered where it sends fewer bytes to exchange their rows.
     - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients, under ddp over data and pipeline
       at once. With several chunks a stage, permutes that bring blocks to where they run, and their gradients back.
+    - context: what data sends goes over data and context together. And keys and values, as `so.nn.attention` says of the
+      method that it chooses, forwards (with remat twice) and backwards.
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
       backward pass needs: all but the last of each block. And one after the embedding, one before the head's gradient
       leaves it.
@@ -76,6 +78,7 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
         *_of_tables(placed, batch_size / placed.layout.pieces),
         _over_replica(placed),
         *_over_pipeline(placed, boundary),
+        *_over_context(placed, batch_size / placed.layout.pieces),
         _over_tensor(placed, boundary),
     ]
     sizes = placed.layout.sizes
@@ -90,48 +93,50 @@ def by_axis(found: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[str, 
 
 def _over_data(placed: PlacedModel) -> list[Transfer]:
     elements, layout, size = placed.elements, placed.layout, placed.itemsize
+    over = layout.shards.names[1:]
     replicated = elements.replicated_blocks + elements.replicated_outer
     sharded = elements.sharded_blocks + elements.sharded_outer
     if not placed.shards.opt_state and layout.pipeline > 1:
         return [
-            Transfer("all-reduce", "data", "gradients", size * elements.blocks(), 1),
-            Transfer("all-reduce", "data", "outer gradients", _WIDE * elements.outer(), 1, also=("pipeline",)),
+            Transfer("all-reduce", "data", "gradients", size * elements.blocks(), 1, also=over),
+            Transfer("all-reduce", "data", "outer gradients", _WIDE * elements.outer(), 1, also=(*over, "pipeline")),
         ]
     if not placed.shards.opt_state:
-        return [Transfer("all-reduce", "data", "gradients", size * (replicated + sharded), 1)]
-    rest = Transfer("all-reduce", "data", "gradients", size * replicated, 1)
+        return [Transfer("all-reduce", "data", "gradients", size * (replicated + sharded), 1, also=over)]
+    rest = Transfer("all-reduce", "data", "gradients", size * replicated, 1, also=over)
     m, pipelined, scattered = layout.micro_batches, layout.pipeline > 1, placed.scattered_itemsize
     once = 1 if pipelined else m
     if not placed.shards.params:
         return [
             rest,
-            Transfer("reduce-scatter", "data", "gradients", scattered * sharded, once if placed.shards.grads else 1),
-            Transfer("all-gather", "data", "weights", size * sharded, 1),
+            Transfer("reduce-scatter", "data", "gradients", scattered * sharded, once if placed.shards.grads else 1, also=over),
+            Transfer("all-gather", "data", "weights", size * sharded, 1, also=over),
         ]
     blocks, gathered = placed.num_blocks, placed.gathered_itemsize
     each, passes = elements.sharded_blocks / blocks, 3 if pipelined and layout.remat else 2
     outer = elements.sharded_outer - elements.tables
     return [
         rest,
-        Transfer("all-gather", "data", "weights", gathered * each, passes * blocks * m, hidden=True),
-        Transfer("reduce-scatter", "data", "gradients", scattered * each, blocks * m, hidden=True),
-        Transfer("all-gather", "data", "outer weights", gathered * outer, once),
-        Transfer("reduce-scatter", "data", "outer gradients", scattered * outer, once),
+        Transfer("all-gather", "data", "weights", gathered * each, passes * blocks * m, hidden=True, also=over),
+        Transfer("reduce-scatter", "data", "gradients", scattered * each, blocks * m, hidden=True, also=over),
+        Transfer("all-gather", "data", "outer weights", gathered * outer, once, also=over),
+        Transfer("reduce-scatter", "data", "outer gradients", scattered * outer, once, also=over),
     ]
 
 
 def _of_tables(placed: PlacedModel, rows: float) -> list[Transfer]:
     """Return what looking rows up in tables sends that are sharded by columns, as `so.nn.embedding` chooses."""
     elements, size, m = placed.elements.tables, placed.workload.itemsize, placed.layout.micro_batches
+    over = placed.layout.shards.names[1:]
     if (exchange := _exchange(placed, rows)) is not None:
         ids, moved = exchange
         return [
-            Transfer("all-gather", "data", "ids", ids, m),
-            Transfer("all-to-all", "data", "embedding rows", moved, m),
+            Transfer("all-gather", "data", "ids", ids, m, also=over),
+            Transfer("all-to-all", "data", "embedding rows", moved, m, also=over),
         ]
     return [
-        Transfer("all-gather", "data", "outer weights", size * elements, m),
-        Transfer("reduce-scatter", "data", "outer gradients", placed.scattered_itemsize * elements, m),
+        Transfer("all-gather", "data", "outer weights", size * elements, m, also=over),
+        Transfer("reduce-scatter", "data", "outer gradients", placed.scattered_itemsize * elements, m, also=over),
     ]
 
 
@@ -142,7 +147,7 @@ def _exchange(placed: PlacedModel, rows: float) -> tuple[float, float] | None:
         return None
     ids = workload.table_ids * rows
     width = workload.table_numbers / workload.table_ids
-    found = exchange_bytes(ids, width, devices=placed.layout.data, itemsize=workload.itemsize)
+    found = exchange_bytes(ids, width, devices=placed.layout.shards.size, itemsize=workload.itemsize)
     return found if sum(found) < elements * (workload.itemsize + placed.scattered_itemsize) else None
 
 
@@ -156,7 +161,7 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
     if table is None:
         return []
     permutes = table.num_ticks * (len(table.forward_shifts) + len(table.backward_shifts))
-    shards, elements, data = placed.shards, placed.elements, placed.layout.data
+    shards, elements, data = placed.shards, placed.elements, placed.layout.shards.size
     # blocks that a stage stores and another runs, and their gradients on the way back
     chunk = placed.itemsize / placed.layout.chunks
     there, back = elements.blocks(data if shards.params else 1), elements.blocks(data if shards.grads else 1)
@@ -167,6 +172,29 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
     if shards.opt_state:  # else they are summed over data and pipeline at once
         found.append(Transfer("all-reduce", "pipeline", "outer gradients", _WIDE * elements.outer(data), 1))
     return found
+
+
+def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
+    """Return what attention sends to see the positions of other devices, by the method that `so.nn.attention` chooses."""
+    layout, found, C = placed.layout, placed.workload.attention, placed.layout.context
+    if found is None or C == 1:
+        return []
+    keys, queries = 2 * found.keys * rows / layout.tensor, 2 * found.queries * rows / layout.tensor
+    sums, calls = keys * _WIDE / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
+    forwards = 1 if layout.remat is False else 2
+    kind = default_method(placed.workload.tokens, C, found.kv_heads / layout.tensor, queries=queries, keys=keys)
+    if kind == "all_to_all":
+        return [Transfer("all-to-all", "context", "heads", keys + queries, (forwards + 1) * calls)]
+    if kind == "all_gather":
+        return [
+            Transfer("all-gather", "context", "keys and values", C * keys, (forwards + 1) * calls),
+            Transfer("reduce-scatter", "context", "gradients of keys and values", C * sums, calls),
+        ]
+    hops = (C - 1) * calls
+    return [
+        Transfer("collective-permute", "context", "keys and values", keys, (forwards + 1) * hops, hidden=True),
+        Transfer("collective-permute", "context", "gradients of keys and values", sums, hops, hidden=True),
+    ]
 
 
 def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
@@ -180,7 +208,7 @@ def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
 
 def _shards(placed: PlacedModel) -> int:
     """Return into how many parts gradients are scattered before they are summed over other axes."""
-    return placed.layout.data if placed.shards.opt_state else 1
+    return placed.layout.shards.size if placed.shards.opt_state else 1
 
 
 class Footprint(NamedTuple):
@@ -252,7 +280,7 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
 
 
 def _gradients(placed: PlacedModel) -> float:
-    elements, shards, data = placed.elements, placed.shards, placed.layout.data
+    elements, shards, data = placed.elements, placed.shards, placed.layout.shards.size
     scattered = elements.total(data)
     if placed.layout.pipeline > 1:
         blocks = elements.blocks(data if shards.grads else 1)
@@ -280,7 +308,7 @@ def _reordered(placed: PlacedModel) -> float:
     """Return the bytes of a stage's blocks in the order in which it runs them, where it stores others."""
     if placed.layout.chunks == 1:
         return 0.0
-    return placed.itemsize * placed.elements.blocks(placed.layout.data if placed.shards.params else 1)
+    return placed.itemsize * placed.elements.blocks(placed.layout.shards.size if placed.shards.params else 1)
 
 
 def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
@@ -290,7 +318,7 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     leaf by leaf, those of a block together: a bucket that travels joined stands beside its leaves, both ways. A pipeline
     has the outer weights gathered throughout.
     """
-    if not placed.shards.params or placed.layout.data == 1:
+    if not placed.shards.params or placed.layout.shards.size == 1:
         return 0.0, 0.0, 0.0
     elements, layout, size = placed.elements, placed.layout, placed.gathered_itemsize
     block = elements.sharded_blocks * layout.pipeline / placed.workload.num_blocks
@@ -320,6 +348,7 @@ class StepTime(NamedTuple):
       pipeline: permutes between stages, and the outer gradients.
       bubble: idle time of the lockstep schedule.
       update: the optimizer, bound by memory bandwidth.
+      context: keys and values, beyond what hides behind computation.
     """
 
     compute: float
@@ -328,6 +357,7 @@ class StepTime(NamedTuple):
     pipeline: float
     bubble: float
     update: float
+    context: float = 0.0
 
     @property
     def total(self) -> float:
@@ -354,6 +384,7 @@ def step_time(
     exposed = sum(time for one, time in times.items() if one not in beside and one.axis in ("data", "replica"))
     tensor = sum(time for one, time in times.items() if one.axis == "tensor")
     pipeline = sum(time for one, time in times.items() if one.axis == "pipeline")
+    context = sum(time for one, time in times.items() if one not in beside and one.axis == "context")
     micro, rows = layout.micro_batches, batch_size / layout.pieces
     forward = _forward(placed, hardware, rows)
     logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
@@ -375,7 +406,7 @@ def step_time(
         )
         bubble = max(spent - compute - tensor, 0.0)
     data, update = exposed + max(hidden - compute, 0.0), moved / hardware.memory_bandwidth
-    return StepTime(compute, tensor, data, pipeline, bubble, update)
+    return StepTime(compute, tensor, data, pipeline, bubble, update, context)
 
 
 def _forward(placed: PlacedModel, hardware: Hardware, rows: float) -> float:
@@ -397,7 +428,7 @@ def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, f
     elements, layout = placed.elements, placed.layout
     pipelined = layout.pipeline > 1
     several = layout.micro_batches > 1
-    shards = layout.data if placed.shards.grads else 1
+    shards = layout.shards.size if placed.shards.grads else 1
     blocks = elements.blocks() + (elements.blocks(shards) if several else 0)
     outer = elements.outer() + (elements.outer(1 if pipelined else shards) if several else 0)
     each = 2 * _WIDE / hardware.memory_bandwidth

@@ -27,7 +27,7 @@ class Hardware:
       network_bandwidth: bytes per second that a chip sends to chips beyond those.
       source: where the figures come from.
       hides: kinds of collectives that it can move beside inner products: all where a SparseCore or a GPU's copy engines do,
-        gathers alone where XLA:TPU cuts products into pieces between which it sends.
+        gathers and permutes where XLA:TPU has no other core for sums.
       clock: cycles per second of a TPU's TensorCore, in which XLA:TPU estimates what an operation takes; None elsewhere.
     """
 
@@ -40,7 +40,7 @@ class Hardware:
     pod_chips: int
     network_bandwidth: float
     source: str
-    hides: tuple[str, ...] = ("all-gather", "reduce-scatter", "all-reduce")
+    hides: tuple[str, ...] = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
     clock: float | None = None
 
 
@@ -59,7 +59,7 @@ def _tpu(
         pod_chips=pod,
         network_bandwidth=dcn * 1e9 / 8,
         source=f"docs.cloud.google.com/tpu/docs/{name.removeprefix('tpu') if name != 'tpu7x' else name}",
-        hides=("all-gather",) if name in ("v4", "v5e") else ("all-gather", "reduce-scatter", "all-reduce"),
+        hides=("all-gather", "collective-permute") if name in ("v4", "v5e") else Hardware._field_defaults["hides"],
         clock=ghz * 1e9,
     )
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS, Placement
-from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, shard_axes, state_specs
+from shardopt.partition import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
 from shardopt.partition.report import shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.planning.workload import Recompute, Workload
@@ -38,6 +38,7 @@ class Layout(NamedTuple):
       remat: whether the backward pass runs forwards again; "save:NAME,..." all but the values of these names.
       gather_dtype: dtype in which fsdp gathers weights; None is their own.
       scatter_dtype: dtype in which all but ddp reduce-scatter gradients; None is that of the weights.
+      context: devices that share the positions of every row.
     """
 
     replica: int = 1
@@ -51,11 +52,13 @@ class Layout(NamedTuple):
     remat: bool | str = False
     gather_dtype: DTypeLike | None = None
     scatter_dtype: DTypeLike | None = None
+    context: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis to size, outermost first."""
-        return {"replica": self.replica, "data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+        """Mesh axis to size, outermost first; context where it is above 1."""
+        outer = {"replica": self.replica, "data": self.data, "pipeline": self.pipeline}
+        return outer | ({"context": self.context} if self.context > 1 else {}) | {"tensor": self.tensor}
 
     @property
     def num_chips(self) -> int:
@@ -64,8 +67,13 @@ class Layout(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Into how many parts the rows of a batch are cut before one is worked on."""
-        return self.replica * self.data * self.micro_batches
+        """Into how many parts a batch is cut before one is worked on; a part may be that of a row's positions."""
+        return self.replica * self.data * self.context * self.micro_batches
+
+    @property
+    def shards(self) -> ShardAxes:
+        """What a placement shards over."""
+        return shard_axes(self.sizes)
 
     def table(self) -> Schedule | None:
         """Return the schedule's table; None without a pipeline."""
@@ -218,7 +226,7 @@ def place(
     """
     mesh = cast(Mesh, _Sizes(layout.sizes))
     placement = PLACEMENTS[layout.placement]
-    tables = workload.tables if placement.params and layout.data > 1 and layout.pipeline == 1 else ()
+    tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
     tree = plan_leaves(
         workload.params,
         who="plan",
@@ -236,7 +244,7 @@ def place(
         opt_state,
         list(zip(paths, plans, strict=True)),
         sharded=placement.opt_state,
-        axes=shard_axes(layout.sizes),
+        axes=layout.shards,
         min_shard_elements=min_shard_elements,
     )
     held = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
-from shardopt.planning.workload import Bytes, NamedValue, Workload, tensor_sums
+from shardopt.planning.workload import Attention, Bytes, NamedValue, Workload, tensor_sums
 
 RULES = (
     ("^blocks/(q|kv)$", P(None, "tensor", None)),
@@ -160,6 +160,7 @@ class Transformer:
             tables=() if self.tied else ("embedding",),
             table_ids=0.0 if self.tied else float(T),
             table_numbers=0.0 if self.tied else float(T * D),
+            attention=Attention(token * H * K, token * G * K, G),
             named=(
                 NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
                 NamedValue("attention", Bytes(0, token * H * K), 2.0 * T * T * H * K, 0),

@@ -136,7 +136,7 @@ def plan(
 ) -> Plans:
     """Rank every way to lay a model out over chips by its predicted step time, without a device.
 
-    Sizes of replica, data, tensor and pipeline are combined with placement, schedule, micro-batches and
+    Sizes of replica, data, tensor, pipeline and context are combined with placement, schedule, micro-batches and
     rematerialisation. Memory and traffic are closed forms of what the strategies do (`footprint`, `traffic`), and time
     is a roofline of published peaks (`step_time`): right in order more than in amount, and fitted to no run.
 
@@ -232,23 +232,26 @@ def _layouts(
     """Yield the layouts of `chips` chips whose sizes divide what they have to.
 
     Tensor and pipeline take powers of two (or the chips' own small divisors) up to 64, stages divide the blocks, replica
-    is 1 or a copy per slice, data takes the rest. Micro-batches are powers of two that leave a device at least a row;
+    is 1 or a copy per slice, data takes the rest. So does context, which divides the positions, where it can be of use: rows are
+    fewer than chips, or longer than 16,384 positions. Micro-batches are powers of two that leave a device at least a row;
     a pipeline gets at least as many as stages.
     """
     # fsdp computes elementwise operations again: with all inner products saved it is what it is with remat=False
     idle = [one for one in remat if False in remat and isinstance(one, str) and not _recompute_flops(workload, one)]
     for tensor in _divisors(chips // slices, _MOST if any(workload.tensor_sums) else 1):
-        for pipeline in _divisors(chips // slices // tensor, _MOST):
-            rest = chips // tensor // pipeline
-            if workload.num_blocks % pipeline or batch_size % rest:
+        stages = [n for n in _divisors(chips // slices // tensor, _MOST) if workload.num_blocks % n == 0]
+        for pipeline, context in itertools.product(stages, _contexts(workload, chips, batch_size)):
+            rest, left = divmod(chips // slices // tensor, pipeline * context)
+            if left or batch_size % (rest := rest * slices):
                 continue
             micro = [m for m in _divisors(batch_size // rest, _MOST, small=0) if pipeline == 1 or m >= pipeline]
             for replica in sorted({1, slices}):
                 if rest % replica:
                     continue
                 data = rest // replica
+                several = data * context > 1
                 whole = [choice for choice in remat if pipeline == 1 or isinstance(choice, bool)]
-                ways = (placements if data > 1 else ("ddp",), schedules if pipeline > 1 else (None,), whole)
+                ways = (placements if several else ("ddp",), schedules if pipeline > 1 else (None,), whole)
                 for m, placement, schedule, again in itertools.product(micro, *ways):
                     if placement == "fsdp" and again in idle:
                         continue
@@ -256,7 +259,16 @@ def _layouts(
                     scattered = dtypes[1] if placement != "ddp" else None
                     for chunks in _chunks(workload, pipeline, m, schedule):
                         sizes = replica, data, pipeline, tensor
-                        yield Layout(*sizes, placement, m, schedule, chunks, again, gathered, scattered)
+                        yield Layout(*sizes, placement, m, schedule, chunks, again, gathered, scattered, context)
+
+
+_LONG = 16_384
+
+
+def _contexts(workload: Workload, chips: int, batch_size: int) -> list[int]:
+    if workload.attention is None or (batch_size >= chips and workload.tokens <= _LONG):
+        return [1]
+    return [n for n in _divisors(chips, _MOST, small=0) if workload.tokens % n == 0]
 
 
 def _recompute_flops(workload: Workload, remat: bool | str) -> float:
@@ -344,8 +356,10 @@ def _nothing_fits(plans: Plans) -> str:
 
 
 def _table(plans: Plans, count: int) -> str:
-    head = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
-    rows = [head, *(_row(one) for one in plans.ranked[:count])]
+    shown = plans.ranked[:count]
+    context = any(one.layout.context > 1 for one in shown)
+    head = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble", *["context"] * context]
+    rows = [head, *(_row(one)[: len(head)] for one in shown)]
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
     model, rows_text = plans.workload, plural(plans.batch_size, "row")
@@ -366,7 +380,7 @@ def _table(plans: Plans, count: int) -> str:
 
 def _row(one: Prediction) -> list[str]:
     time, memory = one.time, one.memory.total
-    parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble)
+    parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble, time.context)
     return [
         str(one.layout),
         f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.1f} MB",

@@ -14,10 +14,13 @@ from jax.typing import DTypeLike
 from shardopt.core.block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core.block_remat import Named, named_values, read_remat
 from shardopt.core.errors import format_error, plural
+from shardopt.core.jaxprs import equations
 from shardopt.core.types import PyTree, Rules, Weighted, leaves_with_paths
+from shardopt.mesh import analysis
 from shardopt.nn.embedding import NAME as LOOKED_UP
 from shardopt.partition.rules import match_rules
 from shardopt.remat.split_backward import split_backward
+from shardopt.separability.analysis import ATTENTION
 
 
 class Bytes(NamedTuple):
@@ -66,6 +69,20 @@ class Recompute(NamedTuple):
     tensor_sums: int
 
 
+class Attention(NamedTuple):
+    """What `so.nn.attention` is given in one block and one row.
+
+    Attributes:
+      queries: bytes of the queries, as many as what it returns.
+      keys: bytes of the keys, as many as of the values.
+      kv_heads: heads of keys and values.
+    """
+
+    queries: float
+    keys: float
+    kv_heads: int
+
+
 class Workload(NamedTuple):
     """A model of blocks and the work of one example (row) of its batch.
 
@@ -97,6 +114,7 @@ class Workload(NamedTuple):
       tables: key paths of the outer parameters that `so.nn.embedding` reads where they lie; see `BlockModel`.
       table_ids: how many ids of a row are looked up in them.
       table_numbers: how many numbers that gives.
+      attention: what positions of a row see of each other, so that they can be split over context; None if nothing is known.
     """
 
     name: str
@@ -120,6 +138,7 @@ class Workload(NamedTuple):
     tables: tuple[str, ...] = ()
     table_ids: float = 0.0
     table_numbers: float = 0.0
+    attention: Attention | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -261,6 +280,7 @@ def trace(
         tables=blocks.tables,
         table_ids=float(sum(value.size / value.shape[-1] for value in looked_up)),
         table_numbers=float(sum(value.size for value in looked_up)),
+        attention=_attention(parts, batch),
     )
 
 
@@ -340,6 +360,17 @@ def _named_sums(parts: _Parts, batch: PyTree) -> dict[str, int]:
     like = {leaf.shape for leaf in jax.tree.leaves(x)}
     named = named_values(jax.make_jaxpr(parts.block)(parts.weights, x, parts.key))
     return {name: sum(value.shape in like for value in values) for name, values in named.items()}
+
+
+def _attention(parts: _Parts, batch: PyTree) -> Attention | None:
+    """Return what a block gives `so.nn.attention`; several calls add up."""
+    with analysis():
+        block = jax.make_jaxpr(parts.block)(parts.weights, parts.boundary(batch), parts.key)
+    calls = [eqn for eqn in equations(block) if eqn.params.get("name") == ATTENTION]
+    if not calls:
+        return None
+    queries, keys = (sum(_nbytes(_aval(eqn.invars[i])) for eqn in calls) for i in (0, 1))
+    return Attention(queries, keys, min(_aval(eqn.invars[1]).shape[2] for eqn in calls))
 
 
 def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *rest: PyTree) -> list[ShapedArray]:
