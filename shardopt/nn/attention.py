@@ -148,7 +148,10 @@ def _over_context(
     natural = marks.positions is None
     in_hops = functools.partial(_ring_of, axes, size, rule, implementation, natural=natural)
     hops = ring_of(axes, size, query.shape[1], rule, natural=natural).hops
-    chosen = method or _default_method(query, key, size, hops, implementation)
+    heads = {"heads": query.shape[2], "kv_heads": key.shape[2], "itemsize": query.dtype.itemsize}
+    chosen = method or choose_method(
+        size * query.shape[1], size, hops, **heads, kernel=implementation not in (None, "xla")
+    )
     if chosen == "all_gather":
         what = "works on whole rows or the blocks of a ring, not by method='all_gather'"
         _refuse_kernel(implementation, "splash", "cudnn", what=what, fix="use method='all_to_all' or 'ring'")
@@ -192,16 +195,28 @@ def _ring_of(
     return ring_of(axes, size, length, rule, natural=natural, stride=stride, splash=splash)
 
 
-def _default_method(query: Array, key: Array, size: int, hops: int, implementation: Implementation | None) -> Method:
-    H, G, bytes_each = query.shape[2], key.shape[2], query.dtype.itemsize
-    if implementation in ("splash", "cudnn"):
-        return "all_to_all" if G % size == 0 else "ring"
-    if query.shape[1] * size <= _SHORT:
+def choose_method(
+    length: int, size: int, hops: int, *, heads: float, kv_heads: float, itemsize: int, kernel: bool = False
+) -> Method:
+    """Return the method that is taken where none is asked for.
+
+    Args:
+      length: positions of a row.
+      size: C, devices of the context axis.
+      hops: of the ring, C - 1 without a window.
+      heads: H, of queries, on a device.
+      kv_heads: G, of keys and values.
+      itemsize: bytes of a number.
+      kernel: whether a kernel is asked for.
+    """
+    if kernel:
+        return "all_to_all" if kv_heads % size == 0 else "ring"
+    if length <= _SHORT:
         return "all_gather"
     # bytes per position of a device and component of a head, forward and backward
-    ring = hops * G * (4 * bytes_each + 2 * max(4, bytes_each))
-    exchange = 4 * (size - 1) / size * (H + G) * bytes_each
-    return "all_to_all" if G % size == 0 and exchange <= ring else "ring"
+    ring = hops * kv_heads * (4 * itemsize + 2 * max(4, itemsize))
+    exchange = 4 * (size - 1) / size * (heads + kv_heads) * itemsize
+    return "all_to_all" if kv_heads % size == 0 and exchange <= ring else "ring"
 
 
 def _refuse_kernel(implementation: Implementation | None, *names: str, what: str, fix: str) -> None:
@@ -234,6 +249,8 @@ def _shown(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> 
 
 
 def _plain(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
+    if query.shape[2] != key.shape[2] and marks.positions is None:
+        return _of_jax_nn(query, key, value, marks.segments, rule, implementation="xla")
     return masked_attention(query, key, value, _mask(marks, rule, query.shape[1]))
 
 
@@ -352,11 +369,18 @@ def _on_each_device(
 
 def _kernel(implementation: Implementation, rule: Rule) -> Callable[[Array, Array, Array, Marks], Array]:
     """Return a kernel for rows in natural order."""
-    run = splash_attention if implementation == "splash" else _cudnn
+    run = splash_attention if implementation == "splash" else _of_jax_nn
     return lambda query, key, value, marks: run(query, key, value, marks.segments, rule)
 
 
-def _cudnn(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
+def _of_jax_nn(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+    rule: Rule,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
     mixed = jax.nn.dot_product_attention(
         query,
         key,
@@ -364,6 +388,6 @@ def _cudnn(query: Array, key: Array, value: Array, segments: Array | None, rule:
         mask=None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None],
         is_causal=rule.causal,
         local_window_size=None if rule.window is None else (rule.window - 1, 0),
-        implementation="cudnn",
+        implementation=implementation,
     )
     return checkpoint_name(mixed, NAME)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardopt.collectives import SMALL_BUCKET_BYTES
+from shardopt.nn.attention import choose_method
 from shardopt.nn.embedding import exchange_bytes
 from shardopt.pipeline.messages import rounds_to_schedule
 from shardopt.planning.hardware import Hardware
@@ -109,7 +110,14 @@ def _over_data(placed: PlacedModel) -> list[Transfer]:
     if not placed.shards.params:
         return [
             rest,
-            Transfer("reduce-scatter", "data", "gradients", scattered * sharded, once if placed.shards.grads else 1, also=over),
+            Transfer(
+                "reduce-scatter",
+                "data",
+                "gradients",
+                scattered * sharded,
+                once if placed.shards.grads else 1,
+                also=over,
+            ),
             Transfer("all-gather", "data", "weights", size * sharded, 1, also=over),
         ]
     blocks, gathered = placed.num_blocks, placed.gathered_itemsize
@@ -182,7 +190,9 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
     keys, queries = 2 * found.keys * rows / layout.tensor, 2 * found.queries * rows / layout.tensor
     sums, calls = keys * _WIDE / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
     forwards = 1 if layout.remat is False else 2
-    kind = default_method(placed.workload.tokens, C, found.kv_heads / layout.tensor, queries=queries, keys=keys)
+    each = found.kv_heads / layout.tensor
+    heads = {"heads": each * queries / keys, "kv_heads": each, "itemsize": placed.workload.itemsize}
+    kind = choose_method(placed.workload.tokens, C, C - 1, **heads)
     if kind == "all_to_all":
         return [Transfer("all-to-all", "context", "heads", keys + queries, (forwards + 1) * calls)]
     if kind == "all_gather":

@@ -11,6 +11,9 @@ GIB = 2**30
 Devices = Sequence[jax.Device]
 
 
+_ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """A chip and its links. Figures are peaks as published; nothing here is measured or tuned.
@@ -40,7 +43,7 @@ class Hardware:
     pod_chips: int
     network_bandwidth: float
     source: str
-    hides: tuple[str, ...] = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
+    hides: tuple[str, ...] = _ALL
     clock: float | None = None
 
 
@@ -59,7 +62,7 @@ def _tpu(
         pod_chips=pod,
         network_bandwidth=dcn * 1e9 / 8,
         source=f"docs.cloud.google.com/tpu/docs/{name.removeprefix('tpu') if name != 'tpu7x' else name}",
-        hides=("all-gather", "collective-permute") if name in ("v4", "v5e") else Hardware._field_defaults["hides"],
+        hides=("all-gather", "collective-permute") if name in ("v4", "v5e") else _ALL,
         clock=ghz * 1e9,
     )
 

@@ -358,7 +358,18 @@ def _nothing_fits(plans: Plans) -> str:
 def _table(plans: Plans, count: int) -> str:
     shown = plans.ranked[:count]
     context = any(one.layout.context > 1 for one in shown)
-    head = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble", *["context"] * context]
+    head = [
+        "layout",
+        "memory",
+        "step",
+        "MFU",
+        "compute",
+        "tensor",
+        "data",
+        "pipeline",
+        "bubble",
+        *["context"] * context,
+    ]
     rows = [head, *(_row(one)[: len(head)] for one in shown)]
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
