@@ -189,7 +189,8 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
         return []
     keys, queries = 2 * found.keys * rows / layout.tensor, 2 * found.queries * rows / layout.tensor
     sums, calls = keys * _WIDE / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
-    forwards = 1 if layout.remat is False else 2
+    kept = isinstance(layout.remat, str) and "attention" in layout.remat.removeprefix("save:").split(",")
+    forwards, pipelined = 1 if layout.remat is False or kept else 2, layout.pipeline > 1
     each = found.kv_heads / layout.tensor
     heads = {"heads": each * queries / keys, "kv_heads": each, "itemsize": placed.workload.itemsize}
     kind = choose_method(placed.workload.tokens, C, C - 1, **heads)
@@ -197,7 +198,8 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
         return [Transfer("all-to-all", "context", "heads", keys + queries, (forwards + 1) * calls)]
     if kind == "all_gather":
         return [
-            Transfer("all-gather", "context", "keys and values", C * keys, (forwards + 1) * calls),
+            # what remat runs again is what the backward pass gathers, but in a pipeline, where it runs before
+            Transfer("all-gather", "context", "keys and values", C * keys, (forwards + 1 if pipelined else 2) * calls),
             Transfer("reduce-scatter", "context", "gradients of keys and values", C * sums, calls),
         ]
     hops = (C - 1) * calls

@@ -249,7 +249,7 @@ def place(
     )
     held = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)
     return PlacedModel(
-        workload=workload,
+        workload=workload.tiled if layout.context > 1 else workload,
         layout=layout,
         elements=_elements(plans, mesh, workload.loss_reads, tables),
         params=held(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),

@@ -160,7 +160,7 @@ class Transformer:
             tables=() if self.tied else ("embedding",),
             table_ids=0.0 if self.tied else float(T),
             table_numbers=0.0 if self.tied else float(T * D),
-            attention=Attention(token * H * K, token * G * K, G),
+            attention=Attention(token * H * K, token * G * K, G, scores),
             named=(
                 NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
                 NamedValue("attention", Bytes(0, token * H * K), 2.0 * T * T * H * K, 0),

@@ -76,11 +76,13 @@ class Attention(NamedTuple):
       queries: bytes of the queries, as many as what it returns.
       keys: bytes of the keys, as many as of the values.
       kv_heads: heads of keys and values.
+      scores: bytes of them that a block keeps, of its `residuals`; over context, which goes tile by tile, none.
     """
 
     queries: float
     keys: float
     kv_heads: int
+    scores: float = 0.0
 
 
 class Workload(NamedTuple):
@@ -149,6 +151,14 @@ class Workload(NamedTuple):
     def num_parameters(self) -> int:
         """How many numbers the parameters are."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def tiled(self) -> "Workload":
+        """The same where attention goes tile by tile and keeps no scores, as over a context axis."""
+        scores = 0.0 if self.attention is None else self.attention.scores
+        cut = lambda bytes: bytes._replace(sharded=max(bytes.sharded - scores, 0.0))  # noqa: E731
+        parts = cut(self.residuals), cut(self.stage_residuals), cut(self.working)
+        return self._replace(residuals=parts[0], stage_residuals=parts[1], working=parts[2])
 
     def recompute(self, remat: bool | str) -> Recompute | None:
         """Return what remat runs again: with True all but a block's input, with "save:NAME,..." all but these values too.
@@ -365,12 +375,16 @@ def _named_sums(parts: _Parts, batch: PyTree) -> dict[str, int]:
 def _attention(parts: _Parts, batch: PyTree) -> Attention | None:
     """Return what a block gives `so.nn.attention`; several calls add up."""
     with analysis():
-        block = jax.make_jaxpr(parts.block)(parts.weights, parts.boundary(batch), parts.key)
+        shown = lambda *args: parts.block(*args)  # noqa: E731 (not the function that jax has a trace of already)
+        block = jax.make_jaxpr(shown)(parts.weights, parts.boundary(batch), parts.key)
     calls = [eqn for eqn in equations(block) if eqn.params.get("name") == ATTENTION]
     if not calls:
         return None
     queries, keys = (sum(_nbytes(_aval(eqn.invars[i])) for eqn in calls) for i in (0, 1))
-    return Attention(queries, keys, min(_aval(eqn.invars[1]).shape[2] for eqn in calls))
+    lengths = {_aval(eqn.invars[0]).shape[1] for eqn in calls}
+    kept = _residuals(parts.block, parts.weights, parts.boundary(batch), parts.key)
+    scores = sum(_nbytes(one) for one in kept if one.shape[-2:] in {(length, length) for length in lengths})
+    return Attention(queries, keys, min(_aval(eqn.invars[1]).shape[2] for eqn in calls), scores)
 
 
 def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *rest: PyTree) -> list[ShapedArray]:

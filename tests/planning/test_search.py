@@ -12,7 +12,9 @@ from support.layouts import SHAPE
 import shardopt as so
 from shardopt.models import transformer
 from shardopt.planning import HARDWARE, Hardware, Layout, Transfer, find_hardware, predict
-from shardopt.planning.costs import seconds, torus_axes
+from shardopt.planning.costs import seconds, torus_axes, traffic
+from shardopt.planning.layout import place
+from shardopt.planning.models import find_model
 
 CHIP = Hardware("toy", 1e12, 10**9, 1e11, 1e10, 0, 8, 1e9, "made up")
 WORK = SHAPE.workload()
@@ -210,7 +212,7 @@ def test_a_model_that_fits_nowhere_says_by_how_many_bytes_and_what_would_help():
     assert missing[0] > 16 * 405.8e9 / 8 - HARDWARE["v5e"].memory_bytes
     assert re.match(r"Fix: use about \d+ chips or more, or fewer rows per batch\.", lines[4])
     with pytest.raises(ValueError, match=r"no layout divides evenly"):
-        so.plan("gpt2", hardware="v5p", chips=8, batch_size=3, placements=["ddp"])
+        so.plan("gpt2", hardware="v5p", chips=7, batch_size=3, placements=["ddp"])
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -244,3 +246,33 @@ def test_scatter_dtype_is_for_all_that_scatter():
     scattered = lambda one: [t.bytes for t in one.transfers if t.kind == "reduce-scatter"]  # noqa: E731
     assert scattered(wide) == [2 * size for size in scattered(half)]
     assert half.time.total <= wide.time.total
+
+
+def test_long_rows_are_split_over_context_where_rows_are_few():
+    """A row of 131,072 tokens: eight rows on 64 chips leave eight chips to each, which tensor or context share."""
+    shape = dataclasses.replace(find_model("test", "llama3-8b"), length=131_072)
+    plans = so.plan(shape, hardware="v5p", chips=64, batch_size=8)
+    best = plans.best
+    assert best.mesh["context"] >= 8
+    assert best.mesh["data"] * best.mesh["context"] * best.mesh["tensor"] * best.mesh["pipeline"] == 64
+    assert best.time.total < min(one.time.total for one in plans.ranked if one.layout.context == 1)
+    assert "context" in str(plans).splitlines()[1]
+    short = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128)
+    assert all(one.layout.context == 1 for one in short.ranked)
+    assert "context" not in str(short).splitlines()[1]
+
+
+@pytest.mark.parametrize(("heads", "size", "kind"), [(8, 4, "all-to-all"), (2, 4, "collective-permute")])
+def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, kind):
+    """Of C devices, with KV the bytes of a device's keys and values in bf16: 3 (C - 1) KV in gathers, C - 1 hops in fp32."""
+    shape = dataclasses.replace(find_model("test", "llama3-8b"), length=32_768, num_kv_heads=heads)
+    placed = place(shape.workload(), Layout(data=2, context=size), {})
+    found = [one for one in traffic(placed, batch_size=2) if one.axis == "context"]
+    assert {one.kind for one in found} == {kind}
+    blocks, T, K = 32, 32_768 // size, 128
+    if kind == "all-to-all":
+        each = 2 * T * (32 + heads) * K * 2  # queries, keys, values and what is mixed, forwards and backwards
+        assert sum(one.wire_bytes(placed.layout.sizes) for one in found) == 2 * blocks * each * (size - 1) / size
+    else:
+        keys = 2 * T * heads * K
+        assert sum(one.wire_bytes(placed.layout.sizes) for one in found) == blocks * (size - 1) * keys * (2 + 2 + 4)

@@ -40,6 +40,13 @@ LAYOUTS = {
     "fsdp, tensor=4": (Layout(data=2, tensor=4), 32),
     "hsdp": (Layout(replica=2, data=4), 16),
     "hsdp, remat": (Layout(replica=2, data=4, remat=True, micro_batches=2), 64),
+    "fsdp, context": (Layout(data=2, context=4), 16),
+    "fsdp, context, remat": (Layout(data=2, context=2, tensor=2, remat=True, micro_batches=2), 32),
+    "zero1, context": (Layout(data=4, context=2, placement="zero1"), 32),
+    "1f1b, context": (
+        Layout(data=2, pipeline=2, context=2, schedule="eager_one_f_one_b", micro_batches=4, remat=True),
+        64,
+    ),
     "1f1b": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8), 64),
     "1f1b, remat": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, remat=True), 64),
     "1f1b, ddp, remat": (
@@ -76,7 +83,8 @@ def compiled(layout, batch_size, shape=SHAPE):
     mesh = so.make_mesh(**layout.sizes, devices=jax.devices()[: layout.num_chips])
     opt = so.hybrid(TX, mesh, transformer.model(shape), **layout.strategy(RULES))
     state = opt.abstract_state(shape.abstract_params())
-    return opt.step.lower(state, transformer.abstract_batch(shape, batch_size)).compile()
+    form = "targets" if layout.context > 1 else "tokens"
+    return opt.step.lower(state, transformer.abstract_batch(shape, batch_size, form=form)).compile()
 
 
 def disagreements(layout, batch_size):
@@ -85,7 +93,8 @@ def disagreements(layout, batch_size):
     program, table = compiled(layout, batch_size), layout.table()
     found, wrong = memory(program), []
 
-    batch = batch_size // layout.data // layout.replica * (SHAPE.length + 1) * 4
+    positions = 2 * SHAPE.length // layout.context if layout.context > 1 else SHAPE.length + 1
+    batch = batch_size // layout.data // layout.replica * positions * 4
     if not found.arguments - 64 <= placed.params + placed.opt_state + batch <= found.arguments:
         wrong.append("arguments")
     if not math.isclose(held.total, found.peak, rel_tol=0.10):
