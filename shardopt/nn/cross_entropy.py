@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardopt.core.arguments import check_count
+from shardopt.mesh import is_analysed
 
 
 def cross_entropy(
@@ -50,7 +51,7 @@ def cross_entropy(
     if chunk is not None:
         check_count("cross_entropy", "chunk", chunk, least=1)
     T = x.shape[1]
-    if chunk is None or chunk >= T:
+    if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets)
     count, left = divmod(T, chunk)
     some = jax.checkpoint(_nats, prevent_cse=False)

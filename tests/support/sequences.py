@@ -47,7 +47,7 @@ def sequences(
         return given | {"x": x + jnp.tanh(x @ weights["up"]) @ weights["down"]}
 
     def loss(outer, given, batch):
-        nats = so.nn.cross_entropy(given["x"], outer["head"], batch["targets"])
+        nats = so.nn.cross_entropy(given["x"], outer["head"], batch["targets"], chunk=4)
         return so.Weighted((nats * batch["weights"]).sum(), batch["weights"].sum())
 
     draw = np.random.default_rng(3)
