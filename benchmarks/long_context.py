@@ -107,7 +107,7 @@ def main():
             continue
         print(f"compiling {case} ...", flush=True)
         row = compiled(*case)
-        same = lambda one, case=case: (one["topology"], one["length"], one["context"], one["rows"]) == case  # noqa: E731
+        same = lambda one, case=case: (one["topology"], one["length"], one["context"], one["rows"]) == case
         rows = [one for one in rows if not same(one)] + [row]
         write_json(__file__, rows)
     show(rows)

@@ -176,7 +176,7 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
         training=training,
     )
-    piece = resized(config, batch, rows=num_rows(batch) // shares, position_shares=axes.num_position_shares)
+    piece = resized(config, abstract(batch), rows=num_rows(batch) // shares, position_shares=axes.num_position_shares)
     mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
         return True
@@ -216,7 +216,7 @@ def _check_positions(config: StrategyConfig, layout: Layout, batch: PyTree, *, t
         sequence_dim=functools.partial(sequence_dim, config),
     )
     rows = max(1, num_rows(batch) // (axes.num_row_shares * config.micro_batches))
-    piece = resized(config, batch, rows=rows, position_shares=axes.num_position_shares)
+    piece = resized(config, abstract(batch), rows=rows, position_shares=axes.num_position_shares)
     mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
         return

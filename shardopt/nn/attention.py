@@ -249,8 +249,6 @@ def _shown(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> 
 
 
 def _plain(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
-    if query.shape[2] != key.shape[2] and marks.positions is None:
-        return _of_jax_nn(query, key, value, marks.segments, rule, implementation="xla")
     return masked_attention(query, key, value, _mask(marks, rule, query.shape[1]))
 
 
@@ -275,10 +273,16 @@ def masked_attention(
     size S but the exponentials is kept for the backward pass.
     """
     B, T, H, K = query.shape
-    if (G := key.shape[2]) != H:
-        of_heads = jax.vmap(lambda query: masked_attention(query, key, value, mask), in_axes=3, out_axes=3)
-        return of_heads(query.reshape(B, T, G, H // G, K)).reshape(B, T, H, K)
     wide = jnp.promote_types(query.dtype, jnp.float32)
+    if (G := key.shape[2]) != H:
+        hidden = jnp.where(mask, 0, -1e30).astype(wide)[:, None, None]
+        scores = jnp.einsum("btgrk,bsgk->bgrts", query.reshape(B, T, G, H // G, K), key, preferred_element_type=wide)
+        scores = scores * K**-0.5 + hidden
+        weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+        mixed = jnp.einsum("bgrts,bsgk->btgrk", weights.astype(value.dtype), value, preferred_element_type=wide)
+        mixed = checkpoint_name(mixed, NAME)
+        mixed = mixed / jnp.einsum("bgrts->btgr", weights)[..., None]
+        return mixed.reshape(B, T, H, K).astype(value.dtype)
     hidden = jnp.where(mask, 0, -1e30).astype(wide)[:, None]
     scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
     scores = scores * query.shape[-1] ** -0.5 + hidden
@@ -369,17 +373,16 @@ def _on_each_device(
 
 def _kernel(implementation: Implementation, rule: Rule) -> Callable[[Array, Array, Array, Marks], Array]:
     """Return a kernel for rows in natural order."""
-    run = splash_attention if implementation == "splash" else _of_jax_nn
+    run = splash_attention if implementation == "splash" else _cudnn
     return lambda query, key, value, marks: run(query, key, value, marks.segments, rule)
 
 
-def _of_jax_nn(
+def _cudnn(
     query: Array,
     key: Array,
     value: Array,
     segments: Array | None,
     rule: Rule,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
     mixed = jax.nn.dot_product_attention(
         query,
@@ -388,6 +391,6 @@ def _of_jax_nn(
         mask=None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None],
         is_causal=rule.causal,
         local_window_size=None if rule.window is None else (rule.window - 1, 0),
-        implementation=implementation,
+        implementation="cudnn",
     )
     return checkpoint_name(mixed, NAME)

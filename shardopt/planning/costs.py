@@ -272,9 +272,10 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     # without a pipeline, what was not kept of one block is made again while it is differentiated; with remat all
     again = 0.0 if layout.pipeline > 1 else everything - (residuals if recompute is None else saved)
     loss, block, embedding = _gathered(placed, rows)
+    summed = 2 * boundary if tensor > 1 else 0.0  # a sum over tensor reads one and writes another
     moments = [
         (embedding, 0.0),
-        (block, workload.working.on(tensor) * rows + again),
+        (block, workload.working.on(tensor) * rows + again + summed),
         (loss, workload.ends_working.on(tensor) * rows),
     ]
     gathered, working = max(moments, key=sum)

@@ -233,9 +233,7 @@ def _attention(site: Site, values: Sequence[Value]) -> Value:
     """Return what `so.nn.attention` gives of query, key, value [B, T, ...] and numbers of positions [B, T] or [T]."""
     if mixed := first_mixed(values):
         return mixed
-    if all(isinstance(value, Const) for value in values):
-        return Const(site.none, anywhere=True)
-    for i, value in enumerate(values):
+    for i, value in enumerate(values):  # queries without positions would be taken for parts of a sequence
         positions = Rows(min(1, len(site.ins(i)[0]) - 1), site.none)  # [B, T, ...], or [T]
         fits = isinstance(value, Rows) and value._replace(degree=site.none) == positions
         if not fits and not (i > 2 and isinstance(value, Const)):

@@ -137,7 +137,7 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         ),
         (
             ("--mesh", "data=3"),
-            "make_mesh: replica=1, data=3, pipeline=1, context=1, tensor=1 needs 3 devices, but there are 8.\n"
+            "make_mesh: replica=1, data=3, pipeline=1, tensor=1 needs 3 devices, but there are 8.\n"
             "Fix: set one size to -1, choose sizes whose product is 8, or pass devices=jax.devices()[:3].",
         ),
         (

@@ -228,7 +228,7 @@ def test_the_check_of_losses_sees_plain_attention_under_one_name():
 )
 def test_the_method_by_default(length, heads, groups, context, how, chosen):
     how = dict(how)
-    shapes = [jax.ShapeDtypeStruct((1, length // context, count, 128), jnp.bfloat16) for count in (heads, groups)]
     window = how.pop("window", None)
     hops = ring.ring_of(("context",), context, length // context, Rule(True, window), natural=True).hops
-    assert attention._default_method(*shapes, context, hops, how.get("implementation")) == chosen
+    counts = {"heads": heads, "kv_heads": groups, "itemsize": 2}
+    assert attention.choose_method(length, context, hops, **counts, kernel="implementation" in how) == chosen

@@ -222,6 +222,19 @@ def test_rows_of_the_whole_batch_are_not_to_be_had(mesh_of):
         opt.step(opt.init(params()), batches()[0])
 
 
+def test_attention_over_what_is_not_split_is_refused(mesh_of):
+    """It would be taken for parts of one sequence."""
+
+    def loss(params, batch):
+        heads = (batch["whole"] @ params["w"])[:, :, None]
+        return errors(params, batch).mean() + (so.nn.attention(heads, heads, heads) ** 2).mean()
+
+    whole = batches()[0] | {"whole": batches()[0]["x"]}
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, sequence_dims=[("^whole$", None)])
+    with pytest.raises(so.NotSeparableError, match="not shown to be a .* mean over positions"):
+        opt.step(opt.init(params()), whole)
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
