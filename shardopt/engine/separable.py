@@ -20,7 +20,7 @@ from jax.core import Tracer
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error
-from shardopt.core.types import Max, Min, PyTree, Sum, TreeDef, Updated, Weighted, leaves_with_paths
+from shardopt.core.types import Max, Min, PyTree, Sum, TreeDef, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.batch_dims import resized, sequence_dim
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig

@@ -231,7 +231,7 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
 
     whole = batches()[0] | {"whole": batches()[0]["x"]}
     opt = so.ddp(TX, mesh_of(data=2, context=2), loss, sequence_dims=[("^whole$", None)])
-    with pytest.raises(so.NotSeparableError, match="not shown to be a .* mean over positions"):
+    with pytest.raises(so.NotSeparableError, match=r"not shown to be a .* mean over positions"):
         opt.step(opt.init(params()), whole)
 
 
