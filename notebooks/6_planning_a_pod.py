@@ -205,5 +205,7 @@ else:
     print(call)
 
 # %% [markdown]
-# That was the last of the six. The pages in `docs/` say more: `docs/choose.md` which strategy when, `docs/planning.md`
-# how close the predictions are, and `docs/clusters.md` how to start a run on several machines.
+# The pages in `docs/` say more: `docs/choose.md` which strategy when, `docs/planning.md` how close the predictions are, and
+# `docs/clusters.md` how to start a run on several machines.
+#
+# **Next**: [7. A million tokens](7_a_million_tokens.ipynb), rows that no device could hold.

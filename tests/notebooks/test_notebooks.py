@@ -38,8 +38,8 @@ def shown(notebook):
     return found
 
 
-def test_there_are_six_and_each_is_a_pair():
-    assert [script.stem[0] for script in SCRIPTS] == list("123456")
+def test_there_are_seven_and_each_is_a_pair():
+    assert [script.stem[0] for script in SCRIPTS] == list("1234567")
     assert [book.stem for book in sorted(FOLDER.glob("*.ipynb"))] == [script.stem for script in SCRIPTS]
 
 
