@@ -17,6 +17,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.engine import build, config
 
 ROWS, LENGTH, WIDTH = 8, 12, 8
 TX = optax.sgd(0.05, momentum=0.9)
@@ -304,3 +305,28 @@ def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):
     assert relative_difference(state.params, final) <= 1e-10
     kinds = so.audit(opt.step, state, ids[0]).by_kind()
     assert "all-to-all" in kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["not summed", "first positions on every device"])
+def test_mutations_go_red(broken, mesh_of, x64, monkeypatch):
+    found, place = config.axes_of, build.place_batch
+
+    def without_context(*args, **more):
+        axes = found(*args, **more)
+        return axes._replace(summed=tuple(axis for axis in axes.summed if axis != "context"))
+
+    def first_positions(config, batch):
+        half = lambda x: np.concatenate([x[:, : LENGTH // 2]] * 2, axis=1) if x.ndim > 1 else x  # noqa: E731
+        return place(config, jax.tree.map(half, batch))
+
+    if broken == "not summed":
+        monkeypatch.setattr(config, "axes_of", without_context)
+    else:
+        monkeypatch.setattr(build, "place_batch", first_positions)
+    opt = so.ddp(TX, mesh_of(data=2, context=2), weighted)
+    _, final = train(TX, on_one_device(weighted), params(), batches())
+    state = opt.init(params())
+    for batch in batches():
+        state, _ = opt.step(state, batch)
+    assert relative_difference(state.params, final) > 1e-4
