@@ -1,0 +1,55 @@
+"""`benchmarks/beside_maxtext.py` without a compiler: rows, what is compared with what, the table and the picture."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import the script, and forget it afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield __import__("beside_maxtext")
+    for name in ("common", "beside_maxtext"):
+        del sys.modules[name]
+
+
+def program(seconds, gigabytes):
+    memory = {"arguments": 1e9, "outputs": 2e9, "temporary": (gigabytes - 1) * 1e9, "aliased": 2e9}
+    return {"seconds": seconds, "compute": 0.9 * seconds, "exposed": 0.1 * seconds, "memory": memory}
+
+
+def test_rows_have_names_of_their_own(script):
+    rows = (*script.TABLE, *script.MORE)
+    assert len({row.name for row in rows}) == len(rows)
+    assert script.TABLE[-1].name == "llama3-8b v5p:4x4x4 4096 x 1 tensor=4"
+    assert script.TABLE[-1].chips == 64
+    assert script.Row("v5e:16x16", 2048, 1).contenders == ("shardopt", "maxtext")
+
+
+def test_the_faster_program_of_maxtext_is_compared_with(script):
+    found = {"shardopt": program(0.9, 6), "maxtext": program(2.0, 4), "maxtext, SparseCore": program(1.0, 5)}
+    assert script.compared(found) == pytest.approx({"ratio": 0.9, "memory_ratio": 6 / 5})
+    assert script.compared({"shardopt": program(1, 1), "maxtext": {"error": "does not fit"}}) == {}
+    line = script.table({"a": found | script.compared(found)}).splitlines()[-1]
+    assert line == "| a | 900 (90), 6.0 | 2000 (200), 4.0 | 1000 (100), 5.0 | 0.900 | 1.200 |"
+
+
+def test_the_picture_is_drawn_from_what_is_there(script, tmp_path):
+    found = {"shardopt": program(0.9, 6), "maxtext, SparseCore": program(1.0, 5)}
+    script.draw({"a row": found | script.compared(found), "not yet": {}}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_published_is_what_was_compiled(script):
+    """The table of docs/benchmarks.md is that of the JSON."""
+    results = json.loads(script.RESULTS.read_text())["results"]
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for line in script.table(results).splitlines():
+        assert line in text
