@@ -153,9 +153,10 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
       global batch;
     - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens attend to their own
       document alone, and no gradient crosses from one to another;
-    - "positions", integers, where each token stands in its document, or in its row where that was permuted
-      (`so.nn.zigzag`). Attention goes by them, in plain XLA rather than by the kernel of the devices. Rows in natural order
-      need none, since rotary positions act by their distances alone.
+    - "positions", integers, where each token stands in its document, for the rotary positions alone; without them it is where
+      it stands in its row, which is the same, since they act by their distances;
+    - "order", integers, where each token stands in a row that was permuted (`so.nn.zigzag`). Attention goes by it, in plain XLA
+      rather than by the kernel of the devices; rows in natural order need none, packed or not.
 
     A token id outside the vocabulary makes the loss NaN.
 
@@ -178,8 +179,10 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
         inputs = read_inputs("gpt", batch)
         return with_marks(embed_tokens(config, outer, inputs.tokens), inputs)
 
-    def run(one_block: Params, x: Array, segment_ids: Array | None, positions: Array | None) -> Array:
-        return apply_block(config, one_block, x, segment_ids=segment_ids, positions=positions)[0]
+    def run(
+        one_block: Params, x: Array, segment_ids: Array | None, positions: Array | None, order: Array | None
+    ) -> Array:
+        return apply_block(config, one_block, x, segment_ids=segment_ids, positions=positions, order=order)[0]
 
     def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
         inputs = read_inputs("gpt", batch)
@@ -202,6 +205,7 @@ def apply_block(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
+    order: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], layers.KVCache | None]:
     """Add the attention branch, then the mlp branch; return x and the cache as `layers.attention` leaves it."""
     attention, mlp = _cast(one_block["attention"], config), _cast(one_block["mlp"], config)
@@ -214,6 +218,7 @@ def apply_block(
         start=start,
         segment_ids=segment_ids,
         positions=positions,
+        order=order,
     )
     x = x + mixed
     return x + layers.swiglu(mlp, layers.rms_norm(x, mlp["norm"])), cache

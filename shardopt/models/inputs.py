@@ -20,7 +20,8 @@ class Inputs(NamedTuple):
       targets: [B, T], int32, the token that follows each.
       weights: [B, T], of each target in the loss; None is 1 each.
       segment_ids: [B, T], int32, the document of each token; None is one a row.
-      positions: [B, T], int32; None is natural order.
+      positions: [B, T], int32, where each token stands in its document, for position embeddings; None is the order.
+      order: [B, T], int32, where each token stands in its row; None is natural order.
     """
 
     tokens: Array
@@ -28,6 +29,7 @@ class Inputs(NamedTuple):
     weights: Array | np.ndarray | None
     segment_ids: Array | None
     positions: Array | None
+    order: Array | None
 
 
 class Activations(NamedTuple):
@@ -36,6 +38,7 @@ class Activations(NamedTuple):
     x: Array
     segment_ids: Array | None
     positions: Array | None
+    order: Array | None
 
 
 def read_inputs(who: str, batch: PyTree) -> Inputs:
@@ -43,7 +46,7 @@ def read_inputs(who: str, batch: PyTree) -> Inputs:
 
     Args:
       who: the model, for errors.
-      batch: the dict; "weights", "segment_ids" and "positions" are [B, T] in either form.
+      batch: the dict; "weights", "segment_ids", "positions" and "order" are [B, T] in either form.
 
     Raises:
       TypeError: if it is no dict with tokens, or a leaf but the weights does not hold integers.
@@ -59,7 +62,8 @@ def read_inputs(who: str, batch: PyTree) -> Inputs:
     if tokens.ndim != 2 or tokens.shape[1] < 2 - apart:
         raise ValueError(f"{wanted}; got tokens of shape {tokens.shape}.")
     shape = tokens.shape[0], tokens.shape[1] - (not apart)
-    leaves = {name: batch[name] for name in ("targets", "weights", "segment_ids", "positions") if name in batch}
+    names = "targets", "weights", "segment_ids", "positions", "order"
+    leaves = {name: batch[name] for name in names if name in batch}
     if wrong := [f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape]:
         raise ValueError(format_error(who, f"a leaf of the batch is not of shape [B, T] = {shape}.", wrong))
     integers = {name: leaf for name, leaf in leaves.items() if name != "weights"}
@@ -72,21 +76,21 @@ def read_inputs(who: str, batch: PyTree) -> Inputs:
         leaves.get("weights"),
         integers.get("segment_ids"),
         integers.get("positions"),
+        integers.get("order"),
     )
 
 
 def with_marks(x: Float[Array, "B T D"], inputs: Inputs) -> Float[Array, "B T D"] | Activations:
     """Return what the first block is given: the activations, bare unless the batch says more of its tokens."""
-    if inputs.segment_ids is None and inputs.positions is None:
-        return x
-    return Activations(x, inputs.segment_ids, inputs.positions)
+    marks = inputs.segment_ids, inputs.positions, inputs.order
+    return x if all(mark is None for mark in marks) else Activations(x, *marks)
 
 
-def block_of(run: Callable[[PyTree, Array, Array | None, Array | None], Array]) -> Callable[..., PyTree]:
-    """Return `block(weights, x)` of a `BlockModel` from `run(weights, x, segment_ids, positions)`."""
+def block_of(run: Callable[[PyTree, Array, Array | None, Array | None, Array | None], Array]) -> Callable[..., PyTree]:
+    """Return `block(weights, x)` of a `BlockModel` from `run(weights, x, segment_ids, positions, order)`."""
 
     def block(weights: PyTree, x: PyTree) -> PyTree:
-        return x._replace(x=run(weights, *x)) if isinstance(x, Activations) else run(weights, x, None, None)
+        return x._replace(x=run(weights, *x)) if isinstance(x, Activations) else run(weights, x, None, None, None)
 
     return block
 

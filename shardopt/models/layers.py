@@ -59,6 +59,12 @@ def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "*B T"], base: floa
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
 
 
+def places(length: int, positions: Int[Array, "B T"] | None, order: Int[Array, "B T"] | None) -> Int[Array, "*B T"]:
+    """Return where position embeddings are taken: at the positions, else the order, else `nn.positions` of the length."""
+    given = order if positions is None else positions
+    return nn.positions(length) if given is None else given
+
+
 def attention(
     weights: dict[str, Array],
     x: Float[Array, "B T D"],
@@ -68,6 +74,7 @@ def attention(
     start: Int[Array, ""] | int = 0,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
+    order: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Return causal self-attention with rotary positions, and the cache with what these T positions add to it.
 
@@ -81,7 +88,8 @@ def attention(
       cache: keys and values of earlier positions, to attend to as well; None when there are none.
       start: position of `x[:, 0]`, 0 without a cache.
       segment_ids: the document of each token, which attends to no other; None is one a row. Not with a cache.
-      positions: where each token stands; None is `start` and what follows, without a cache `nn.positions`. Not with a cache.
+      positions: by what each token is rotated, as `places` has it; with a cache by `start` and what follows.
+      order: where each token stands in its row, by which it attends; None is natural order. Not with a cache.
     """
     # The parts side by side, as the product leaves them: a dim of parts in front would cost a transposition each way.
     query, key, value = _parts(jnp.einsum("btd,dchk->btchk", x, weights["qkv"]))
@@ -91,9 +99,9 @@ def attention(
         cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
         mixed = masked_attention(query, *cache, _visible(at, cache.key.shape[1])[None])
     else:
-        at = nn.positions(x.shape[1]) if positions is None else positions
+        at = places(x.shape[1], positions, order)
         qkv = checkpoint_name((rotate(query, at, rope_base), rotate(key, at, rope_base), value), "qkv")
-        mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=positions)
+        mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out"), cache
 
 

@@ -18,7 +18,7 @@ from shardopt.core.types import PyTree, Weighted
 from shardopt.mesh import mesh_under_trace
 from shardopt.models.gpt import Batch, Params
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
-from shardopt.models.layers import rms_norm, rotate
+from shardopt.models.layers import places, rms_norm, rotate
 from shardopt.planning import Transformer
 
 
@@ -67,18 +67,18 @@ def model(
         x = nn.embedding(outer["embedding"].astype(shape.dtype), inputs.tokens, mode="clip")
         if shape.positions:
             table, T = _cast(outer["positions"], shape), x.shape[1]
-            if inputs.positions is not None:
-                x = x + jnp.take(table, inputs.positions, axis=0)
-            elif "targets" in batch:  # positions may be split over devices
-                x = x + jnp.take(table, nn.positions(T), axis=0)[None]
+            if {"targets", "positions", "order"} & set(batch):  # positions may be split over devices
+                x = x + jnp.take(table, jnp.atleast_2d(places(T, inputs.positions, inputs.order)), axis=0)
             else:
                 x = x + table[None, :T]
         return with_marks(split(x), inputs)
 
-    def run(weights: Params, x: Array, segment_ids: Array | None, positions: Array | None) -> Array:
+    def run(
+        weights: Params, x: Array, segment_ids: Array | None, positions: Array | None, order: Array | None
+    ) -> Array:
         weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
         normed = whole(rms_norm(x, weights["norms"][0]))
-        x = split(x + split(_grouped_attend(shape, weights, normed, segment_ids, positions)))
+        x = split(x + split(_grouped_attend(shape, weights, normed, segment_ids, positions, order)))
         normed = whole(rms_norm(x, weights["norms"][1]))
         return split(x + split(_mlp(shape, weights, normed, sharded=sequence_parallel)))
 
@@ -131,14 +131,15 @@ def _grouped_attend(
     x: Float[Array, "B T D"],
     segment_ids: Array | None,
     positions: Array | None,
+    order: Array | None,
 ) -> Float[Array, "B T D"]:
     query = jnp.einsum("btd,dhk->bthk", x, weights["q"])
     key, value = jnp.split(jnp.einsum("btd,dgk->btgk", x, weights["kv"]), 2, axis=-1)
     if not shape.positions:
-        at = nn.positions(x.shape[1]) if positions is None else positions
+        at = places(x.shape[1], positions, order)
         query, key = rotate(query, at, 500_000.0), rotate(key, at, 500_000.0)
     qkv = checkpoint_name((query, key, value), "qkv")
-    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=positions)
+    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
 
 

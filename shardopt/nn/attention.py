@@ -78,8 +78,8 @@ def attention(
       causal: whether a query sees only keys at its own position and before.
       segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all.
       window: how many positions a query sees at most, its own and those before it; needs `causal`. None: all.
-      positions: [B, T] or [T], integers: where each token stands in its row, which `causal` and `window` compare; see
-        `so.nn.zigzag`. None: natural order, in which device i of a context axis holds i T, ..., i T + T - 1; packed
+      positions: [B, T] or [T], integers: where each token stands in its row, which `causal` and `window` compare; the
+        "order" of `so.nn.zigzag`. None: natural order, in which device i of a context axis holds i T, ..., i T + T - 1; packed
         documents in natural order need none beside their segment ids.
       implementation: "splash", jax's Pallas kernel for TPU (elsewhere it runs interpreted, which is for tests); "cudnn",
         flash attention of `jax.nn.dot_product_attention`, for half precision on GPU; "xla". None chooses by the

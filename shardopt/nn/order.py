@@ -24,7 +24,7 @@ def positions(length: int) -> Int[Array, " T"]:
     without a context axis and in `view="global"`, where a loss sees whole rows, they are 0, ..., length - 1.
 
     **Equivalence**: position embeddings (rope, learned ones) taken at these positions are those of one device. A batch in
-    another order (`so.nn.zigzag`) brings its own positions. **Communication**: none.
+    another order (`so.nn.zigzag`) brings its own. **Communication**: none.
 
     Args:
       length: how many positions the arrays at hand have, such as `tokens.shape[1]`.
@@ -71,8 +71,9 @@ def zigzag(
     In natural order the last device has 2C - 1 times the work of the first, and all wait for it. Under "zigzag" each has
     (2C + 1) / (2C) of the mean; under "striped" each has it up to one token in T/C.
 
-    **Equivalence**: exact. A loss that is a mean or sum over positions does not see the order, and `so.nn.attention` compares
-    the "positions" that come with the batch. Next-token targets must be made before: the token that follows is elsewhere.
+    **Equivalence**: exact, if the loss gives the "order" that comes with the batch to `so.nn.attention`, as `positions`, and takes
+    position embeddings there; the example models do. "positions" that the batch has of its own, such as those of packed
+    documents, are permuted like any leaf. Next-token targets must be made before: the token that follows is elsewhere.
     **Communication**: none; this runs on the host, or on the array's devices.
 
     Args:
@@ -80,19 +81,20 @@ def zigzag(
       mesh: the mesh, of whose context axis the size is read; without one, or of size 1, the order stays.
       order: "zigzag" or "striped".
       axis: the name of the context axis, or names, where the mesh calls it otherwise.
-      inverse: undo it, as for outputs [B, T, ...]; then no positions are added.
+      inverse: undo it, as for outputs [B, T, ...]; then no order is added.
 
     Returns:
-      The batch; if it is a dict without "positions", these are added: [B, T], int32, of each token in its row.
+      The batch; if it is a dict, "order" says where each token stood in its row: [B, T], int32. One that the batch has is
+      permuted too, and so still says it of the rows that were permuted first.
 
     Raises:
       ValueError: if 2C (zigzag) or C (striped) does not divide T, the order is unknown, no leaf has two dims, or leaves differ
-        in T where positions are to be added.
+        in T where the order is to be added.
 
     Example:
       >>> import jax, numpy as np, shardopt as so
       >>> mesh = so.make_mesh(devices=jax.devices()[:1])
-      >>> so.nn.zigzag({"tokens": np.array([[5, 6, 7]])}, mesh)["positions"].tolist()
+      >>> so.nn.zigzag({"tokens": np.array([[5, 6, 7]])}, mesh)["order"].tolist()
       [[0, 1, 2]]
 
     References:
@@ -118,16 +120,16 @@ def zigzag(
         return leaf[:, np.argsort(take) if inverse else take]
 
     result = jax.tree.map(moved, batch)
-    if inverse or not isinstance(batch, dict) or "positions" in batch:
+    if inverse or not isinstance(batch, dict) or "order" in batch:
         return result
     shapes = {leaf.shape[:2] for _, leaf in long}
     if len(shapes) > 1:
         listed = [f"{path}: shape {leaf.shape}" for path, leaf in long]
-        what = "leaves have rows of several lengths, so that one array of positions does not fit all."
-        raise ValueError(format_error("zigzag", what, listed, "add 'positions' [B, T] to the batch yourself."))
+        what = "leaves have rows of several lengths, so that one order does not fit all."
+        raise ValueError(format_error("zigzag", what, listed, "add 'order' [B, T] to the batch yourself."))
     rows, length = shapes.pop()
     take = _taken(length, count, order).astype(np.int32)
-    return {**result, "positions": np.tile(take, (rows, 1))}
+    return {**result, "order": np.tile(take, (rows, 1))}
 
 
 def _taken(length: int, count: int, order: str) -> np.ndarray:

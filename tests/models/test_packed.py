@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from support.reference import relative_difference
 from support.tiers import tiered
 
 import shardopt as so
 from shardopt import data
+from shardopt.core.jaxprs import equations
 from shardopt.models import gpt, transformer
 from shardopt.planning import Transformer
 
@@ -83,10 +85,30 @@ def test_packed_rows_give_the_gradient_of_the_documents_one_by_one(name, x64):
     assert float(jnp.abs(found["embedding"][:COUNTED]).min(axis=1).max()) > 0
 
 
-def test_rotary_positions_act_by_distances_so_rows_in_natural_order_need_none(x64):
+@pytest.mark.parametrize("order", [None, "zigzag"])
+def test_rotary_positions_act_by_distances_so_rows_need_none(order, mesh_of, x64):
     batch = packed()
     del batch["positions"]
+    if order is not None:
+        batch = so.nn.zigzag(batch, mesh_of(data=1, context=2), order=order)
     assert relative_difference(gradient("gpt", batch), one_by_one("gpt")[1]) <= 1e-10
+
+
+@pytest.mark.parametrize("learned", [0, 128])
+def test_packed_rows_in_natural_order_run_on_the_kernel_of_a_tpu(learned, mesh_of):
+    """Traced for a TPU: positions within documents say nothing of the order of the row, which alone keeps it away."""
+    shape = Transformer("tiny", 16, 2, 4, 24, VOCABULARY, 128, num_kv_heads=2, positions=learned, dtype=jnp.float32)
+    config = gpt.GPTConfig(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2)
+    model, init = transformer.model(shape), functools.partial(transformer.init, shape)
+    models = [(model, init)] if learned else [(model, init), (gpt.model(config), functools.partial(gpt.init, config))]
+    chip = AbstractDevice(device_kind="TPU v5p", num_cores=1, platform="tpu")
+    batch = next(iter(data.pack(DOCUMENTS, 128).batch(1)))
+    for model, init in models:
+        params = jax.eval_shape(init, jax.random.key(0))
+        for given, wanted in ((batch, True), (so.nn.zigzag(batch, mesh_of(data=1, context=2)), False)):
+            with use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=chip)):
+                traced = jax.make_jaxpr(model.loss_fn)(params, given)
+            assert ("pallas_call" in {eqn.primitive.name for eqn in equations(traced)}) == wanted
 
 
 def test_without_segment_ids_gradients_cross(x64):
@@ -146,6 +168,9 @@ def test_marks_that_are_dropped_on_the_way_are_noticed(monkeypatch, mesh_of, x64
             so.nn, "attention", lambda *args, segment_ids, positions: attention(*args, segment_ids=segment_ids)
         )
         assert relative_difference(gradient("gpt", zigzagged), expected) > 1e-3
+    for name, leaf in (("gpt", "order"), ("learned", "order"), ("learned", "positions")):
+        without = {key: value for key, value in zigzagged.items() if key != leaf}
+        assert relative_difference(gradient(name, without), one_by_one(name)[1]) > 1e-3
     with monkeypatch.context() as patch:
         patch.setattr(so.nn, "positions", jnp.arange)
         with pytest.raises(so.NotSeparableError, match="its index on its device, which is not that in the sequence"):
@@ -185,12 +210,12 @@ def one_a_row(batch, count):
     return found
 
 
-@pytest.mark.parametrize("order", ["zigzag", "striped"])
-def test_the_order_of_positions_changes_no_gradient(order, x64):
+@pytest.mark.parametrize(("name", "order"), [("gpt", "zigzag"), ("gpt", "striped"), ("learned", "zigzag")])
+def test_the_order_of_positions_changes_no_gradient(name, order, x64):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "context"))
     moved = so.nn.zigzag(packed(), mesh, order=order)
     assert (moved["segment_ids"] != packed()["segment_ids"]).any()
-    assert relative_difference(gradient("gpt", moved), one_by_one("gpt")[1]) <= 1e-10
+    assert relative_difference(gradient(name, moved), one_by_one(name)[1]) <= 1e-10
 
 
 @pytest.mark.parametrize("name", ["gpt", "learned"])

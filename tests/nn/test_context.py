@@ -195,7 +195,7 @@ def test_a_row_that_context_does_not_divide_is_refused_in_the_global_view():
 def test_positions_on_one_device():
     """What stands in another order attends as it would in its own."""
     batch, take = drawn(dtype=np.float32), np.random.default_rng(1).permutation(32)
-    moved = jax.tree.map(lambda x: x[:, take], batch) | {"positions": take[None].repeat(2, axis=0)}
+    moved = jax.tree.map(lambda x: x[:, take], batch) | {"order": take[None].repeat(2, axis=0)}
     found = jax.jit(functools.partial(results, window=9))(moved)
     for a, b in zip(found, on_one_device(batch, True, 9), strict=True):
         np.testing.assert_allclose(a, np.asarray(b)[:, take], atol=2e-5)

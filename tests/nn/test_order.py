@@ -25,22 +25,24 @@ def test_each_device_counts_from_its_first_position():
 )
 def test_orders(order, wanted):
     mesh = mesh_of(context=2)
-    batch = {"tokens": np.arange(16).reshape(2, 8), "weight": np.ones(2)}
+    batch = {"tokens": np.arange(16).reshape(2, 8), "positions": np.arange(16).reshape(2, 8) % 3, "weight": np.ones(2)}
     moved = so.nn.zigzag(batch, mesh, order=order)
-    np.testing.assert_array_equal(moved["positions"], [np.ravel(wanted)] * 2)
+    np.testing.assert_array_equal(moved["order"], [np.ravel(wanted)] * 2)
+    assert moved["order"].dtype == np.int32
+    np.testing.assert_array_equal(moved["positions"], batch["positions"][:, np.ravel(wanted)])
     np.testing.assert_array_equal(moved["tokens"][1], 8 + np.ravel(wanted))
     assert moved["weight"] is batch["weight"]
     back = so.nn.zigzag(moved, mesh, order=order, inverse=True)
     np.testing.assert_array_equal(back["tokens"], batch["tokens"])
-    np.testing.assert_array_equal(
-        so.nn.zigzag(moved, mesh, order=order)["positions"][0], np.ravel(wanted)[np.ravel(wanted)]
-    )
+    assert "order" not in so.nn.zigzag(batch, mesh, order=order, inverse=True)
+    twice = so.nn.zigzag(moved, mesh, order=order)
+    np.testing.assert_array_equal(twice["order"][0], np.ravel(wanted)[np.ravel(wanted)])
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_zigzag_balances_causal_work(context):
     batch = so.nn.zigzag({"tokens": np.zeros((1, 64))}, mesh_of(context=context))
-    work = (batch["positions"][0] + 1).reshape(context, -1).sum(axis=1)
+    work = (batch["order"][0] + 1).reshape(context, -1).sum(axis=1)
     assert len(set(work)) == 1
 
 
@@ -60,7 +62,7 @@ def test_refusals():
     refused("unknown order 'random'.\nFix: use 'zigzag' or 'striped'.", {"x": np.zeros((2, 8))}, order="random")
     refused("no leaf has a dim of positions.\nFix: give arrays [B, T, ...].", {"x": np.zeros(8)})
     refused(
-        "leaves have rows of several lengths, so that one array of positions does not fit all.\n"
-        "  x: shape (2, 8)\n  y: shape (2, 16)\nFix: add 'positions' [B, T] to the batch yourself.",
+        "leaves have rows of several lengths, so that one order does not fit all.\n"
+        "  x: shape (2, 8)\n  y: shape (2, 16)\nFix: add 'order' [B, T] to the batch yourself.",
         {"x": np.zeros((2, 8)), "y": np.zeros((2, 16))},
     )

@@ -95,12 +95,12 @@ def test_the_rows_cover_every_pair_that_is_allowed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["positions", "segments"])
+@pytest.mark.parametrize("broken", ["order", "segments"])
 def test_a_model_that_forgets_them_is_another(broken, mesh_of, x64):
-    """The batches can tell: permuted tokens without their positions, packed ones without segments."""
+    """The batches can tell: permuted tokens without their order, packed ones without segments."""
     mesh = mesh_of(data=1, context=4)
     case = sequences("ring", packed=True, order=functools.partial(so.nn.zigzag, mesh=mesh))
-    drop = {"positions": "positions", "segments": "segment_ids"}[broken]
+    drop = {"order": "order", "segments": "segment_ids"}[broken]
     _, final = train(TX, case.reference, case.params, case.batches)
     opt = so.fsdp(TX, mesh, case.model, min_shard_elements=8)
     state = opt.init(case.params)

@@ -34,7 +34,7 @@ def results(batch, **how):
     """Return attention, and the gradients of a loss of it."""
 
     def loss(args):
-        marks = {"segment_ids": batch.get("segments"), "positions": batch.get("positions")}
+        marks = {"segment_ids": batch.get("segments"), "positions": batch.get("order")}
         out = so.nn.attention(*args, **marks, **how)
         return jnp.sum(out * batch["weight"]), out
 

@@ -33,13 +33,14 @@ def sequences(
 
     def embed(outer, batch):
         x = so.nn.embedding(outer["embedding"], batch["tokens"])
-        return {"x": x} | {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+        return {"x": x} | {name: batch[name] for name in ("segment_ids", "positions", "order") if name in batch}
 
     def block(weights, given):
         x = given["x"]
-        where = given["positions"] if "positions" in given else so.nn.positions(x.shape[1])[None]
+        order = given.get("order")
+        where = given.get("positions", so.nn.positions(x.shape[1])[None] if order is None else order)
         query, key, value = (jnp.einsum("btd,dhk->bthk", x, weights[name]) for name in "qkv")
-        marks = {name: given.get(name) for name in ("segment_ids", "positions")}
+        marks = {"segment_ids": given.get("segment_ids"), "positions": order}
         mixed = so.nn.attention(
             rotated(query, where), rotated(key, where), value, window=window, method=method, **marks
         )
@@ -89,4 +90,6 @@ def _batch(draw, packed):
         ends = np.sort(draw.integers(1, LENGTH, size=(ROWS, 2)), axis=1)
         at = np.arange(LENGTH)[None]
         batch["segment_ids"] = (at >= ends[:, :1]).astype(np.int32) + (at >= ends[:, 1:])
+        starts = np.concatenate([np.zeros((ROWS, 1), np.int32), ends.astype(np.int32)], axis=1)
+        batch["positions"] = at.astype(np.int32) - np.take_along_axis(starts, batch["segment_ids"], axis=1)
     return batch
