@@ -62,10 +62,10 @@ def resized(config: StrategyConfig, batch: PyTree, *, rows: int, position_shares
     """Return the shapes of a batch of other rows, and of sequences cut into shares."""
 
     def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.ShapeDtypeStruct:
-        shape = [rows, *np.shape(leaf)[1:]] if np.ndim(leaf) else []  # a number may be one of Python
-        if shape and (dim := sequence_dim(config, path_text(path), len(shape))) is not None:
+        shape = [rows, *leaf.shape[1:]] if leaf.ndim else []
+        if leaf.ndim and (dim := sequence_dim(config, path_text(path), leaf.ndim)) is not None:
             shape[dim] //= position_shares
-        return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.result_type(leaf))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(one, batch)
 
