@@ -78,7 +78,7 @@ def zigzag(
 
     Args:
       batch: pytree of arrays, numpy or jax; dim 1 of every leaf of two dims or more is permuted.
-      mesh: the mesh, of whose context axis the size is read; without one, or of size 1, the order stays.
+      mesh: the mesh, of whose context axis the size is read; without one, or of size 1, the batch is returned as it is.
       order: "zigzag" or "striped".
       axis: the name of the context axis, or names, where the mesh calls it otherwise.
       inverse: undo it, as for outputs [B, T, ...]; then no order is added.
@@ -93,9 +93,9 @@ def zigzag(
 
     Example:
       >>> import jax, numpy as np, shardopt as so
-      >>> mesh = so.make_mesh(devices=jax.devices()[:1])
-      >>> so.nn.zigzag({"tokens": np.array([[5, 6, 7]])}, mesh)["order"].tolist()
-      [[0, 1, 2]]
+      >>> mesh = so.make_mesh(context=2, devices=jax.devices()[:2])
+      >>> so.nn.zigzag({"tokens": np.array([[5, 6, 7, 8]])}, mesh)["order"].tolist()
+      [[0, 3, 1, 2]]
 
     References:
       Brandon et al., "Striped Attention", 2023; zigzag is that of Llama 3's context parallelism (Grattafiori et al., "The
@@ -105,10 +105,12 @@ def zigzag(
         raise ValueError(format_error("zigzag", f"unknown order {order!r}.", fix="use 'zigzag' or 'striped'."))
     axes = (axis,) if isinstance(axis, str) else axis
     count = int(np.prod([mesh.shape.get(one, 1) for one in axes]))
-    pieces = 1 if count == 1 else 2 * count if order == "zigzag" else count
+    pieces = 2 * count if order == "zigzag" else count
     long = [(path, leaf) for path, leaf in leaves_with_paths(batch) if np.ndim(leaf) > 1]
     if not long:
         raise ValueError(format_error("zigzag", "no leaf has a dim of positions.", fix="give arrays [B, T, ...]."))
+    if count == 1:
+        return batch
     if bad := [f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in long if leaf.shape[1] % pieces]:
         what = f"{order} over {count} devices needs a number of positions (dim 1) divisible by {pieces}."
         raise ValueError(format_error("zigzag", what, bad, f"pad the rows to a multiple of {pieces}."))
@@ -135,8 +137,6 @@ def zigzag(
 def _taken(length: int, count: int, order: str) -> np.ndarray:
     """Return the position of each token in the new order."""
     at = np.arange(length)
-    if count == 1:
-        return at
     if order == "striped":
         return at.reshape(-1, count).T.ravel()
     chunks = at.reshape(2 * count, -1)

@@ -35,6 +35,7 @@ def test_orders(order, wanted):
     back = so.nn.zigzag(moved, mesh, order=order, inverse=True)
     np.testing.assert_array_equal(back["tokens"], batch["tokens"])
     assert "order" not in so.nn.zigzag(batch, mesh, order=order, inverse=True)
+    assert so.nn.zigzag(batch, mesh_of(data=2), order=order) is batch  # nothing is split, so kernels can be used
     twice = so.nn.zigzag(moved, mesh, order=order)
     np.testing.assert_array_equal(twice["order"][0], np.ravel(wanted)[np.ravel(wanted)])
 
