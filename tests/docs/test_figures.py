@@ -117,6 +117,18 @@ def test_what_the_tpu_compiler_says():
         ]
 
 
+def test_long_rows():
+    text = page("benchmarks.md")
+    found = {(row["length"], row["context"]): row for row in results("long_context")}
+    for (length, context), row in found.items():
+        memory = f"{row['peak_bytes'] / 1e9:.1f} of {row['hbm_bytes'] / 1e9:.0f}"
+        assert f"| {row['topology']} | {length:,} | {context} | {row['rows']} | {memory} |" in text
+        assert f"| {row['step_milliseconds'] / 1e3:.2f} s |" in text
+    told = page("data_parallel.md")
+    assert f"131,072 tokens fits on 64 v5p chips at {found[131_072, 8]['peak_bytes'] / 1e9:.0f} GB" in told
+    assert f"a million on 512 at {found[1_048_576, 64]['peak_bytes'] / 1e9:.0f} GB" in told
+
+
 def test_predictions():
     text, pod = page("planning.md"), results("pod")
     for held_out, told in ((False, "21 of 21"), (True, "8 of 10")):
