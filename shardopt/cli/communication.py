@@ -18,7 +18,6 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
 from shardopt.engine.config import SyncConfig
-from shardopt.mesh import data_axes
 from shardopt.planning import Transfer
 
 _INSIDE = ("tensor", "pipeline")
@@ -26,10 +25,10 @@ _INSIDE = ("tensor", "pipeline")
 
 
 class Traffic(NamedTuple):
-    """Bytes that each device sends in a step over the axes replica and data, on average.
+    """Bytes that each device sends in a step over the axes that share the batch, on average.
 
     Attributes:
-      sent: of this run; None where a loop of the program does not tell how often it runs.
+      sent: of this run, over context with what attention sends; None where a loop of the program does not tell how often it runs.
       ddp: of `so.ddp` on this mesh: one fp32 all-reduce of the gradients that a device holds.
       axes: the axes that they are sent over.
       steps: over how many steps the average is taken: 1, or those between two synchronizations of replicas.
@@ -43,7 +42,8 @@ class Traffic(NamedTuple):
 
 def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Traffic:
     """Read the traffic off the programs of this state and batch; programs that have run are not compiled again."""
-    axes = tuple(axis for axis in data_axes(opt.mesh) if opt.mesh.shape[axis] > 1)
+    shared = opt.config.axes
+    axes = tuple(axis for axis in (*shared.rows, *shared.positions) if opt.mesh.shape[axis] > 1)
     size = math.prod(opt.mesh.shape[axis] for axis in axes)
     held = sum(row.bytes_total / _cuts(row.params, opt.mesh) for row in opt.config.report().rows)
     ddp = Transfer("all-reduce", "data", "gradients", held, 1).wire_bytes({"data": size})
@@ -93,7 +93,8 @@ def traffic_text(traffic: Traffic) -> str:
       sent by each device over replica x data: 20 kB a step, 2.00% of the 1 MB of ddp
       (read off the compiled programs; mean of the 50 steps from one synchronization to the next)
     """
-    where, ddp = f"sent by each device over {' x '.join(traffic.axes)}", size(round(traffic.ddp))
+    keys = " (with the keys and values of attention)" if "context" in traffic.axes else ""
+    where, ddp = f"sent by each device over {' x '.join(traffic.axes)}{keys}", size(round(traffic.ddp))
     if traffic.sent is None:
         return f"{where}: unknown, as a loop of the program does not tell how often it runs; ddp sends {ddp} a step"
     spread = f"; mean of the {traffic.steps} steps from one synchronization to the next" if traffic.steps > 1 else ""
