@@ -23,10 +23,10 @@ def test_collectives_over_a_whole_torus():
         topology="v5p:4x4x4",
     )
     blocks, found = shape.num_parameters - 2 * 8192 * 1024 - 1024, report.audit
-    # gathered twice in bfloat16, blocks in a loop; once the embedding and the head
-    gathered = 2 * blocks + 2 * 8192 * 1024
+    # gathered in bfloat16, blocks twice, in a loop, and the head once; rows of the embedding are exchanged
+    gathered = 2 * blocks + 8192 * 1024
     assert found.of("all-gather").total.wire_bytes == pytest.approx(2 * gathered * 63 / 64, rel=0.05)
     if jax.__version_info__ >= (0, 11):  # compiled with so.compiler_options
         scattered = found.of("reduce-scatter").total.wire_bytes
-        assert scattered == pytest.approx(4 * shape.num_parameters * 63 / 64, rel=0.05)
+        assert scattered == pytest.approx(4 * (shape.num_parameters - 8192 * 1024) * 63 / 64, rel=0.05)
         assert any(one.asynchronous for one in found.of("all-gather").collectives)
