@@ -190,7 +190,7 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
     keys, queries = 2 * found.keys * rows / layout.tensor, 2 * found.queries * rows / layout.tensor
     sums, calls = keys * _WIDE / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
     kept = isinstance(layout.remat, str) and "attention" in layout.remat.removeprefix("save:").split(",")
-    forwards, pipelined = 1 if layout.remat is False or kept else 2, layout.pipeline > 1
+    forwards = 1 if layout.remat is False or kept else 2
     each = found.kv_heads / layout.tensor
     heads = {"heads": each * queries / keys, "kv_heads": each, "itemsize": placed.workload.itemsize}
     kind = choose_method(placed.workload.tokens, C, C - 1, **heads)
@@ -198,8 +198,7 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
         return [Transfer("all-to-all", "context", "heads", keys + queries, (forwards + 1) * calls)]
     if kind == "all_gather":
         return [
-            # what remat runs again is what the backward pass gathers, but in a pipeline, where it runs before
-            Transfer("all-gather", "context", "keys and values", C * keys, (forwards + 1 if pipelined else 2) * calls),
+            Transfer("all-gather", "context", "keys and values", C * keys, (forwards + 1) * calls),
             Transfer("reduce-scatter", "context", "gradients of keys and values", C * sums, calls),
         ]
     hops = (C - 1) * calls

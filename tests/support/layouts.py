@@ -102,7 +102,11 @@ def disagreements(layout, batch_size):
 
     sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}
     collectives = so.audit(program, mesh=sizes, schedule=table).collectives
+    # XLA:CPU of jax 0.10 makes one of the gather of a forward that runs again and that of the backward after it
+    merged = layout.remat and layout.pipeline == 1 and jax.__version_info__ < (0, 11)
     for axis, wire in sent.items():
+        if axis == "context" and merged:
+            continue
         # what goes over several axes at once counts for the first of them: nothing else but sums of the loss does
         mine = [one for one in collectives if one.axes is not None and one.axes[0] == axis]
         found_wire = sum(one.wire_bytes * (one.calls or 0) for one in mine)
