@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -62,6 +62,11 @@ def make_mesh(
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in ("replica", "context")}
     grid = _arrange(tuple(sizes.values()), devices, outer=len([axis for axis in sizes if axis in ("replica", "data")]))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def spec_axes(spec: Iterable[str | tuple[str | None, ...] | None]) -> list[str]:
+    """Return the mesh axes that a `PartitionSpec` names, in the order of the dims."""
+    return [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
 
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

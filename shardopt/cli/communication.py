@@ -18,6 +18,7 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree
 from shardopt.engine.config import SyncConfig
+from shardopt.mesh import spec_axes
 from shardopt.planning import Transfer
 
 _INSIDE = ("tensor", "pipeline")
@@ -81,8 +82,7 @@ def _sync_steps(sync: SyncConfig) -> list[int]:
 
 def _cuts(spec: PartitionSpec, mesh: Mesh) -> int:
     """Return into how many parts tensor and pipeline shard a leaf."""
-    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return math.prod(mesh.shape[name] for name in names if name in _INSIDE)
+    return math.prod(mesh.shape[axis] for axis in spec_axes(spec) if axis in _INSIDE)
 
 
 def traffic_text(traffic: Traffic) -> str:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardopt.collectives.buckets import all_reduce_buckets
 from shardopt.core.jaxprs import equations
 from shardopt.core.types import PyTree
-from shardopt.mesh import mesh_under_trace, without_types
+from shardopt.mesh import mesh_under_trace, spec_axes, without_types
 
 TENSOR = "tensor"
 _CONSTRAINED = "can only refer to Auto axes"  # jax's, of with_sharding_constraint
@@ -69,7 +69,7 @@ def _constrains_tensor(jaxpr: Jaxpr) -> bool:
         for eqn in equations(jaxpr)
         if eqn.primitive.name == "sharding_constraint"
     )
-    return any(TENSOR in (entry if isinstance(entry, tuple) else (entry,)) for spec in specs for entry in spec)
+    return any(TENSOR in spec_axes(spec) for spec in specs)
 
 
 def has_auto_tensor() -> bool:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardopt.collectives import has_auto_tensor
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.types import PyTree
+from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
 from shardopt.reducers import Reducer, state_specs
 from shardopt.reducers.reducer import grouped
@@ -77,7 +78,7 @@ def compression_plan(
       sharded: whether the leaves are sharded over data where their plans say so.
     """
     specs = [plan.spec(sharded=sharded) for plan in plans]
-    named = [{a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))} for spec in specs]
+    named = [set(spec_axes(spec)) for spec in specs]
     keys = [frozenset(axis for axis in mesh.axis_names if axis in own and mesh.shape[axis] > 1) for own in named]
     shapes = tuple(local_shape(mesh, plan, spec) for plan, spec in zip(plans, specs, strict=True))
     shards = tuple(axis for axis in mesh.axis_names if any(axis in key for key in keys))
@@ -90,8 +91,7 @@ def local_shape(mesh: Mesh, leaf: LeafPlan, spec: PartitionSpec) -> jax.ShapeDty
     """Return the shape that each device holds of a leaf."""
     shape = list(leaf.shape)
     for dim, entry in enumerate(spec):
-        for axis in entry if isinstance(entry, tuple) else (entry,):
-            shape[dim] //= 1 if axis is None else mesh.shape[axis]
+        shape[dim] //= math.prod(mesh.shape[axis] for axis in spec_axes((entry,)))
     return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
 

@@ -16,6 +16,7 @@ from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import Gradients
 from shardopt.engine.transformation import asks_for
+from shardopt.mesh import spec_axes
 
 
 def apply_update(
@@ -118,8 +119,7 @@ def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.
     def local(leaves):
         totals: dict[tuple[str, ...], jax.Array] = {}
         for leaf, spec in zip(leaves, specs, strict=True):
-            entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
-            axes = tuple(axis for entry in entries for axis in entry if axis not in stacked)
+            axes = tuple(axis for axis in spec_axes(spec) if axis not in stacked)
             total = jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype)))))
             totals[axes] = totals[axes] + total if axes in totals else total
         square = sum(all_reduce([total], axes)[0] for axes, total in totals.items())

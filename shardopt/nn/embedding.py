@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from shardopt.collectives import MeshAxes, all_gather, all_to_all, constrain_tensor, shard_by_shard
 from shardopt.core.errors import format_error
 from shardopt.core.types import wide_dtype
-from shardopt.mesh import mesh_under_trace
+from shardopt.mesh import mesh_under_trace, spec_axes
 
 Mode = Literal["fill", "clip"]
 NAME = "embedding"
@@ -141,14 +141,8 @@ def sent_by_exchange(table: ColumnTable, ids: jax.Array) -> float:
 
 def sent_by_gather(table: ColumnTable) -> float:
     """Return the bytes of gathering the table, and of reduce-scattering its gradient."""
-    over = {
-        axis
-        for entry in table.tensor
-        if entry is not None
-        for axis in (entry if isinstance(entry, tuple) else (entry,))
-    }
     elements = table.shard.size * jax.lax.axis_size(table.axis)
-    elements /= math.prod(mesh_under_trace().shape[axis] for axis in over)
+    elements /= math.prod(mesh_under_trace().shape[axis] for axis in spec_axes(table.tensor))
     sums = 0 if table.sums is None else jnp.dtype(table.sums).itemsize
     return elements * (table.shard.dtype.itemsize + sums)
 

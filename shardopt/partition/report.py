@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.core.types import PyTree, TrainState, leaves_with_paths
+from shardopt.mesh import spec_axes
 from shardopt.partition.plan import LeafPlan, data_dim, shard_axes
 
 
@@ -139,5 +140,4 @@ def device_bytes(tree: PyTree, specs: PyTree, mesh: Mesh) -> int:
 
 def shards(spec: PartitionSpec, mesh: Mesh) -> int:
     """Return into how many pieces a spec cuts a leaf."""
-    named = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
-    return math.prod(mesh.shape[axis] for axis in named)
+    return math.prod(mesh.shape[axis] for axis in spec_axes(spec))

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PlaceLeaf, PyTree, Rule, Rules, leaves_with_paths
+from shardopt.mesh import spec_axes
 
 
 def rules_from_logical_axes(
@@ -45,7 +46,7 @@ def rules_from_logical_axes(
         fix = "pass what flax.linen.get_partition_spec or flax.nnx.get_partition_spec returns."
         raise TypeError(format_error(who, "leaves must be PartitionSpecs of logical axes.", strange, fix))
     known = {name for name, _ in axis_rules}
-    unknown = [f"{path}: {name!r}" for path, spec in leaves for name in _names(spec) if name not in known]
+    unknown = [f"{path}: {name!r}" for path, spec in leaves for name in spec_axes(spec) if name not in known]
     if unknown:
         what = f"{plural(len(unknown), 'logical axis')} without a rule."
         raise ValueError(format_error(who, what, unknown, 'give each ("name", "tensor") or ("name", None).'))
@@ -54,15 +55,11 @@ def rules_from_logical_axes(
     rules = []
     for path, spec in leaves:
         entries = list(spec)[1:] if stacked is not None and re.search(stacked, path) else list(spec)
-        dims = [i for name in order for i, entry in enumerate(entries) if name in _names((entry,))]
+        dims = [i for name in order for i, entry in enumerate(entries) if name in spec_axes((entry,))]
         if dims:
             split = PartitionSpec(*("tensor" if i == dims[0] else None for i in range(dims[0] + 1)))
             rules.append((f"^{re.escape(path)}$", split))
     return rules
-
-
-def _names(spec: Iterable[str | tuple[str, ...] | None]) -> list[str]:
-    return [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None]
 
 
 def _check_axis_rules(who: str, axis_rules: Sequence[tuple[str, str | None]]) -> None:
@@ -166,7 +163,7 @@ def _is_rule(rule: object) -> bool:
 
 
 def _axis_problems(spec: PartitionSpec, axes: Iterable[str]) -> list[str]:
-    named = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
+    named = spec_axes(spec)
     problems = [f"{spec} names axis {axis!r}" for axis in named if axis not in axes]
     problems += [
         f"{spec} has None among the axes of a dim" for entry in spec if isinstance(entry, tuple) and None in entry

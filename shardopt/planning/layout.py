@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS, Placement
+from shardopt.mesh import spec_axes
 from shardopt.partition import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
 from shardopt.partition.report import shards
 from shardopt.pipeline import Schedule, schedules
@@ -283,15 +284,11 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...], ta
 def _device_bytes(tree: PyTree, specs: list[PartitionSpec], *, sizes: Mapping[str, int], tiled: bool) -> int:
     total = 0
     for leaf, spec in zip(jax.tree.leaves(tree), specs, strict=True):
-        cuts = [math.prod(sizes[axis] for axis in _axes(entry)) for entry in spec]
+        cuts = [math.prod(sizes[axis] for axis in spec_axes((entry,))) for entry in spec]
         shape = tuple(dim // cut for dim, cut in itertools.zip_longest(leaf.shape, cuts, fillvalue=1))
         size = leaf.dtype.itemsize
         total += stored_bytes(shape, size) if tiled else math.prod(shape) * size
     return total
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
 _LANES, _SUBLANES, _FLAT = 128, 8, 1024

@@ -4,12 +4,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jax.sharding import PartitionSpec
-
 from shardopt.core.errors import format_error, plural
 from shardopt.core.extras import require
 from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.mesh import spec_axes
 from shardopt.planning.compiled_time import StepSeconds
 from shardopt.planning.search import Prediction
 
@@ -192,7 +191,7 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
     figure = Figure(figsize=(10, 1.2 + 0.36 * len(rows)), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     for at, row in enumerate(rows):
-        names = _names(row.params)
+        names = spec_axes(row.params)
         pieces = _strips(axes, at, [(name, shape[name]) for name in names])
         copies = opt.mesh.size // pieces
         devices, sharding = plural(copies, "device"), " x ".join(f"{name}={shape[name]}" for name in names)
@@ -222,8 +221,3 @@ def _strips(axes: "Axes", at: int, sharding: list[tuple[str, int]]) -> int:
         where = (at - 0.36 + i * height, height)
         axes.broken_barh(boxes, where, facecolor=_AXES[name], edgecolor="white", linewidth=0.8)
     return pieces
-
-
-def _names(spec: PartitionSpec) -> list[str]:
-    """Return the mesh axes of a spec, in the order of the dims."""
-    return [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None]
