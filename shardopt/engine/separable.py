@@ -166,18 +166,20 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
         return True
     axes = config.axes
     shares = math.prod(axes.sizes[axis] for axis in axes.rows) * config.micro_batches
-    if axes.num_position_shares > 1:
-        _check_positions(config, layout, batch, training=training)
     find = functools.partial(
         find_mixing,
         who=config.strategy,
         key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
-        context=row_context(config),
         axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
         training=training,
     )
-    piece = resized(config, abstract(batch), rows=num_rows(batch) // shares, position_shares=axes.num_position_shares)
-    mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
+    rows = max(1, num_rows(batch) // shares)
+    piece = resized(config, abstract(batch), rows=rows, position_shares=axes.num_position_shares)
+    given = config.loss_fn, as_gathered(config, layout), piece
+    if axes.num_position_shares > 1:
+        along = functools.partial(find, sequence_dim=functools.partial(sequence_dim, config))
+        _refuse_mixed_positions(config, on_mesh(config.mesh, along)(*given))
+    mixing = on_mesh(config.mesh, functools.partial(find, context=row_context(config)))(*given)
     if mixing is None:
         return True
     if not mixing.sure:
@@ -201,28 +203,16 @@ FIX_POSITIONS = (
 )
 
 
-def _check_positions(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> None:
+def _refuse_mixed_positions(config: StrategyConfig, mixing: Mixing | None) -> None:
     """Refuse a loss that mixes positions of a sequence otherwise than by `so.nn.attention`.
 
     Numbers are not asked: a piece of a sequence alone is no loss to compare with.
     """
-    axes = config.axes
-    find = functools.partial(
-        find_mixing,
-        who=config.strategy,
-        key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
-        axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
-        training=training,
-        sequence_dim=functools.partial(sequence_dim, config),
-    )
-    rows = max(1, num_rows(batch) // (axes.num_row_shares * config.micro_batches))
-    piece = resized(config, abstract(batch), rows=rows, position_shares=axes.num_position_shares)
-    mixing = on_mesh(config.mesh, find)(config.loss_fn, as_gathered(config, layout), piece)
     if mixing is None:
         return
     what = (
-        f"{mixing.what} is not shown to be a (weighted) mean over positions, which {axes.num_position_shares} devices along "
-        f"context share: {mixing.why}"
+        f"{mixing.what} is not shown to be a (weighted) mean over positions, which {config.axes.num_position_shares} devices "
+        f"along context share: {mixing.why}"
     )
     raise NotSeparableError(
         format_error(config.strategy, what, mixing.lines, FIX_POSITIONS), operation=mixing.operation

@@ -273,23 +273,17 @@ def masked_attention(
     size S but the exponentials is kept for the backward pass.
     """
     B, T, H, K = query.shape
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    if (G := key.shape[2]) != H:
-        hidden = jnp.where(mask, 0, -1e30).astype(wide)[:, None, None]
-        scores = jnp.einsum("btgrk,bsgk->bgrts", query.reshape(B, T, G, H // G, K), key, preferred_element_type=wide)
-        scores = scores * K**-0.5 + hidden
-        weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-        mixed = jnp.einsum("bgrts,bsgk->btgrk", weights.astype(value.dtype), value, preferred_element_type=wide)
-        mixed = checkpoint_name(mixed, NAME)
-        mixed = mixed / jnp.einsum("bgrts->btgr", weights)[..., None]
-        return mixed.reshape(B, T, H, K).astype(value.dtype)
-    hidden = jnp.where(mask, 0, -1e30).astype(wide)[:, None]
-    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
-    scores = scores * query.shape[-1] ** -0.5 + hidden
+    wide, h, g = jnp.promote_types(query.dtype, jnp.float32), "h", "h"
+    if (G := key.shape[2]) != H:  # R heads of queries to each of the G heads of keys
+        query, h, g = query.reshape(B, T, G, H // G, K), "gr", "g"
+    hidden = jnp.expand_dims(jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(h)))
+    scores = jnp.einsum(f"bt{h}k,bs{g}k->b{h}ts", query, key, preferred_element_type=wide)
+    scores = scores * K**-0.5 + hidden
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    mixed = jnp.einsum("bhts,bshk->bthk", weights.astype(value.dtype), value, preferred_element_type=wide)
+    mixed = jnp.einsum(f"b{h}ts,bs{g}k->bt{h}k", weights.astype(value.dtype), value, preferred_element_type=wide)
     mixed = checkpoint_name(mixed, NAME)  # before the division, whose gradient reads it
-    return (mixed / jnp.einsum("bhts->bth", weights)[..., None]).astype(value.dtype)
+    mixed = mixed / jnp.einsum(f"b{h}ts->bt{h}", weights)[..., None]
+    return mixed.reshape(B, T, H, K).astype(value.dtype)
 
 
 def visible(length: int, *, causal: bool, window: int | None) -> Bool[Array, "T T"]:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from shardopt.nn.flash import NAME, Marks, Rule, absorb, finish, gradients, heads_first, heads_last, start
+from shardopt.nn.flash import Marks, Rule, absorb, delta_of, finish, gradients, heads_first, heads_last, start
 
 Axes = tuple[str, ...]
 Attention = Callable[[Array, Array, Array, Marks], Array]
@@ -67,15 +66,15 @@ def _attend(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, mark
 
 
 def _forward(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks) -> tuple[Array, tuple]:
-    mixed, logsumexp = finish(absorb(start(query), query, *_gathered(axes, key, value, marks), rule))
-    out, logsumexp = checkpoint_name(mixed.astype(value.dtype), NAME), checkpoint_name(logsumexp, NAME)
+    state = absorb(start(query), query, *_gathered(axes, key, value, marks), rule)
+    out, logsumexp = finish(state, value.dtype)
     return out, (query, key, value, marks, out, logsumexp)
 
 
 def _backward(axes: Axes, rule: Rule, kept: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, marks, out, logsumexp = kept
     key, value, d_out = lax.optimization_barrier((key, value, d_out))  # else XLA keeps what the forward pass gathered
-    delta = jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
+    delta = delta_of(out, d_out, logsumexp)
     block = _gathered(axes, key, value, marks)
     dq, dk, dv = gradients(query, *block[:2], logsumexp, delta, d_out, *block[2:], rule)
     home = functools.partial(lax.psum_scatter, axis_name=axes, scatter_dimension=2, tiled=True)

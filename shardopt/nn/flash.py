@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.core.types import PyTree
@@ -117,9 +119,17 @@ def absorb(
     return State(joined(states.top, -1), joined(states.total, -1), joined(states.mixed, -2))
 
 
-def finish(state: State) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
-    """Return o / l, and m + log l."""
-    return state.mixed / state.total[..., None], state.top + jnp.log(state.total)
+def finish(state: State, dtype: DTypeLike) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
+    """Return o / l in a dtype, and m + log l, both named: where they are kept, the forward pass is not run again."""
+    mixed, logsumexp = state.mixed / state.total[..., None], state.top + jnp.log(state.total)
+    return checkpoint_name(mixed.astype(dtype), NAME), checkpoint_name(logsumexp, NAME)
+
+
+def delta_of(
+    out: Float[Array, "B G R T K"], d_out: Float[Array, "B G R T K"], logsumexp: Float[Array, "B G R T"]
+) -> Float[Array, "B G R T"]:
+    """Return sum_k out dout, which `gradients` of every block takes."""
+    return jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
 
 
 def gradients(

@@ -7,13 +7,23 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt.core.types import PyTree
 from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace
 from shardopt.nn import splash
-from shardopt.nn.flash import NAME, Marks, Rule, State, absorb, finish, gradients, heads_first, heads_last, start
+from shardopt.nn.flash import (
+    Marks,
+    Rule,
+    State,
+    absorb,
+    delta_of,
+    finish,
+    gradients,
+    heads_first,
+    heads_last,
+    start,
+)
 
 T = TypeVar("T")
 
@@ -110,8 +120,7 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
         (state, arriving), _ = lax.scan(one, (state, arriving), jnp.arange(1, ring.hops))
     if ring.hops:
         state = taken_in(state, jnp.int32(ring.hops), arriving)
-    mixed, logsumexp = finish(state)
-    out, logsumexp = checkpoint_name(mixed.astype(value.dtype), NAME), checkpoint_name(logsumexp, NAME)
+    out, logsumexp = finish(state, value.dtype)
     return out, (query, key, value, marks, out, logsumexp)
 
 
@@ -122,7 +131,7 @@ def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Arra
     )  # else XLA may keep what the forward pass was sent
     seen = _seen(ring, query.shape[-2])
     own = seen(0, marks)
-    delta = jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
+    delta = delta_of(out, d_out, logsumexp)
 
     def of_block(hop: Array | int, key: Array, value: Array, marks: Marks) -> list[Array]:
         if not ring.splash:
