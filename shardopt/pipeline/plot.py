@@ -7,6 +7,7 @@ import numpy as np
 
 from shardopt.core.extras import require
 from shardopt.pipeline.ticks import Ticks
+from shardopt.pipeline.timing import Pace, PassTimes, own_pace, tick_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,18 +24,27 @@ _LEGIBLE = 4  # points; smaller numbers are left out
 _WIDTHS = 6.5, 60.0
 
 
-def plot(ticks: Ticks, heading: tuple[str, str], path: str | os.PathLike[str] | None) -> "Figure":
-    """Draw the lockstep program, every tick as long as its busiest stage; see `Schedule.plot`."""
+def plot(
+    ticks: Ticks,
+    times: PassTimes,
+    pace: Pace,
+    heading: tuple[str, str],
+    path: str | os.PathLike[str] | None,
+) -> "Figure":
+    """Draw the lockstep program, or stages at their own pace; see `Schedule.plot`."""
     require("matplotlib", extra="plot", who="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
-    starts = np.concatenate([[0], np.cumsum(ticks.tick_costs())])
-    width = float(np.clip((_UNIT if ticks.num_chunks == 1 else _CHUNK) * starts[-1], *_WIDTHS))
+    lefts, ends = _lockstep(ticks, times) if pace == "lockstep" else _own(ticks, times)
+    # a pass of one unit is as wide on every picture
+    unit = sum(map(sum, times.passes.values())) / (3 * len(ticks.stage_of)) or 1.0
+    inches = (_UNIT if ticks.num_chunks == 1 else _CHUNK) * ends[-1] / unit
+    width = float(np.clip(inches, *_WIDTHS))
     figure = Figure(figsize=(width + 0.9, 0.36 * ticks.num_stages + 1.4), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    _draw_ticks(axes, ticks, starts)
-    _draw_passes(axes, ticks, starts, inches=width / starts[-1])
-    axes.set_xlim(0, starts[-1])
+    _draw_ground(axes, ticks, ends, "tick" if pace == "lockstep" else "time")
+    _draw_passes(axes, ticks, times, lefts, inches=width / ends[-1])
+    axes.set_xlim(0, ends[-1])
     axes.set_ylim(ticks.num_stages - 0.5, -0.5)
     axes.set_yticks(range(ticks.num_stages), [f"stage {stage}" for stage in range(ticks.num_stages)])
     axes.tick_params(length=0, labelsize=8, labelcolor=_INK)
@@ -48,36 +58,53 @@ def plot(ticks: Ticks, heading: tuple[str, str], path: str | os.PathLike[str] | 
     return figure
 
 
-def _draw_ticks(axes: "Axes", ticks: Ticks, starts: np.ndarray) -> None:
-    """A pale band per stage, on which what stays empty is the bubble, cut into numbered ticks."""
-    for stage in range(ticks.num_stages):
-        axes.broken_barh([(0, starts[-1])], (stage - _HALF, 2 * _HALF), facecolor=_IDLE, zorder=0)
-    axes.vlines(starts, -0.5, ticks.num_stages - 0.5, color="white", linewidth=1, zorder=1)
-    every = max(1, round(ticks.num_ticks / 60))
-    middles = (starts[:-1] + starts[1:]) / 2
-    axes.xaxis.tick_top()
-    axes.set_xticks(middles[::every], map(str, range(0, ticks.num_ticks, every)))
-    axes.annotate("tick", (0, 1), (-3, 4), "axes fraction", "offset points", color=_INK, fontsize=8, ha="right")
-
-
-def _draw_passes(axes: "Axes", ticks: Ticks, starts: np.ndarray, inches: float) -> None:
-    """One box per pass, as long as it takes, in the order within its tick; `inches` is the length of a unit."""
-    size = min(8.0, 72 * inches / (0.75 * len(str(ticks.num_micro_batches - 1)) + 0.3))
-    costs, shades = ticks.pass_costs(), _shades(ticks)
+def _lockstep(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return where the boxes [V, M] of each kind begin, and where every tick does; within a tick one after another."""
+    starts = np.concatenate([[0], np.cumsum(tick_times(ticks, times))])
+    stage, lefts = np.asarray(ticks.stage_of)[:, None], {}
     done = np.zeros((ticks.num_ticks, ticks.num_stages))
     for kind, when in ticks.passes.items():
+        lefts[kind] = starts[when] + done[when, stage]
+        np.add.at(done, (when, stage), np.broadcast_to(np.asarray(times.passes[kind])[:, None], when.shape))
+    return lefts, starts
+
+
+def _own(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return where the boxes [V, M] of each kind begin, and beginning and end of it all."""
+    lefts = {kind: np.asarray(each) for kind, each in own_pace(ticks, times).items()}
+    end = max((lefts[kind] + np.asarray(each)[:, None]).max() for kind, each in times.passes.items())
+    return lefts, np.asarray([0.0, end])
+
+
+def _draw_ground(axes: "Axes", ticks: Ticks, ends: np.ndarray, unit: str) -> None:
+    """A pale band per stage, on which what stays empty is the bubble; in lockstep cut into numbered ticks."""
+    for stage in range(ticks.num_stages):
+        axes.broken_barh([(0, ends[-1])], (stage - _HALF, 2 * _HALF), facecolor=_IDLE, zorder=0)
+    axes.xaxis.tick_top()
+    if unit == "tick":
+        axes.vlines(ends, -0.5, ticks.num_stages - 0.5, color="white", linewidth=1, zorder=1)
+        every = max(1, round(ticks.num_ticks / 60))
+        middles = (ends[:-1] + ends[1:]) / 2
+        axes.set_xticks(middles[::every], map(str, range(0, ticks.num_ticks, every)))
+    axes.annotate(unit, (0, 1), (-3, 4), "axes fraction", "offset points", color=_INK, fontsize=8, ha="right")
+
+
+def _draw_passes(axes: "Axes", ticks: Ticks, times: PassTimes, lefts: dict[str, np.ndarray], inches: float) -> None:
+    """One box per pass, as long as it takes; `inches` is the length of a unit of time."""
+    shortest = min((x for each in times.passes.values() for x in each if x > 0), default=1.0)
+    size = min(8.0, 72 * inches * shortest / (0.75 * len(str(ticks.num_micro_batches - 1)) + 0.3))
+    shades = _shades(ticks)
+    for kind, rows in lefts.items():
         for v, stage in enumerate(ticks.stage_of):
-            color = shades[kind][ticks.chunk_of[v]]
-            left = starts[when[v]] + done[when[v], stage]
-            boxes = [(x, costs[kind]) for x in left]
+            color, cost = shades[kind][ticks.chunk_of[v]], times.passes[kind][v]
+            boxes = [(x, cost) for x in rows[v]]
             axes.broken_barh(
                 boxes, (stage - _HALF, 2 * _HALF), facecolor=color, edgecolor="white", linewidth=0.6, zorder=2
             )
             ink = "white" if np.dot(color, (0.299, 0.587, 0.114)) < 0.62 else _INK
-            for m, x in enumerate(left if size >= _LEGIBLE else ()):
-                label = axes.text(x + costs[kind] / 2, stage, str(m), color=ink, fontsize=size, zorder=3)
+            for m, x in enumerate(rows[v] if size >= _LEGIBLE else ()):
+                label = axes.text(x + cost / 2, stage, str(m), color=ink, fontsize=size, zorder=3)
                 label.set(ha="center", va="center_baseline", in_layout=False)
-        np.add.at(done, (when, np.asarray(ticks.stage_of)[:, None]), costs[kind])
 
 
 def _shades(ticks: Ticks) -> dict[str, np.ndarray]:

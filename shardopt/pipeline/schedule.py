@@ -2,14 +2,15 @@
 
 import os
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardopt.core.errors import plural
+from shardopt.pipeline import timing
 from shardopt.pipeline.check import check
-from shardopt.pipeline.ticks import LETTERS, Slots, Table, Ticks, as_table, num_live, shifts, source, tick_table
+from shardopt.pipeline.ticks import LETTERS, Slots, Table, Ticks, as_table, num_live, shifts, tick_table
+from shardopt.pipeline.timing import Pace, PassTimes, Times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,25 +63,51 @@ class Schedule:
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of all stages from the first action to the last, stages going at their own pace.
-
-        Convention: forward, backward and weight take one unit each, a backward that is both takes two; every
-        stage runs its actions in the order of the table, each as soon as its input is there, and messages take
-        no time. It is the exact fraction, rounded once.
-        """
-        return self._idle_fraction(self.table_time())
+        """`bubble_rate()`: the idle share of all stages if every pass takes one unit and messages take no time."""
+        return self.bubble_rate()
 
     @property
     def program_bubble_fraction(self) -> float:
-        """The idle share of all stages in the lockstep program, where a tick takes as long as its busiest stage.
+        """`bubble_rate(pace="lockstep")`, that of the lockstep program; `bubble_fraction` is never above it."""
+        return self.bubble_rate(pace="lockstep")
 
-        Units as for `bubble_fraction`, which it can never be below.
+    def bubble_rate(
+        self,
+        *,
+        forward: Times = 1,
+        backward: Times = 1,
+        weight: Times = 1,
+        communication: float = 0,
+        pace: Pace = "own",
+    ) -> float:
+        """Return the idle share of all stages from the first pass to the last, exact and rounded once.
+
+        Papers whose stages begin the next step without waiting for each other give 1 - work / max(`stage_times`).
+
+        Args:
+          forward: as for `table_time`.
+          backward: as for `table_time`.
+          weight: as for `table_time`.
+          communication: as for `table_time`.
+          pace: "own": the share of `table_time`. "lockstep": of `program_time`.
+
+        Example:
+          >>> import shardopt as so
+          >>> schedule = so.schedules.one_f_one_b(4, 8)
+          >>> round(schedule.bubble_rate(), 3), round(schedule.bubble_rate(communication=0.5), 3)
+          (0.273, 0.351)
+          >>> round(schedule.bubble_rate(pace="lockstep"), 3)
+          0.4
         """
-        return self._idle_fraction(self.program_time())
+        times = self._times(forward, backward, weight, communication)
+        total = (
+            sum(timing.tick_times(self.ticks, times)) if pace == "lockstep" else timing.table_time(self.ticks, times)
+        )
+        return float(timing.idle_fraction(self.ticks, times, total))
 
-    def _idle_fraction(self, time: float) -> float:
-        work = 3 * self.num_chunks * self.num_micro_batches  # of one stage; every stage has the same
-        return float(1 - Fraction(work) / Fraction(time))
+    def _times(self, forward: Times, backward: Times, weight: Times, communication: float) -> PassTimes:
+        given = {"forward": forward, "backward": backward, "weight": weight}
+        return timing.pass_times(self.name, self.ticks, **given, communication=communication)
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -121,35 +148,54 @@ class Schedule:
         """By how many stages, modulo S, cotangents move: then (S - 1,). One permute each, none for 0."""
         return shifts(self.ticks)["backward"]
 
-    def table_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-        """Return the time from the first action to the last, when stages wait for nothing but their inputs.
+    def table_time(
+        self, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
+    ) -> float:
+        """Return the time from the first pass to the last if every stage goes at its own pace.
 
-        Every stage runs its own actions in the order of the table, each as soon as the stage is free and the message
-        has come. This is what the literature calls a schedule's time, and what `bubble_fraction` is of.
+        Every stage runs its own passes in the order of the table, each as soon as the stage is free and the message
+        has come: an event-driven clock, what the literature calls a schedule's time. The program that shardopt
+        compiles runs in lockstep; its time is `program_time`.
 
         Args:
-          forward: time of the forward of one chunk of one micro-batch.
-          backward: time of the gradient of its input.
-          weight: time of the gradient of its weights; a backward that computes both takes backward + weight.
-        """
-        ticks, cost = self.ticks, self.ticks.pass_costs(forward=forward, backward=backward, weight=weight)
-        free: list[float] = [0] * ticks.num_stages
-        done: dict[tuple[str, int, int] | None, float] = {None: 0}
-        # by tick, then in the order within a tick: whatever an action needs has been timed before it
-        for _, _, kind, v, m in sorted(
-            (tick, place, kind, v, m)
-            for place, (kind, when) in enumerate(ticks.passes.items())
-            for v, row in enumerate(when.tolist())
-            for m, tick in enumerate(row)
-        ):
-            stage = ticks.stage_of[v]
-            start = max(free[stage], done[source(kind, v, m, len(ticks.stage_of))])
-            free[stage] = done[kind, v, m] = start + cost[kind]
-        return max(free)
+          forward: time of the forward of one chunk of one micro-batch; or a sequence [V] of one a virtual stage, in
+            the model's order, where they differ (embedding, head).
+          backward: time of the gradient of its input; likewise.
+          weight: time of the gradient of its weights; likewise. A backward that computes both takes backward + weight.
+          communication: time that a message takes from one stage to another, in which both go on with what does not
+            need it. Between chunks of one stage there is none.
 
-    def program_time(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-        """Return the time of the lockstep program, each tick as long as its busiest stage; arguments as for `table_time`."""
-        return sum(self.ticks.tick_costs(forward=forward, backward=backward, weight=weight))
+        Raises:
+          TypeError: if a time is not a number.
+          ValueError: if a sequence has not V times, or one is negative.
+
+        Example:
+          >>> import shardopt as so
+          >>> schedule = so.schedules.one_f_one_b(2, 3)
+          >>> schedule.table_time(), schedule.table_time(forward=[2, 1], communication=0.5)
+          (12, 15.0)
+        """
+        return timing.table_time(self.ticks, self._times(forward, backward, weight, communication))
+
+    def stage_times(
+        self, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
+    ) -> tuple[float, ...]:
+        """Return [S], each stage's time from its first pass to its last, at its own pace; arguments as for `table_time`.
+
+        The longest is what a step takes if every stage begins the next one as soon as it is done, and so what papers
+        on zero bubbles count. A synchronous step, as shardopt's, takes `table_time`: it ends when all have ended.
+        """
+        return timing.stage_times(self.ticks, self._times(forward, backward, weight, communication))
+
+    def program_time(
+        self, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
+    ) -> float:
+        """Return the time of the lockstep program; arguments as for `table_time`.
+
+        Each tick takes as long as its busiest stage, and then the messages, which all stages send after their passes:
+        nothing of them is hidden.
+        """
+        return sum(timing.tick_times(self.ticks, self._times(forward, backward, weight, communication)))
 
     def table(self) -> dict[str, np.ndarray]:
         """Return the schedule as int32 arrays with one row per tick; -1 wherever there is nothing.
@@ -191,18 +237,38 @@ class Schedule:
         """
         check(self.name, self.ticks, self.slots)
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
-        """Draw who does what when, every tick as wide as it is long in the lockstep program.
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        pace: Pace = "lockstep",
+        forward: Times = 1,
+        backward: Times = 1,
+        weight: Times = 1,
+        communication: float = 0,
+    ) -> "Figure":
+        """Draw who does what when, in the lockstep program or at everyone's own pace.
 
         Args:
           path: where to save the picture; the suffix chooses the format, PNG without one.
+          pace: "lockstep": every tick is as wide as it is long in the program. "own": as `table_time` counts.
+          forward: as for `table_time`.
+          backward: as for `table_time`.
+          weight: as for `table_time`.
+          communication: as for `table_time`.
 
         Returns:
           A matplotlib figure.
         """
         from shardopt.pipeline.plot import plot
 
-        return plot(self.ticks, self._heading(), path)
+        idle = self.bubble_rate(
+            forward=forward, backward=backward, weight=weight, communication=communication, pace=pace
+        )
+        how = plural(self.num_ticks, "tick") + " in lockstep" if pace == "lockstep" else "at everyone's own pace"
+        most = plural(max(self.peak_activations), "activation")
+        heading = self._sizes(), f"{how}, {idle:.1%} idle, at most {most} per stage"
+        return plot(self.ticks, self._times(forward, backward, weight, communication), pace, heading, path)
 
     def __repr__(self) -> str:
         sizes = ((self.num_stages, "stage"), (self.num_micro_batches, "micro-batch"), (self.num_chunks, "chunk"))
@@ -210,18 +276,17 @@ class Schedule:
 
     def __str__(self) -> str:
         """Return two lines of numbers, a line of ticks, and one line per stage: F3.1 is forward of micro-batch 3, chunk 1."""
-        sizes, numbers = self._heading()
         peaks = ", ".join(map(str, self.peak_activations))
-        return "\n".join([sizes, f"{numbers} ({peaks})", "", *_grid(self.ticks)])
-
-    def _heading(self) -> tuple[str, str]:
         numbers = [
             plural(self.num_ticks, "tick"),
             f"bubble {self.bubble_fraction:.1%}",
             f"as a lockstep program {self.program_bubble_fraction:.1%}",
-            f"at most {plural(max(self.peak_activations), 'activation')} per stage",
+            f"at most {plural(max(self.peak_activations), 'activation')} per stage ({peaks})",
         ]
-        return repr(self).removeprefix("Schedule(").removesuffix(")"), ", ".join(numbers)
+        return "\n".join([self._sizes(), ", ".join(numbers), "", *_grid(self.ticks)])
+
+    def _sizes(self) -> str:
+        return repr(self).removeprefix("Schedule(").removesuffix(")")
 
 
 def _grid(ticks: Ticks) -> list[str]:

@@ -61,20 +61,6 @@ class Ticks(NamedTuple):
         tables = zip(LETTERS, (self.forward, self.backward, self.weight), strict=True)
         return {kind: np.asarray(table) for kind, table in tables if table is not None}
 
-    def pass_costs(self, *, forward: float = 1, backward: float = 1, weight: float = 1) -> dict[str, float]:
-        """Return how long each kind of pass takes; a backward that is not split does the work of two."""
-        if self.weight is None:
-            return {"forward": forward, "backward": backward + weight}
-        return {"forward": forward, "backward": backward, "weight": weight}
-
-    def tick_costs(self, **costs: float) -> list[float]:
-        """Return [num_ticks], how long each tick takes: as long as its busiest stage; `costs` as for `pass_costs`."""
-        cost = self.pass_costs(**costs)
-        load = np.zeros((self.num_ticks, self.num_stages), np.result_type(*cost.values()))
-        for kind, when in self.passes.items():
-            np.add.at(load, (when, np.asarray(self.stage_of)[:, None]), cost[kind])
-        return load.max(axis=1).tolist()
-
 
 def source(kind: str, v: int, m: int, num_virtual_stages: int) -> tuple[str, int, int] | None:
     """Return the pass (kind, virtual stage, micro-batch) whose result this one waits for; None at the very start."""

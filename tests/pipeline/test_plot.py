@@ -70,3 +70,16 @@ def test_chunks_become_paler_and_numbers_too_small_to_read_are_left_out():
     blues = {tuple(c.get_facecolor()[0]) for c in figure.axes[0].collections if c.get_zorder() == 2}
     assert len(blues) == 6  # three chunks, two kinds
     assert len(labels(schedules.gpipe(2, 600).plot())) == 0
+
+
+def test_at_their_own_pace_boxes_stand_where_table_time_counts_them():
+    figure = schedules.gpipe(2, 2).plot(pace="own", forward=[1, 2], backward=1, weight=0, communication=0.5)
+    first = [(0, 1, 0), (1, 2, 0), (7, 8, 0), (8, 9, 0)]
+    second = [(1.5, 3.5, 1), (3.5, 5.5, 1), (5.5, 6.5, 1), (6.5, 7.5, 1)]
+    assert sorted(boxes(figure)) == sorted(first + second)
+    assert figure.axes[0].get_xlim() == (0, 9)
+
+
+def test_in_lockstep_messages_stand_between_ticks():
+    figure = schedules.gpipe(2, 1).plot(communication=0.5)
+    assert sorted(boxes(figure)) == [(0, 1, 0), (1.5, 2.5, 1), (3, 5, 1), (5.5, 7.5, 0)]
