@@ -15,8 +15,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardopt.core.arguments import is_integer
 from shardopt.core.errors import format_error
 
-AXES = ("replica", "data", "pipeline", "context", "tensor")
+AXES = ("replica", "data", "pipeline", "expert", "context", "tensor")
 """All mesh axes, outermost first: tensor neighbours are adjacent devices."""
+_OPTIONAL = ("replica", "expert", "context")
+"""Those that a mesh has only above size 1."""
 
 
 def make_mesh(
@@ -26,12 +28,13 @@ def make_mesh(
     *,
     replica: int = 1,
     context: int = 1,
+    expert: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Lay the devices out as a mesh with axes data, pipeline and tensor (and replica and context, if above 1).
+    """Lay the devices out as a mesh with axes data, pipeline and tensor (and replica, expert and context, if above 1).
 
-    Tensor neighbours are adjacent devices, context comes next, then pipeline; data is outermost, replica outside it. On
-    TPU the physical torus is respected; several slices are put on replica and data.
+    Tensor neighbours are adjacent devices, context comes next, then expert and pipeline; data is outermost, replica outside
+    it. On TPU the physical torus is respected; several slices are put on replica and data.
 
     Args:
       data: size of the data axis; at most one size may be -1, which takes what the others leave.
@@ -39,6 +42,8 @@ def make_mesh(
       pipeline: size of the pipeline axis.
       replica: size of the replica axis, which exists only when it is above 1.
       context: size of the context axis, which splits the positions of sequences and exists only when it is above 1.
+      expert: size of the expert axis, which splits the experts of leaves that a strategy's `expert_leaves` name, and rows
+        of the batch as data does; it exists only when it is above 1.
       devices: the devices to use, in whatever shape; by default `jax.devices()`.
 
     Returns:
@@ -57,9 +62,10 @@ def make_mesh(
     devices = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
     if not devices:
         raise ValueError(format_error("make_mesh", "there are no devices.", fix="pass some, or leave devices out."))
-    asked = {"replica": replica, "data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+    asked = {"replica": replica, "data": data, "pipeline": pipeline}
+    asked |= {"expert": expert, "context": context, "tensor": tensor}
     sizes = _infer_sizes({axis: asked[axis] for axis in AXES}, len(devices))
-    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in ("replica", "context")}
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL}
     grid = _arrange(tuple(sizes.values()), devices, outer=len([axis for axis in sizes if axis in ("replica", "data")]))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
@@ -70,8 +76,8 @@ def spec_axes(spec: Iterable[str | tuple[str | None, ...] | None]) -> list[str]:
 
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes that the batch is split over: data, and replica where there is one."""
-    return tuple(axis for axis in ("replica", "data") if axis in mesh.axis_names)
+    """Return the axes that the rows of a batch are split over: data, and replica and expert where there are such."""
+    return tuple(axis for axis in ("replica", "data", "expert") if axis in mesh.axis_names)
 
 
 _roles: ContextVar[Mapping[str, tuple[str, ...]] | None] = ContextVar("roles", default=None)
@@ -159,7 +165,9 @@ def device_kind() -> str | None:
 
 
 def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
-    listed = ", ".join(f"{axis}={size}" for axis, size in asked.items() if (axis, size) != ("context", 1))
+    listed = ", ".join(
+        f"{axis}={size}" for axis, size in asked.items() if (axis, size) not in (("context", 1), ("expert", 1))
+    )
     for axis, size in asked.items():
         if not is_integer(size):
             raise TypeError(f"make_mesh: {axis} must be an integer, got {size!r} ({type(size).__name__}).")

@@ -1,5 +1,6 @@
 """All-gather of sharded leaves, and reduce-scatter of their gradients: each the transpose of the other."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,18 +24,18 @@ def all_gather(
     dims: Sequence[int | None],
     specs: Sequence[PartitionSpec],
     *,
-    axis: MeshAxes,
+    axes: Sequence[MeshAxes],
     dtypes: Sequence[DTypeLike | None] | None = None,
     scatter_dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> list[jax.Array]:
-    """Gather local shards along a mesh axis; the backward pass reduce-scatters their gradients.
+    """Gather local shards along mesh axes; the backward pass reduce-scatters their gradients.
 
     Args:
       leaves: local shards.
-      dims: the dim each leaf is sharded on over `axis`, or None where it is replicated.
+      dims: the dim each leaf is sharded on, or None where it is replicated.
       specs: how each leaf is sharded over the tensor axis, which it stays.
-      axis: the mesh axis to gather over, or several.
+      axes: the mesh axis that each is sharded over, or several taken together.
       dtypes: what each leaf is cast to before it travels, None for what it is. Gradients are cast back before they
         are summed, so the reduction keeps the precision of the stored leaf, unless `scatter_dtypes` says otherwise.
       scatter_dtypes: see `dtypes` of `reduce_scatter`, of the gradients.
@@ -42,7 +43,7 @@ def all_gather(
         same time, and so are their gradients.
 
     Returns:
-      The gathered leaves. The gradient of a sharded leaf is the sum over `axis`; that of a replicated one stays local.
+      The gathered leaves. The gradient of a sharded leaf is the sum over its axes; that of a replicated one stays local.
     """
     stored = [leaf.dtype for leaf in leaves]
     travels = [
@@ -52,15 +53,16 @@ def all_gather(
 
     def forward(xs):
         cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, travels, strict=True)]
-        move = lambda xs, dims: all_gather_buckets(xs, dims, axis, _all_gather, bucket_bytes=bucket_bytes)  # noqa: E731
-        return _where_sharded(move, cast, dims, specs)
+        move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
+        return _where_sharded(move, cast, dims, axes, specs)
 
     # Written out rather than derived: deriving it would reduce the gradients in the dtype that travels.
     def backward(_, cotangents):
         wide = [cotangents[i].astype(stored[i]) for i in differentiable]
         where = [dims[i] for i in differentiable], [specs[i] for i in differentiable]
+        over = [axes[i] for i in differentiable]
         narrow = None if scatter_dtypes is None else [scatter_dtypes[i] for i in differentiable]
-        sums = reduce_scatter(wide, *where, axis=axis, dtypes=narrow, bucket_bytes=bucket_bytes)
+        sums = reduce_scatter(wide, *where, axes=over, dtypes=narrow, bucket_bytes=bucket_bytes)
         grads: list[jax.Array | None] = [None] * len(stored)  # None is the zero cotangent of an integer leaf
         for i, total in zip(differentiable, sums, strict=True):
             grads[i] = total
@@ -76,17 +78,17 @@ def reduce_scatter(
     dims: Sequence[int | None],
     specs: Sequence[PartitionSpec],
     *,
-    axis: MeshAxes,
+    axes: Sequence[MeshAxes],
     dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> list[jax.Array]:
-    """Sum local gradients over a mesh axis, each device keeping its shard; leaves with dim None stay local.
+    """Sum local gradients over mesh axes, each device keeping its shard; leaves with dim None stay local.
 
     Args:
       leaves: local gradients.
       dims: the dim each is cut on, or None.
       specs: how each is sharded over the tensor axis, which it stays.
-      axis: the mesh axis to sum over, or several.
+      axes: the mesh axis to sum each over, or several taken together.
       dtypes: what each leaf is cast to before it is sent, None for what it is; sums come back in the dtype of the leaf.
       bucket_bytes: as in `all_gather`.
     """
@@ -94,31 +96,32 @@ def reduce_scatter(
     cast = [dim is not None and dtype is not None for dim, dtype in zip(dims, dtypes, strict=True)]
     sent = [x.astype(dtype) if one else x for x, dtype, one in zip(leaves, dtypes, cast, strict=True)]
 
-    def moved_by(
-        scatter: Callable[[jax.Array, MeshAxes, int], jax.Array],
-    ) -> Callable[[list[jax.Array], list[int]], list[jax.Array]]:
-        return lambda xs, dims: reduce_scatter_buckets(xs, dims, axis, scatter, bucket_bytes=bucket_bytes)
-
     as_bits = [one and x.dtype.itemsize == 2 and device_kind() == "cpu" for x, one in zip(sent, cast, strict=True)]
     for scatter, chosen in ((_reduce_scatter, False), (_reduce_scatter_bits, True)):
         some = [dim if bits is chosen else None for dim, bits in zip(dims, as_bits, strict=True)]
-        sent = _where_sharded(moved_by(scatter), sent, some, specs)
+        move = functools.partial(reduce_scatter_buckets, scatter=scatter, bucket_bytes=bucket_bytes)
+        sent = _where_sharded(move, sent, some, axes, specs)
     return [x.astype(leaf.dtype) for x, leaf in zip(sent, leaves, strict=True)]
 
 
 def _where_sharded(
-    move: Callable[[list[jax.Array], list[int]], list[jax.Array]],
+    move: Callable[[list[jax.Array], list[int], MeshAxes], list[jax.Array]],
     leaves: Sequence[jax.Array],
     dims: Sequence[int | None],
+    axes: Sequence[MeshAxes],
     specs: Sequence[PartitionSpec],
 ) -> list[jax.Array]:
-    """Apply collectives to the leaves that have a dim, leaving the others as they are."""
-    results = list(leaves)
-    split = {i: dim for i, dim in enumerate(dims) if dim is not None}
-    run = lambda xs: move(xs, list(split.values()))  # noqa: E731
-    moved = shard_by_shard(run, [leaves[i] for i in split], [specs[i] for i in split])
-    for i, x in zip(split, moved, strict=True):
-        results[i] = x
+    """Apply collectives to the leaves that have a dim, those of the same axes together; leave the others as they are."""
+    results, split = list(leaves), {i: dim for i, dim in enumerate(dims) if dim is not None}
+    for over in dict.fromkeys(axes[i] for i in split):
+        some = {i: dim for i, dim in split.items() if axes[i] == over}
+
+        def run(xs: list[jax.Array], some: dict[int, int] = some, over: MeshAxes = over) -> list[jax.Array]:
+            return move(xs, list(some.values()), over)
+
+        moved = shard_by_shard(run, [leaves[i] for i in some], [specs[i] for i in some])
+        for i, x in zip(some, moved, strict=True):
+            results[i] = x
     return results
 
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardopt.partition import LeafPlan, ShardAxes, shard_axes
+from shardopt.partition import LeafPlan
 
 
 class Axis(NamedTuple):
@@ -19,17 +19,18 @@ class Axis(NamedTuple):
     Attributes:
       splits: what devices along the axis have different parts of: rows of the batch, positions of its sequences, blocks
         of the model, or inner dims of its leaves.
-      sums: the leaves whose gradients are summed over it: all, the outer ones (those of no block), or none, because the
-        partitioner does it.
+      sums: the leaves whose gradients are summed over it: all, the outer ones (those of no block), those that hold no
+        experts, or none, because the partitioner does it.
     """
 
     splits: Literal["rows", "positions", "blocks", "dims"]
-    sums: Literal["all", "outer", "none"]
+    sums: Literal["all", "outer", "no experts", "none"]
 
 
 TABLE = {
     "replica": Axis(splits="rows", sums="all"),
     "data": Axis(splits="rows", sums="all"),
+    "expert": Axis(splits="rows", sums="no experts"),
     "context": Axis(splits="positions", sums="all"),
     "pipeline": Axis(splits="blocks", sums="outer"),
     "tensor": Axis(splits="dims", sums="none"),
@@ -44,7 +45,6 @@ class AxisTable(NamedTuple):
       rows: the axes that the rows of the batch are split over.
       positions: the axes that the positions of its sequences are split over.
       summed: those of both over which gradients are summed: all, or all but replica while replicas train apart.
-      shard: the axes that a placement shards over.
       stages: ("pipeline",) where blocks run on several stages, else ().
       stacked: ("replica",) where each replica has parameters of its own, stacked along a first dim; else ().
     """
@@ -53,7 +53,6 @@ class AxisTable(NamedTuple):
     rows: tuple[str, ...]
     positions: tuple[str, ...]
     summed: tuple[str, ...]
-    shard: ShardAxes
     stages: tuple[str, ...]
     stacked: tuple[str, ...]
 
@@ -78,9 +77,13 @@ class AxisTable(NamedTuple):
         return math.prod(self.sizes[axis] for axis in self.positions)
 
     def gradient(self, plan: LeafPlan, *, done: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the axes that the gradient of a leaf is summed over, less those over which it has been already."""
+        """Return the axes that the gradient of a leaf is summed over, less those over which it has been already.
+
+        A gradient of experts is complete over expert: the tokens of all its devices came to them.
+        """
         over = self.summed if plan.stacked else (*self.summed, *self.stages)
-        return tuple(axis for axis in over if axis not in done)
+        own = [axis for axis, row in TABLE.items() if row.sums == "no experts" and plan.experts]
+        return tuple(axis for axis in over if axis not in done and axis not in own)
 
     def stack(self, spec: PartitionSpec = PartitionSpec()) -> PartitionSpec:  # noqa: B008 (a constant)
         """Return the spec of a value of which each replica has its own."""
@@ -105,7 +108,6 @@ def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: b
         rows=rows,
         positions=positions,
         summed=batch if sync_gradients else tuple(axis for axis in batch if axis not in stacked),
-        shard=shard_axes(mesh.shape),
         stages=tuple(axis for axis, row in TABLE.items() if row.splits == "blocks") if pipelined else (),
         stacked=stacked,
     )

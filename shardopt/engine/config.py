@@ -130,6 +130,7 @@ class StrategyConfig(NamedTuple):
       separable: True if the user says that pieces of the batch add up; None to find out.
       axis_names: what the user's mesh calls its axes; None for our names.
       sequence_dims: which dim of a batch leaf counts positions, by key path.
+      expert_leaves: regexes of key paths of leaves whose first dim (of a block) counts experts.
       user_mesh: where state, batch and metrics live; None until checked.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
@@ -156,6 +157,7 @@ class StrategyConfig(NamedTuple):
     separable: bool | None = None
     axis_names: Axes | None = None
     sequence_dims: SequenceDims = ()
+    expert_leaves: Sequence[str] = ()
     user_mesh: UserMesh | None = None
     report: ReportFn = _no_report
 
@@ -230,7 +232,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
         what = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
         raise TypeError(format_error(who, what, fix="leave it out."))
     if config.reducer is not None:
-        _check_reducer(who, config)
+        _check_reducer(who, config._replace(mesh=mesh))
     options = compiler_options(mesh) if config.compiler_options is None else config.compiler_options
     if not isinstance(options, Mapping):
         what = f"compiler_options must be a dict of option name to value, got {type(options).__name__}."
@@ -238,7 +240,8 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     # Stored as checked: an iterator would be empty by the time it is used.
     rules = user_mesh.rules(config.rules if callable(config.rules) else _as_tuple(config.rules))
     check_rules(rules, who=who)
-    frozen = _check_frozen(who, config.frozen)
+    frozen = _check_regexes(who, "frozen", config.frozen)
+    expert_leaves = _check_regexes(who, "expert_leaves", config.expert_leaves)
     sequence_dims = _check_sequence_dims(who, config)
     gather_dtype = _check_dtype(who, "gather_dtype", config.gather_dtype, fix="None to gather what is stored")
     scatter_dtype = _check_scatter_dtype(who, config)
@@ -250,6 +253,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
         rules=rules,
         frozen=frozen,
         sequence_dims=sequence_dims,
+        expert_leaves=expert_leaves,
         gather_dtype=gather_dtype,
         scatter_dtype=scatter_dtype,
         compiler_options=options,
@@ -327,6 +331,9 @@ def _check_view(who: str, config: StrategyConfig) -> None:
 
 def _check_reducer(who: str, config: StrategyConfig) -> None:
     check_reducer(who, config.reducer)
+    if config.mesh.shape.get("expert", 1) > 1:
+        what = "a reducer takes the mean of all leaves over the same devices, and those of experts differ along expert."
+        raise ValueError(format_error(who, what, fix="leave reducer out, or make the mesh with expert=1."))
     if config.placement.grads:
         what = "a reducer takes the mean of unsharded gradients, and this placement shards them."
         raise ValueError(format_error(who, what, fix="use placement='ddp' or 'zero1', or leave reducer out."))
@@ -344,11 +351,11 @@ def _as_tuple(rules: Any) -> Any:
     return rules if isinstance(rules, str | dict) or not isinstance(rules, Iterable) else tuple(rules)
 
 
-def _check_frozen(who: str, frozen: Sequence[str]) -> tuple[str, ...]:
-    patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else tuple(frozen)
+def _check_regexes(who: str, name: str, given: Sequence[str]) -> tuple[str, ...]:
+    patterns = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{who}: frozen must be a sequence of regular expressions, got {frozen!r}.")
-    _check_patterns(who, "frozen", patterns)
+        raise TypeError(f"{who}: {name} must be a sequence of regular expressions, got {given!r}.")
+    _check_patterns(who, name, patterns)
     return patterns
 
 

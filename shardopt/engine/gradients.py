@@ -99,8 +99,7 @@ def _sum(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list
     sharded = config.placement
     if sharded.opt_state and not sharded.grads:
         grads = reduce_scatter_grads(config, grads, layout.trained)
-    shard = config.axes.shard.names
-    done = [shard if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
+    done = [plan.shard_axes if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
     over = [config.axes.gradient(plan, done=one) for plan, one in zip(layout.trained, done, strict=True)]
     return all_reduce_grads(grads, layout.trained, over)
 

@@ -76,6 +76,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         pipelined=config.schedule is not None,
         min_shard_elements=config.min_shard_elements,
         tables=tables,
+        expert_leaves=config.expert_leaves,
         is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.frozen),
     )
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))

@@ -148,9 +148,8 @@ def all_gather_leaves(
     dtypes = [config.gather_dtype if one else None for one in cast]
     where = [None if plan.path in tables else plan.dim for plan in flat], [plan.tensor for plan in flat]
     scattered = [config.wire_dtype(plan.dtype) for plan in flat]
-    gathered = all_gather(
-        leaves, *where, axis=config.axes.shard.entry, dtypes=dtypes, scatter_dtypes=scattered, bucket_bytes=bucket_bytes
-    )
+    axes = [plan.axes for plan in flat]
+    gathered = all_gather(leaves, *where, axes=axes, dtypes=dtypes, scatter_dtypes=scattered, bucket_bytes=bucket_bytes)
     return treedef.unflatten(
         [
             _table(leaf, plan, sums) if plan.path in tables else checkpoint_name(leaf, GATHERED)

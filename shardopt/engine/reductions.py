@@ -19,8 +19,8 @@ def reduce_scatter_grads(
 ) -> list[jax.Array]:
     """Sum gradients over data, each device keeping its shard; those of leaves that stay replicated are left local."""
     where = [plan.dim for plan in plans], [plan.tensor for plan in plans]
-    dtypes = [config.wire_dtype(plan.dtype) for plan in plans]
-    return reduce_scatter(grads, *where, axis=config.axes.shard.entry, dtypes=dtypes, bucket_bytes=BUCKET_BYTES)
+    dtypes, axes = [config.wire_dtype(plan.dtype) for plan in plans], [plan.axes for plan in plans]
+    return reduce_scatter(grads, *where, axes=axes, dtypes=dtypes, bucket_bytes=BUCKET_BYTES)
 
 
 def all_reduce_grads(

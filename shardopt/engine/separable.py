@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, as_block_model, call, takes_rng
-from shardopt.core.errors import NotSeparableError, format_error
+from shardopt.core.errors import NotSeparableError, format_error, plural
 from shardopt.core.types import Max, Min, PyTree, Sum, TreeDef, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.batch_dims import resized, sequence_dim
 from shardopt.engine.batches import num_rows
@@ -33,6 +33,7 @@ from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import leaves_like
 from shardopt.separability.analysis import DifferentTracesError, Scope, follow
 from shardopt.separability.arithmetic import part_degree
+from shardopt.separability.experts import experts_elsewhere
 from shardopt.separability.values import Const, Mixed, Op, Rows, Value, first_mixed, odd, same
 from shardopt.separability.values import Sum as RowSum
 
@@ -176,6 +177,8 @@ def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batc
     rows = max(1, num_rows(batch) // shares)
     piece = resized(config, abstract(batch), rows=rows, position_shares=axes.num_position_shares)
     given = config.loss_fn, as_gathered(config, layout), piece
+    if any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1:
+        _refuse_experts_elsewhere(config, layout, find.keywords["key"], *given)
     if axes.num_position_shares > 1:
         along = functools.partial(find, sequence_dim=functools.partial(sequence_dim, config))
         _refuse_mixed_positions(config, on_mesh(config.mesh, along)(*given))
@@ -217,6 +220,39 @@ def _refuse_mixed_positions(config: StrategyConfig, mixing: Mixing | None) -> No
     raise NotSeparableError(
         format_error(config.strategy, what, mixing.lines, FIX_POSITIONS), operation=mixing.operation
     )
+
+
+def _refuse_experts_elsewhere(
+    config: StrategyConfig, layout: Layout, key: PyTree, loss_fn: LossFn, params: PyTree, batch: PyTree
+) -> None:
+    """Refuse a loss that uses leaves of experts, of which each device has its own, otherwise than by sending tokens to them."""
+
+    def traced(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+        with analysis():
+            return jax.tree.leaves(
+                call(with_rows(row_context(config)._replace(tracing=True), loss_fn), key, 0, params, batch)
+            )
+
+    axis_env = [(axis, size) for axis, size in config.axes.sizes.items() if axis != TENSOR or size == 1]
+    jaxpr = on_mesh(config.mesh, jax.make_jaxpr(traced, axis_env=axis_env))(params, batch, key)
+    own = [{i: None} if plan.experts else {} for i, plan in enumerate(layout.plans)]
+    others = len(jaxpr.jaxpr.invars) - len(own)
+    found = {leaf: at for marks in experts_elsewhere(jaxpr, [*own, *[{}] * others]) for leaf, at in marks.items()}
+    if not found:
+        return
+    lines = [
+        layout.plans[leaf].path + ("" if at is None else f": {_line(Op(at))}") for leaf, at in sorted(found.items())
+    ]
+    what = (
+        f"the loss uses {plural(len(found), 'leaf')} of experts outside of so.nn.mixture_of_experts, and each of "
+        f"{config.axes.sizes['expert']} devices along expert has its own experts."
+    )
+    fix = (
+        "decay or clip weights in the optax chain; view='global'; a mesh with expert=1; or separable=True if the loss sends "
+        "tokens over expert itself."
+    )
+    operation = next((_operation(Op(at)) for at in found.values() if at is not None), "")
+    raise NotSeparableError(format_error(config.strategy, what, lines, fix), operation=operation)
 
 
 class SeparableOnce:

@@ -66,8 +66,9 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
         first = len(axes.stacked)
         dims = [None if plan.dim is None else plan.dim + first for plan in layout.trained]
         tensor = [PartitionSpec(*[None] * first, *plan.tensor) for plan in layout.trained]
+        over = [plan.axes for plan in layout.trained]
         run = per_device(
-            lambda leaves: all_gather(leaves, dims, tensor, axis=axes.shard.entry, bucket_bytes=BUCKET_BYTES),
+            lambda leaves: all_gather(leaves, dims, tensor, axes=over, bucket_bytes=BUCKET_BYTES),
             config.mesh,
             in_specs=([axes.stack(plan.data_spec(sharded=True)) for plan in layout.trained],),
             out_specs=[axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained],

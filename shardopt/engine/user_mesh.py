@@ -29,6 +29,8 @@ class Axes(NamedTuple):
       replica: rows of the batch; parameters are copied.
       pipeline: blocks of the model.
       context: positions of sequences; what a placement shards is sharded over data and context together.
+      expert: rows of the batch, and the experts of leaves that `expert_leaves` name; what a placement shards, but for these
+        leaves, is sharded over data and expert together.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -45,6 +47,7 @@ class Axes(NamedTuple):
     replica: str | Sequence[str] = "replica"
     pipeline: str | Sequence[str] = "pipeline"
     context: str | Sequence[str] = "context"
+    expert: str | Sequence[str] = "expert"
 
 
 class UserMesh(NamedTuple):
@@ -137,7 +140,7 @@ def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> t
     for axis, size in mesh.shape.items():
         if size > 1 and role_of.get(axis) not in known:
             what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
-            fix = f"use the axes data, tensor, pipeline, context, replica, or say what it is: axes=so.Axes(data={axis!r})."
+            fix = f"use the axes data, tensor, pipeline, context, expert, replica, or say what it is: axes=so.Axes(data={axis!r})."
             if axis in role_of:
                 fix = "use so.hybrid, or make the mesh with pipeline=1."
             raise ValueError(format_error(who, what, fix=fix))

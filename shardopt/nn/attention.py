@@ -340,7 +340,7 @@ def _on_each_device(
     left = {axis for axis, kind in types.items() if kind != AxisType.Manual and mesh.shape[axis] > 1}
     if not left:
         return run(query, key, value, marks)
-    rows = tuple(axis for role in ("replica", "data") for axis in axes_of_role(role) if axis in left)
+    rows = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in left)
     places = tuple(axis for axis in axes_of_role(CONTEXT) if axis in left)
     heads = tuple(axis for axis in axes_of_role(TENSOR) if axis in left)
     for axes, count, what, fix in (

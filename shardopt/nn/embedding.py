@@ -108,8 +108,7 @@ def embedding(
     if sent_by_exchange(table, ids) < sent_by_gather(table):
         rows = _exchanged(table, ids.reshape(-1), mode)
         return checkpoint_name(rows.reshape(*ids.shape, rows.shape[-1]), NAME)
-    where = {"axis": table.axis, "scatter_dtypes": [table.sums]}
-    (whole,) = all_gather([table.shard], [1], [table.tensor], **where)
+    (whole,) = all_gather([table.shard], [1], [table.tensor], axes=[table.axis], scatter_dtypes=[table.sums])
     return checkpoint_name(_rows(whole, ids, mode), NAME)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,22 +15,28 @@ from jax.tree_util import KeyPath
 from shardopt.core.block_model import BLOCKS
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules, leaves_with_paths
+from shardopt.mesh import spec_axes
 from shardopt.partition.rules import match_rules
 
 COLUMNS = 1
 """The dim of a table [V, D] that its columns are."""
+EXPERT = "expert"
 
 
 class ShardAxes(NamedTuple):
     """The mesh axes, taken together, that a placement shards over.
 
     Attributes:
-      names: data, and context where there is one.
+      names: data, and expert and context where there are such.
       size: how many devices these are.
     """
 
     names: tuple[str, ...]
     size: int
+
+    def without(self, axis: str, sizes: Mapping[str, int]) -> "ShardAxes":
+        """Return the others."""
+        return shard_axes({name: sizes[name] for name in sizes if name != axis})
 
     @property
     def entry(self) -> str | tuple[str, ...]:
@@ -42,7 +49,7 @@ class ShardAxes(NamedTuple):
 
 def shard_axes(sizes: Mapping[str, int]) -> ShardAxes:
     """Return the axes to shard over, of a mesh whose axes have these sizes."""
-    names = tuple(axis for axis in ("data", "context") if axis == "data" or axis in sizes)
+    names = tuple(axis for axis in ("data", EXPERT, "context") if axis == "data" or axis in sizes)
     return ShardAxes(names, math.prod(sizes[axis] for axis in names))
 
 
@@ -60,7 +67,8 @@ class LeafPlan:
       stacked: whether dim 0 counts blocks.
       trainable: whether the optimizer updates it.
       pipelined: whether dim 0, which counts blocks, is sharded over the pipeline axis.
-      axes: the axes that a placement shards over, as in a `PartitionSpec`.
+      axes: the axes that a placement shards over, as in a `PartitionSpec`; of a leaf of experts all but expert.
+      experts: whether the first dim (of a block) counts experts and is sharded over the expert axis.
     """
 
     path: str
@@ -73,15 +81,16 @@ class LeafPlan:
     trainable: bool
     pipelined: bool = False
     axes: str | tuple[str, ...] = "data"
+    experts: bool = False
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that a placement shards over."""
+        return (self.axes,) if isinstance(self.axes, str) else self.axes
 
     def spec(self, *, sharded: bool) -> PartitionSpec:
-        """Return the full spec: tensor and pipeline, and data (with context) as well if `sharded`."""
-        entries = list(self.tensor)
-        if self.pipelined:
-            entries[0] = "pipeline"
-        if sharded and self.dim is not None:
-            entries[self.dim] = self.axes
-        return PartitionSpec(*entries)
+        """Return the full spec: tensor, pipeline and expert, and what a placement shards over as well if `sharded`."""
+        return PartitionSpec(*map(_either, self.tensor, self.data_spec(sharded=sharded)))
 
     def of_block(self) -> "LeafPlan":
         """Return the plan of one block of a stacked leaf, without the stacked dim."""
@@ -95,7 +104,13 @@ class LeafPlan:
         entries = [self.axes if sharded and dim == self.dim else None for dim in range(len(self.shape))]
         if self.pipelined:
             entries[0] = "pipeline"
+        if self.experts:
+            entries[int(self.stacked)] = EXPERT
         return PartitionSpec(*entries)
+
+
+def _either(one: str | None, other: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    return other if one is None else one
 
 
 def plan_leaves(
@@ -109,6 +124,7 @@ def plan_leaves(
     min_shard_elements: int,
     is_trainable: Callable[[str], bool],
     tables: Sequence[str] = (),
+    expert_leaves: Sequence[str] = (),
 ) -> PyTree:
     """Plan every leaf: rules place tensor, and data takes the largest dim it divides.
 
@@ -122,13 +138,14 @@ def plan_leaves(
       min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
       is_trainable: whether a floating leaf with this key path is trained.
       tables: key paths of leaves [V, D] of which data takes the columns, if it divides them and tensor does not take them.
+      expert_leaves: regexes of key paths of leaves whose first dim (of a block) counts experts.
 
     Returns:
       A tree like the parameters, of `LeafPlan`.
 
     Raises:
       ValueError: if rules do not fit, a dim named by a rule is not divisible by the axis size, or the tensor
-        axis is above 1 and no leaf is sharded over it.
+        axis is above 1 and no leaf is sharded over it; likewise of experts and the expert axis.
     """
     leaves = leaves_with_paths(abstract_params)
     is_stacked = [stacked and path.split("/")[0] == BLOCKS for path, _ in leaves]
@@ -139,9 +156,12 @@ def plan_leaves(
         raise ValueError(format_error(who, what, twice, "rename a key; '/' in a key reads as nesting."))
     specs = match_rules(rules, list(zip(paths, shapes, strict=True)), who=who)
     _check_tensor(who, paths, shapes, specs, mesh.shape.get("tensor", 1))
-    plans, axes = [], shard_axes(mesh.shape)
+    experts = _experts(who, paths, shapes, specs, expert_leaves, mesh.shape.get(EXPERT))
+    plans, every = [], shard_axes(mesh.shape)
     for (path, leaf), shape, spec, block in zip(leaves, shapes, specs, is_stacked, strict=True):
-        dim, reason = data_dim(shape, spec, axes, min_shard_elements)
+        axes = every.without(EXPERT, mesh.shape) if path in experts else every
+        taken = PartitionSpec(EXPERT, *spec[1:]) if path in experts else spec
+        dim, reason = data_dim(shape, taken, axes, min_shard_elements)
         if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
             dim = COLUMNS
         plans.append(
@@ -156,6 +176,7 @@ def plan_leaves(
                 trainable=jnp.issubdtype(leaf.dtype, jnp.inexact) and is_trainable(path),
                 pipelined=block and pipelined,
                 axes=axes.entry,
+                experts=path in experts,
             )
         )
     return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
@@ -177,8 +198,49 @@ def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, least
     if dim is not None:
         return dim, ""
     if largest_divisible_dim(shape, axes.size, (False,) * len(shape)) is not None:
-        return None, f"shape {shape}: the only dim divisible by {axes} is split over tensor"
+        names = " and ".join(dict.fromkeys(spec_axes(spec)))
+        return None, f"shape {shape}: the only dim divisible by {axes} is split over {names}"
     return None, f"shape {shape}: no dim is divisible by {axes}"
+
+
+def _experts(
+    who: str,
+    paths: list[str],
+    shapes: list[tuple[int, ...]],
+    specs: list[PartitionSpec],
+    patterns: Sequence[str],
+    size: int | None,
+) -> frozenset[str]:
+    """Return the leaves whose first dim is sharded over the expert axis: those that are named, where there is such an axis."""
+    if idle := [repr(one) for one in patterns if not any(re.search(one, path) for path in paths)]:
+        what = f"{plural(len(idle), 'pattern')} of expert_leaves matched no parameter."
+        fix = f"match a key path, such as: {', '.join(paths[:8])}."
+        raise ValueError(format_error(who, what, idle, fix))
+    if size is None:
+        return frozenset()
+    uneven, taken, found = [], [], []
+    for path, shape, spec in zip(paths, shapes, specs, strict=True):
+        if any(re.search(one, path) for one in patterns):
+            found.append(path)
+            if not shape or shape[0] % size:
+                left = f"dim 0 is {shape[0]}, remainder {shape[0] % size}" if shape else "no dim counts experts"
+                uneven.append(f"{path}: shape {shape}; {left}")
+            elif spec[0] is not None:
+                taken.append(f"{path}: shape {shape}")
+    axis = f"mesh axis 'expert' (size {size})"
+    if uneven:
+        fix = "name in expert_leaves only leaves [experts, ...], or choose a size that divides the experts."
+        raise ValueError(
+            format_error(who, f"{plural(len(uneven), 'leaf')} of experts cannot be split over {axis}.", uneven, fix)
+        )
+    if taken:
+        what = f"rules split the first dim of {plural(len(taken), 'leaf')} of experts, which {axis} splits."
+        raise ValueError(format_error(who, what, taken, "let the rules name other dims of these leaves."))
+    if size > 1 and not found:
+        what = f"{axis} is above 1, but no leaf is split over it."
+        fix = "name the leaves whose first dim counts experts, expert_leaves=[regex, ...], or make the mesh with expert=1."
+        raise ValueError(format_error(who, what, fix=fix))
+    return frozenset(found)
 
 
 def _check_tensor(

@@ -122,7 +122,7 @@ def _replicated_state(
     placed = jax.tree.leaves(specs.opt_state, is_leaf=lambda x: isinstance(x, PartitionSpec))
     found = []
     for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), placed, strict=True):
-        if axes.size > 1 and math.prod(leaf.shape) > 1 and axes.entry not in tuple(spec):
+        if axes.size > 1 and math.prod(leaf.shape) > 1 and axes.names[0] not in spec_axes(spec):
             _, reason = data_dim(leaf.shape, spec, axes, min_shard_elements)
             found.append(ReplicatedState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
     return tuple(found)

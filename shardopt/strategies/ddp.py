@@ -27,6 +27,7 @@ def ddp(
     evaluate_fn: LossFn | None = None,
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),
+    expert_leaves: Sequence[str] = (),
     compiler_options: CompilerOptions | None = None,
     view: View = "per_device",
     separable: bool | None = None,
@@ -54,12 +55,18 @@ def ddp(
     positions needs no change; positions see each other through `so.nn.attention`, and know their number from
     `so.nn.positions`. A loss that mixes them otherwise is refused. With `view="global"` it sees whole sequences.
 
+    On a mesh with an expert axis (`so.make_mesh(expert=4)`) rows are split over it as over data, and each leaf that
+    `expert_leaves` names, [experts, ...], by experts: the loss sees its own [experts here, ...] and sends tokens to the devices
+    of their experts, as `so.nn.mixture_of_experts` does. So the gradient of such a leaf is complete over expert, and summed
+    over replica, data and context alone. All other leaves are sharded over data and expert (and context) together.
+    A loss that uses a leaf of experts elsewhere, such as in a penalty on weights, is refused.
+
     **Placement**: parameters, gradients and optimizer state replicated over data and replica; sharded over tensor
     where a rule says so.
 
-    **Communication** a step, per device, for Psi gradient bytes: one all-reduce over (replica, data, context), after the
+    **Communication** a step, per device, for Psi gradient bytes: one all-reduce over (replica, data, expert, context), after the
     last micro-batch: 2(N-1)/N Psi on the wire; and a few bytes for the loss and metrics. What attention sends over context
-    is said by `so.nn.attention`.
+    is said by `so.nn.attention`, what tokens send over expert by `so.nn.mixture_of_experts`.
 
     With `view="global"`, what compiled programs were seen to send (`so.audit`): besides what the loss needs of other rows, the
     bytes of the per-device view, but each block's gradient in the loop over blocks, and again each micro-batch. XLA:TPU
@@ -96,9 +103,11 @@ def ddp(
         `jax.custom_vjp` whose backward rule mixes rows, or is not linear in what comes back (clips it, takes its sign).
       axes: what your own mesh calls its axes, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default our names.
         State and metrics live on that very mesh, Auto or Explicit, whatever `jax.set_mesh` says. Rules name its axes, and so
-        does a loss in the global view; in the per-device view a loss calls them data, tensor, replica, pipeline and context.
+        does a loss in the global view; in the per-device view a loss calls them data, tensor, replica, pipeline, context and expert.
       sequence_dims: which dim of a batch leaf counts positions, where it is not dim 1: `[(regex, dim or None), ...]`,
         searched in key paths of the batch, the first match wins. Only read where the mesh has a context axis.
+      expert_leaves: regexes of key paths of leaves whose first dim (of a block, for leaves of a BlockModel's "blocks") counts
+        experts, which an expert axis splits. Without such an axis they are leaves as others.
 
     Returns:
       A `ShardedOptimizer`.
@@ -135,6 +144,7 @@ def ddp(
             evaluate_fn=evaluate_fn,
             axis_names=axes,
             sequence_dims=sequence_dims,
+            expert_leaves=expert_leaves,
             compiler_options=compiler_options,
             separable=separable,
             reducer=reducer,

@@ -32,6 +32,7 @@ def fsdp(
     separable: bool | None = None,
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),
+    expert_leaves: Sequence[str] = (),
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -75,6 +76,7 @@ def fsdp(
       separable: see `ddp`.
       axes: see `ddp`.
       sequence_dims: see `ddp`.
+      expert_leaves: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -115,5 +117,6 @@ def fsdp(
             separable=separable,
             axis_names=axes,
             sequence_dims=sequence_dims,
+            expert_leaves=expert_leaves,
         )
     )

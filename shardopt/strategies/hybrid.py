@@ -38,6 +38,7 @@ def hybrid(
     separable: bool | None = None,
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),
+    expert_leaves: Sequence[str] = (),
     remat: bool | str = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -88,6 +89,7 @@ def hybrid(
       separable: see `ddp`.
       axes: see `ddp`.
       sequence_dims: see `ddp`.
+      expert_leaves: see `ddp`.
       remat: True keeps only the input of each chunk, and runs its forward again in its backward pass: a third more work
         for memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a
         schedule that splits weight passes off keeps from backward to weight what the latter needs. A string is taken in
@@ -164,6 +166,7 @@ def hybrid(
             separable=separable,
             axis_names=axes,
             sequence_dims=sequence_dims,
+            expert_leaves=expert_leaves,
             schedule=table if num_stages > 1 else None,
             remat=remat is True,
             reducer=reducer,

@@ -33,6 +33,7 @@ def zero(
     separable: bool | None = None,
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),
+    expert_leaves: Sequence[str] = (),
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
@@ -69,6 +70,7 @@ def zero(
       separable: see `ddp`.
       axes: see `ddp`.
       sequence_dims: see `ddp`.
+      expert_leaves: see `ddp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -111,5 +113,6 @@ def zero(
             separable=separable,
             axis_names=axes,
             sequence_dims=sequence_dims,
+            expert_leaves=expert_leaves,
         )
     )

@@ -37,15 +37,16 @@ def compiled(f, mesh, *, out_specs):
 
 DIMS = [dim for _, dim in SHAPES]
 SPECS = [P()] * len(SHAPES)
+AXES = ["data"] * len(SHAPES)
 
 
 def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
-    f = lambda xs: all_gather(xs, DIMS, SPECS, axis="data")  # noqa: E731
+    f = lambda xs: all_gather(xs, DIMS, SPECS, axes=AXES)  # noqa: E731
     run, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     for whole, x in zip(run(leaves()), leaves(), strict=True):
         np.testing.assert_array_equal(whole, x)
     assert sent == ["all-gather"] * 2, "one a dtype"
-    f = lambda xs: all_gather(xs, DIMS, SPECS, axis="data", bucket_bytes=0)  # noqa: E731
+    f = lambda xs: all_gather(xs, DIMS, SPECS, axes=AXES, bucket_bytes=0)  # noqa: E731
     _, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     assert sent == ["all-gather"] * 5
 
@@ -54,8 +55,8 @@ def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
 def test_scattered_sums_are_those_of_leaves_that_travelled_alone(bucket_bytes, sums, mesh_of):
     def f(xs):
         rank = jax.lax.axis_index("data")
-        whole = [(rank + 1).astype(x.dtype) * x for x in all_gather(xs, DIMS, SPECS, axis="data")]
-        return reduce_scatter(whole, DIMS, SPECS, axis="data", bucket_bytes=bucket_bytes)
+        whole = [(rank + 1).astype(x.dtype) * x for x in all_gather(xs, DIMS, SPECS, axes=AXES)]
+        return reduce_scatter(whole, DIMS, SPECS, axes=AXES, bucket_bytes=bucket_bytes)
 
     run, sent = compiled(f, mesh_of(data=4), out_specs=[spec(dim) for dim in DIMS])
     for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):

@@ -169,7 +169,7 @@ REFUSED = [
     (
         lambda: strategy(EXPLICIT, so.Axes(data=("dp", "tp"), tensor="tp")),
         ValueError,
-        "ddp: mesh axis 'tp' has two roles: Axes(data=('dp', 'tp'), tensor='tp', replica='replica', pipeline='pipeline', context='context').\n"
+        "ddp: mesh axis 'tp' has two roles: Axes(data=('dp', 'tp'), tensor='tp', replica='replica', pipeline='pipeline', context='context', expert='expert').\n"
         "Fix: give each axis one role.",
     ),
     (

@@ -157,7 +157,7 @@ def test_a_wider_dtype_sums_half_precision_exactly(mesh_of):
     parts = jnp.array([1.0, 2.0**-9, 2.0**-9, 0.0], jnp.bfloat16)[:, None] * jnp.ones((4, 4), jnp.bfloat16)
 
     def local(x):
-        return reduce_scatter([x[0]], [0], [P(None)], axis="data", dtypes=[jnp.float32])
+        return reduce_scatter([x[0]], [0], [P(None)], axes=["data"], dtypes=[jnp.float32])
 
     (total,) = jax.jit(per_device(local, mesh, in_specs=(P("data"),), out_specs=[P("data")]))(parts)
     assert total.dtype == jnp.bfloat16
