@@ -106,8 +106,7 @@ def compile_shardopt(row: Row) -> dict[str, Any]:
             mesh,
             transformer.model(shape, remat="full", chunk=row.chunk, sequence_parallel=row.tensor > 1),
             gather_dtype=jnp.bfloat16,
-            # XLA's while_loop_all_reduce_code_motion fails on a sum of scatters that are cast back
-            scatter_dtype=jnp.bfloat16 if row.micro_batches == 1 else None,
+            scatter_dtype=jnp.bfloat16,
             rules=RULES if row.tensor > 1 else (),
             micro_batches=row.micro_batches,
             min_shard_elements=2**14,  # norms stay replicated, as MaxText's do

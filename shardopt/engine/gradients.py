@@ -18,6 +18,7 @@ from shardopt.engine.metrics import factor, objective
 from shardopt.engine.micro_batches import accumulate, cut, numbers
 from shardopt.engine.pipelined import pipelined_gradients, pipelined_losses, stored_order
 from shardopt.engine.reductions import all_reduce_grads, reduce_scatter_grads, scale, sum_parts
+from shardopt.mesh import device_kind
 
 
 def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
@@ -137,7 +138,9 @@ def micro_batch_gradients(
     def one_micro_batch(micro_batch, index, weights=None):
         key = step_key(config, step, rng, index)
         grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key, weights)
-        return reduce_scatter_grads(config, grads, plans) if sharded.grads and not sharded.params else grads, parts
+        if sharded.grads and not sharded.params:
+            grads = reduce_scatter_grads(config, grads, plans)
+        return _in_the_loop(grads) if sharded.grads and config.micro_batches > 1 else grads, parts
 
     # Left alone, the partitioner would replicate the accumulators over tensor.
     def keep(sums):
@@ -148,6 +151,16 @@ def micro_batch_gradients(
         return all_reduce([x.sum(0) for x in weights], config.axes.summed)
 
     return accumulate(one_micro_batch, batch, config.micro_batches, keep, sum_weights)
+
+
+def _in_the_loop(grads: list[jax.Array]) -> list[jax.Array]:
+    """Keep reduce-scatters in the loop over micro-batches on TPU.
+
+    XLA's while_loop_all_reduce_code_motion would sum replicated gradients and scatter the sum: less is sent, and what the
+    placement shards would be held replicated. On sums that are cast back, those of `scatter_dtype`, it fails.
+    """
+    on_tpu = (device_kind() or "").startswith("TPU")
+    return [jax.lax.optimization_barrier(grad) for grad in grads] if on_tpu else grads
 
 
 def micro_batch_losses(

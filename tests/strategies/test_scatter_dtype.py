@@ -180,3 +180,23 @@ def test_on_tpu_it_stays_a_reduce_scatter_of_half_the_bytes():
         return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes
 
     assert sent(jnp.bfloat16) * 2 == sent(None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "options"), [(so.fsdp, {}), (so.zero, {"stage": 2})], ids=["fsdp", "zero2"])
+def test_on_tpu_every_micro_batch_is_scattered(make, options):
+    """XLA would sum them first, in the memory of an unsharded gradient, and fails where sums are cast back."""
+    shapes = {"blocks": {"up": (4, 512, 2048), "down": (4, 2048, 512), "bias": (4, 2048)}, "in": (512, 512)}
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    batch = {"x": jax.ShapeDtypeStruct((64, 512), jnp.float32), "y": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
+
+    def sent(dtype, micro_batches):
+        of = {**options, "micro_batches": micro_batches, "scatter_dtype": dtype}
+        report = so.aot(lambda mesh: make(optax.sgd(RATE), mesh, MODEL, **of), params, batch, topology="v5e:2x4")
+        return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes
+
+    wide = sent(None, 2)
+    assert wide == 2 * sent(None, 1)
+    assert wide == 2 * sent(jnp.bfloat16, 2)
