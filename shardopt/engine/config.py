@@ -28,6 +28,8 @@ from shardopt.reducers.reducer import check_reducer
 View = Literal["per_device", "global"]
 """Where a loss runs: on each device's rows, or on the whole batch."""
 
+OptStateLayout = Literal["within", "matrices"]
+"""How sharded optimizer state is cut: within each leaf, or between whole matrices, each on an owner."""
 
 SequenceDims = Sequence[tuple[str, int | None]]
 """(regex of key paths of the batch, the dim that counts positions or None); the first that matches counts."""
@@ -131,6 +133,7 @@ class StrategyConfig(NamedTuple):
       axis_names: what the user's mesh calls its axes; None for our names.
       sequence_dims: which dim of a batch leaf counts positions, by key path.
       expert_leaves: regexes of key paths of leaves whose first dim (of a block) counts experts.
+      opt_state_layout: whether sharded optimizer state is cut within leaves, or whole matrices live on owners.
       user_mesh: where state, batch and metrics live; None until checked.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
@@ -158,6 +161,7 @@ class StrategyConfig(NamedTuple):
     axis_names: Axes | None = None
     sequence_dims: SequenceDims = ()
     expert_leaves: Sequence[str] = ()
+    opt_state_layout: OptStateLayout = "within"
     user_mesh: UserMesh | None = None
     report: ReportFn = _no_report
 
@@ -228,6 +232,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     check_count(who, "micro_batches", config.micro_batches, least=1)
     check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
     _check_view(who, config)
+    _check_opt_state_layout(who, config)
     if config.separable is not None and config.separable is not True:
         what = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
         raise TypeError(format_error(who, what, fix="leave it out."))
@@ -327,6 +332,18 @@ def _check_view(who: str, config: StrategyConfig) -> None:
             "a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch."
         )
         raise ValueError(format_error(who, what, fix="leave reducer out, or use view='per_device'."))
+
+
+def _check_opt_state_layout(who: str, config: StrategyConfig) -> None:
+    layout = config.opt_state_layout
+    fix = "use 'within' (shards of every leaf) or 'matrices' (whole matrices on owners)."
+    if not isinstance(layout, str):
+        raise TypeError(format_error(who, f"opt_state_layout must be a string, got {layout!r}.", fix=fix))
+    if layout not in get_args(OptStateLayout):
+        raise ValueError(format_error(who, f"unknown opt_state_layout {layout!r}.", fix=fix))
+    if layout == "matrices" and not config.placement.opt_state:
+        what = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
+        raise ValueError(format_error(who, what, fix="use a placement that shards it (zero, fsdp), or leave it out."))
 
 
 def _check_reducer(who: str, config: StrategyConfig) -> None:

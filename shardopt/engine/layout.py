@@ -19,7 +19,7 @@ from shardopt.engine.compression import (
     init_compression,
 )
 from shardopt.engine.config import StrategyConfig
-from shardopt.partition import COLUMNS, LeafPlan, plan_leaves, shard_axes, state_specs
+from shardopt.partition import COLUMNS, LeafPlan, owned_by_blocks, plan_leaves, shard_axes, state_specs
 from shardopt.pipeline import Schedule
 
 _Leaf = TypeVar("_Leaf")
@@ -80,6 +80,9 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.frozen),
     )
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
+    if config.opt_state_layout == "matrices":
+        scattered = not config.placement.params
+        flat = tuple(owned_by_blocks(plan, config.mesh_shape, scattered=scattered) for plan in flat)
     _check_frozen(config, flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.tx.init, trainable)

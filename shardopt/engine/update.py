@@ -15,8 +15,10 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import Gradients
+from shardopt.engine.owners import from_owners, to_owners
 from shardopt.engine.transformation import asks_for
 from shardopt.mesh import spec_axes
+from shardopt.partition import LeafPlan
 
 
 def apply_update(
@@ -29,28 +31,34 @@ def apply_update(
 ) -> tuple[PyTree, PyTree]:
     """Return (new params, new optimizer state), the params as `all_gather_params` takes them.
 
-    Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own shard.
+    Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own shard,
+    or the whole matrices that it owns.
     The wrapped transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they
     always do. It may ask for the loss of this batch at other parameters (line searches, sophia), or its gradient (sam).
     """
     sharded = config.placement.opt_state
-    where = layout.merge([None] * len(layout.plans), [plan.spec(sharded=sharded) for plan in layout.trained])
+    home, where = (
+        layout.merge([None] * len(layout.plans), [spec(plan, sharded=sharded) for plan in layout.trained])
+        for spec in (LeafPlan.spec, LeafPlan.state_spec)
+    )
     place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))  # noqa: E731
-    grads, shards = place(found.grads, where), place(layout.trainable(params), where)
+    to_update = lambda tree: place(to_owners(config, layout, place(tree, home)), where)  # noqa: E731
+    grads, shards = to_update(found.grads), to_update(layout.trainable(params))
     frozen = layout.treedef.flatten_up_to(params)
 
     def loss_at(trained: PyTree) -> jax.Array:
         return value_fn(layout.merge(frozen, jax.tree.leaves(trained)))
 
     def grad_at(trained: PyTree, _: int = 0) -> PyTree:  # the number of a step of sam
-        return place(jax.grad(loss_at)(trained), where)
+        return to_update(jax.grad(loss_at)(trained))
 
     extra = {"value": found.loss, "grad": grads, "value_fn": loss_at}
     # Line searches refuse arguments that they do not know.
     extra |= {name: f for name, f in (("obj_fn", loss_at), ("grad_fn", grad_at)) if asks_for(config.tx, name)}
     updates, opt_state = config.tx.update(grads, opt_state, shards, **_taken(config.tx.update, extra))
     shards = optax.apply_updates(shards, updates)
-    new = layout.merge(frozen, jax.tree.leaves(place(shards, where)))
+    shards = place(from_owners(config, layout, place(shards, where)), home)
+    new = layout.merge(frozen, jax.tree.leaves(shards))
     new = _replace_updated(config, layout, new, found.updates)
     opt_specs = layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer
     return new, place(opt_state, opt_specs)

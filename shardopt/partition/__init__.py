@@ -1,5 +1,6 @@
 """Where every leaf lives: rules for the tensor axis, divisibility for the data axis, optimizer state by likeness."""
 
+from shardopt.partition.owners import owned_by_blocks
 from shardopt.partition.plan import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
 from shardopt.partition.report import Report, report
 from shardopt.partition.rules import match_rules, rules_from_logical_axes
@@ -10,6 +11,7 @@ __all__ = [
     "Report",
     "ShardAxes",
     "match_rules",
+    "owned_by_blocks",
     "plan_leaves",
     "report",
     "rules_from_logical_axes",

@@ -69,6 +69,7 @@ class LeafPlan:
       pipelined: whether dim 0, which counts blocks, is sharded over the pipeline axis.
       axes: the axes that a placement shards over, as in a `PartitionSpec`; of a leaf of experts all but expert.
       experts: whether the first dim (of a block) counts experts and is sharded over the expert axis.
+      owned: where optimizer state and update live if that is on whole matrices; None: where `spec` says.
     """
 
     path: str
@@ -82,11 +83,16 @@ class LeafPlan:
     pipelined: bool = False
     axes: str | tuple[str, ...] = "data"
     experts: bool = False
+    owned: PartitionSpec | None = None
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """The axes that a placement shards over."""
         return (self.axes,) if isinstance(self.axes, str) else self.axes
+
+    def state_spec(self, *, sharded: bool) -> PartitionSpec:
+        """Return where optimizer state of its shape, and the update, live: on owners, or where the leaf itself would."""
+        return self.owned if sharded and self.owned is not None else self.spec(sharded=sharded)
 
     def spec(self, *, sharded: bool) -> PartitionSpec:
         """Return the full spec: tensor, pipeline and expert, and what a placement shards over as well if `sharded`."""
@@ -275,6 +281,7 @@ def state_specs(
     """Give every leaf of an optimizer state its `PartitionSpec`.
 
     A leaf whose key path ends in that of a parameter of the same shape (a moment) lives as the parameter would.
+    One that belongs to a parameter on owners, and has its blocks (a preconditioner [L, m, m]), lives with it.
     Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is a leaf of its own: sharded over
     data on the largest dim that it divides. The update runs in the global view, so this choice never changes
     the numbers, only the bytes.
@@ -295,7 +302,11 @@ def state_specs(
         for start in range(len(path) + 1):  # the longest ending first
             plan = by_path.get(tuple(path[start:]))
             if plan is not None and plan.shape == leaf.shape:
-                return plan.spec(sharded=sharded)
+                return plan.state_spec(sharded=sharded)
+        ends = range(len(path), 0, -1) if sharded and leaf.shape else ()
+        for plan in (by_path.get(tuple(path[start:end])) for end in ends for start in range(end)):
+            if plan is not None and plan.owned is not None and leaf.shape[0] % plan.shape[0] == 0:
+                return PartitionSpec(plan.owned[0], *[None] * (len(leaf.shape) - 1))
         free = PartitionSpec(*[None] * len(leaf.shape))
         dim, _ = data_dim(leaf.shape, free, axes, min_shard_elements) if sharded else (None, "")
         return PartitionSpec(*(axes.entry if one == dim else None for one in range(len(leaf.shape))))

@@ -10,7 +10,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import ZERO_3, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import ZERO_3, OptStateLayout, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 
@@ -33,6 +33,7 @@ def fsdp(
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
+    opt_state_layout: OptStateLayout = "within",
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -77,6 +78,11 @@ def fsdp(
       axes: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
+      opt_state_layout: "within" shards optimizer state as the parameters are; "matrices" keeps whole matrices of stacked
+        blocks on owners: state and update are sharded over blocks, so an optimizer that works on matrices (Muon, Shampoo)
+        runs each in one place, without collectives. Gradients, and parameters where the optimizer reads them, go there by an
+        all-to-all, the new parameters back by another: each (N-1)/N^2 Psi. Where data (times pipeline, and tensor where a rule
+        splits the leaf) does not divide the number of blocks, and for all other leaves, state stays within.
 
     Returns:
       A `ShardedOptimizer`.
@@ -118,5 +124,6 @@ def fsdp(
             axis_names=axes,
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
+            opt_state_layout=opt_state_layout,
         )
     )

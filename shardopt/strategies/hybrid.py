@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import PLACEMENTS, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import PLACEMENTS, OptStateLayout, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes, read_mesh
 from shardopt.pipeline import Schedule, schedules
@@ -39,6 +39,7 @@ def hybrid(
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
+    opt_state_layout: OptStateLayout = "within",
     remat: bool | str = False,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
@@ -90,6 +91,7 @@ def hybrid(
       axes: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
+      opt_state_layout: see `fsdp`; for placements that shard optimizer state.
       remat: True keeps only the input of each chunk, and runs its forward again in its backward pass: a third more work
         for memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a
         schedule that splits weight passes off keeps from backward to weight what the latter needs. A string is taken in
@@ -167,6 +169,7 @@ def hybrid(
             axis_names=axes,
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
+            opt_state_layout=opt_state_layout,
             schedule=table if num_stages > 1 else None,
             remat=remat is True,
             reducer=reducer,

@@ -11,7 +11,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import STAGES, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import STAGES, OptStateLayout, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 
@@ -34,6 +34,7 @@ def zero(
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
+    opt_state_layout: OptStateLayout = "within",
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
@@ -71,6 +72,8 @@ def zero(
       axes: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
+      opt_state_layout: see `fsdp`; in stages 1 and 2 gradients are reduce-scattered to the owners at once, and nothing more
+        is sent.
 
     Returns:
       A `ShardedOptimizer`.
@@ -114,5 +117,6 @@ def zero(
             axis_names=axes,
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
+            opt_state_layout=opt_state_layout,
         )
     )
