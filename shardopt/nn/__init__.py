@@ -1,8 +1,21 @@
 """Layers that know the mesh axes; on one device they are plain functions."""
 
 from shardopt.nn.attention import attention
+from shardopt.nn.balance import load_balancing_loss, update_router_bias
 from shardopt.nn.cross_entropy import cross_entropy
 from shardopt.nn.embedding import embedding
+from shardopt.nn.mixture_of_experts import mixture_of_experts
 from shardopt.nn.order import positions, zigzag
+from shardopt.nn.router import RouterStatistics
 
-__all__ = ["attention", "cross_entropy", "embedding", "positions", "zigzag"]
+__all__ = [
+    "RouterStatistics",
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "load_balancing_loss",
+    "mixture_of_experts",
+    "positions",
+    "update_router_bias",
+    "zigzag",
+]

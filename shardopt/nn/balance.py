@@ -1,0 +1,79 @@
+"""Equal loads for experts: by a loss, over the global batch or row by row, or by biases of the choice, without one."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from shardopt.core.types import wide_dtype
+
+
+def load_balancing_loss(load: Float[Array, "*dims E"], probability: Float[Array, "*dims E"]) -> Float[Array, "*dims"]:
+    """Return E sum_e load_e probability_e, the auxiliary loss of Switch: 1 where both are equal for all experts.
+
+    It is a product of two means. Over the global batch, as published, take these first, with no micro-batches and no pipeline:
+
+        load, probability = so.batch_mean((statistics.load, statistics.probability))
+        loss += 0.01 * so.nn.load_balancing_loss(load, probability).mean()
+
+    Of each row (DeepSeek-V3's sequence-wise loss) it needs no other rows, and works everywhere:
+
+        loss += 1e-4 * so.nn.load_balancing_loss(statistics.load, statistics.probability).mean()
+
+    **Equivalence**: exact on any mesh either way. **Communication**: none of its own; `so.batch_mean` sums 2 E numbers.
+
+    Args:
+      load: [..., E], shares of the choices, as `so.nn.mixture_of_experts` counts them; not differentiated, since counts are not.
+      probability: [..., E], mean probabilities.
+
+    Returns:
+      [...], in float32 at least.
+
+    Raises:
+      ValueError: if the two differ in shape.
+
+    Example:
+      >>> import jax.numpy as jnp, shardopt as so
+      >>> float(so.nn.load_balancing_loss(jnp.full(4, 0.25), jnp.full(4, 0.25)))
+      1.0
+
+    References:
+      Fedus, Zoph, Shazeer, "Switch Transformers", 2021, equation 4; DeepSeek-AI, "DeepSeek-V3", 2024, equation 17.
+    """
+    if load.shape != probability.shape:
+        raise ValueError(f"load_balancing_loss: load has shape {load.shape}, probability {probability.shape}.")
+    wide = wide_dtype(probability.dtype)
+    return load.shape[-1] * jnp.sum(load.astype(wide) * probability.astype(wide), axis=-1)
+
+
+def update_router_bias(
+    bias: Float[Array, "*dims E"], load: Float[Array, "*dims E"], rate: float
+) -> Float[Array, "*dims E"]:
+    """Return bias + rate sign(mean(load) - load): balance without a loss.
+
+    An expert that got more than its share becomes less likely to be chosen, by a fixed rate. Keep two frozen leaves, `bias`
+    and `load`, and begin a loss with the bias that follows from the load of the last step:
+
+        bias = so.nn.update_router_bias(params["bias"], params["load"], 1e-3)
+        y, statistics = so.nn.mixture_of_experts(..., bias=bias)
+        aux["router"] = so.Updated({"bias": bias, "load": statistics.load.mean(axis=0)})
+
+    **Equivalence**: exact with micro-batches, in pipelines and on any number of devices: new loads are means over rows, and the bias
+    is made from stored numbers, so all devices make the same one. **Communication**: that of `so.Updated`, 2 E numbers.
+
+    Args:
+      bias: [..., E], of the scores; begin with 0.
+      load: [..., E], shares of the choices in the last step; begin with 0, which changes nothing.
+      rate: how much a bias changes in a step; 0.001 in DeepSeek-V3.
+
+    Returns:
+      [..., E], in the dtype of bias.
+
+    Example:
+      >>> import jax.numpy as jnp, shardopt as so
+      >>> so.nn.update_router_bias(jnp.zeros(3), jnp.array([0.5, 0.25, 0.25]), 0.5).tolist()
+      [-0.5, 0.5, 0.5]
+
+    References:
+      Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, algorithm 1; DeepSeek-AI,
+      "DeepSeek-V3", 2024, section 2.1.2.
+    """
+    return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load).astype(bias.dtype)
