@@ -47,11 +47,11 @@ def _product(how: Implementation, rows: Array, weights: Array, sizes: Array, *, 
         wide = wide_dtype(rows.dtype)
         out = lax.ragged_dot_general(rows, weights, sizes, over, preferred_element_type=wide).astype(rows.dtype)
     else:
-        from jax.experimental.pallas.ops.tpu.megablox import gmm
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
         tiles = _tiles(rows.dtype, rows.shape[0], rows.shape[1], weights.shape[1 if transposed else 2])
         padded = _padded(rows, tiles[0])
-        out = gmm.gmm(padded, weights, sizes, rows.dtype, tiles, transpose_rhs=transposed)[: rows.shape[0]]
+        out = gmm(padded, weights, sizes, rows.dtype, tiles, transpose_rhs=transposed)[: rows.shape[0]]
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes), out, 0)
 
 
@@ -63,11 +63,11 @@ def _outer(how: Implementation, rows: Array, grads: Array, sizes: Array) -> Arra
     if how == "ragged_dot":
         over = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=wide)
-    from jax.experimental.pallas.ops.tpu.megablox import gmm
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = _tiles(rows.dtype, rows.shape[0], rows.shape[1], grads.shape[1])
     rows, grads = _padded(rows, tiles[0]), _padded(grads, tiles[0])
-    return gmm.tgmm(rows.swapaxes(0, 1), grads, sizes, wide, tiles)
+    return tgmm(rows.swapaxes(0, 1), grads, sizes, wide, tiles)
 
 
 def _forward(how: Implementation, rows: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
