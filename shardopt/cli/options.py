@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import optax
 import tyro
@@ -17,7 +17,19 @@ from shardopt.core.errors import format_error
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"]
 Placement = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-Schedule = Literal["eager_one_f_one_b", "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"]
+ScheduleName = Literal[
+    "eager_one_f_one_b",
+    "one_f_one_b",
+    "gpipe",
+    "interleaved",
+    "looped_breadth_first",
+    "zero_bubble",
+    "zero_bubble_2",
+    "zero_bubble_v",
+    "zero_bubble_lockstep",
+    "dual_pipe_v",
+]
+SCHEDULES = "{" + ",".join(get_args(ScheduleName)) + "}"
 Outer = Literal["nesterov", "sgd", "average"]
 
 
@@ -57,13 +69,14 @@ class Pipeline:
     """What is sharded over data, in the words of --strategy. By default fsdp."""
 
     schedule: Annotated[
-        Schedule | None,
-        tyro.conf.arg(metavar="{eager_one_f_one_b,one_f_one_b,gpipe,interleaved,zero_bubble,zero_bubble_lockstep}"),
+        ScheduleName | None,
+        tyro.conf.arg(metavar=SCHEDULES),
     ] = None
     """When each stage works on which micro-batch. By default eager_one_f_one_b."""
 
     chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of the model on each stage, for interleaved (by default 2) and zero_bubble_lockstep (1)."""
+    """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2), zero_bubble and
+    zero_bubble_lockstep (1)."""
 
     remat: bool = False
     """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more work."""

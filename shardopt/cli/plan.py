@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.audit import Audit, inner_product_flops
-from shardopt.cli.options import find_optimizer, named
+from shardopt.cli.options import SCHEDULES, ScheduleName, find_optimizer, named
 from shardopt.cli.strategy import check_chunks, parse_mesh, schedule_builder
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
@@ -247,9 +247,7 @@ def mesh_sizes(text: str | None) -> dict[str, int]:
 class ScheduleOptions:
     """Show who does what when in a pipeline: ticks, idle time, activations kept."""
 
-    kind: Literal["gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_lockstep"] = (
-        "eager_one_f_one_b"
-    )
+    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=SCHEDULES)] = "eager_one_f_one_b"
     """Which schedule, by its name in so.schedules."""
 
     stages: int = 4
@@ -259,7 +257,8 @@ class ScheduleOptions:
     """Parts of a batch that follow each other through the stages."""
 
     chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of the model on each stage, for interleaved (by default 2) and zero_bubble_lockstep (1)."""
+    """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2), zero_bubble and
+    zero_bubble_lockstep (1)."""
 
     json: bool = False
     """Print JSON instead of text."""

@@ -25,8 +25,11 @@ _AXES = ("replica", "data", "tensor", "pipeline", "context")
 _DIGITS = 18
 """No number of devices has more; and Python refuses to read thousands."""
 
-_CHUNKS = {"interleaved": 2, "zero_bubble_lockstep": 1}
+_CHUNKS = {"interleaved": 2, "looped_breadth_first": 2, "zero_bubble": 1, "zero_bubble_lockstep": 1}
 """Schedules that can have several chunks a stage, and how many they have by default."""
+
+_V = {"zero_bubble_v": 2, "dual_pipe_v": 2}
+"""Schedules that always have two, on a V."""
 
 _GATHER = ("fsdp", "zero3")
 """Placements of hybrid that gather weights."""
@@ -135,9 +138,11 @@ def _given(pipeline: Pipeline) -> list[str]:
 
 def check_chunks(who: str, flag: str, schedule: str, chunks: int | None) -> None:
     """Refuse several chunks for a schedule that has one per stage."""
-    if chunks not in (None, 1) and schedule not in _CHUNKS:
-        what = f"--chunks {chunks} is for schedules that have chunks; {schedule} has one a stage."
-        raise ValueError(format_error(who, what, fix=f"leave it out, or choose {flag} {' or '.join(_CHUNKS)}."))
+    if chunks not in (None, 2 if schedule in _V else 1) and schedule not in _CHUNKS:
+        what = f"--chunks {chunks} is for schedules that have chunks; {schedule} has {'two' if schedule in _V else 'one'} a stage."
+        *several, last = _CHUNKS
+        fix = f"leave it out, or choose {flag} {', '.join(several)} or {last}."
+        raise ValueError(format_error(who, what, fix=fix))
 
 
 def schedule_builder(name: str, chunks: int | None) -> Callable[[int, int], Schedule]:
@@ -160,7 +165,7 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     if stages > 1 and not options.is_hybrid:
         what = f"pipeline={stages} is for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(format_error("train", what, fix="choose --strategy hybrid, or a --mesh without pipeline."))
-    chunks = options.pipeline.chunks or _CHUNKS.get(_schedule_name(options.pipeline), 1)
+    chunks = options.pipeline.chunks or (_CHUNKS | _V).get(_schedule_name(options.pipeline), 1)
     parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, parts)
     if layers % parts:

@@ -101,20 +101,24 @@ def _use(use: tuple[int, int, int, int]) -> str:
 
 
 def check_sizes(who: str, **sizes: int) -> None:
-    """Refuse sizes that are no positive integers, and tables that no machine holds.
-
-    With several chunks, micro-batches go through them in whole groups of one per stage.
-    """
+    """Refuse sizes that are no positive integers, and tables that no machine holds."""
     if bad := [f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)]:
         raise TypeError(format_error(who, f"sizes must be integers, got {', '.join(bad)}."))
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise ValueError(format_error(who, f"sizes must be at least 1, got {', '.join(bad)}."))
     stages, count, chunks = (int(sizes.get(f"num_{name}", 1)) for name in ("stages", "micro_batches", "chunks"))
     check_cells(who, stages, stages + count * chunks)
-    if chunks > 1 and count % stages:
-        what = f"with {chunks} chunks per stage, micro-batches must be a multiple of the {stages} stages, got {count}."
-        below = count // stages * stages
-        near = f"{below} or {below + stages}" if below else f"{stages}"
+
+
+def check_groups(who: str, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    """Refuse micro-batches that do not go through several chunks in whole groups of one per stage."""
+    if num_chunks > 1 and num_micro_batches % num_stages:
+        what = (
+            f"with {num_chunks} chunks per stage, micro-batches must be a multiple of the {num_stages} stages, "
+            f"got {num_micro_batches}."
+        )
+        below = num_micro_batches // num_stages * num_stages
+        near = f"{below} or {below + num_stages}" if below else f"{num_stages}"
         raise ValueError(format_error(who, what, fix=f"use {near} micro-batches, or num_chunks=1."))
 
 

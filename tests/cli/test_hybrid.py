@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from typing import get_args
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli.commands import saved_defaults
-from shardopt.cli.options import Devices, Model, Pipeline, Training, TrainOptions
+from shardopt.cli.options import Devices, Model, Pipeline, ScheduleName, Training, TrainOptions
 from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
 from shardopt.cli.train import write_schedule
 from shardopt.engine.config import PLACEMENTS
@@ -113,7 +114,7 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         (
             "--strategy hybrid --chunks 2",
             "train: --chunks 2 is for schedules that have chunks; eager_one_f_one_b has one a stage.\n"
-            "Fix: leave it out, or choose --schedule interleaved or zero_bubble_lockstep.",
+            "Fix: leave it out, or choose --schedule interleaved, looped_breadth_first, zero_bubble or zero_bubble_lockstep.",
         ),
         (
             "--strategy hybrid --schedule interleaved --chunks 0",
@@ -173,13 +174,10 @@ def make(where=HYBRID, batch_size=16, layers=None, **pipeline):
     return options.model.layers, make_strategy(options, optax.sgd(0.1), mesh, gpt.model(config)).config
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [None, "eager_one_f_one_b", "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_lockstep"],
-)
+@pytest.mark.parametrize("schedule", [None, *get_args(ScheduleName)])
 def test_every_schedule_is_the_one_asked_for(schedule):
     layers, config = make(schedule=schedule)
-    chunks = {"num_chunks": 2} if schedule == "interleaved" else {}
+    chunks = {"num_chunks": 2} if schedule in ("interleaved", "looped_breadth_first") else {}
     assert config.schedule == getattr(so.schedules, schedule or "eager_one_f_one_b")(2, 4, **chunks)
     assert layers == 2 * config.schedule.num_chunks
 

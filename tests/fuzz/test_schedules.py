@@ -9,11 +9,20 @@ from support.fuzz import COUNTS, fuzz, outcome
 
 from shardopt.pipeline import schedules
 
-CHUNKED = {"interleaved", "zero_bubble_lockstep"}
-BUILDERS = ["gpipe", "interleaved", "one_f_one_b", "eager_one_f_one_b", "zero_bubble", "zero_bubble_lockstep"]
+CHUNKED = {"interleaved", "looped_breadth_first", "zero_bubble", "zero_bubble_lockstep"}
+BUILDERS = [
+    *sorted(CHUNKED),
+    "gpipe",
+    "one_f_one_b",
+    "eager_one_f_one_b",
+    "zero_bubble_2",
+    "zero_bubble_v",
+    "dual_pipe_v",
+]
 
 sizes = (
-    st.integers(-2, 6)
+    st.integers(1, 4)
+    | st.integers(-2, 6)
     | st.integers(-2, 9)
     | st.integers(-2, 20)
     | st.integers(min_value=2**20)  # in between a table takes its time, and no harm is done
@@ -62,7 +71,7 @@ def test_schedules_take_any_sizes(count):
             runnable(schedule)
             assert (schedule.num_stages, schedule.num_micro_batches) == (stages, micro_batches)
 
-    check(prop, st.sampled_from(BUILDERS), sizes, sizes, st.integers(-1, 4) | sizes, count=count)
+    check(prop, st.sampled_from(BUILDERS), sizes, sizes, st.integers(-1, 4) | st.integers(1, 3) | sizes, count=count)
     assert set(made) == set(BUILDERS)
 
 

@@ -91,6 +91,70 @@ def test_zero_bubble_tends_to_a_third_of_1f1b():
     assert all(0 < ratio - Fraction(1, 3) < Fraction(1, m) for ratio, m in zip(ratios, (16, 256, 1024), strict=True))
 
 
+@pytest.mark.parametrize(("p", "m", "v"), GROUPED)
+def test_interleaved_zero_bubble(p, m, v):
+    schedule = schedules.zero_bubble(p, m, v)
+    time = 3 * v * m + (p - 1)
+    check_bubbles(schedule, Fraction(p - 1, time), Fraction(p - 1, time))
+    assert schedule.peak_activations == (min(v * m, v * p),) * p  # 1F1B's, whole stages
+    f, b, w = 3, 5, 2
+    spent = schedule.table_time(forward=f, backward=b, weight=w)
+    assert spent == v * m * (f + b + w) + (p - 1) * (f + b - w)
+
+
+TIMES = [(1, 1, 1, 0), (2, 3, 2, 0), (1, 2, 1, 0), (3, 2, 2, 0), (2, 2, 3, 1), (5, 5, 5, 2), (4, 8, 2, 1)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
+@pytest.mark.parametrize("times", TIMES)
+def test_zero_bubble_2(p, m, times):
+    f, b, w, c = times
+    schedule = schedules.zero_bubble_2(p, m)
+    numbers = {"forward": f, "backward": b, "weight": w, "communication": c}
+    work = m * (f + b + w)
+    c = c if p > 1 else 0
+    assert max(schedule.stage_times(**numbers)) == work + (p - 1) * max(2 * c, f + b + 2 * c - 2 * w)
+    assert schedule.table_time(**numbers) == work + (p - 1) * max(f + c, f + b + 2 * c - 2 * w)
+    assert schedule.peak_activations == (2 * p - 1,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
+def test_zero_bubble_v(p, m):
+    schedule = schedules.zero_bubble_v(p, m)
+    assert schedule.stage_times() == (6 * m,) * p  # not an idle tick
+    check_bubbles(schedule, Fraction(p - 1, 6 * m + p - 1), Fraction(p - 1, 6 * m + p - 1))
+    assert schedule.peak_activations == (2 * p,) * p
+    assert Fraction(2 * p, 2) == schedules.one_f_one_b(p, m).num_slots  # in whole stages that of 1F1B
+    assert schedule.virtual_stages == tuple((s, 2 * p - 1 - s) for s in range(p))
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p])
+def test_dual_pipe_v(p, m):
+    schedule = schedules.dual_pipe_v(p, m)
+    check_bubbles(schedule, Fraction(p - 1, 6 * m + p - 1), Fraction(p - 1, 6 * m + p - 1))
+    assert max(schedule.stage_times()) == 6 * m + p - 1
+    assert schedule.peak_activations == (2 * p + 1,) * p  # PP + 1 of its authors, PP = 2 p
+    for f, b, w, _ in TIMES:  # its authors' (PP / 2 - 1)(F&B + B - 3 W), B whole
+        stated = (p - 1) * ((f + b + w) + (b + w) - 3 * w)
+        spent = max(schedule.stage_times(forward=f, backward=b, weight=w))
+        assert spent - 2 * m * (f + b + w) <= max(stated, (p - 1) * f)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, (4, 3, 2), (4, 1, 3), (3, 7, 2), (5, 13, 1)])
+def test_looped_breadth_first(p, m, v):
+    schedule = schedules.looped_breadth_first(p, m, v)
+    idle = p - 1 + (v - 1) * max(0, p - m)
+    check_bubbles(schedule, Fraction(idle, v * m + idle), Fraction(idle, v * m + idle))
+    assert schedule.peak_activations == (v * m,) * p
+    assert p == 1 or schedule.num_input_slots == (m - p + 1 if v > 1 and m > p else 0)
+    forward = np.asarray(schedule.ticks.forward)
+    assert all(forward[v + p].min() > forward[v].max() for v in range(len(forward) - p))
+
+
+def test_looped_breadth_first_with_one_chunk_is_gpipe():
+    assert schedules.looped_breadth_first(4, 6, 1).ticks == schedules.gpipe(4, 6).ticks
+
+
 @pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, *((p, m, 1) for p, m in SIZES)])
 def test_zero_bubble_lockstep(p, m, v):
     schedule = schedules.zero_bubble_lockstep(p, m, v)
@@ -144,13 +208,12 @@ def test_slots_are_as_many_as_the_busiest_stage_needs():
         assert schedule.num_slots == max(schedule.peak_activations), schedule.name
 
 
-CHUNKED = {"interleaved": schedules.interleaved, "zero_bubble_lockstep": schedules.zero_bubble_lockstep}
+CHUNKED = {name: getattr(schedules, name) for name in ("interleaved", "zero_bubble", "zero_bubble_lockstep")}
 PLAIN = {
-    "gpipe": schedules.gpipe,
-    "one_f_one_b": schedules.one_f_one_b,
-    "eager_one_f_one_b": schedules.eager_one_f_one_b,
-    "zero_bubble": schedules.zero_bubble,
+    name: getattr(schedules, name)
+    for name in ("gpipe", "one_f_one_b", "eager_one_f_one_b", "zero_bubble_2", "zero_bubble_v", "dual_pipe_v")
 }
+PLAIN["looped_breadth_first"] = schedules.looped_breadth_first
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *CHUNKED])

@@ -96,7 +96,11 @@ SCHEDULES = {
     "eager_one_f_one_b": lambda p, m, v: schedules.eager_one_f_one_b(p, m),
     "one_f_one_b": lambda p, m, v: schedules.one_f_one_b(p, m),
     "interleaved": lambda p, m, v: schedules.interleaved(p, m if v == 1 else p * -(-m // p), v),
-    "zero_bubble": lambda p, m, v: schedules.zero_bubble(p, m),
+    "zero_bubble": lambda p, m, v: schedules.zero_bubble(p, m if v == 1 else p * -(-m // p), v),
+    "zero_bubble_2": lambda p, m, v: schedules.zero_bubble_2(p, m),
+    "zero_bubble_v": lambda p, m, v: schedules.zero_bubble_v(p, m),
+    "dual_pipe_v": lambda p, m, v: schedules.dual_pipe_v(p, m),
+    "looped_breadth_first": lambda p, m, v: schedules.looped_breadth_first(p, m, v),
     "zero_bubble_lockstep": lambda p, m, v: schedules.zero_bubble_lockstep(p, m if v == 1 else p * -(-m // p), v),
     "v_shaped": lambda p, m, v: v_shaped(p, m),
 }

@@ -39,7 +39,7 @@ ROWS = lighten(lighten(all_pairs(FACTORS), "model", "pytree"), "remat", False)
 FAST = [next(row for row in ROWS if row["model"] == "pytree" and "replica" in row["mesh"])]
 QUICK = [
     next(row for row in ROWS if row["model"] == "pytree" and (row["schedule"], row["placement"]) == pair)
-    for pair in [("eager_one_f_one_b", "fsdp"), ("zero_bubble", "ddp")]
+    for pair in [("eager_one_f_one_b", "fsdp"), ("zero_bubble", "ddp"), ("zero_bubble_v", "zero1")]
 ]
 
 

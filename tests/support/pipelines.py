@@ -30,9 +30,14 @@ SCHEDULES = {
     "zero_bubble": so.schedules.zero_bubble,
     "zero_bubble_lockstep": so.schedules.zero_bubble_lockstep,
     "zero_bubble_lockstep_2": functools.partial(so.schedules.zero_bubble_lockstep, num_chunks=2),
+    "interleaved_zero_bubble": functools.partial(so.schedules.zero_bubble, num_chunks=2),
+    "zero_bubble_2": so.schedules.zero_bubble_2,
+    "zero_bubble_v": so.schedules.zero_bubble_v,
+    "dual_pipe_v": so.schedules.dual_pipe_v,
+    "looped_breadth_first": so.schedules.looped_breadth_first,
     "v_shaped": v_shaped,
 }
-IN_GROUPS = ("interleaved", "zero_bubble_lockstep_2")
+IN_GROUPS = ("interleaved", "zero_bubble_lockstep_2", "interleaved_zero_bubble")
 """Those that take multiples of the stages only."""
 MICRO_BATCHES = {
     "one": lambda stages: 1,

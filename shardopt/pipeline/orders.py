@@ -1,0 +1,40 @@
+"""What several schedules share: the order in which a stage does things, and ticks in lockstep."""
+
+import numpy as np
+
+
+def lockstep_ticks(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ticks of forward and backward, [V, M] each, of `interleaved`."""
+    v, m = np.indices((num_stages * num_chunks, num_micro_batches))
+    chunk, stage = divmod(v, num_stages)
+
+    def place(chunk: np.ndarray) -> np.ndarray:
+        return (m // num_stages * num_chunks + chunk) * num_stages + m % num_stages
+
+    forward = place(chunk) + stage
+    backward = num_stages * num_chunks - 1 + place(num_chunks - 1 - chunk) + (num_stages - 1 - stage)
+    return forward, backward
+
+
+def stage_order(
+    ahead: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1, *, weight_lag: int | None = None
+) -> str:
+    """Return what a stage does in turn that keeps at most `ahead` chunks of micro-batches between forward and backward.
+
+    With `weight_lag` the weight passes are split off, so many passes behind the backward ones. Micro-batches go
+    through the chunks in groups of S, backwards through the last chunk first.
+    """
+    passes = range(num_micro_batches * num_chunks)
+    groups = [divmod(k, num_stages * num_chunks) for k in passes]
+    places = [(group * num_stages + k % num_stages, k // num_stages) for group, k in groups]
+    if num_chunks == 1:
+        places = [(m, 0) for m in passes]
+    last = num_chunks - 1
+    forward = [f"F{m}.{chunk}" for m, chunk in places]
+    backward, weight = ([f"{letter}{m}.{last - chunk}" for m, chunk in places] for letter in "BW")
+    order = forward[:ahead]
+    for k in range(len(passes) + (weight_lag or 0)):
+        order += backward[k : k + 1]
+        order += weight[k - weight_lag : k - weight_lag + 1] if weight_lag is not None and k >= weight_lag else []
+        order += forward[k + ahead : k + ahead + 1]
+    return " ".join(order)
