@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_COLOURS = {"data": "cyan", "tensor": "magenta", "pipeline": "green", "replica": "yellow", "context": "blue"}
+_COLOURS = {
+    "data": "cyan",
+    "tensor": "magenta",
+    "pipeline": "green",
+    "replica": "yellow",
+    "context": "blue",
+    "expert": "bright_magenta",
+}
 
 
 def open_screen() -> "Console":

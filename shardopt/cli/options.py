@@ -41,7 +41,7 @@ class Devices:
     """How many CPU devices to simulate where there is no accelerator. With one, those that are there are used."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "auto"
-    """Sizes of the mesh axes replica, data, tensor, context and, for hybrid, pipeline; one may be -1. By default tensor gets \
+    """Sizes of the mesh axes replica, data, tensor, context, expert and, for hybrid, pipeline; one may be -1. By default tensor gets \
 2 where there are four devices or more, and data the rest: data=4,tensor=2 of eight. With hybrid pipeline gets 2 \
 first: data=2,tensor=2,pipeline=2 of eight. And before all of them replica gets --replicas."""
 

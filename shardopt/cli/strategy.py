@@ -20,7 +20,7 @@ from shardopt.pipeline import Schedule
 from shardopt.runtime.processes import num_processes
 
 Devices = Sequence[jax.Device]
-_AXES = ("replica", "data", "tensor", "pipeline", "context")
+_AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
 
 _DIGITS = 18
 """No number of devices has more; and Python refuses to read thousands."""

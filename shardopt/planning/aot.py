@@ -127,6 +127,7 @@ def aot(
     pipeline: int = 1,
     replica: int = 1,
     context: int = 1,
+    expert: int = 1,
 ) -> AotReport:
     """Compile a training step for a TPU topology, with the real compiler and without a TPU.
 
@@ -139,11 +140,12 @@ def aot(
       abstract_batch: shapes of the global batch; of arrays only the shapes are read.
       topology: chip and torus, "v5p:4x4x8"; v4, v5p and tpu7x have three axes, v5e and v6e two.
       num_slices: how many of them.
-      data: as in `so.make_mesh`; so are tensor, pipeline, replica and context.
+      data: as in `so.make_mesh`; so are tensor, pipeline, replica, context and expert.
       tensor: likewise.
       pipeline: likewise.
       replica: likewise.
       context: likewise.
+      expert: likewise.
 
     Returns:
       An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.step_seconds`, `.compile_seconds`.
@@ -164,7 +166,7 @@ def aot(
     """
     chip, dims = parse_topology(topology)
     devices = topology_devices(topology, num_slices=num_slices)
-    mesh = make_mesh(data, tensor, pipeline, replica=replica, context=context, devices=devices)
+    mesh = make_mesh(data, tensor, pipeline, replica=replica, context=context, expert=expert, devices=devices)
     opt = make(mesh)
     if not isinstance(opt, ShardedOptimizer):
         fix = "return a strategy, such as so.fsdp(tx, mesh, model)."

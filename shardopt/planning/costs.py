@@ -9,7 +9,7 @@ from shardopt.nn.attention import choose_method
 from shardopt.nn.embedding import exchange_bytes
 from shardopt.pipeline.messages import rounds_to_schedule
 from shardopt.planning.hardware import Hardware
-from shardopt.planning.layout import Layout, PlacedModel
+from shardopt.planning.layout import Elements, Layout, PlacedModel
 from shardopt.planning.workload import Workload
 
 _WIDE = 4
@@ -69,6 +69,8 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
       at once. With several chunks a stage, permutes that bring blocks to where they run, and their gradients back.
     - context: what data sends goes over data and context together. And keys and values, as `so.nn.attention` says of the
       method that it chooses, forwards (with remat twice) and backwards.
+    - expert: data sends what is no expert's over data and expert together, and what is over data alone. And each token's K
+      copies go to their experts and back, forwards (with remat once more) and backwards: all-to-alls, taken to be balanced.
     - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
       backward pass needs: all but the last of each block. And one after the embedding, one before the head's gradient
       leaves it.
@@ -80,6 +82,7 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
         _over_replica(placed),
         *_over_pipeline(placed, boundary),
         *_over_context(placed, batch_size / placed.layout.pieces),
+        *_over_expert(placed, batch_size / placed.layout.pieces),
         _over_tensor(placed, boundary),
     ]
     sizes = placed.layout.sizes
@@ -93,8 +96,16 @@ def by_axis(found: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[str, 
 
 
 def _over_data(placed: PlacedModel) -> list[Transfer]:
+    experts, none = placed.elements.experts, dict.fromkeys(Elements._fields, 0)
+    others = placed._replace(elements=placed.elements._replace(experts=0))
+    alone = placed._replace(elements=Elements(**none)._replace(sharded_blocks=experts, expert=1))
+    names = tuple(axis for axis in placed.layout.shards.names[1:] if axis != "expert")
+    return _sums(others, placed.layout.shards.names[1:]) + (_sums(alone, names) if experts else [])
+
+
+def _sums(placed: PlacedModel, over: tuple[str, ...]) -> list[Transfer]:
+    """Return the gathers and sums over data and the axes `over`."""
     elements, layout, size = placed.elements, placed.layout, placed.itemsize
-    over = layout.shards.names[1:]
     replicated = elements.replicated_blocks + elements.replicated_outer
     sharded = elements.sharded_blocks + elements.sharded_outer
     if not placed.shards.opt_state and layout.pipeline > 1:
@@ -206,6 +217,17 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
         Transfer("collective-permute", "context", "keys and values", keys, (forwards + 1) * hops, hidden=True),
         Transfer("collective-permute", "context", "gradients of keys and values", sums, hops, hidden=True),
     ]
+
+
+def _over_expert(placed: PlacedModel, rows: float) -> list[Transfer]:
+    """Return what tokens send to their experts and back, the same number from each device to each other."""
+    found, layout = placed.workload.experts, placed.layout
+    if found is None or layout.expert == 1:
+        return []
+    kept = isinstance(layout.remat, str) and "dispatched" in layout.remat.removeprefix("save:").split(",")
+    forwards = 2 if layout.remat is False or kept else 3  # there and back; what comes back is not needed again
+    calls = placed.num_blocks * layout.micro_batches
+    return [Transfer("all-to-all", "expert", "tokens", found.top_k * found.tokens * rows, (forwards + 2) * calls)]
 
 
 def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
@@ -333,7 +355,7 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     if not placed.shards.params or placed.layout.shards.size == 1:
         return 0.0, 0.0, 0.0
     elements, layout, size = placed.elements, placed.layout, placed.gathered_itemsize
-    block = elements.sharded_blocks * layout.pipeline / placed.workload.num_blocks
+    block = (elements.sharded_blocks + elements.experts) * layout.pipeline / placed.workload.num_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
     grad = _WIDE if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
@@ -361,6 +383,7 @@ class StepTime(NamedTuple):
       bubble: idle time of the lockstep schedule.
       update: the optimizer, bound by memory bandwidth.
       context: keys and values, beyond what hides behind computation.
+      expert: tokens on the way to their experts and back.
     """
 
     compute: float
@@ -370,6 +393,7 @@ class StepTime(NamedTuple):
     bubble: float
     update: float
     context: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
@@ -397,6 +421,7 @@ def step_time(
     tensor = sum(time for one, time in times.items() if one.axis == "tensor")
     pipeline = sum(time for one, time in times.items() if one.axis == "pipeline")
     context = sum(time for one, time in times.items() if one not in beside and one.axis == "context")
+    expert = sum(time for one, time in times.items() if one.axis == "expert")
     micro, rows = layout.micro_batches, batch_size / layout.pieces
     forward = _forward(placed, hardware, rows)
     logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
@@ -418,7 +443,7 @@ def step_time(
         )
         bubble = max(spent - compute - tensor, 0.0)
     data, update = exposed + max(hidden - compute, 0.0), moved / hardware.memory_bandwidth
-    return StepTime(compute, tensor, data, pipeline, bubble, update, context)
+    return StepTime(compute, tensor, data, pipeline, bubble, update, context, expert)
 
 
 def _forward(placed: PlacedModel, hardware: Hardware, rows: float) -> float:

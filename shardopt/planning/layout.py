@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -40,6 +40,7 @@ class Layout(NamedTuple):
       gather_dtype: dtype in which fsdp gathers weights; None is their own.
       scatter_dtype: dtype in which all but ddp reduce-scatter gradients; None is that of the weights.
       context: devices that share the positions of every row.
+      expert: devices that share the experts, and have rows each.
     """
 
     replica: int = 1
@@ -54,12 +55,14 @@ class Layout(NamedTuple):
     gather_dtype: DTypeLike | None = None
     scatter_dtype: DTypeLike | None = None
     context: int = 1
+    expert: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis to size, outermost first; context where it is above 1."""
-        outer = {"replica": self.replica, "data": self.data, "pipeline": self.pipeline}
-        return outer | ({"context": self.context} if self.context > 1 else {}) | {"tensor": self.tensor}
+        """Mesh axis to size, outermost first; expert and context where they are above 1."""
+        sizes = {"replica": self.replica, "data": self.data, "pipeline": self.pipeline}
+        sizes |= {axis: size for axis, size in (("expert", self.expert), ("context", self.context)) if size > 1}
+        return sizes | {"tensor": self.tensor}
 
     @property
     def num_chips(self) -> int:
@@ -69,7 +72,7 @@ class Layout(NamedTuple):
     @property
     def pieces(self) -> int:
         """Into how many parts a batch is cut before one is worked on; a part may be that of a row's positions."""
-        return self.replica * self.data * self.context * self.micro_batches
+        return self.replica * self.data * self.expert * self.context * self.micro_batches
 
     @property
     def shards(self) -> ShardAxes:
@@ -86,11 +89,13 @@ class Layout(NamedTuple):
         """Return what `so.hybrid` takes as schedule."""
         return _builder(self.schedule or "eager_one_f_one_b", self.chunks)
 
-    def strategy(self, rules: Rules) -> dict[str, Any]:
-        """Return keyword arguments of `so.hybrid`, with the tensor rules of the model where tensor is above 1."""
+    def strategy(self, rules: Rules, expert_leaves: Sequence[str] = ()) -> dict[str, Any]:
+        """Return keyword arguments of `so.hybrid`, with the tensor rules and leaves of experts where these axes are above 1."""
         wire: dict[str, Any] = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
         if self.scatter_dtype is not None:
             wire["scatter_dtype"] = self.scatter_dtype
+        if self.expert > 1:
+            wire["expert_leaves"] = tuple(expert_leaves)
         return {
             "schedule": self.builder(),
             "micro_batches": self.micro_batches,
@@ -133,6 +138,8 @@ class Elements(NamedTuple):
       loss_outer: of the outer leaves that data can shard and the loss reads.
       largest_loss: of the largest of these.
       tables: of the outer leaves that data shards by columns, for lookups.
+      experts: of blocks, in leaves of experts once the expert axis has cut them; data (and context) shards them.
+      expert: size of that axis.
     """
 
     sharded_blocks: int
@@ -143,10 +150,12 @@ class Elements(NamedTuple):
     loss_outer: int
     largest_loss: int
     tables: int
+    experts: int = 0
+    expert: int = 1
 
     def blocks(self, data: int = 1) -> float:
-        """Return those of blocks on one of `data` devices."""
-        return self.sharded_blocks / data + self.replicated_blocks
+        """Return those of blocks on one of `data` devices, those of the expert axis among them."""
+        return self.sharded_blocks / data + self.replicated_blocks + self.experts / max(1, data // self.expert)
 
     def outer(self, data: int = 1) -> float:
         """Return those of the outer parameters on one of `data` devices."""
@@ -154,8 +163,7 @@ class Elements(NamedTuple):
 
     def total(self, data: int = 1) -> float:
         """Return all of them on one of `data` devices."""
-        sharded = self.sharded_blocks + self.sharded_outer
-        return sharded / data + self.replicated_blocks + self.replicated_outer
+        return self.blocks(data) + self.outer(data)
 
 
 class PlacedModel(NamedTuple):
@@ -238,6 +246,7 @@ def place(
         min_shard_elements=min_shard_elements if placement.opt_state else 1,
         is_trainable=lambda path: True,
         tables=tables,
+        expert_leaves=() if workload.experts is None else workload.experts.leaves,
     )
     plans: list[LeafPlan] = jax.tree.leaves(tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(workload.params)]
@@ -250,7 +259,7 @@ def place(
     )
     held = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)
     return PlacedModel(
-        workload=workload.tiled if layout.context > 1 else workload,
+        workload=(workload.tiled if layout.context > 1 else workload).over_experts(layout.expert),
         layout=layout,
         elements=_elements(plans, mesh, workload.loss_reads, tables),
         params=held(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
@@ -264,7 +273,11 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...], ta
     sizes = {plan.path: math.prod(plan.shape) // shards(plan.spec(sharded=False), mesh) for plan in plans}
 
     def counts(*, stacked: bool, sharded: bool) -> list[int]:
-        return [sizes[plan.path] for plan in plans if plan.stacked is stacked and (plan.dim is not None) is sharded]
+        return [
+            sizes[plan.path]
+            for plan in plans
+            if plan.stacked is stacked and not plan.experts and (plan.dim is not None) is sharded
+        ]
 
     looked_up = [plan.path for plan in plans if plan.path in tables and plan.dim == COLUMNS]
     others = [plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up]
@@ -278,6 +291,8 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...], ta
         loss_outer=sum(at_loss),
         largest_loss=max(at_loss, default=0),
         tables=sum(sizes[path] for path in looked_up),
+        experts=sum(sizes[plan.path] for plan in plans if plan.experts),
+        expert=mesh.shape.get("expert", 1),
     )
 
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from shardopt.core.errors import format_error, plural
-from shardopt.core.types import PyTree
-from shardopt.planning.workload import Attention, Bytes, NamedValue, Workload, tensor_sums
+from shardopt.core.types import PyTree, Rules, leaves_with_paths
+from shardopt.planning.workload import Attention, Bytes, Experts, NamedValue, Workload, tensor_sums
 
 RULES = (
     ("^blocks/(q|kv)$", P(None, "tensor", None)),
@@ -20,6 +23,26 @@ RULES = (
     ("^(embedding|head)$", P("tensor", None)),
 )
 """Columns then rows, so that each half of a block needs one sum over tensor (Shoeybi et al., 2019, section 3)."""
+_MORE_RULES = (
+    ("^blocks/experts_up$", P(None, None, None, "tensor")),
+    ("^blocks/experts_down$", P(None, "tensor", None)),
+)
+EXPERT_LEAVES = ("^blocks/experts_",)
+"""Leaves whose first dim (of a block) counts experts."""
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values through narrow products.
+
+    Attributes:
+      query: width of what queries are made of.
+      key: width of what keys and values are made of.
+      rope: dims of a head that rotate, whose keys all heads share; the others of a head are `Transformer.head_dim`.
+    """
+
+    query: int
+    key: int
+    rope: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +64,11 @@ class Transformer:
       positions: learned positions, as rows of a table of width D; 0 without.
       fused_attention: whether scores are never written to memory, and masked blocks are skipped (FlashAttention). If
         not, all T x T scores are computed, in fp32.
+      num_experts: E, experts that take the place of the mlp, F hidden units each; 0 for one mlp.
+      top_k: K, experts of a token.
+      shared_experts: experts that every token goes through besides.
+      expert_chunk: tokens of a device that are dispatched at a time, see `so.nn.mixture_of_experts`; None is all.
+      latent: sizes of latent attention; None for queries, keys and values straight from the residual stream.
       param_dtype: dtype of the parameters (the masters).
       dtype: dtype of activations and products.
 
@@ -66,6 +94,11 @@ class Transformer:
     tied: bool = False
     positions: int = 0
     fused_attention: bool = True
+    num_experts: int = 0
+    top_k: int = 2
+    shared_experts: int = 0
+    expert_chunk: int | None = None
+    latent: Latent | None = None
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike = jnp.bfloat16
 
@@ -74,6 +107,8 @@ class Transformer:
         wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
         if not wrong and self.num_heads % self.kv_heads:
             wrong = [f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"]
+        if self.num_experts and not 0 < self.top_k <= self.num_experts:
+            wrong.append(f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}")
         if wrong:
             fix = "choose positive sizes, and heads in equal groups."
             raise ValueError(format_error("Transformer", f"{plural(len(wrong), 'size')} cannot be used.", wrong, fix))
@@ -89,9 +124,26 @@ class Transformer:
         return self.dim // max(self.num_heads, 1) if self.head_dim is None else self.head_dim
 
     @property
+    def mlps(self) -> int:
+        """How many mlps of F hidden units every token goes through."""
+        return self.shared_experts if self.num_experts else 1
+
+    @property
     def num_parameters(self) -> int:
-        """L (2 D H K + 2 D G K + (3 or 2) D F + 2 D) + V D (twice if untied) + D, and positions."""
+        """L (2 D H K + 2 D G K + (3 or 2) D F + 2 D) + V D (twice if untied) + D, and positions; of experts each D F, and D E."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params()))
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters less those of experts that a token does not go to."""
+        idle = self.num_experts - self.top_k if self.num_experts else 0
+        return self.num_parameters - self.num_layers * idle * (2 + self.gated) * self.dim * self.hidden
+
+    @property
+    def rules(self) -> Rules:
+        """Tensor rules, as strategies take them."""
+        paths = [path for path, _ in leaves_with_paths(self.abstract_params())]
+        return tuple(rule for rule in (*RULES, *_MORE_RULES) if any(re.search(rule[0], path) for path in paths))
 
     def abstract_params(self) -> dict[str, PyTree]:
         """Return shapes and dtypes of the parameters, blocks stacked."""
@@ -102,16 +154,21 @@ class Transformer:
 
         params: dict[str, PyTree] = {
             "embedding": leaf(self.vocab_size, D),
-            "blocks": {
-                "norms": leaf(L, 2, D),
-                "q": leaf(L, D, H, K),
-                "kv": leaf(L, D, G, 2 * K),
-                "out": leaf(L, H, K, D),
-                "up": leaf(L, D, 1 + self.gated, F),
-                "down": leaf(L, F, D),
-            },
+            "blocks": {"norms": leaf(L, 2, D), "out": leaf(L, H, K, D)},
             "norm": leaf(D),
         }
+        blocks = params["blocks"]
+        if self.latent is None:
+            blocks |= {"q": leaf(L, D, H, K), "kv": leaf(L, D, G, 2 * K)}
+        else:
+            q, kv, rope = self.latent
+            blocks |= {"q_down": leaf(L, D, q), "q": leaf(L, q, H, K + rope), "kv_down": leaf(L, D, kv + rope)}
+            blocks |= {"kv": leaf(L, kv, G, 2 * K)}
+        if self.mlps:
+            blocks |= {"up": leaf(L, D, 1 + self.gated, self.mlps * F), "down": leaf(L, self.mlps * F, D)}
+        if E := self.num_experts:
+            blocks |= {"experts_up": leaf(L, E, D, 1 + self.gated, F), "experts_down": leaf(L, E, F, D)}
+            blocks["router"] = leaf(L, D, E)
         if not self.tied:
             params["head"] = leaf(self.vocab_size, D)
         if self.positions:
@@ -128,32 +185,55 @@ class Transformer:
         without a gate 2 F), sharded over tensor. In a pipeline it keeps the results of inner products alone. By name it can
         keep "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and "mlp_hidden" (2 F, without a gate F), each
         of which spares the product that it is the result of; "attention" half of the T^2 flops.
+
+        With experts each token goes through K of them, and those that are shared, in place of the one mlp, and the router adds
+        2 T D E. A block keeps of the tokens at their experts what comes (K D, replicated over tensor) and the hidden units (2 F
+        and the gate for each of the K), unless they are dispatched in chunks, which are computed again; "dispatched" is their name.
+        Latent attention counts the narrow products beside.
         """
         T, D, H, G, K, F = self.length, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
         size, wide, gate = jnp.dtype(self.dtype).itemsize, 4, int(self.gated)
         params, token = self.abstract_params(), size * T
-        weights = 2 * T * D * (2 * H * K + 2 * G * K + (2 + gate) * F)
+        mlps, chosen = self.mlps, self.top_k if self.num_experts else 0
+        weights = 2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in params["blocks"].items() if name in _PRODUCTS)
+        at_experts = 2 * T * D * (2 + gate) * F * chosen
+        weights += at_experts
         attention = 4 * T * T * H * K
+        if self.latent is not None:
+            attention += 2 * T * T * H * self.latent.rope
+        arrived, hidden = chosen * token * D, chosen * token * (1 + gate) * F
+        kept = (0, 0) if self.expert_chunk is not None else (arrived, hidden)
+        experts = None
+        if self.num_experts:
+            share = 1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / T)
+            buffers = Bytes(share * arrived, share * hidden)
+            experts = Experts(
+                EXPERT_LEAVES, self.num_experts, self.top_k, token * D, buffers, self.expert_chunk is None
+            )
         block = weights + attention / (2 if self.fused_attention else 1)
         head = 2 * T * D * self.vocab_size
         scores = 0 if self.fused_attention else wide * H * T * T
         return Workload(
             name=self.name,
             params=params,
-            rules=RULES,
+            rules=self.rules,
             tokens=T,
             block_flops=block,
-            recompute_flops=block - 2 * T * F * D,
+            recompute_flops=block - 2 * T * F * D * (mlps + chosen),
             ends_flops=head,
             boundary_bytes=token * D,
-            residuals=Bytes(token * 4 * D, token * (2 * H * K + 2 * G * K + (5 + gate) * F) + scores),
-            stage_residuals=Bytes(token * 2 * D, token * (2 * H * K + 2 * G * K + (1 + gate) * F) + scores),
-            deferred=Bytes(token * 2 * D, token * (H * K + 2 * G * K + (1 + gate) * F)),
+            residuals=Bytes(
+                token * 4 * D + kept[0], token * (2 * H * K + 2 * G * K + (5 + gate) * mlps * F) + 2 * kept[1] + scores
+            ),
+            stage_residuals=Bytes(
+                token * 2 * D + kept[0], token * (2 * H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1] + scores
+            ),
+            deferred=Bytes(token * 2 * D + kept[0], token * (H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1]),
             # cotangents of the widest point of a block, and of the scores
-            working=Bytes(token * 2 * D, token * 2 * F + scores),
+            working=Bytes(token * 2 * D + arrived, token * 2 * mlps * F + hidden + scores),
             # logits in fp32, which their gradient overwrites
             ends_working=Bytes(sharded=wide * T * self.vocab_size),
-            tensor_sums=tensor_sums(params, RULES),
+            tensor_sums=tensor_sums(params, self.rules, EXPERT_LEAVES),
             model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
             itemsize=size,
             loss_reads=("norm", "embedding" if self.tied else "head"),
@@ -161,15 +241,28 @@ class Transformer:
             table_ids=0.0 if self.tied else float(T),
             table_numbers=0.0 if self.tied else float(T * D),
             attention=Attention(token * H * K, token * G * K, G, scores),
+            experts=experts,
             named=(
                 NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
                 NamedValue("attention", Bytes(0, token * H * K), 2.0 * T * T * H * K, 0),
                 NamedValue("attention_out", Bytes(token * D, 0), 2.0 * T * D * H * K, 1),
-                NamedValue("mlp_hidden", Bytes(0, token * (1 + gate) * F), 2.0 * T * D * (1 + gate) * F, 0),
+                *(
+                    [
+                        NamedValue(
+                            "mlp_hidden",
+                            Bytes(0, mlps * token * (1 + gate) * F),
+                            2.0 * T * D * mlps * (1 + gate) * F,
+                            0,
+                        )
+                    ]
+                    if mlps
+                    else []
+                ),
             ),
         )
 
 
+_PRODUCTS = ("q", "kv", "out", "up", "down", "q_down", "kv_down", "router")
 _llama = functools.partial(Transformer, num_kv_heads=8)
 _gpt = functools.partial(Transformer, gated=False, tied=True, vocab_size=50257, positions=1024, length=1024)
 
@@ -185,6 +278,33 @@ MODELS = {
         _llama("llama3-8b", dim=4096, num_layers=32, num_heads=32, hidden=14336, vocab_size=128256, length=8192),
         _llama("llama3-70b", dim=8192, num_layers=80, num_heads=64, hidden=28672, vocab_size=128256, length=8192),
         _llama("llama3-405b", dim=16384, num_layers=126, num_heads=128, hidden=53248, vocab_size=128256, length=8192),
+        # Jiang et al., "Mixtral of Experts", 2024, table 1; tokens of a row as in its published configuration's training
+        _llama(
+            "mixtral-8x7b",
+            dim=4096,
+            num_layers=32,
+            num_heads=32,
+            hidden=14336,
+            vocab_size=32000,
+            length=4096,
+            num_experts=8,
+        ),
+        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2; its 3 leading layers without experts are left out
+        Transformer(
+            "deepseek-v3",
+            dim=7168,
+            num_layers=58,
+            num_heads=128,
+            head_dim=128,
+            hidden=2048,
+            vocab_size=129280,
+            length=4096,
+            num_experts=256,
+            top_k=8,
+            shared_experts=1,
+            expert_chunk=512,
+            latent=Latent(query=1536, key=512, rope=64),
+        ),
     )
 }
 """Shapes by name, at the sequence length they were trained with."""

@@ -26,7 +26,14 @@ _MEMORY = {
     "gathered": ("gathered weights", "#8fbfae"),
     "working": ("working", "#c3c8d0"),
 }
-_AXES = {"tensor": "#a34d7c", "pipeline": "#218c6b", "context": "#5aa0a6", "data": "#33608c", "replica": "#b3882f"}
+_AXES = {
+    "tensor": "#a34d7c",
+    "pipeline": "#218c6b",
+    "context": "#5aa0a6",
+    "expert": "#8c6bb1",
+    "data": "#33608c",
+    "replica": "#b3882f",
+}
 _INK, _LINE = "#22272e", "#9aa2ad"
 _MOST_BARS, _MOST_BOXES = 40, 64
 

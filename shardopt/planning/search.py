@@ -32,6 +32,7 @@ class Prediction(NamedTuple):
       mfu: model flops utilisation, from 0 to 1.
       tokens_per_second: of all chips together.
       rules: the workload's tensor rules.
+      expert_leaves: its leaves of experts.
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class Prediction(NamedTuple):
     mfu: float
     tokens_per_second: float
     rules: Rules
+    expert_leaves: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -50,7 +52,7 @@ class Prediction(NamedTuple):
     @property
     def strategy(self) -> dict[str, Any]:
         """Keyword arguments of `so.hybrid`."""
-        return self.layout.strategy(self.rules)
+        return self.layout.strategy(self.rules, self.expert_leaves)
 
     @property
     def wire_bytes(self) -> dict[str, float]:
@@ -136,7 +138,7 @@ def plan(
 ) -> Plans:
     """Rank every way to lay a model out over chips by its predicted step time, without a device.
 
-    Sizes of replica, data, tensor, pipeline and context are combined with placement, schedule, micro-batches and
+    Sizes of replica, data, tensor, pipeline, context and expert are combined with placement, schedule, micro-batches and
     rematerialisation. Memory and traffic are closed forms of what the strategies do (`footprint`, `traffic`), and time
     is a roofline of published peaks (`step_time`): right in order more than in amount, and fitted to no run.
 
@@ -233,23 +235,27 @@ def _layouts(
 
     Tensor and pipeline take powers of two (or the chips' own small divisors) up to 64, stages divide the blocks, replica
     is 1 or a copy per slice, data takes the rest. So does context, which divides the positions, where it can be of use: rows are
-    fewer than chips, or longer than 16,384 positions. Micro-batches are powers of two that leave a device at least a row;
+    fewer than chips, or longer than 16,384 positions. Expert takes what divides the experts. Micro-batches are powers of two that leave a device at least a row;
     a pipeline gets at least as many as stages.
     """
     # fsdp computes elementwise operations again: with all inner products saved it is what it is with remat=False
     idle = [one for one in remat if False in remat and isinstance(one, str) and not _recompute_flops(workload, one)]
     for tensor in _divisors(chips // slices, _MOST if any(workload.tensor_sums) else 1):
         stages = [n for n in _divisors(chips // slices // tensor, _MOST) if workload.num_blocks % n == 0]
-        for pipeline, context in itertools.product(stages, _contexts(workload, chips, batch_size)):
-            rest, left = divmod(chips // slices // tensor, pipeline * context)
-            if left or batch_size % (rest := rest * slices):
+        inner = itertools.product(stages, _contexts(workload, chips, batch_size), _experts(workload, chips))
+        for pipeline, context, expert in inner:
+            rest, left = divmod(chips // slices // tensor, pipeline * context * expert)
+            if left or batch_size % (rest * slices * expert):
                 continue
-            micro = [m for m in _divisors(batch_size // rest, _MOST, small=0) if pipeline == 1 or m >= pipeline]
+            rest *= slices
+            micro = [
+                m for m in _divisors(batch_size // rest // expert, _MOST, small=0) if pipeline == 1 or m >= pipeline
+            ]
             for replica in sorted({1, slices}):
                 if rest % replica:
                     continue
                 data = rest // replica
-                several = data * context > 1
+                several = data * context * expert > 1
                 whole = [choice for choice in remat if pipeline == 1 or isinstance(choice, bool)]
                 ways = (placements if several else ("ddp",), schedules if pipeline > 1 else (None,), whole)
                 for m, placement, schedule, again in itertools.product(micro, *ways):
@@ -259,7 +265,9 @@ def _layouts(
                     scattered = dtypes[1] if placement != "ddp" else None
                     for chunks in _chunks(workload, pipeline, m, schedule):
                         sizes = replica, data, pipeline, tensor
-                        yield Layout(*sizes, placement, m, schedule, chunks, again, gathered, scattered, context)
+                        yield Layout(
+                            *sizes, placement, m, schedule, chunks, again, gathered, scattered, context, expert
+                        )
 
 
 _LONG = 16_384
@@ -269,6 +277,12 @@ def _contexts(workload: Workload, chips: int, batch_size: int) -> list[int]:
     if workload.attention is None or (batch_size >= chips and workload.tokens <= _LONG):
         return [1]
     return [n for n in _divisors(chips, _MOST, small=0) if workload.tokens % n == 0]
+
+
+def _experts(workload: Workload, chips: int) -> list[int]:
+    if workload.experts is None:
+        return [1]
+    return [n for n in _divisors(chips, _MOST, small=0) if workload.experts.count % n == 0]
 
 
 def _recompute_flops(workload: Workload, remat: bool | str) -> float:
@@ -335,6 +349,7 @@ def predict(
         mfu=workload.model_flops * batch_size / (time.total * layout.num_chips * hardware.flops),
         tokens_per_second=workload.tokens * batch_size / time.total,
         rules=workload.rules,
+        expert_leaves=() if workload.experts is None else workload.experts.leaves,
     )
 
 
@@ -357,7 +372,8 @@ def _nothing_fits(plans: Plans) -> str:
 
 def _table(plans: Plans, count: int) -> str:
     shown = plans.ranked[:count]
-    context = any(one.layout.context > 1 for one in shown)
+    columns = ["context"] * any(one.layout.context > 1 for one in shown)
+    columns += ["expert"] * any(one.layout.expert > 1 for one in shown)
     head = [
         "layout",
         "memory",
@@ -368,9 +384,9 @@ def _table(plans: Plans, count: int) -> str:
         "data",
         "pipeline",
         "bubble",
-        *["context"] * context,
+        *columns,
     ]
-    rows = [head, *(_row(one)[: len(head)] for one in shown)]
+    rows = [head, *(_row(one, columns) for one in shown)]
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
     model, rows_text = plans.workload, plural(plans.batch_size, "row")
@@ -389,9 +405,10 @@ def _table(plans: Plans, count: int) -> str:
     )
 
 
-def _row(one: Prediction) -> list[str]:
+def _row(one: Prediction, columns: Sequence[str]) -> list[str]:
     time, memory = one.time, one.memory.total
-    parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble, time.context)
+    more = [getattr(time, name) for name in columns]
+    parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble, *more)
     return [
         str(one.layout),
         f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.1f} MB",

@@ -1,7 +1,8 @@
 """What training a model asks of a machine, in numbers: the input of every prediction, and `trace`, which reads it off a model."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -85,6 +86,26 @@ class Attention(NamedTuple):
     scores: float = 0.0
 
 
+class Experts(NamedTuple):
+    """What `so.nn.mixture_of_experts` is given in one block and one row.
+
+    Attributes:
+      leaves: regexes of key paths of their leaves, as strategies take them.
+      count: E, experts.
+      top_k: K, experts of a token.
+      tokens: bytes of the tokens that are sent to experts, each once.
+      buffers: what a block holds of tokens at their experts, where each device gets as many: of all tokens, or of a chunk.
+      kept: whether these are of what a block keeps for its backward pass, or come and go.
+    """
+
+    leaves: tuple[str, ...]
+    count: int
+    top_k: int
+    tokens: float
+    buffers: Bytes = Bytes()
+    kept: bool = True
+
+
 class Workload(NamedTuple):
     """A model of blocks and the work of one example (row) of its batch.
 
@@ -117,6 +138,7 @@ class Workload(NamedTuple):
       table_ids: how many ids of a row are looked up in them.
       table_numbers: how many numbers that gives.
       attention: what positions of a row see of each other, so that they can be split over context; None if nothing is known.
+      experts: what an expert axis splits, and what tokens send; None without experts.
     """
 
     name: str
@@ -141,6 +163,7 @@ class Workload(NamedTuple):
     table_ids: float = 0.0
     table_numbers: float = 0.0
     attention: Attention | None = None
+    experts: Experts | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -159,6 +182,18 @@ class Workload(NamedTuple):
         cut = lambda bytes: bytes._replace(sharded=max(bytes.sharded - scores, 0.0))  # noqa: E731
         parts = cut(self.residuals), cut(self.stage_residuals), cut(self.working)
         return self._replace(residuals=parts[0], stage_residuals=parts[1], working=parts[2])
+
+    def over_experts(self, devices: int) -> "Workload":
+        """Return the same over an expert axis: a device has room for all tokens that could come, X min(K, E/X) / K times as many."""
+        found = self.experts
+        if found is None or devices == 1:
+            return self
+        more = min(found.top_k, found.count // devices) * devices / found.top_k - 1
+        add = lambda to, times: Bytes(*(a + times * more * b for a, b in zip(to, found.buffers, strict=True)))  # noqa: E731
+        if not found.kept:
+            return self._replace(working=add(self.working, 2))  # and their gradients
+        parts = add(self.residuals, 1), add(self.stage_residuals, 1), add(self.deferred, 1), add(self.working, 1)
+        return self._replace(residuals=parts[0], stage_residuals=parts[1], deferred=parts[2], working=parts[3])
 
     def recompute(self, remat: bool | str) -> Recompute | None:
         """Return what remat runs again: with True all but a block's input, with "save:NAME,..." all but these values too.
@@ -195,15 +230,19 @@ class Workload(NamedTuple):
         return False, *(f"save:{names}" for names in some), True
 
 
-def tensor_sums(params: PyTree, rules: Rules) -> tuple[int, int]:
+def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ()) -> tuple[int, int]:
     """Return how many sums over tensor the forward and the backward of a block need, by its rules.
 
     A weight that is sharded on its first dim, what it sums over, leaves partial results in the forward; one that is
-    sharded on any other dim leaves partial gradients of its input in the backward.
+    sharded on any other dim leaves partial gradients of its input in the backward. The first dim of experts only counts them.
     """
     leaves = leaves_with_paths(params)
     specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], who="plan")
-    blocks = [tuple(spec) for (path, _), spec in zip(leaves, specs, strict=True) if path.startswith("blocks/")]
+    blocks = [
+        tuple(spec)[any(re.search(pattern, path) for pattern in expert_leaves) :]
+        for (path, _), spec in zip(leaves, specs, strict=True)
+        if path.startswith("blocks/")
+    ]
     rows = sum(spec[:1] == ("tensor",) for spec in blocks)
     return rows, sum("tensor" in spec for spec in blocks) - rows
 

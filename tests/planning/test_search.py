@@ -276,3 +276,41 @@ def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, k
     else:
         keys = 2 * T * heads * K
         assert sum(one.wire_bytes(placed.layout.sizes) for one in found) == blocks * (size - 1) * keys * (2 + 2 + 4)
+
+
+EXPERTS = dataclasses.replace(
+    find_model("test", "llama3-8b"), name="moe", num_layers=4, hidden=1024, vocab_size=1024, length=256, num_experts=8, top_k=2
+)
+
+
+def test_tokens_travel_to_experts_whose_gradients_do_not():
+    """K T D numbers there and back, forwards and backwards, once more there with remat; experts are summed over data alone."""
+    sent = {}
+    for remat in (False, True, "save:qkv"):
+        layout = Layout(data=2, expert=4, placement="ddp", remat=remat)
+        placed = place(EXPERTS.workload(), layout, {})
+        sent[remat] = traffic(placed, batch_size=16)
+    buffer, sizes = 2 * 2 * 256 * 4096 * 2, {"data": 2, "expert": 4}  # 2 rows on a device, 2 experts a token, 2 bytes
+    for remat, ways in ((False, 4), (True, 5), ("save:qkv", 5)):
+        (tokens,) = (one for one in sent[remat] if one.axis == "expert")
+        assert (tokens.kind, tokens.bytes, tokens.calls) == ("all-to-all", buffer, ways * 4)
+        assert tokens.wire_bytes(sizes) == ways * 4 * buffer * 3 / 4
+    numbers = 4 * 8 * 4096 * 3 * 1024
+    over = {one.also: one.bytes for one in sent[False] if one.kind == "all-reduce"}
+    assert over[()] == 4 * numbers // 4 and over[("expert",)] == 4 * (EXPERTS.num_parameters - numbers)
+
+
+def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():
+    tx = optax.sgd(0.1)
+    work = EXPERTS.workload()
+    alone, shared = (
+        predict(work, layout, hardware=HARDWARE["v5p"], batch_size=64, tx=tx)
+        for layout in (Layout(data=8, placement="ddp"), Layout(data=2, expert=4, placement="ddp"))
+    )
+    experts, rest = 4 * 4 * 8 * 4096 * 3 * 1024, alone.memory.params
+    assert 0 <= rest - shared.memory.params - experts * 3 / 4 < 0.001 * rest
+    assert shared.layout.strategy(work.rules, work.experts.leaves)["expert_leaves"] == work.experts.leaves
+    # each of 4 devices could get min(2, 2) copies of all tokens where 2 come: 4 times the rows and hidden units
+    more = place(work, shared.layout, {}).workload.residuals.on(1) - work.residuals.on(1)
+    assert more == 3 * 2 * 2 * 256 * (4096 + 2 * 1024)
+    assert "expert" in str(so.plan(EXPERTS, hardware="v5e", chips=8, batch_size=16)).splitlines()[1]

@@ -66,8 +66,17 @@ def test_published_sizes(name, billions):
 
 def test_a_step_costs_six_flops_a_parameter_and_token_and_some_for_attention():
     for shape in MODELS.values():
-        ratio = shape.workload().model_flops / (6 * shape.num_parameters * shape.length)
-        assert 1.0 < ratio < 1.1
+        ratio = shape.workload().model_flops / (6 * shape.active_parameters * shape.length)
+        assert 1.0 < ratio < (1.1 if shape.latent is None else 1.3)  # attention over 128 x 192 dims in a width of 7168
+
+
+def test_experts_are_counted_as_published():
+    """Mixtral of Experts, 2024, section 2: 47B and 13B active. DeepSeek-V3, 2024: 671B and 37B, three dense layers among them."""
+    mixtral, deepseek = MODELS["mixtral-8x7b"], MODELS["deepseek-v3"]
+    assert (round(mixtral.num_parameters / 1e9, 1), round(mixtral.active_parameters / 1e9, 1)) == (46.7, 12.9)
+    dense = 3 * (deepseek.num_parameters / 58 - 3 * 7168 * 2048 * 257 + 3 * 7168 * 18432 - 2 * 129280 * 7168 / 58)
+    assert round((deepseek.num_parameters + dense) / 1e9) == 671
+    assert round((deepseek.active_parameters + dense) / 1e9) == 37
 
 
 def test_flops_of_loops_and_branches():
@@ -114,7 +123,7 @@ def test_names_that_a_plan_cannot_use_are_refused():
 
 
 def test_unknown_models_and_kinds_are_refused():
-    known = "gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b"
+    known = "gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3"
     message = f"plan: unknown model 'gpt5'.\nFix: use one of {known}, or describe it with so.planning.Transformer."
     with refused(ValueError, message):
         find_model("plan", "gpt5")
