@@ -146,8 +146,7 @@ def mixture_of_experts(
         capacity_factor=capacity_factor,
     )
     if is_analysed():
-        every = {name: jnp.concatenate([leaf] * (E // held)) for name, leaf in weights.items()}
-        y, statistics = _shown(every, x, router, bias, routing, activation)
+        y, statistics = _shown(dict(weights), x, router, bias, routing, activation, top_k)
     else:
         run = functools.partial(_routed, routing, activation, chunk)
         y, statistics = _on_each_device(run, dict(weights), x, router, bias, axes, travels=held < E)
@@ -241,13 +240,22 @@ def _shown(
     bias: Array | None,
     routing: Callable[..., Routes],
     activation: Activation,
+    top_k: int,
 ) -> tuple[Array, RouterStatistics]:
-    """Return every expert of every token times its weight: rows and positions visibly apart, for the check of losses."""
-    routes = routing(x, router, bias)
-    dense = dense_weights(routes.experts, routes.weights, router.shape[1])
-    hidden = _gated(weights, lambda name: jnp.einsum("btd,edf->btef", x, weights[name]), activation)
-    hidden = (hidden * dense[..., None]).astype(x.dtype)
-    return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
+    """Return every expert of every token times its weight: rows and positions visibly apart, for the check of losses.
+
+    It has a name in the trace, with K, for that check and for `so.planning.trace`.
+    """
+
+    def run(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
+        routes = routing(x, router, bias)
+        dense = dense_weights(routes.experts, routes.weights, router.shape[1])
+        hidden = _gated(weights, lambda name: jnp.einsum("btd,edf->btef", x, weights[name]), activation)
+        hidden = (hidden * dense[..., None]).astype(x.dtype)
+        return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
+
+    run.__name__ = f"shardopt_experts_{top_k}"
+    return jax.jit(run)(weights, x, router, bias)
 
 
 def _on_each_device(

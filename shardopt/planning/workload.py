@@ -22,6 +22,7 @@ from shardopt.nn.embedding import NAME as LOOKED_UP
 from shardopt.partition.rules import match_rules
 from shardopt.remat.split_backward import split_backward
 from shardopt.separability.analysis import ATTENTION
+from shardopt.separability.experts import EXPERTS
 
 
 class Bytes(NamedTuple):
@@ -253,6 +254,7 @@ def trace(
     abstract_batch: PyTree,
     *,
     rules: Rules = (),
+    expert_leaves: Sequence[str] = (),
     name: str = "model",
     tokens: int = 1,
     compute_dtype: DTypeLike | None = None,
@@ -270,6 +272,7 @@ def trace(
       abstract_batch: a batch, or its shapes, with rows as the first dim of every leaf. The number of rows does not
         matter.
       rules: tensor rules, as strategies take them.
+      expert_leaves: regexes of key paths of leaves whose first dim counts experts, as strategies take them.
       name: for tables.
       tokens: positions of a row.
       compute_dtype: dtype that weights arrive in, the `gather_dtype` of fsdp; None is their own.
@@ -322,7 +325,7 @@ def trace(
         tokens=tokens,
         **row,
         named=tuple(NamedValue(value, named[value][0], named[value][1], count) for value, count in sums.items()),
-        tensor_sums=tensor_sums(params, rules),
+        tensor_sums=tensor_sums(params, rules, expert_leaves),
         model_flops=3.0 * (num_blocks * row["block_flops"] + row["ends_flops"]),
         itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.boundary(batch))),
         loss_reads=_reads(parts, batch),
@@ -330,6 +333,7 @@ def trace(
         table_ids=float(sum(value.size / value.shape[-1] for value in looked_up)),
         table_numbers=float(sum(value.size for value in looked_up)),
         attention=_attention(parts, batch),
+        experts=_experts(parts, batch, tuple(expert_leaves)),
     )
 
 
@@ -413,10 +417,7 @@ def _named_sums(parts: _Parts, batch: PyTree) -> dict[str, int]:
 
 def _attention(parts: _Parts, batch: PyTree) -> Attention | None:
     """Return what a block gives `so.nn.attention`; several calls add up."""
-    with analysis():
-        shown = lambda *args: parts.block(*args)  # noqa: E731 (not the function that jax has a trace of already)
-        block = jax.make_jaxpr(shown)(parts.weights, parts.boundary(batch), parts.key)
-    calls = [eqn for eqn in equations(block) if eqn.params.get("name") == ATTENTION]
+    calls = [eqn for eqn in equations(_shown(parts, batch)) if eqn.params.get("name") == ATTENTION]
     if not calls:
         return None
     queries, keys = (sum(_nbytes(_aval(eqn.invars[i])) for eqn in calls) for i in (0, 1))
@@ -424,6 +425,27 @@ def _attention(parts: _Parts, batch: PyTree) -> Attention | None:
     kept = _residuals(parts.block, parts.weights, parts.boundary(batch), parts.key)
     scores = sum(_nbytes(one) for one in kept if one.shape[-2:] in {(length, length) for length in lengths})
     return Attention(queries, keys, min(_aval(eqn.invars[1]).shape[2] for eqn in calls), scores)
+
+
+def _experts(parts: _Parts, batch: PyTree, leaves: tuple[str, ...]) -> Experts | None:
+    """Return what a block gives `so.nn.mixture_of_experts`; several calls add up."""
+    calls = [eqn for eqn in equations(_shown(parts, batch)) if str(eqn.params.get("name")).startswith(EXPERTS)]
+    if not calls or not leaves:
+        return None
+    found = []
+    for eqn in calls:
+        given = [_aval(v) for v in eqn.invars]  # weights [E, D, F] each, x [B, T, D], router [D, E]
+        router = next(i for i, one in enumerate(given) if one.ndim == 2)
+        found.append((given[router].shape[1], int(eqn.params["name"].rsplit("_", 1)[1]), _nbytes(given[router - 1])))
+    counts, chosen, tokens = zip(*found, strict=True)
+    return Experts(leaves, max(counts), max(chosen), float(sum(tokens)))
+
+
+def _shown(parts: _Parts, batch: PyTree) -> ClosedJaxpr:
+    """Return the trace of a block in which layers show their plain form, by name."""
+    with analysis():
+        shown = lambda *args: parts.block(*args)  # noqa: E731 (not the function that jax has a trace of already)
+        return jax.make_jaxpr(shown)(parts.weights, parts.boundary(batch), parts.key)
 
 
 def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *rest: PyTree) -> list[ShapedArray]:
@@ -502,6 +524,8 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[float]:
             kernel = _aval(eqn.invars[1])
             features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             yield 2.0 * _aval(eqn.outvars[0]).size * kernel.size / features
+        elif eqn.params.get("name") == "shardopt_grouped_product":  # each row with the matrix of its group
+            yield 2.0 * _aval(eqn.invars[0]).size * _aval(eqn.outvars[0]).shape[-1]
         elif name == "cond":
             yield max((sum(count_flops(branch)) for branch in eqn.params["branches"]), default=0.0)
         else:

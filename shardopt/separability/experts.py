@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from shardopt.core.jaxprs import called
 
 EXPERTS = "shardopt_experts"
-"""Name of a jitted function whose results are complete, although each device has a part of the experts."""
+"""How the name of a jitted function begins whose results are complete, although each device has a part of the experts."""
 
 Marks = Mapping[int, JaxprEqn | None]
 """Leaf -> the operation that first did something with it, None if only calls and loops have passed it on."""
@@ -30,7 +30,7 @@ def experts_elsewhere(jaxpr: Jaxpr | ClosedJaxpr, given: Sequence[Marks]) -> lis
 
 
 def _results(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
-    if not any(given) or eqn.params.get("name") == EXPERTS:
+    if not any(given) or str(eqn.params.get("name")).startswith(EXPERTS):
         return [{}] * len(eqn.outvars)
     name, inner = eqn.primitive.name, called(eqn)
     if name == "scan":

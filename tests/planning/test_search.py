@@ -279,7 +279,14 @@ def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, k
 
 
 EXPERTS = dataclasses.replace(
-    find_model("test", "llama3-8b"), name="moe", num_layers=4, hidden=1024, vocab_size=1024, length=256, num_experts=8, top_k=2
+    find_model("test", "llama3-8b"),
+    name="moe",
+    num_layers=4,
+    hidden=1024,
+    vocab_size=1024,
+    length=256,
+    num_experts=8,
+    top_k=2,
 )
 
 
@@ -297,7 +304,8 @@ def test_tokens_travel_to_experts_whose_gradients_do_not():
         assert tokens.wire_bytes(sizes) == ways * 4 * buffer * 3 / 4
     numbers = 4 * 8 * 4096 * 3 * 1024
     over = {one.also: one.bytes for one in sent[False] if one.kind == "all-reduce"}
-    assert over[()] == 4 * numbers // 4 and over[("expert",)] == 4 * (EXPERTS.num_parameters - numbers)
+    assert over[()] == 4 * numbers // 4
+    assert over[("expert",)] == 4 * (EXPERTS.num_parameters - numbers)
 
 
 def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():

@@ -76,7 +76,26 @@ def test_experts_are_counted_as_published():
     assert (round(mixtral.num_parameters / 1e9, 1), round(mixtral.active_parameters / 1e9, 1)) == (46.7, 12.9)
     dense = 3 * (deepseek.num_parameters / 58 - 3 * 7168 * 2048 * 257 + 3 * 7168 * 18432 - 2 * 129280 * 7168 / 58)
     assert round((deepseek.num_parameters + dense) / 1e9) == 671
-    assert round((deepseek.active_parameters + dense) / 1e9) == 37
+    assert round((deepseek.active_parameters + dense - 129280 * 7168) / 1e9) == 37  # less the table of the embedding
+
+
+def test_experts_are_traced():
+    """A token costs its router and its K experts, whatever the number of these."""
+    shapes = {"gate": (8, 16, 24), "up": (8, 16, 24), "down": (8, 24, 16)}
+    params = {"blocks": {name: jax.ShapeDtypeStruct((3, *shape), jnp.float32) for name, shape in shapes.items()}}
+    params["blocks"]["router"] = jax.ShapeDtypeStruct((3, 16, 8), jnp.float32)
+
+    def block(w, x):
+        weights = {name: w[name] for name in shapes}
+        return x + so.nn.mixture_of_experts(weights, x, w["router"], top_k=2)[0]
+
+    model = so.BlockModel(lambda outer, batch: batch["x"], block, lambda outer, x, batch: (x**2).mean())
+    leaves = ["^blocks/(gate|up|down)$"]
+    work = so.planning.trace(model, params, {"x": jnp.zeros((4, 10, 16))}, expert_leaves=leaves)
+    assert work.block_flops == 2 * 10 * (16 * 8 + 2 * 3 * 16 * 24)
+    assert work.experts._replace(buffers=None) == (tuple(leaves), 8, 2, 10 * 16 * 4, None, True)
+    placed = so.planning.layout.place(work, so.planning.Layout(data=2, expert=4), {})
+    assert placed.params == 3 * 4 * (8 * 3 * 16 * 24 // 8 + 16 * 8)  # the router is too small to be sharded
 
 
 def test_flops_of_loops_and_branches():
