@@ -282,7 +282,7 @@ def _contexts(workload: Workload, chips: int, batch_size: int) -> list[int]:
 def _experts(workload: Workload, chips: int) -> list[int]:
     if workload.experts is None:
         return [1]
-    return [n for n in _divisors(chips, _MOST, small=0) if workload.experts.count % n == 0]
+    return [n for n in _divisors(chips, _MOST, small=0) if workload.experts.num_experts % n == 0]
 
 
 def _recompute_flops(workload: Workload, remat: bool | str) -> float:

@@ -92,7 +92,7 @@ class Experts(NamedTuple):
 
     Attributes:
       leaves: regexes of key paths of their leaves, as strategies take them.
-      count: E, experts.
+      num_experts: E.
       top_k: K, experts of a token.
       tokens: bytes of the tokens that are sent to experts, each once.
       buffers: what a block holds of tokens at their experts, where each device gets as many: of all tokens, or of a chunk.
@@ -100,7 +100,7 @@ class Experts(NamedTuple):
     """
 
     leaves: tuple[str, ...]
-    count: int
+    num_experts: int
     top_k: int
     tokens: float
     buffers: Bytes = Bytes()
@@ -189,7 +189,7 @@ class Workload(NamedTuple):
         found = self.experts
         if found is None or devices == 1:
             return self
-        more = min(found.top_k, found.count // devices) * devices / found.top_k - 1
+        more = min(found.top_k, found.num_experts // devices) * devices / found.top_k - 1
         add = lambda to, times: Bytes(*(a + times * more * b for a, b in zip(to, found.buffers, strict=True)))  # noqa: E731
         if not found.kept:
             return self._replace(working=add(self.working, 2))  # and their gradients
