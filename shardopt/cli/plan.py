@@ -124,8 +124,8 @@ class AuditOptions:
     """List the collectives of a compiled program, with their mesh axes, bytes and calls, and estimate its step time.
 
     Either of a file, `shardopt audit step.hlo --mesh data=4,tensor=2`, that holds `compiled.as_text()`; or of a
-    published model compiled for a TPU, `shardopt audit --model llama3-8b --topology v5p:4x4x4`, which needs the extra
-    tpu, and no TPU.
+    published model compiled for TPUs, `shardopt audit --model llama3-8b --topology v5p:4x4x4`, which needs the extra
+    tpu, and no TPU, or for nodes of GPUs, `--topology h100:8 --slices 4`, with the extra gpu.
     """
 
     program: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = None

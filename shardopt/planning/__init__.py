@@ -1,6 +1,6 @@
 """Before renting the machine: what a program sends and holds, which layout fits, and what the compiler says."""
 
-from shardopt.planning.aot import AotReport, aot, parse_topology, topology_devices
+from shardopt.planning.aot import AotReport, aot
 from shardopt.planning.compiled_time import Operation, Span, StepSeconds, step_seconds
 from shardopt.planning.costs import Footprint, StepTime, Transfer
 from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
@@ -9,6 +9,7 @@ from shardopt.planning.layout import Layout
 from shardopt.planning.models import MODELS, Transformer, find_model
 from shardopt.planning.plots import plot_memory, plot_placement, plot_plans, plot_timeline, plot_traffic
 from shardopt.planning.search import Dropped, Plans, Prediction, plan, predict
+from shardopt.planning.topologies import parse_topology, topology_devices
 from shardopt.planning.workload import Bytes, NamedValue, Recompute, Workload, count_flops, trace
 
 __all__ = [

@@ -1,11 +1,9 @@
-"""`aot`: what the real XLA:TPU compiler makes of a training step, on a machine without a TPU."""
+"""`aot`: what the real compilers for TPU and GPU make of a training step, on a machine that has neither."""
 
 import math
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,21 +13,20 @@ from jax.stages import Compiled, Lowered
 from shardopt.audit.collective import Collective
 from shardopt.audit.program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
 from shardopt.audit.report import Audit
-from shardopt.core.arguments import check_count
-from shardopt.core.errors import format_error, plural
-from shardopt.core.extras import require
+from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract, is_array_like
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.mesh import make_mesh
 from shardopt.planning.compiled_time import StepSeconds, walk_schedule
-from shardopt.planning.hardware import HARDWARE, Devices, Hardware, hardware_of
+from shardopt.planning.hardware import Hardware, hardware_of
+from shardopt.planning.topologies import parse_topology, topology_devices
 
 
 class AotReport(NamedTuple):
-    """A training step as compiled for a TPU topology; `print` shows it. Bytes are per device.
+    """A training step as compiled for a topology; `print` shows it. Bytes are per device.
 
     Attributes:
-      topology: as asked for, "v5p:4x4x8".
+      topology: as asked for, "v5p:4x4x8" or "h100:8".
       num_slices: how many of them, joined by the data-centre network.
       mesh_shape: mesh axis to size.
       memory: what the compiler planned.
@@ -39,7 +36,8 @@ class AotReport(NamedTuple):
       compile_seconds: of lowering and compiling.
       hbm_bytes: memory of a device.
       text: the compiled program, as HLO text.
-      step_seconds: how long a step takes by the compiler's own estimates, see `so.planning.step_seconds`.
+      step_seconds: how long a step takes by the compiler's own estimates, see `so.planning.step_seconds`; unknown on GPU,
+        whose compiler writes none.
     """
 
     topology: str
@@ -112,9 +110,6 @@ class AotReport(NamedTuple):
         return "\n".join([*lines, str(self.step_seconds)])
 
 
-_TPUS = {name: chip for name, chip in HARDWARE.items() if chip.torus_dims}
-
-
 def aot(
     make: Callable[[Mesh], ShardedOptimizer],
     abstract_params: PyTree,
@@ -129,17 +124,19 @@ def aot(
     context: int = 1,
     expert: int = 1,
 ) -> AotReport:
-    """Compile a training step for a TPU topology, with the real compiler and without a TPU.
+    """Compile a training step for a TPU or GPU topology, with the real compiler, where there is no such device.
 
     Nothing is allocated: parameters and batch are shapes. The mesh is `so.make_mesh`'s, which respects the torus and
-    puts data (or replica) across slices.
+    puts data (or replica) across slices. XLA:GPU chooses among kernels by timing them on the GPU that it compiles for;
+    here it takes those that it ranks first, so that a program compiled on the GPU may use others, and other scratch memory.
 
     Args:
       make: `make(mesh) -> ShardedOptimizer`, such as `lambda mesh: so.fsdp(tx, mesh, model)`.
       abstract_params: shapes of the parameters, from `jax.eval_shape(init, key)`.
       abstract_batch: shapes of the global batch; of arrays only the shapes are read.
-      topology: chip and torus, "v5p:4x4x8"; v4, v5p and tpu7x have three axes, v5e and v6e two.
-      num_slices: how many of them.
+      topology: chip and torus, "v5p:4x4x8"; v4, v5p and tpu7x have three axes, v5e and v6e two. Of GPUs how many a node
+        has behind its switch, "h100:8"; a100, h100, h200, b200.
+      num_slices: how many of them: slices, or nodes.
       data: as in `so.make_mesh`; so are tensor, pipeline, replica, context and expert.
       tensor: likewise.
       pipeline: likewise.
@@ -151,10 +148,10 @@ def aot(
       An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.step_seconds`, `.compile_seconds`.
 
     Raises:
-      ModuleNotFoundError: if libtpu, the compiler, is not installed.
+      ModuleNotFoundError: if the compiler is not installed: libtpu, or jax's plugin for CUDA with cuDNN.
       TypeError: if `make` does not return a `ShardedOptimizer`.
       ValueError: if the topology is unknown (the message lists what is known), the sizes do not fit its chips, or the
-        compiler finds that the step does not fit into a chip's memory.
+        step does not fit into a chip's memory.
 
     Example:
       >>> import shardopt as so
@@ -193,71 +190,9 @@ def aot(
     )
 
 
-def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
-    """Return the chip and the torus in a text such as "v5p:4x4x8".
-
-    Raises:
-      TypeError: if it is no string.
-      ValueError: if it cannot be read, the chip is unknown, or its torus has another number of axes.
-    """
-    forms = ", ".join(f"{name}:{'x'.join(['4'] * chip.torus_dims)}" for name, chip in _TPUS.items())
-    if not isinstance(topology, str):
-        raise TypeError(format_error("aot", f"topology must be a string, got {topology!r}.", fix=f"write {forms}."))
-    found = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)
-    if found is None or found[1] not in _TPUS:
-        what = f"unknown topology {topology!r}."
-        raise ValueError(format_error("aot", what, fix=f"write chip and torus, with sizes of your own: {forms}."))
-    chip, dims = _TPUS[found[1]], tuple(map(int, found[2].split("x")))
-    if len(dims) != chip.torus_dims:
-        right = f"{chip.name}:{'x'.join(['4'] * chip.torus_dims)}"
-        what = f"topology {topology!r} has {plural(len(dims), 'axis')}, {chip.name} has {chip.torus_dims}."
-        fix = f"write it as {right}; its chips form a torus of {chip.torus_dims} axes."
-        raise ValueError(format_error("aot", what, fix=fix))
-    return chip, dims
-
-
-def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
-    """Return the devices of a TPU topology, to compile for; none of them exists.
-
-    Raises:
-      ModuleNotFoundError: if libtpu is not installed.
-      ValueError: if the compiler does not know the topology.
-    """
-    _, dims = parse_topology(topology)
-    check_count("aot", "num_slices", num_slices)
-    require("libtpu", extra="tpu", who="aot")
-    from jax.experimental import topologies
-
-    more: dict[str, object] = {"wrap": wraps(dims)}
-    if num_slices > 1:
-        more["num_slices"] = num_slices
-    with _without_a_tpu():
-        try:
-            return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
-        except Exception as error:  # whatever the plugin raises for names that it does not know
-            what = f"the compiler does not take topology {topology!r} x {num_slices}: {str(error).splitlines()[0]}"
-            fix = "choose sizes that Google offers, such as v5p:4x4x4, v5e:4x8 or v6e:16x16."
-            raise ValueError(format_error("aot", what, fix=fix)) from error
-
-
-def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:
-    """Return which axes of a slice have wrap-around links, of three even where the torus has two.
-
-    A slice of three axes has them where every size is a multiple of 4; one of two axes along a size of 16, a whole pod's.
-    Without being told of them the compiler plans for a mesh without, and sends all-reduces for gathers.
-
-    References:
-      Google Cloud, "TPU v4" and "TPU v5p" (twisted and wrapped slices); MaxText, `accelerator_to_spec_map`.
-    """
-    if len(dims) == 3:
-        torus = all(size % 4 == 0 for size in dims)
-        return torus, torus, torus
-    return dims[0] == 16, dims[1] == 16, False
-
-
 def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
     try:
-        return lowered.compile()
+        compiled = lowered.compile()
     except Exception as error:
         text = str(error)
         internal = text.startswith("INTERNAL") or ("RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower())
@@ -265,25 +200,15 @@ def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
             raise  # a kernel that needs more of a core's scratch memory than there is says so itself
         used = re.search(r"[Uu]sed ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) (\w+)", text)
         need = f" (it needs {used[1]} of {used[2]} {used[3]})" if used else f": {text.splitlines()[0]}"
-        what = f"the step does not fit into a chip of {topology}, {chip.memory_bytes:,} bytes{need}."
-        fix = "shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; so.plan ranks them."
-        raise ValueError(format_error("aot", what, fix=fix)) from error
+        raise _does_not_fit(topology, chip, need) from error
+    if (
+        not chip.torus_dims and (peak := memory(compiled).peak) > chip.memory_bytes
+    ):  # XLA:GPU only finds out when it runs
+        raise _does_not_fit(topology, chip, f" (it needs {peak:,})")
+    return compiled
 
 
-@contextmanager
-def _without_a_tpu() -> Iterator[None]:
-    """Tell libtpu, while it is loaded, to ask no server about a machine that is not there, nor to lock it."""
-    told = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5p-32",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update({name: value for name, value in told.items() if before[name] is None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+def _does_not_fit(topology: str, chip: Hardware, need: str) -> ValueError:
+    what = f"the step does not fit into a chip of {topology}, {chip.memory_bytes:,} bytes{need}."
+    fix = "shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; so.plan ranks them."
+    return ValueError(format_error("aot", what, fix=fix))

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,15 +12,17 @@ import pytest
 
 import shardopt as so
 from shardopt.audit import Audit, Memory
+from shardopt.core.extras import is_installed
 from shardopt.models import transformer
 from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
-from shardopt.planning.aot import AotReport, _compile, _without_a_tpu
+from shardopt.planning.aot import AotReport, _compile
 from shardopt.planning.compiled_time import StepSeconds
 from shardopt.planning.layout import stored_bytes
 from shardopt.planning.models import RULES
+from shardopt.planning.topologies import _without_a_tpu
 
 SHAPE = Transformer("t", 256, 2, 8, 512, 1024, 64, num_kv_heads=4)
-FORMS = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4"
+FORMS = "a100:8, h100:8, h200:8, b200:8, v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4"
 
 
 def refused(kind, message):
@@ -39,11 +42,19 @@ def rules_of(mesh):
     ("name", "message"),
     [
         ("v9:4x4", f"unknown topology 'v9:4x4'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
-        ("h100:8", f"unknown topology 'h100:8'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
         ("v5p", f"unknown topology 'v5p'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
         (
             "v6e:4x4x4",
             "topology 'v6e:4x4x4' has 3 axes, v6e has 2.\nFix: write it as v6e:4x4; its chips form a torus of 2 axes.",
+        ),
+        (
+            "h100:2x4",
+            "topology 'h100:2x4' has 2 axes, h100 has 1.\nFix: write it as h100:8; the GPUs of a node share a switch.",
+        ),
+        (
+            "h100:16",
+            "topology 'h100:16' has 16 GPUs, a node of h100 has 1 to 8.\n"
+            "Fix: write h100:8, and how many nodes as num_slices.",
         ),
     ],
 )
@@ -69,6 +80,9 @@ def test_without_the_compiler_it_says_how_to_get_it(monkeypatch):
     message = "aot: libtpu is needed, which is not installed.\nFix: pip install 'shardopt[tpu]'"
     with refused(ModuleNotFoundError, message):
         compiled(topology="v5p:4x4x4")
+    message = "aot: jax_cuda12_plugin is needed, which is not installed.\nFix: pip install 'shardopt[gpu]'"
+    with refused(ModuleNotFoundError, message):
+        compiled(topology="h100:8")
 
 
 def test_the_environment_is_left_as_it_was(monkeypatch):
@@ -94,6 +108,27 @@ def test_a_step_that_does_not_fit_says_so():
     )
     with refused(ValueError, message):
         _compile(Lowered(), "v6e:4x4", chip)
+
+
+def test_a_gpu_step_that_does_not_fit_says_so():
+    """XLA:GPU compiles it all the same."""
+
+    class Compiled:
+        def memory_analysis(self):
+            sizes = {"argument": 60, "output": 50, "temp": 30, "alias": 50}
+            return types.SimpleNamespace(**{f"{name}_size_in_bytes": gb * 10**9 for name, gb in sizes.items()})
+
+    class Lowered:
+        def compile(self):
+            return Compiled()
+
+    chip, _ = parse_topology("h100:8")
+    what = (
+        "aot: the step does not fit into a chip of h100:8, 80,000,000,000 bytes (it needs 90,000,000,000).\nFix: shard"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(what)}"):
+        _compile(Lowered(), "h100:8", chip)
+    assert _compile(Lowered(), "h200:8", parse_topology("h200:8")[0]).memory_analysis()
 
 
 def test_other_errors_of_the_compiler_are_its_own():
@@ -196,3 +231,26 @@ def test_the_step_time_of_a_real_compile():
     assert {one.calls for one in step.operations} <= {1, SHAPE.num_layers, SHAPE.num_layers - 1}
     assert all(one.source for one in step.operations if not one.waits)
     assert re.search(r"^[\d.]+ ms per step, estimated: [\d.]+ compute", str(report), re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("jax_cuda12_plugin"), reason="needs pip install 'shardopt[gpu]', 3 GB")
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+def test_a_step_for_gpus(name):
+    """Bytes, traffic and flops are those of the formulas; attention is cuDNN's."""
+    make = lambda mesh: so.fsdp(  # noqa: E731
+        optax.adamw(1e-3), mesh, transformer.model(SHAPE), rules=RULES, gather_dtype=jnp.bfloat16
+    )
+    report = compiled(make, topology=f"{name}:4", num_slices=2, tensor=2)
+    layout = Layout(data=4, tensor=2, gather_dtype=jnp.bfloat16)
+    told = predict(SHAPE.workload(), layout, hardware=HARDWARE[name], batch_size=32)
+    assert report.argument_bytes == pytest.approx(
+        told.memory.params + told.memory.opt_state + 32 / 4 * 65 * 4, abs=4096
+    )
+    sent = sum(one.wire_bytes for one in report.audit.of(axis="data").by_kind().values())
+    assert sent == pytest.approx(told.wire_bytes["data"], rel=0.05)
+    in_products = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.dim  # the embedding is read by rows
+    assert report.flops == pytest.approx(6 * in_products * 32 * SHAPE.length / 8, rel=0.05)
+    assert "__cudnn$fmha" in report.text
+    assert report.step_seconds.total is None
+    assert report.peak_bytes < report.hbm_bytes == HARDWARE[name].memory_bytes

@@ -88,7 +88,7 @@ def fsdp(devices):
 
 def two_slices(topology):
     """One weight split over data, copied over two slices."""
-    from shardopt.planning.aot import topology_devices
+    from shardopt.planning import topology_devices
 
     mesh = so.make_mesh(replica=2, data=8, devices=topology_devices(topology, num_slices=2))
     loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731

@@ -1,0 +1,162 @@
+"""Topologies to compile for where there is no such device: slices of TPUs by libtpu, nodes of GPUs by jax's CUDA plugin."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from shardopt.core.arguments import check_count
+from shardopt.core.errors import format_error, plural
+from shardopt.core.extras import is_installed, require
+from shardopt.planning.hardware import HARDWARE, Devices, Hardware
+
+
+def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
+    """Return the chip and the torus in a text such as "v5p:4x4x8"; of "h100:8" how many GPUs a node has.
+
+    Raises:
+      TypeError: if it is no string.
+      ValueError: if it cannot be read, the chip is unknown, its torus has another number of axes, or its switch fewer ports.
+    """
+    forms = ", ".join(_form(chip) for chip in HARDWARE.values())
+    if not isinstance(topology, str):
+        raise TypeError(format_error("aot", f"topology must be a string, got {topology!r}.", fix=f"write {forms}."))
+    found = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)
+    if found is None or found[1] not in HARDWARE:
+        what = f"unknown topology {topology!r}."
+        raise ValueError(format_error("aot", what, fix=f"write chip and torus, with sizes of your own: {forms}."))
+    chip, dims = HARDWARE[found[1]], tuple(map(int, found[2].split("x")))
+    axes = chip.torus_dims or 1
+    if len(dims) != axes:
+        what = f"topology {topology!r} has {plural(len(dims), 'axis')}, {chip.name} has {axes}."
+        why = f"its chips form a torus of {axes} axes" if chip.torus_dims else "the GPUs of a node share a switch"
+        raise ValueError(format_error("aot", what, fix=f"write it as {_form(chip)}; {why}."))
+    if not chip.torus_dims and not 1 <= dims[0] <= chip.pod_chips:
+        what = f"topology {topology!r} has {dims[0]} GPUs, a node of {chip.name} has 1 to {chip.pod_chips}."
+        raise ValueError(format_error("aot", what, fix=f"write {_form(chip)}, and how many nodes as num_slices."))
+    return chip, dims
+
+
+def _form(chip: Hardware) -> str:
+    return f"{chip.name}:{'x'.join(['4'] * chip.torus_dims) or chip.pod_chips}"
+
+
+def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
+    """Return the devices of a topology, to compile for; none of them exists.
+
+    Raises:
+      ModuleNotFoundError: if libtpu, or jax's plugin for CUDA, is not installed.
+      ValueError: if the compiler does not know the topology.
+    """
+    chip, dims = parse_topology(topology)
+    check_count("aot", "num_slices", num_slices)
+    if not chip.torus_dims:
+        return _gpus(chip, dims[0], num_slices)
+    require("libtpu", extra="tpu", who="aot")
+    from jax.experimental import topologies
+
+    more: dict[str, object] = {"wrap": wraps(dims)}
+    if num_slices > 1:
+        more["num_slices"] = num_slices
+    with _without_a_tpu():
+        try:
+            return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+        except Exception as error:  # whatever the plugin raises for names that it does not know
+            what = f"the compiler does not take topology {topology!r} x {num_slices}: {str(error).splitlines()[0]}"
+            fix = "choose sizes that Google offers, such as v5p:4x4x4, v5e:4x8 or v6e:16x16."
+            raise ValueError(format_error("aot", what, fix=fix)) from error
+
+
+def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:
+    """Return which axes of a slice have wrap-around links, of three even where the torus has two.
+
+    A slice of three axes has them where every size is a multiple of 4; one of two axes along a size of 16, a whole pod's.
+    Without being told of them the compiler plans for a mesh without, and sends all-reduces for gathers.
+
+    References:
+      Google Cloud, "TPU v4" and "TPU v5p" (twisted and wrapped slices); MaxText, `accelerator_to_spec_map`.
+    """
+    if len(dims) == 3:
+        torus = all(size % 4 == 0 for size in dims)
+        return torus, torus, torus
+    return dims[0] == 16, dims[1] == 16, False
+
+
+class _Gpu(NamedTuple):
+    """What XLA:GPU asks of a GPU: compute capability, multiprocessors, of each the fp32 units and bytes of shared memory."""
+
+    kind: str
+    capability: int
+    cores: int
+    fp32: int
+    ghz: float
+    shared: int
+    l2_bytes: int
+
+
+_GPUS = {
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 164, 40 * 2**20),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 228, 50 * 2**20),
+    "h200": _Gpu("NVIDIA H200", 9, 132, 128, 1.98, 228, 50 * 2**20),
+    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 228, 126 * 2**20),
+}
+"""By the names of `HARDWARE`; shared memory in KiB, of which a block may have one less.
+
+References:
+  NVIDIA, "A100 Tensor Core GPU Architecture", table 4; "H100 Tensor Core GPU Architecture", table 3; "CUDA C++ Programming
+  Guide", technical specifications per compute capability.
+"""
+
+_PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}
+
+
+def _gpus(chip: Hardware, size: int, nodes: int) -> Devices:
+    plugin = next((name for name in _PLUGINS if is_installed(name)), None)
+    if plugin is None:
+        require("jax_cuda12_plugin", extra="gpu", who="aot")
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(
+        topology_name=chip.name,
+        platform="cuda",
+        topology=f"1x{nodes}x{size}",  # slices, nodes, GPUs of a node
+        target_config=_target(chip, _GPUS[chip.name], _PLUGINS.get(plugin or "", 12)),
+    ).devices
+
+
+def _target(chip: Hardware, gpu: _Gpu, cuda: int) -> str:
+    """Return XLA's `GpuTargetConfigProto` as text."""
+    accelerated = " feature_extension: ACCELERATED_FEATURES" if gpu.capability >= 9 else ""
+    return f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {gpu.capability}{accelerated} }}
+          core_count: {gpu.cores} fpus_per_core: {gpu.fp32} clock_rate_ghz: {gpu.ghz}
+          device_memory_size: {chip.memory_bytes} memory_bandwidth: {chip.memory_bandwidth:.0f} l2_cache_size: {gpu.l2_bytes}
+          shared_memory_per_core: {gpu.shared * 1024} shared_memory_per_block_optin: {(gpu.shared - 1) * 1024}
+          shared_memory_per_block: 49152 threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: {cuda} minor: 0 }}
+        device_description_str: "{gpu.kind}"
+    """
+
+
+@contextmanager
+def _without_a_tpu() -> Iterator[None]:
+    """Tell libtpu, while it is loaded, to ask no server about a machine that is not there, nor to lock it."""
+    told = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-32",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update({name: value for name, value in told.items() if before[name] is None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
