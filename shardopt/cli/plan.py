@@ -138,7 +138,7 @@ class AuditOptions:
     """Model to compile, with --topology: gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b."""
 
     topology: Annotated[str | None, tyro.conf.arg(metavar="CHIP:AxBxC")] = None
-    """Chip and torus to compile for, such as v5p:4x4x4 or v6e:16x16."""
+    """Chip and torus to compile for, such as v5p:4x4x4 or v6e:16x16; or GPUs of a node, h100:8."""
 
     slices: int = 1
     """How many of them."""
