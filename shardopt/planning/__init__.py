@@ -4,6 +4,7 @@ from shardopt.planning.aot import AotReport, aot
 from shardopt.planning.compiled_time import Operation, Span, StepSeconds, step_seconds
 from shardopt.planning.costs import Footprint, StepTime, Transfer
 from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
+from shardopt.planning.expert_loads import Imbalance, expected_imbalance, imbalance, plot_expert_loads
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning.layout import Layout
 from shardopt.planning.models import MODELS, Transformer, find_model
@@ -20,6 +21,7 @@ __all__ = [
     "Dropped",
     "Footprint",
     "Hardware",
+    "Imbalance",
     "Layout",
     "NamedValue",
     "Operation",
@@ -37,10 +39,13 @@ __all__ = [
     "bandwidth_for",
     "count_flops",
     "diloco_utilisation",
+    "expected_imbalance",
     "find_hardware",
     "find_model",
+    "imbalance",
     "parse_topology",
     "plan",
+    "plot_expert_loads",
     "plot_memory",
     "plot_placement",
     "plot_plans",

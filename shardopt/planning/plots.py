@@ -54,7 +54,7 @@ def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None
     """
     figure, axes = _figure(predictions, columns=1)
     _memory(axes[0], predictions, limit)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Figure":
@@ -69,7 +69,7 @@ def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Fi
     """
     figure, axes = _figure(predictions, columns=1)
     _traffic(axes[0], predictions)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
@@ -87,7 +87,7 @@ def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None,
     _memory(axes[0], predictions, limit)
     _traffic(axes[1], predictions)
     axes[1].set_yticklabels([])
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def _memory(axes: "Axes", predictions: Sequence[Prediction], limit: float | None) -> None:
@@ -132,7 +132,8 @@ def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 
 
-def _saved(figure: "Figure", path: Path) -> "Figure":
+def saved(figure: "Figure", path: Path) -> "Figure":
+    """Return the figure, saved if there is a path."""
     if path is not None:
         figure.savefig(path)
     return figure
@@ -173,7 +174,7 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK, labelsize=8)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: Path = None) -> "Figure":
@@ -213,7 +214,7 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
     mesh = " x ".join(f"{name}={size}" for name, size in shape.items() if size > 1) or "one device"
     axes.set_title(f"parameters on {mesh}", loc="left", fontsize=9, color=_INK)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def _strips(axes: "Axes", at: int, sharding: list[tuple[str, int]]) -> int:
