@@ -330,7 +330,7 @@ def _sample(
 
     def add_one(carry, i):
         logits, cache = carry
-        token = _draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
+        token = draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
         logits, cache = advance(params, config, token[:, None], cache, prompt_length + i)
         return (logits[:, -1], cache), token
 
@@ -338,7 +338,8 @@ def _sample(
     return jnp.concatenate([prompt, added.T], axis=1)
 
 
-def _draw(logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k: int | None) -> Int[Array, " B"]:
+def draw(logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k: int | None) -> Int[Array, " B"]:
+    """Return a token a row, drawn among the likeliest; of temperature 0 the likeliest."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if top_k is not None:

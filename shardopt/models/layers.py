@@ -27,7 +27,9 @@ class KVCache(NamedTuple):
 
 
 @jax.checkpoint
-def rms_norm(x: Float[Array, "*batch D"], scale: Float[Array, " D"]) -> Float[Array, "*batch D"]:
+def rms_norm(
+    x: Float[Array, "*batch D"], scale: Float[Array, " D"], epsilon: float | Float[Array, ""] = 1e-6
+) -> Float[Array, "*batch D"]:
     """Scale every vector to root mean square one, then by a learned factor a component.
 
     Statistics are taken in float32 at least. Only x is kept for the backward pass.
@@ -36,7 +38,7 @@ def rms_norm(x: Float[Array, "*batch D"], scale: Float[Array, " D"]) -> Float[Ar
       Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     return (wide * inverse).astype(x.dtype) * jnp.broadcast_to(scale, x.shape)
 
 
@@ -103,6 +105,35 @@ def attention(
         qkv = checkpoint_name((rotate(query, at, rope_base), rotate(key, at, rope_base), value), "qkv")
         mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out"), cache
+
+
+def grouped_attention(
+    weights: dict[str, Array],
+    x: Float[Array, "B T D"],
+    *,
+    rope_base: float | None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    order: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """Return causal self-attention in which several heads of queries share those of keys and values.
+
+    Args:
+      weights: "q" [D, H, K], "kv" [D, G, 2 K] and "out" [H, K, D].
+      x: T positions.
+      rope_base: slowest wavelength of the rotary positions, over 2 pi; None rotates nothing.
+      segment_ids: as in `attention`, like what follows.
+      positions: see there.
+      order: see there.
+    """
+    query = jnp.einsum("btd,dhk->bthk", x, weights["q"])
+    key, value = jnp.split(jnp.einsum("btd,dgk->btgk", x, weights["kv"]), 2, axis=-1)
+    if rope_base is not None:
+        at = places(x.shape[1], positions, order)
+        query, key = rotate(query, at, rope_base), rotate(key, at, rope_base)
+    qkv = checkpoint_name((query, key, value), "qkv")
+    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
+    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
 
 
 def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

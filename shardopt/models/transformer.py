@@ -18,7 +18,7 @@ from shardopt.core.types import PyTree, Weighted
 from shardopt.mesh import mesh_under_trace
 from shardopt.models.gpt import Batch, Params
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
-from shardopt.models.layers import places, rms_norm, rotate
+from shardopt.models.layers import grouped_attention, places, rms_norm
 from shardopt.planning import Transformer
 
 
@@ -78,7 +78,9 @@ def model(
     ) -> Array:
         weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
         normed = whole(rms_norm(x, weights["norms"][0]))
-        x = split(x + split(_grouped_attend(shape, weights, normed, segment_ids, positions, order)))
+        marks = {"segment_ids": segment_ids, "positions": positions, "order": order}
+        mixed = grouped_attention(weights, normed, rope_base=None if shape.positions else 500_000.0, **marks)
+        x = split(x + split(mixed))
         normed = whole(rms_norm(x, weights["norms"][1]))
         return split(x + split(_mlp(shape, weights, normed, sharded=sequence_parallel)))
 
@@ -123,24 +125,6 @@ def abstract_batch(shape: Transformer, batch_size: int, *, form: Form = "tokens"
         name: jax.ShapeDtypeStruct((batch_size, length), jnp.float32 if name == "weights" else jnp.int32)
         for name in names.get(form, packed)
     }
-
-
-def _grouped_attend(
-    shape: Transformer,
-    weights: Params,
-    x: Float[Array, "B T D"],
-    segment_ids: Array | None,
-    positions: Array | None,
-    order: Array | None,
-) -> Float[Array, "B T D"]:
-    query = jnp.einsum("btd,dhk->bthk", x, weights["q"])
-    key, value = jnp.split(jnp.einsum("btd,dgk->btgk", x, weights["kv"]), 2, axis=-1)
-    if not shape.positions:
-        at = places(x.shape[1], positions, order)
-        query, key = rotate(query, at, 500_000.0), rotate(key, at, 500_000.0)
-    qkv = checkpoint_name((query, key, value), "qkv")
-    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
 
 
 def _mlp(

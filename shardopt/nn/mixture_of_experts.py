@@ -23,8 +23,8 @@ from shardopt.nn.dispatch import combine, plan_exchange, send, sorted_by_expert,
 from shardopt.nn.grouped_product import grouped_product
 from shardopt.nn.order import CONTEXT
 from shardopt.nn.router import RouterStatistics, Routes, Score, dense_weights, route
+from shardopt.partition.plan import EXPERT
 
-EXPERT = "expert"
 NAME, ARRIVED = "experts", "dispatched"
 """The `checkpoint_name` of what the first products give, and of the rows that go into them."""
 

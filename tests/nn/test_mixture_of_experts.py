@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.experts import difference, drawn, on_one_device, program, results
 from support.experts import mesh_of as expert_mesh
 
@@ -130,8 +131,10 @@ def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
     params, batch = problem()
     params = {name: params[name] for name in ("weights", "router")}
     states = []
-    for context in (1, 2):
-        opt = so.ddp(optax.sgd(0.1), mesh_of(data=2, context=context), dropless_loss)
+    for sizes in ({"data": 1}, {"expert": 2, "context": 2, "tensor": 2}):
+        rules = [("weights/down", P(None, "tensor")), ("weights/", P(None, None, "tensor"))]
+        opt = so.ddp(optax.sgd(0.1), mesh_of(**sizes), dropless_loss, expert_leaves=["weights"],
+                     rules=rules if "tensor" in sizes else ())  # fmt: skip
         states.append(opt.step(opt.init(params), batch)[0].params)
     assert difference(*states) <= 1e-10
 

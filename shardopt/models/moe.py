@@ -1,0 +1,450 @@
+"""A decoder whose blocks have a mixture of experts in place of the mlp: like Mixtral, or with sigmoid router and shared expert like DeepSeek-V3."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shardopt import nn
+from shardopt.core.block_model import BlockModel
+from shardopt.core.block_remat import Remat
+from shardopt.core.errors import format_error, plural
+from shardopt.core.types import Loss, PyTree, Updated, Weighted
+from shardopt.engine.rows import batch_mean
+from shardopt.models import layers
+from shardopt.models.gpt import Batch, Params, Tokens, draw
+from shardopt.models.inputs import mean_loss, read_inputs
+from shardopt.nn.router import Score
+
+rules = (
+    ("^blocks/attention/(q|kv)$", P(None, "tensor", None)),
+    ("^blocks/attention/out$", P("tensor", None, None)),
+    ("^blocks/experts/(gate|up)$", P(None, None, "tensor")),
+    ("^blocks/experts/down$", P(None, "tensor", None)),
+    ("^blocks/shared/(gate|up)$", P(None, "tensor")),
+    ("^blocks/shared/down$", P("tensor", None)),
+    ("^(embedding|head)$", P("tensor", None)),
+)
+"""Tensor rules, as those of the GPT: heads, hidden units of each expert and the vocabulary are sharded."""
+
+expert_leaves = ("^blocks/experts/",)
+"""Leaves of experts, for the `expert_leaves` of a strategy: over an expert axis each device holds its own."""
+
+frozen = ("^router_(load|bias)$",)
+"""Leaves that are not trained, for the `frozen` of a strategy; the loss returns their new values."""
+
+Balance = Literal["bias", "loss", "sequence_loss"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """The shape of a mixture-of-experts decoder. Immutable and hashable.
+
+    Attributes:
+      vocab_size: number of token ids; 256 for bytes.
+      dim: width of the residual stream.
+      num_layers: number of blocks.
+      num_heads: attention heads; `dim` is cut into this many, of even width.
+      num_kv_heads: heads of keys and values, which divides `num_heads`; None is as many.
+      num_experts: experts of each block.
+      top_k: how many of them each token goes through.
+      hidden: hidden units of an expert.
+      shared_hidden: hidden units of the shared expert, which every token goes through; 0 is none.
+      score: "softmax" (Mixtral) or "sigmoid" (DeepSeek-V3).
+      normalize: whether the weights of a token's experts are divided by their sum.
+      groups: (number of groups, how many are open to a token), see `so.nn.mixture_of_experts`.
+      scale: what these weights are multiplied with.
+      capacity_factor: None drops no token.
+      chunk: tokens of a device that are dispatched at a time; None is all.
+      balance: "bias", without a loss, by `so.nn.update_router_bias`; "loss", over the global batch, which micro-batches and
+        pipelines do not see; "sequence_loss", of each row by itself, which a context axis splits; None does nothing.
+      balance_rate: of the biases, or the factor of the loss; None is 0.001 for biases, 0.01 for the loss and 0.0001 for that of
+        sequences.
+      z_loss: factor of the mean of the router's logsumexp squared; 0 leaves it out.
+      max_length: longest sequence that `sample` may build.
+      rope_base: slowest wavelength of the rotary positions, over 2 pi.
+      norm_epsilon: what norms add to the mean square.
+      tied: whether the output projection is the embedding itself; otherwise it is a leaf "head".
+      param_dtype: dtype that `init` creates.
+      dtype: dtype of activations and products but the router's; None follows the parameters as they arrive.
+
+    Raises:
+      ValueError: if a size is not positive, heads do not divide or have odd width, or top_k is above the experts.
+
+    References:
+      Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (attention here has grouped heads,
+      not latent ones).
+    """
+
+    vocab_size: int = 256
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    num_experts: int = 8
+    top_k: int = 2
+    hidden: int = 384
+    shared_hidden: int = 0
+    score: Score = "softmax"
+    normalize: bool = True
+    groups: tuple[int, int] | None = None
+    scale: float = 1.0
+    capacity_factor: float | None = None
+    chunk: int | None = None
+    balance: Balance | None = "bias"
+    balance_rate: float | None = None
+    z_loss: float = 0.0
+    max_length: int = 1024
+    rope_base: float = 10_000.0
+    norm_epsilon: float = 1e-6
+    tied: bool = False
+    param_dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike | None = None
+
+    def __post_init__(self):
+        names = [
+            "vocab_size",
+            "dim",
+            "num_layers",
+            "num_heads",
+            "num_experts",
+            "top_k",
+            "hidden",
+            "max_length",
+            "rope_base",
+            "norm_epsilon",
+        ]
+        wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in names if getattr(self, name) <= 0]
+        if not wrong and self.dim % (2 * self.num_heads):
+            wrong.append(f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width")
+        if not wrong and self.num_heads % self.kv_heads:
+            wrong.append(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
+        if self.top_k > self.num_experts:
+            wrong.append(f"top_k={self.top_k} is above num_experts={self.num_experts}")
+        if wrong:
+            raise ValueError(format_error("MoEConfig", f"{plural(len(wrong), 'size')} cannot be used.", wrong))
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def rate(self) -> float:
+        """The rate of the biases, or the factor of the loss for balance."""
+        by_default = {"bias": 1e-3, "loss": 1e-2, "sequence_loss": 1e-4, None: 0.0}[self.balance]
+        return by_default if self.balance_rate is None else self.balance_rate
+
+
+def init(config: MoEConfig, rng: jax.Array) -> Params:
+    """Draw parameters as those of the GPT: normal with deviation 0.02, last products of branches less, norms ones.
+
+    Args:
+      config: the shape of the model, L blocks of width D, H heads of width K, G of keys and values, E experts of F hidden units.
+      rng: a jax random key.
+
+    Returns:
+      A dict of "embedding" [V, D], "norm" [D], "head" [V, D] unless tied, "router_load" [L, E], the loads of the last step, with
+      "router_bias" [L, E] if balance is "bias", and "blocks" with "attention/norm" [L, D], "attention/q" [L, D, H, K],
+      "attention/kv" [L, D, G, 2 K], "attention/out" [L, H, K, D], "router/norm" [L, D], "router/kernel" [L, D, E], "experts/gate"
+      and "experts/up" [L, E, D, F], "experts/down" [L, E, F, D], and of a shared expert "shared/gate", "shared/up" [L, D, F'] and
+      "shared/down" [L, F', D].
+
+    Example:
+      >>> import jax
+      >>> config = MoEConfig(dim=32, num_layers=2, num_experts=4, hidden=16)
+      >>> params = init(config, jax.random.key(0))
+      >>> params["blocks"]["experts"]["up"].shape
+      (2, 4, 32, 16)
+      >>> num_parameters(config) == sum(leaf.size for path, leaf in params.items() if path in ("embedding", "norm", "head")) + sum(
+      ...     leaf.size for leaf in jax.tree.leaves(params["blocks"]))
+      True
+    """
+    L, D, H, K, G = config.num_layers, config.dim, config.num_heads, config.head_dim, config.kv_heads
+    E, F, S = config.num_experts, config.hidden, config.shared_hidden
+    keys = iter(jax.random.split(rng, 12))
+    last, wide = 0.02 / (2 * L) ** 0.5, jnp.promote_types(config.param_dtype, jnp.float32)
+
+    def normal(*shape: int, scale: float = 0.02) -> Array:
+        return scale * jax.random.normal(next(keys), shape, config.param_dtype)
+
+    def ones(*shape: int) -> Array:
+        return jnp.ones(shape, config.param_dtype)
+
+    def mlp(*experts: int, hidden: int) -> Params:
+        inner, outer = (L, *experts, D, hidden), (L, *experts, hidden, D)
+        return {"gate": normal(*inner), "up": normal(*inner), "down": normal(*outer, scale=last)}
+
+    blocks = {
+        "attention": {
+            "norm": ones(L, D),
+            "q": normal(L, D, H, K),
+            "kv": normal(L, D, G, 2 * K),
+            "out": normal(L, H, K, D, scale=last),
+        },
+        "router": {"norm": ones(L, D), "kernel": normal(L, D, E)},
+        "experts": mlp(E, hidden=F),
+    }
+    if S:
+        blocks["shared"] = mlp(hidden=S)
+    params = {
+        "embedding": normal(config.vocab_size, D, scale=1 / D if config.tied else 0.02),
+        "blocks": blocks,
+        "norm": ones(D),
+        "router_load": jnp.zeros((L, E), wide),
+    }
+    if config.balance == "bias":
+        params["router_bias"] = jnp.zeros((L, E), wide)
+    if not config.tied:
+        params["head"] = normal(config.vocab_size, D)
+    return params
+
+
+def num_parameters(config: MoEConfig, *, active: bool = False) -> int:
+    """Return the number of parameters that are trained, or of those that one token goes through."""
+    D, heads = config.dim, config.num_heads + config.kv_heads
+    experts = config.top_k if active else config.num_experts
+    mlp = 3 * D * (experts * config.hidden + config.shared_hidden)
+    block = 2 * D * heads * config.head_dim + D * config.num_experts + mlp + 2 * D
+    return config.vocab_size * D * (1 if config.tied else 2) + config.num_layers * block + D
+
+
+class Routed(NamedTuple):
+    """What goes from block to block: activations, what a batch says of its tokens, and what routers did with each row.
+
+    Attributes:
+      x: [B, T, D].
+      segment_ids: [B, T] or None.
+      positions: [B, T] or None.
+      order: [B, T] or None.
+      bias: [L, E], of the routers from the next one on; or None.
+      load: [B, L, E], of the routers up to the last one, at the end.
+      more: further statistics that the loss reads, in the same form, by name.
+    """
+
+    x: Array
+    segment_ids: Array | None
+    positions: Array | None
+    order: Array | None
+    bias: Array | None
+    load: Array
+    more: dict[str, Array]
+
+
+def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
+    """Return the decoder as a `BlockModel`: the mean cross-entropy of the next token in nats, and what balances experts.
+
+    A batch is that of `gpt.model`. Give strategies `expert_leaves=moe.expert_leaves`, `frozen=moe.frozen` and, over tensor,
+    `rules=moe.rules`. The loss returns `so.Updated` of "router_load", the share of the choices that each expert got in this step,
+    and of "router_bias". Metrics:
+
+    - "cross_entropy", without the terms for balance;
+    - "load_imbalance", of the step before: the load of the busiest expert over the mean, 1 where balanced, the mean over blocks;
+    - "router_entropy", of the step before: that of the loads in nats over log(E), 1 where balanced;
+    - "dropped", the share of the choices that found no place, with a `capacity_factor`.
+
+    **Equivalence**: exact on any mesh, with micro-batches and in pipelines; balance="loss" needs the whole batch at once and is
+    refused there. In a pipeline a batch with weights can have no loss for balance, since that takes one term only.
+
+    Args:
+      config: the shape of the model.
+      remat: what the backward pass recomputes, as in `BlockModel`. Blocks name "qkv", "attention" and "attention_out" as the GPT
+        does, and "router", "dispatched" and "experts", see `so.nn.mixture_of_experts`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> config = MoEConfig(dim=32, num_layers=2, num_experts=4, hidden=16)
+      >>> params = init(config, jax.random.key(0))
+      >>> loss, aux = jax.jit(lambda p, b: model(config).loss_fn(p, b))(params, {"tokens": jnp.arange(68).reshape(4, 17)})
+      >>> bool(abs(loss - jnp.log(256)) < 0.05), aux["routers"].values["router_load"].shape
+      (True, (2, 4))
+    """
+    return BlockModel(
+        functools.partial(_embed, config),
+        functools.partial(_block, config),
+        functools.partial(_loss, config),
+        remat,
+        tables=() if config.tied else ("embedding",),
+    )
+
+
+def _embed(config: MoEConfig, outer: Params, batch: Batch) -> Routed:
+    inputs = read_inputs("moe", batch)
+    return _start(config, outer, inputs.tokens)._replace(
+        segment_ids=inputs.segment_ids, positions=inputs.positions, order=inputs.order
+    )
+
+
+def _start(config: MoEConfig, outer: Params, tokens: Tokens) -> Routed:
+    x = nn.embedding(_cast(outer["embedding"], config), jnp.asarray(tokens, jnp.int32))
+    B, L, E = x.shape[0], config.num_layers, config.num_experts
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    kept = {"probability": config.balance in ("loss", "sequence_loss"), "z_loss": bool(config.z_loss)}
+    kept["dropped"] = config.capacity_factor is not None
+    shapes = {"probability": (B, L, E), "z_loss": (B, L), "dropped": (B, L)}
+    more = {name: jnp.zeros(shapes[name], wide) for name, is_kept in kept.items() if is_kept}
+    return Routed(x, None, None, None, _bias(config, outer), jnp.zeros((B, L, E), wide), more)
+
+
+def _bias(config: MoEConfig, outer: Params) -> Array | None:
+    """Return the bias of this step: that of the last one, moved by its loads."""
+    if config.balance != "bias":
+        return None
+    return nn.update_router_bias(outer["router_bias"], outer["router_load"], config.rate)
+
+
+def _block(config: MoEConfig, weights: Params, routed: Routed) -> Routed:
+    attention = _cast(weights["attention"], config)
+    normed = layers.rms_norm(routed.x, attention["norm"], config.norm_epsilon)
+    x = routed.x + layers.grouped_attention(
+        attention,
+        normed,
+        rope_base=config.rope_base,
+        segment_ids=routed.segment_ids,
+        positions=routed.positions,
+        order=routed.order,
+    )
+    normed = layers.rms_norm(x, _cast(weights["router"]["norm"], config), config.norm_epsilon)
+    mixed, statistics = nn.mixture_of_experts(
+        _cast(weights["experts"], config),
+        normed,
+        weights["router"]["kernel"],
+        top_k=config.top_k,
+        capacity_factor=config.capacity_factor,
+        score=config.score,
+        normalize=config.normalize,
+        bias=None if routed.bias is None else routed.bias[0],
+        groups=config.groups,
+        scale=config.scale,
+        shared=_cast(weights["shared"], config) if "shared" in weights else None,
+        chunk=config.chunk,
+    )
+    return routed._replace(
+        x=x + mixed,
+        bias=None if routed.bias is None else jnp.roll(routed.bias, -1, axis=0),
+        load=_appended(routed.load, statistics.load),
+        more={name: _appended(old, getattr(statistics, name)) for name, old in routed.more.items()},
+    )
+
+
+def _appended(old: Array, new: Array) -> Array:
+    """Return [B, L, ...] without its first entry and with one at the end: after L blocks these are theirs."""
+    return jnp.concatenate([old[:, 1:], new[:, None].astype(old.dtype)], axis=1)
+
+
+def _loss(config: MoEConfig, outer: Params, routed: Routed, batch: Batch) -> Loss:
+    inputs = read_inputs("moe", batch)
+    cross_entropy = mean_loss(nn.cross_entropy(*_normed_and_head(config, outer, routed.x), inputs.targets), inputs)
+    loads = outer["router_load"]
+    updates = {"router_load": jnp.mean(routed.load, axis=0).astype(loads.dtype)}
+    if config.balance == "bias":
+        updates["router_bias"] = _bias(config, outer)
+    entropy = jnp.sum(jax.scipy.special.entr(loads), axis=1)
+    aux = {
+        "routers": Updated(updates),
+        "cross_entropy": cross_entropy,
+        "load_imbalance": jnp.mean(jnp.max(loads, axis=1)) * config.num_experts,
+        "router_entropy": jnp.mean(entropy) / math.log(config.num_experts),
+    }
+    if "dropped" in routed.more:
+        aux["dropped"] = jnp.mean(routed.more["dropped"])
+    return _with_terms(cross_entropy, _balance_terms(config, routed)), aux
+
+
+def _balance_terms(config: MoEConfig, routed: Routed) -> list[Float[Array, " B"]]:
+    """Return what is added to the loss for balance, each as a number for each row whose mean it is."""
+    terms = []
+    if config.balance in ("loss", "sequence_loss"):
+        means = routed.load, routed.more["probability"]
+        if config.balance == "loss":
+            means = [
+                jnp.broadcast_to(mean[None], each.shape) for mean, each in zip(batch_mean(means), means, strict=True)
+            ]
+        terms.append(config.rate * jnp.mean(nn.load_balancing_loss(*means), axis=1))
+    if config.z_loss:
+        terms.append(config.z_loss * jnp.mean(routed.more["z_loss"], axis=1))
+    return terms
+
+
+def _with_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> Array | Weighted:
+    """Return the loss with means over rows added: of a weighted one as a further term with a weight of its own."""
+    if not terms:
+        return loss
+    each = functools.reduce(jnp.add, terms)
+    if not isinstance(loss, Weighted):
+        return loss + jnp.mean(each)
+    rows = jnp.asarray(each.shape[0], each.dtype)
+    return Weighted((loss.total, jnp.sum(each)), (loss.weight, rows))
+
+
+def _normed_and_head(config: MoEConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+    norm, head = _cast((outer["norm"], outer["embedding" if config.tied else "head"]), config)
+    return layers.rms_norm(x, norm, config.norm_epsilon), head
+
+
+def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array, "B T V"]:
+    """Return the logits after each token, in float32 at least."""
+    outer = {name: value for name, value in params.items() if name != "blocks"}
+    block = lambda routed, weights: (_block(config, weights, routed), None)  # noqa: E731
+    routed, _ = jax.lax.scan(block, _start(config, outer, tokens), params["blocks"])
+    normed, head = _normed_and_head(config, outer, routed.x)
+    return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.promote_types(normed.dtype, jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
+def sample(
+    params: Params,
+    config: MoEConfig,
+    prompt: Tokens,
+    rng: jax.Array,
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Int[Array, "B S"]:
+    """Continue a prompt, one token after another; each goes through the whole row again, nothing is cached.
+
+    Args:
+      params: the parameters, on one device.
+      config: the shape of the model.
+      prompt: token ids, at least one a row.
+      rng: a jax random key.
+      num_tokens: how many tokens to add.
+      temperature: what logits are divided by; 0 takes the likeliest token.
+      top_k: draw among this many likeliest tokens only; None among all.
+
+    Returns:
+      Token ids [B, T + num_tokens], the prompt first.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> config = MoEConfig(dim=32, num_layers=2, num_experts=4, hidden=16)
+      >>> params = init(config, jax.random.key(0))
+      >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
+      (1, 5)
+    """
+    tokens = jnp.pad(jnp.asarray(prompt, jnp.int32), ((0, 0), (0, num_tokens)))
+
+    def add_one(i: Array, tokens: Array) -> Array:
+        logits = logits_of(config, params, tokens)  # of what is not there yet none is read: attention looks back
+        last = jax.lax.dynamic_index_in_dim(logits, i - 1, axis=1, keepdims=False)
+        token = draw(last, jax.random.fold_in(rng, i), temperature, top_k)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, axis=1)
+
+    return jax.lax.fori_loop(prompt.shape[1], prompt.shape[1] + num_tokens, add_one, tokens)
+
+
+def _cast(tree: PyTree, config: MoEConfig) -> PyTree:
+    return tree if config.dtype is None else jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)

@@ -1,0 +1,172 @@
+"""The decoder with experts: the same on any mesh, balanced in each of three ways; its loads and biases."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.reference import relative_difference
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.models import moe
+
+SMALL = moe.MoEConfig(
+    vocab_size=32,
+    dim=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    num_experts=4,
+    hidden=8,
+    shared_hidden=4,
+    balance_rate=0.01,
+    param_dtype=jnp.float64,
+)
+TX = optax.sgd(0.3, momentum=0.9)
+LEAVES = {"expert_leaves": moe.expert_leaves, "frozen": moe.frozen}
+
+
+def config_of(**changes):
+    return dataclasses.replace(SMALL, **changes)
+
+
+def batches(steps=2, *, weights=False):
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(steps):
+        tokens = rng.integers(0, 32, (8, 9)).astype(np.int32)
+        found.append({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        if weights:
+            found[-1]["weights"] = rng.integers(0, 2, (8, 8)).astype(np.float32)
+    return found
+
+
+def params_of(config):
+    return moe.init(config, jax.random.key(0))
+
+
+def trained(opt, config, given):
+    """Return the metrics of each step and the parameters after the last."""
+    state, found = opt.init(params_of(config)), []
+    for batch in given:
+        state, metrics = opt.step(state, batch)
+        found.append({name: float(value) for name, value in metrics.items()})
+    return found, state.params
+
+
+def on_one_device(config, given):
+    return trained(so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES), config, given)
+
+
+TABLE = [
+    ("fsdp", {"expert": 2, "data": 2}, {}, {"micro_batches": 2}),
+    ("fsdp", {"expert": 4, "data": 2}, {"balance": "loss", "z_loss": 1e-3}, {}),
+    ("fsdp", {"expert": 2, "context": 2}, {"z_loss": 1e-3}, {}),
+    ("zero2", {"expert": 2, "data": 2, "tensor": 2}, {"score": "sigmoid", "groups": (2, 1)}, {"micro_batches": 2}),
+    ("ddp", {"expert": 2, "data": 2, "replica": 2}, {"capacity_factor": 1.0, "chunk": 5}, {}),
+    ("hybrid", {"expert": 2, "data": 1, "pipeline": 2}, {"capacity_factor": 1.5}, {"micro_batches": 2}),
+    ("hybrid", {"expert": 2, "pipeline": 2, "tensor": 2}, {"balance": "sequence_loss"}, {"micro_batches": 4}),
+    ("global", {"expert": 2, "data": 2, "tensor": 2}, {"balance": "loss"}, {}),
+    ("zero1", {"data": 4}, {"balance": None}, {}),
+]
+QUICK = [TABLE[i] for i in (0, 5)]
+
+
+def row_id(row):
+    name, sizes, changes, options = row
+    parts = [name, *(f"{axis}{size}" for axis, size in sizes.items()), *map(str, changes), *map(str, options)]
+    return "-".join(parts)
+
+
+def strategy(name, mesh, config, **options):
+    how = {**LEAVES, **options}
+    if mesh.shape.get("tensor", 1) > 1:
+        how["rules"] = moe.rules
+    if name == "ddp":
+        return so.ddp(TX, mesh, moe.model(config), **how)
+    if name.startswith("zero"):
+        return so.zero(TX, mesh, moe.model(config), stage=int(name[4:]), min_shard_elements=8, **how)
+    if name == "global":
+        how["view"] = "global"
+    make = so.hybrid if name == "hybrid" else so.fsdp
+    return make(TX, mesh, moe.model(config), min_shard_elements=8, **how)
+
+
+@pytest.mark.parametrize(("name", "sizes", "changes", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id))
+def test_trains_as_on_one_device(name, sizes, changes, options, mesh_of, x64):
+    config = config_of(**changes)
+    found, params = trained(strategy(name, mesh_of(**sizes), config, **options), config, batches())
+    wanted, final = on_one_device(config, batches())
+    assert relative_difference(params, final) <= 1e-10
+    for a, b in zip(found, wanted, strict=True):
+        assert a.keys() == b.keys()
+        np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=1e-10)
+    assert np.allclose(params["router_load"].sum(axis=1), 1)
+
+
+@pytest.mark.slow
+def test_a_weighted_loss_has_the_terms_for_balance_beside_it(mesh_of, x64):
+    config, given = config_of(balance="sequence_loss", z_loss=1e-3), batches(weights=True)
+    found, params = trained(strategy("fsdp", mesh_of(expert=2, data=2), config), config, given)
+    wanted, final = on_one_device(config, given)
+    assert relative_difference(params, final) <= 1e-10
+    assert np.isclose(found[0]["loss"], wanted[0]["loss"], rtol=1e-10)
+    assert found[0]["loss"] > found[0]["cross_entropy"] + 1e-4
+
+
+def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_of):
+    config = config_of(balance="loss", param_dtype=jnp.float32)
+    opt = strategy("fsdp", mesh_of(data=2), config, micro_batches=2)
+    with pytest.raises(ValueError, match=r"^batch_mean: with micro_batches=2 the loss sees one micro-batch at a time"):
+        opt.step(opt.init(params_of(config)), batches()[0])
+
+
+def test_biases_follow_the_loads_of_the_step_before(x64):
+    given = batches(3)
+    states = [on_one_device(SMALL, given[:steps])[1] for steps in (1, 2)]
+    assert not np.any(states[0]["router_bias"])
+    load = states[0]["router_load"]
+    np.testing.assert_allclose(states[1]["router_bias"], 0.01 * np.sign(0.25 - load), atol=1e-12)
+
+
+def test_load_is_balanced_by_biases_and_by_the_loss(x64):
+    given = batches(1) * 30
+    imbalance = {}
+    for balance, rate in ((None, 0.0), ("bias", 0.02), ("loss", 1.0)):
+        config = config_of(balance=balance, balance_rate=rate, num_layers=1, dim=8, shared_hidden=0)
+        params = params_of(config)
+        params["blocks"]["router"]["kernel"] *= 50  # so that experts are preferred from the start
+        opt = so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
+        state = opt.init(params)
+        for batch in given:
+            state, metrics = opt.step(state, batch)
+        imbalance[balance] = float(metrics["load_imbalance"])
+    assert max(imbalance["bias"], imbalance["loss"]) < 1 + 0.5 * (imbalance[None] - 1)
+
+
+def test_samples_are_those_of_the_logits():
+    config = config_of(param_dtype=jnp.float32)
+    params, prompt = params_of(config), np.array([[3, 1, 4]])
+    tokens = moe.sample(params, config, prompt, jax.random.key(0), num_tokens=4, temperature=0.0)
+    logits = moe.logits_of(config, params, tokens)
+    assert tokens[:, :3].tolist() == prompt.tolist()
+    assert tokens[:, 3:].tolist() == jnp.argmax(logits[:, 2:-1], axis=-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
+        ({"dim": 12}, "dim=12 cannot be cut into num_heads=4 of even width"),
+        ({"top_k": 5}, "top_k=5 is above num_experts=4"),
+        ({"hidden": 0}, "hidden must be positive, got 0"),
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_be_are_refused(change, line):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'MoEConfig: 1 size cannot be used.{chr(10)}  {line}')}$"):
+        config_of(**change)
