@@ -395,7 +395,16 @@ def _normed_and_head(config: MoEConfig, outer: Params, x: Float[Array, "B T D"])
 
 
 def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array, "B T V"]:
-    """Return the logits after each token, in float32 at least."""
+    """Return the logits after each token.
+
+    Args:
+      config: the shape of the model.
+      params: the parameters.
+      tokens: [B, T], token ids.
+
+    Returns:
+      [B, T, V], in float32 at least.
+    """
     outer = {name: value for name, value in params.items() if name != "blocks"}
     block = lambda routed, weights: (_block(config, weights, routed), None)  # noqa: E731
     routed, _ = jax.lax.scan(block, _start(config, outer, tokens), params["blocks"])
