@@ -349,8 +349,9 @@ def _loss(config: MoEConfig, outer: Params, routed: Routed, batch: Batch) -> Los
     cross_entropy = mean_loss(nn.cross_entropy(*_normed_and_head(config, outer, routed.x), inputs.targets), inputs)
     loads = outer["router_load"]
     updates = {"router_load": jnp.mean(routed.load, axis=0).astype(loads.dtype)}
-    if config.balance == "bias":
-        updates["router_bias"] = _bias(config, outer)
+    bias = _bias(config, outer)
+    if bias is not None:
+        updates["router_bias"] = bias
     entropy = jnp.sum(jax.scipy.special.entr(loads), axis=1)
     aux = {
         "routers": Updated(updates),
