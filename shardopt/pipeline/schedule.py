@@ -95,7 +95,7 @@ class Schedule:
           >>> import shardopt as so
           >>> schedule = so.schedules.one_f_one_b(4, 8)
           >>> round(schedule.bubble_rate(), 3), round(schedule.bubble_rate(communication=0.5), 3)
-          (0.273, 0.351)
+          (0.273, 0.415)
           >>> round(schedule.bubble_rate(pace="lockstep"), 3)
           0.4
         """
@@ -173,7 +173,7 @@ class Schedule:
           >>> import shardopt as so
           >>> schedule = so.schedules.one_f_one_b(2, 3)
           >>> schedule.table_time(), schedule.table_time(forward=[2, 1], communication=0.5)
-          (12, 15.0)
+          (12, 16.0)
         """
         return timing.table_time(self.ticks, self._times(forward, backward, weight, communication))
 

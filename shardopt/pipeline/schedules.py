@@ -7,6 +7,7 @@ from shardopt.pipeline.check import check_groups, check_sizes
 from shardopt.pipeline.construct import from_order, from_ticks
 from shardopt.pipeline.orders import lockstep_ticks, stage_order
 from shardopt.pipeline.schedule import Schedule
+from shardopt.pipeline.search import search
 from shardopt.pipeline.zero_bubbles import zero_bubble, zero_bubble_2, zero_bubble_lockstep
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "interleaved",
     "looped_breadth_first",
     "one_f_one_b",
+    "search",
     "zero_bubble",
     "zero_bubble_2",
     "zero_bubble_lockstep",

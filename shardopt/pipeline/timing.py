@@ -40,20 +40,22 @@ def pass_times(
     """
     size = len(ticks.stage_of)
     passes = {
-        kind: _read(who, kind, given, size) for kind, given in zip(LETTERS, (forward, backward, weight), strict=True)
+        kind: read_times(who, kind, given, size, "virtual stage")
+        for kind, given in zip(LETTERS, (forward, backward, weight), strict=True)
     }
-    (sending,) = _read(who, "communication", communication, 1)
+    (sending,) = read_times(who, "communication", communication, 1, "message")
     if ticks.weight is None:
         passes["backward"] = [b + w for b, w in zip(passes["backward"], passes.pop("weight"), strict=True)]
     return PassTimes(passes, sending)
 
 
-def _read(who: str, what: str, given: Times, size: int) -> list[float]:
+def read_times(who: str, what: str, given: Times, size: int, noun: str) -> list[float]:
+    """Return so many times of one number or as many; errors as of `pass_times`."""
     each: list[float] = list(given) if isinstance(given, Sequence | np.ndarray) else [given] * size
     if bad := [repr(one) for one in each if not is_number(one) and not isinstance(one, Fraction)]:
         raise TypeError(format_error(who, f"{what} must be numbers, got {', '.join(bad[:8])}."))
     if len(each) != size:
-        what = f"{what} has {plural(len(each), 'time')} for {plural(size, 'virtual stage')}."
+        what = f"{what} has {plural(len(each), 'time')} for {plural(size, noun)}."
         raise ValueError(format_error(who, what, fix="give one number, or one for each, in the model's order."))
     if min(each) < 0:
         raise ValueError(format_error(who, f"{what} must not be negative, got {min(each)}."))

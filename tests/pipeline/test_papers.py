@@ -37,3 +37,34 @@ def test_table_5_of_zero_bubble_pipeline_parallelism(row):
     stages, micro_batches, f, b, w, c, *stated = row
     found = [rate(getattr(schedules, name)(stages, micro_batches), f, b, w, c) for name in NAMES]
     assert found == pytest.approx(stated[:3], abs=1e-4)
+
+
+HIDDEN_AND_HEADS = {18: (2304, 24), 29: (4096, 32), 11: (5120, 40), 10: (6144, 48)}
+"""By milliseconds of F, the width and heads of its model; a row of the batch has 1024 tokens."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] * (row[0] == 32), id=f"{row[0]}-{row[1]}-{row[2]}")
+        for row in ZERO_BUBBLE
+    ],
+)
+def test_searched_schedules_have_the_bubbles_of_table_5(row):
+    """ZB-1p and ZB-2p keep as many activations as S and 2 S whole ones; 34 h + 5 a s, of which 32 h until W."""
+    stages, micro_batches, f, b, w, c, *_, stated_1p, stated_2p = row
+    hidden, heads = HIDDEN_AND_HEADS[int(f)]
+    for memory, stated in ((stages, stated_1p), (2 * stages, stated_2p)):
+        found = schedules.search(
+            stages,
+            micro_batches,
+            forward=f,
+            backward=b,
+            weight=w,
+            communication=c,
+            memory=memory,
+            memory_after_backward=32 * hidden / (34 * hidden + 5 * heads * 1024),
+            synchronous=False,
+        )
+        assert rate(found, f, b, w, c) <= stated + 2e-4
+        assert abs(rate(found, f, b, w, c) - stated) < 0.01

@@ -18,7 +18,7 @@ FILES = {
     "fuzz": ["mesh_strings", "rules"],
     "local_updates": ["refusals"],
     "parameter_server": ["clock", "ray_refusals", "rules", "server", "simulation", "views"],
-    "pipeline": ["check", "construct", "papers", "plot", "schedule", "schedules", "ticks", "timing"],
+    "pipeline": ["check", "construct", "papers", "plot", "schedule", "schedules", "search", "ticks", "timing"],
     "planning": ["aot", "compiled_time", "layout", "search"],
     "reducers": ["refusals"],
     "runtime": ["files", "lock"],
