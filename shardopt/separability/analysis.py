@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from shardopt.core.jaxprs import scan_carry
 from shardopt.separability.arithmetic import as_sum, joined, not_linear
 from shardopt.separability.backward import cotangents, mixing, trace_backward
 from shardopt.separability.folding import as_number
@@ -331,12 +332,8 @@ def _fixed_point(scope: Scope, site: Site, bodies: Sequence[Any], given: list[Va
 def _scan(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     bodies = site.param("jaxpr")
     inner = _opened(bodies[0])
-    ndim = lambda var: len(var.aval.shape)  # noqa: E731
-    num_xs = sum(ndim(a) != ndim(b) for a, b in zip(site.eqns[0].invars, inner.invars, strict=True))
-    num_ys = sum(ndim(a) != ndim(b) for a, b in zip(site.eqns[0].outvars, inner.outvars, strict=True))
-    num_carry = site.num_outs - num_ys
-    first = len(values) - num_xs - num_carry
-    given, carry, xs = values[:first], values[first : len(values) - num_xs], values[len(values) - num_xs :]
+    num_carry, first = scan_carry(site.eqns[0], inner)
+    given, carry, xs = values[:first], values[first : first + num_carry], values[first + num_carry :]
     counted = len(set(site.param("length"))) > 1
     loop, place, turns = None, (1, 1), []
     for x in xs:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardopt.core.jaxprs import called
+from shardopt.core.jaxprs import called, scan_carry
 
 EXPERTS = "shardopt_experts"
 """How the name of a jitted function begins whose results are complete, although each device has a part of the experts."""
@@ -34,7 +34,7 @@ def _results(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
         return [{}] * len(eqn.outvars)
     name, inner = eqn.primitive.name, called(eqn)
     if name == "scan":
-        return _scan(inner[0], given, eqn.params["num_consts"], eqn.params["num_carry"])
+        return _scan(eqn, inner[0], given)
     if name == "cond":
         branches = [experts_elsewhere(branch, given[1:]) for branch in inner]
         return [_joined([given[0], *outs]) for outs in zip(*branches, strict=True)]
@@ -44,8 +44,9 @@ def _results(eqn: JaxprEqn, given: list[Marks]) -> list[Marks]:
     return [{leaf: eqn if at is None else at for leaf, at in together.items()}] * len(eqn.outvars)
 
 
-def _scan(body: Jaxpr, given: list[Marks], first: int, num_carry: int) -> list[Marks]:
+def _scan(eqn: JaxprEqn, body: Jaxpr, given: list[Marks]) -> list[Marks]:
     """Return the results of a body once what it carries from turn to turn follows from no more leaves."""
+    num_carry, first = scan_carry(eqn, body)
     consts, carry, xs = given[:first], given[first : first + num_carry], given[first + num_carry :]
     while True:
         results = experts_elsewhere(body, [*consts, *carry, *xs])

@@ -194,6 +194,17 @@ def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
     assert "(penalised): return found.total" in said
 
 
+def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
+    block = lambda block, x: MODEL.block(block, x) + block["experts"]["down"].sum()  # noqa: E731
+    opt = strategy("fsdp", mesh_of(expert=2), MODEL._replace(block=block))
+    with pytest.raises(
+        so.NotSeparableError, match=r"blocks/experts/down: reduce_sum at tests/strategies/test_experts\.py"
+    ):
+        opt.step(opt.init(params(MODEL)), batches(1)[0])
+    opt = strategy("fsdp", mesh_of(expert=2), MODEL)
+    opt.step(opt.init(params(MODEL)), batches(1)[0])
+
+
 @pytest.mark.parametrize(
     ("leaves", "options", "message"),
     [
