@@ -69,7 +69,7 @@ def mixture_of_experts(
     rows go and come back, 2 N K D b (X-1)/X sent where loads are equal, and N K weights, 4 bytes each; backward the same. Under
     remat the rows go once more unless "dispatched" is kept. An all-gather of 4 X E bytes says how many. On TPU and GPU each way
     is one `jax.lax.ragged_all_to_all`, which sends what there is; on CPU, where XLA has none, an all-to-all of
-    X min(K, E/X) N rows, padded. Over tensor a sum of [B, T, D].
+    X min(K, E/X) N rows, padded. (On TPU a weight is a row of 512 bytes.) Over tensor a sum of [B, T, D].
 
     **Memory**: a device may get all tokens of all devices, so with X > 1 what is received is a buffer of X min(K, E/X) N rows of
     D numbers, the hidden units beside it two of F each. `chunk` tokens at a time divide it by N / chunk; then a chunk is computed
