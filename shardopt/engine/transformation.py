@@ -1,8 +1,49 @@
 """What an optax transformation is made of, read off its closures: optax itself does not say."""
 
+import inspect
 from collections.abc import Callable
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from shardopt.core.types import PyTree
+
+
+class Asked(NamedTuple):
+    """What an update may ask for beside gradients, state and parameters.
+
+    Attributes:
+      value: the loss.
+      grad: the gradients.
+      value_fn: the loss of this batch at other parameters, as line searches and sophia ask for it.
+      grad_fn: its gradient, as sam asks for it.
+    """
+
+    value: jax.Array | jax.ShapeDtypeStruct
+    grad: PyTree
+    value_fn: Callable[[PyTree], jax.Array]
+    grad_fn: Callable[..., PyTree]
+
+
+def update_of(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, asked: Asked
+) -> tuple[PyTree, PyTree]:
+    """Return `tx.update(grads, opt_state, params)`, which gets those extra arguments that it takes."""
+    extra = {"value": asked.value, "grad": asked.grad, "value_fn": asked.value_fn}
+    # Line searches refuse arguments that they do not know.
+    named = (("obj_fn", asked.value_fn), ("grad_fn", asked.grad_fn))
+    extra |= {name: f for name, f in named if asks_for(tx, name)}
+    return tx.update(grads, opt_state, params, **_taken(tx.update, extra))
+
+
+def _taken(update: Callable[..., tuple[PyTree, PyTree]], extra: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Return those extra arguments that an optax update takes: all, some or none."""
+    parameters = inspect.signature(update).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return extra
+    return {name: value for name, value in extra.items() if name in parameters}
 
 
 def functions_within(tx: Any) -> list[FunctionType]:

@@ -1,6 +1,5 @@
 """The global view: one optax update, placed by sharding constraints; the all-gather after it; the gradient's norm."""
 
-import inspect
 from collections.abc import Callable
 
 import jax
@@ -15,8 +14,9 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import Gradients
+from shardopt.engine.owned_update import owned_update
 from shardopt.engine.owners import from_owners, to_owners
-from shardopt.engine.transformation import asks_for
+from shardopt.engine.transformation import Asked, update_of
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
 
@@ -52,10 +52,8 @@ def apply_update(
     def grad_at(trained: PyTree, _: int = 0) -> PyTree:  # the number of a step of sam
         return to_update(jax.grad(loss_at)(trained))
 
-    extra = {"value": found.loss, "grad": grads, "value_fn": loss_at}
-    # Line searches refuse arguments that they do not know.
-    extra |= {name: f for name, f in (("obj_fn", loss_at), ("grad_fn", grad_at)) if asks_for(config.tx, name)}
-    updates, opt_state = config.tx.update(grads, opt_state, shards, **_taken(config.tx.update, extra))
+    asked = Asked(found.loss, grads, loss_at, grad_at)
+    updates, opt_state = _update(config, layout, grads, opt_state, shards, asked)
     shards = optax.apply_updates(shards, updates)
     shards = place(from_owners(config, layout, place(shards, where)), home)
     new = layout.merge(frozen, jax.tree.leaves(shards))
@@ -87,12 +85,12 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
     return jax.lax.with_sharding_constraint(params, shardings(config.mesh, specs))
 
 
-def _taken(update: Callable[..., tuple[PyTree, PyTree]], extra: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Return those extra arguments that an optax update takes: all, some or none."""
-    parameters = inspect.signature(update).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return extra
-    return {name: value for name, value in extra.items() if name in parameters}
+def _update(
+    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, asked: Asked
+) -> tuple[PyTree, PyTree]:
+    if config.opt_state_layout == "matrices":
+        return owned_update(config, layout, grads, opt_state, params, asked)
+    return update_of(config.tx, grads, opt_state, params, asked)
 
 
 def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]) -> PyTree:

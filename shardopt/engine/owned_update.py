@@ -1,0 +1,98 @@
+"""An optimizer's update whose work on matrices is done at owners: shards go there and results come back by all-to-alls."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from shardopt.core.trace import Trace, part_of, slice_of
+from shardopt.core.types import PyTree, abstract
+from shardopt.engine.config import StrategyConfig
+from shardopt.engine.layout import Layout
+from shardopt.engine.matrix_tasks import OPAQUE
+from shardopt.engine.owned_stage import run_stage
+from shardopt.engine.owned_tasks import owner_axes, plan_stages, trace_update
+from shardopt.engine.transformation import Asked, update_of
+
+
+def owned_update(
+    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, asked: Asked
+) -> tuple[PyTree, PyTree]:
+    """Return what `update_of` returns, in the global view but for products and decompositions of matrices.
+
+    These are units, a matrix or stacked block each. A unit's owner gets all of what it reads, runs it alone, and sends back
+    to every device its shard of the result: for Psi bytes that go and come, (N-1)/N^2 Psi per device each way.
+    """
+
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
+        given = asked._replace(value=value, grad=grads)  # what it closed over would be an argument of another trace
+        return update_of(config.tx, grads, opt_state, params, _opaque(given))
+
+    axes = owner_axes(config)
+    if math.prod(config.mesh_shape[axis] for axis in axes) == 1:
+        return update_of(config.tx, grads, opt_state, params, asked)
+    args = grads, opt_state, params, asked.value
+    trace, shapes = trace_update(update, *args)
+    again = functools.partial(trace_again, config, layout, abstract(asked.value))
+    stages = plan_stages(config, layout, trace, functools.partial(again, single=True))
+    if not stages:
+        return update_of(config.tx, grads, opt_state, params, asked)
+    leaves = jax.tree.leaves(args)
+    values = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
+    values |= dict(zip(trace.jaxpr.invars, leaves, strict=True))
+    for stage in stages:
+        reads = [[*one.task.inputs, *one.task.given] for one in stage.tasks]
+        _evaluate(trace, values, [var for some in reads for var in some])
+        made = run_stage(config, stage, again, [[values[var] for var in some] for some in reads])
+        for one, outputs in zip(stage.tasks, made, strict=True):
+            values |= dict(zip(one.task.outputs, outputs, strict=True))
+    _evaluate(trace, values, trace.jaxpr.outvars)
+    found = [var.val if isinstance(var, jex.Literal) else values[var] for var in trace.jaxpr.outvars]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def trace_again(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, *, single: bool) -> Trace:
+    """Return the trace of the update, from shapes alone: of the model, or of one that has a single block.
+
+    Args:
+      config: of the strategy.
+      layout: of the parameters.
+      value: the shape of the loss.
+      single: whether there is a single block.
+    """
+    blocks = lambda plan: (1, *plan.shape[1:]) if single and plan.stacked else plan.shape  # noqa: E731
+    shapes = [jax.ShapeDtypeStruct(blocks(plan), plan.dtype) for plan in layout.trained]
+    params = layout.merge([None] * len(layout.plans), shapes)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        asked = Asked(loss, grads, lambda _: zeros(value), lambda *_: jax.tree.map(zeros, params))
+        return update_of(config.tx, grads, opt_state, params, _opaque(asked))
+
+    return trace_update(update, params, jax.eval_shape(config.tx.init, params), params, value)[0]
+
+
+def _opaque(asked: Asked) -> Asked:
+    """Have the loss be one equation of a trace, by its name."""
+
+    def named(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def run(*args: PyTree) -> PyTree:
+            return f(*args)
+
+        run.__name__ = OPAQUE
+        return jax.jit(run)
+
+    return asked._replace(value_fn=named(asked.value_fn), grad_fn=named(asked.grad_fn))
+
+
+def _evaluate(trace: Trace, values: dict[jex.Var, jax.Array], wanted: Sequence[jex.Var | jex.Literal]) -> None:
+    """Add to the values what `wanted` needs, equation by equation."""
+    equations, _ = slice_of(trace, wanted, stop=set(values))
+    for i in sorted(equations):
+        eqn = trace.jaxpr.eqns[i]
+        reads = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
+        made = part_of(trace, {i}, reads, eqn.outvars)(*(values[var] for var in reads))
+        values |= dict(zip(eqn.outvars, made, strict=True))
