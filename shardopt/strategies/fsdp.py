@@ -78,11 +78,12 @@ def fsdp(
       axes: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
-      opt_state_layout: "within" shards optimizer state as the parameters are; "matrices" keeps whole matrices of stacked
-        blocks on owners: state and update are sharded over blocks, so an optimizer that works on matrices (Muon, Shampoo)
-        runs each in one place, without collectives. Gradients, and parameters where the optimizer reads them, go there by an
-        all-to-all, the new parameters back by another: each (N-1)/N^2 Psi. Where data (times pipeline, and tensor where a rule
-        splits the leaf) does not divide the number of blocks, and for all other leaves, state stays within.
+      opt_state_layout: "within" shards optimizer state as the parameters are. "matrices" has each matrix worked on by one
+        device, its owner, without collectives inside, for optimizers of matrices (Muon, Shampoo). Stacked blocks [L, ...]
+        whose number data divides (times pipeline, and tensor where a rule splits the leaf) have state and update sharded over
+        L: gradients, and parameters where the optimizer reads them, go there by an all-to-all, new parameters back by
+        another. Of other leaves the products and decompositions alone go to owners, a matrix or block each, shared out by
+        flops; state stays within. Either way (N-1)/N^2 Psi each. What has no such work sends nothing more.
 
     Returns:
       A `ShardedOptimizer`.

@@ -72,8 +72,8 @@ def zero(
       axes: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
-      opt_state_layout: see `fsdp`; in stages 1 and 2 gradients are reduce-scattered to the owners at once, and nothing more
-        is sent.
+      opt_state_layout: see `fsdp`; in stages 1 and 2 gradients of blocks that data divides are reduce-scattered to their
+        owners at once, and nothing more is sent.
 
     Returns:
       A `ShardedOptimizer`.

@@ -53,12 +53,12 @@ OWNED = {**OPTIMIZERS, "muon": muon}
 PIPELINE = {"data": 2, "tensor": 2, "pipeline": 2}
 
 
-def strategy(name, tx, mesh, **options):
+def strategy(name, tx, mesh, model=MODEL, **options):
     if mesh.shape["tensor"] > 1:
         options["rules"] = RULES
     if name == "hybrid":
-        return so.hybrid(tx, mesh, MODEL, micro_batches=2, min_shard_elements=8, **options)
-    return STRATEGIES[name](tx, mesh, MODEL, **options)
+        return so.hybrid(tx, mesh, model, micro_batches=2, min_shard_elements=8, **options)
+    return STRATEGIES[name](tx, mesh, model, **options)
 
 
 def after(opt, params, steps):
@@ -66,6 +66,22 @@ def after(opt, params, steps):
     for batch in batches(steps):
         state, _ = opt.step(state, batch)
     return state
+
+
+# Two sizes of matrices, nine in all: no number of devices divides them.
+def flat_params(dtype=jnp.float64):
+    draw = np.random.default_rng(0)
+    shapes = {"in": (INPUTS, WIDTH), "out": (WIDTH, 8), "scale": (WIDTH,)}
+    for i in range(4):
+        shapes |= {f"up{i}": (WIDTH, 32), f"down{i}": (32, WIDTH)}
+    return {name: jnp.asarray(draw.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()}
+
+
+def flat_loss(params, batch):
+    x = batch["x"] @ params["in"]
+    for i in range(4):
+        x = x + jnp.tanh(x @ params[f"up{i}"]) @ params[f"down{i}"]
+    return jnp.mean(((x * params["scale"][None]) @ params["out"] - batch["y"]) ** 2)
 
 
 TABLE = [
@@ -83,6 +99,28 @@ def test_equals_one_device(name, one, sizes, mesh_of, x64):
     params = model_params()
     opt = strategy(name, OWNED[one](), mesh_of(**sizes), opt_state_layout="matrices")
     _, expected = train(OWNED[one](), MODEL.loss_fn, params, batches(3))
+    assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
+
+
+# Blocks that no axis divides, and matrices that are not stacked: units of work, each at an owner.
+UNEVEN = [
+    (layers, name, one, sizes) for layers in (6, None) for name, one, sizes in TABLE if layers or name != "hybrid"
+]
+QUICK_UNEVEN = [
+    (6, "fsdp", "muon", {"data": 8}),
+    (6, "hybrid", "muon", PIPELINE),
+    (None, "zero1", "muon", {"data": 4, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layers", "name", "one", "sizes"), tiered(UNEVEN, quick=lambda row: row in QUICK_UNEVEN), ids=str
+)
+def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes, mesh_of, x64):
+    params, model = (flat_params(), flat_loss) if layers is None else (model_params(layers), MODEL)
+    make = OPTIMIZERS[one] if layers is None else OWNED[one]
+    opt = strategy(name, make(), mesh_of(**sizes), model, opt_state_layout="matrices")
+    _, expected = train(make(), model if layers is None else MODEL.loss_fn, params, batches(3))
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
 
