@@ -104,13 +104,13 @@ def min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int
     return [(a, b) for a, b in edges if a not in reaches_sink and b in reaches_sink]
 
 
-def bytes_of(var: jex.Var) -> int:
+def bytes_of(var: Atom) -> int:
     """Return the bytes of a value."""
     shape = shape_of(var)
     return math.prod(shape.shape) * shape.dtype.itemsize
 
 
-def shape_of(var: jex.Var) -> jax.ShapeDtypeStruct:
+def shape_of(var: Atom) -> jax.ShapeDtypeStruct:
     """Return its shape and dtype."""
     aval = var.aval
     assert isinstance(aval, jax.core.ShapedArray)

@@ -7,12 +7,12 @@ matrix from the first such to the last, with as much before them as makes what g
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax.extend.core as jex
 
 from shardopt.core.jaxprs import called
-from shardopt.core.trace import MOST, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
+from shardopt.core.trace import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
 
 OPAQUE = "shardopt_value_fn"
 """The name of the jitted loss that an update may ask for: it is sharded already."""
@@ -151,7 +151,7 @@ def _task(trace: Trace, groups: Groups, stages: _Stages, heavy: Sequence[int], g
     )
 
 
-def _outside(var: jex.Var | jex.Literal, made: Collection[jex.Var]) -> bool:
+def _outside(var: Atom, made: Collection[jex.Var]) -> TypeGuard[jex.Var]:
     return not isinstance(var, jex.Literal) and var not in made
 
 
