@@ -122,6 +122,7 @@ class StrategyConfig(NamedTuple):
       frozen: regexes of key paths that are not trained.
       schedule: of a pipeline; None where micro-batches run one after another on every device.
       remat: whether a pipeline keeps only the input of each chunk.
+      regather: whether a pipeline gathers a block's weights in every pass, rather than once a step.
       reducer: how gradients cross the wire; None for an exact mean.
       local_updates: how replicas that train apart agree; None in a synchronous strategy. With it each replica has
         parameters and optimizer state of its own, stacked along a first dim.
@@ -151,6 +152,7 @@ class StrategyConfig(NamedTuple):
     frozen: Sequence[str] = ()
     schedule: Schedule | None = None
     remat: bool = False
+    regather: bool = True
     reducer: Reducer | None = None
     local_updates: SyncConfig | None = None
     sync_gradients: bool = False
@@ -175,6 +177,11 @@ class StrategyConfig(NamedTuple):
         """Where state, batch and metrics live: the user's mesh."""
         assert self.user_mesh is not None
         return self.user_mesh
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether a pipeline gathers the weights of its blocks, and scatters their gradients, once a step."""
+        return self.placement.params and not self.regather
 
     @property
     def per_replica(self) -> bool:

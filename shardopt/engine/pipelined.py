@@ -32,8 +32,8 @@ def pipelined_gradients(
 ) -> tuple[list[jax.Array], LossParts]:
     """Return what `micro_batch_gradients` returns: of the blocks of this stage, and of the ends that it holds.
 
-    Outer parameters are gathered once a step, and their gradients scattered once; those of blocks are gathered and
-    scattered where they are used, as without a pipeline.
+    Outer parameters are gathered once a step, and their gradients scattered once. Those of blocks are gathered and
+    scattered where they are used, as without a pipeline; once a step too where the config does not gather again.
     """
     schedule = config.schedule
     assert schedule is not None
@@ -44,12 +44,15 @@ def pipelined_gradients(
     sums = execute(
         schedule,
         fns,
-        to_schedule(schedule, [params[i] for i in blocks], [layout.plans[i].tensor for i in blocks]),
+        _stage_weights(config, layout, schedule, params),
         remat=config.remat,
         block_specs=[layout.plans[i].tensor for i in trained_blocks],
         outer_specs=[layout.plans[i].tensor for i in trained_outer],
     )
-    grads = {i: grad.astype(layout.plans[i].dtype) for i, grad in zip(trained_blocks, sums.blocks, strict=True)}
+    block_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_blocks, sums.blocks, strict=True)]
+    if config.gathers_once:
+        block_grads = reduce_scatter_grads(config, block_grads, [layout.plans[i] for i in trained_blocks])
+    grads = dict(zip(trained_blocks, block_grads, strict=True))
     outer_grads = [g.astype(layout.plans[i].dtype) for i, g in zip(trained_outer, sums.outer, strict=True)]
     if config.placement.grads:
         outer_grads = reduce_scatter_grads(config, outer_grads, [layout.plans[i] for i in trained_outer])
@@ -79,10 +82,18 @@ def pipelined_losses(
     """Return what `micro_batch_losses` returns; zeros but on the stage of the last block."""
     schedule = config.schedule
     assert schedule is not None
-    blocks, _ = _block_and_outer(layout)
     fns = _stage_fns(config, layout, params, batch, step, rng)
-    weights = to_schedule(schedule, [params[i] for i in blocks], [layout.plans[i].tensor for i in blocks])
-    return forward_only(schedule, fns, weights)
+    return forward_only(schedule, fns, _stage_weights(config, layout, schedule, params))
+
+
+def _stage_weights(
+    config: StrategyConfig, layout: Layout, schedule: Schedule, params: list[jax.Array]
+) -> list[jax.Array]:
+    """Return the blocks that this stage runs, stacked in the schedule's order; gathered if that is done once a step."""
+    plans = [plan for plan in layout.plans if plan.stacked]
+    stored = [params[i] for i in _block_and_outer(layout)[0]]
+    weights = to_schedule(schedule, stored, [plan.tensor for plan in plans])
+    return all_gather_leaves(config, weights, plans) if config.gathers_once else weights
 
 
 def _block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
@@ -168,7 +179,7 @@ def _stage_fns(
     def block(given, x):
         *leaves, number, m = given
         weights = block_treedef.unflatten(leaves)
-        if gathers:
+        if gathers and not config.gathers_once:
             weights = all_gather_leaves(config, weights, plans[BLOCKS], of_block=True)
 
         def run(weights, x):

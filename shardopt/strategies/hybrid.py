@@ -41,6 +41,7 @@ def hybrid(
     expert_leaves: Sequence[str] = (),
     opt_state_layout: OptStateLayout = "within",
     remat: bool | str = False,
+    regather: bool = True,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
     """Train a model that is cut over data, tensor and pipeline axes at once.
@@ -96,6 +97,10 @@ def hybrid(
         for memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a
         schedule that splits weight passes off keeps from backward to weight what the latter needs. A string is taken in
         place of the model's own `remat`, as `so.plan` says it.
+      regather: False gathers the blocks of a stage over data once a step, and scatters their gradients once, rather than
+        in every pass: M times fewer bytes on data. During the step a stage then holds all its weights in `gather_dtype`
+        and the sums of all its gradients in fp32, as "zero1" does; what is stored stays sharded. For "fsdp" and "zero3" in
+        a pipeline.
       reducer: see `ddp`; how gradients cross the data axis. For placements "ddp" and "zero1".
 
     Returns:
@@ -138,6 +143,11 @@ def hybrid(
     if gather_dtype is not None and not PLACEMENTS[placement].params:
         what = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
         raise ValueError(format_error(who, what, fix="use placement='fsdp', or leave gather_dtype out."))
+    if not isinstance(regather, bool):
+        raise TypeError(format_error(who, f"regather must be True or False, got {regather!r}."))
+    if not regather and not PLACEMENTS[placement].params:
+        what = f"regather=False is for placements that gather parameters, not for {placement!r}."
+        raise ValueError(format_error(who, what, fix="use placement='fsdp', or leave regather out."))
     if not isinstance(remat, bool | str):
         what = f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
         raise TypeError(format_error(who, what, fix="give a policy to the model: model._replace(remat=policy)."))
@@ -145,6 +155,9 @@ def hybrid(
     check_count(who, "min_shard_elements", min_shard_elements, least=1)
     num_stages = read_mesh(who, mesh, axes, pipelined=True)[0].shape["pipeline"]
     table = _schedule(who, schedule, num_stages, micro_batches)
+    if not regather and num_stages == 1:
+        what = "regather=False is for pipelines, and there is one stage."
+        raise ValueError(format_error(who, what, fix="use a mesh with pipeline above 1, or leave regather out."))
     if isinstance(remat, str):
         blocks = blocks._replace(remat=remat)
     elif num_stages == 1 and remat and blocks.remat is None:
@@ -172,6 +185,7 @@ def hybrid(
             opt_state_layout=opt_state_layout,
             schedule=table if num_stages > 1 else None,
             remat=remat is True,
+            regather=regather,
             reducer=reducer,
         )
     )
