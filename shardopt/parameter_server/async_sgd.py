@@ -30,6 +30,7 @@ def async_sgd(
     loss_fn: LossFn,
     *,
     workers: Workers,
+    servers: int = 1,
     max_staleness: int | None = 0,
     rule: Rule | None = None,
     reducer: Reducer | None = None,
@@ -53,7 +54,14 @@ def async_sgd(
 
     **Placement**: the server keeps parameters and optimizer state, replicated, on the first device of worker 0 (on Ray
     in host memory); each worker has parameters and gradient, replicated, on each of its devices. Rules that compensate
-    for delay keep the parameters that each worker pulled.
+    for delay keep the parameters that each worker pulled. With n servers each has an equal range of every leaf, 1/n of
+    the bytes: server i on the first device of worker i, or of another in turn; on Ray each is a process of its own.
+
+    **Several servers**: one clock orders the pushes for all, so a push is applied by all servers or by none, and a pull
+    is one version of all. For an optimizer that works element by element, the same bits as one server. Others are
+    refused, but for clipping by the global norm, `so.transforms.clip_by_global_norm(c, "servers", split=True)`: first
+    each server sums the squares of its part, then all take the sum of these in the order of their numbers. That is
+    equal to one server up to summation order, and to its own log replayed, bit for bit.
 
     **Communication** for each push: the parameters one way, the gradients the other. A worker with several devices
     all-reduces its gradients among these.
@@ -63,6 +71,7 @@ def async_sgd(
       loss_fn: as for `ddp`. Leaves that are not floating are not trained.
       workers: how many, sharing this process's devices one each; or for each a device, a sequence of devices or a
         mesh, over which its batch is split. On Ray how many, or for each its number of devices (GPUs if there are any).
+      servers: n, over how many servers parameters and optimizer state are sharded.
       max_staleness: in steps; None for no bound.
       rule: what to do about late gradients, from `parameter_server.rules`.
       reducer: how gradients are encoded on their way; see `so.reducers.compressor`. `error_feedback` is kept by the
@@ -84,7 +93,8 @@ def async_sgd(
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if a number is out of range, there are no workers, the backend or the policy is unknown, or the
-        reducer cannot be encoded by one sender or comes with `sparse`.
+        reducer cannot be encoded by one sender or comes with `sparse`, or several servers with either. From `run`, if
+        several servers cannot share the optimizer.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -101,6 +111,7 @@ def async_sgd(
     """
     check_max_staleness(WHO, max_staleness)
     check_backend(WHO, backend, address, max_restarts)
+    _check_servers(servers, backend, reducer, sparse)
     on_ray = backend == "ray"
     where = process_sizes(WHO, workers) if on_ray else worker_meshes(WHO, workers)
     spec = sgd_spec(
@@ -113,11 +124,24 @@ def async_sgd(
         nonfinite=nonfinite,
         reducer=reducer,
         sparse=check_sparse(WHO, sparse),
+        servers=servers,
+        devices=[] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes_here(where)],
     )
     if on_ray:
         spec = spec._replace(backend="ray", devices=where, address=address, max_restarts=int(max_restarts))
     meshes = tuple(meshes_here(where))
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
+
+
+def _check_servers(servers: int, backend: str, reducer: Reducer | None, sparse: Sequence[str]) -> None:
+    check_count(WHO, "servers", servers, least=1)
+    if servers > 1 and backend == "ray":
+        what = f"servers={servers} is for backend='threads' so far."
+        raise ValueError(format_error(WHO, what, fix="leave out servers."))
+    if servers > 1 and (reducer is not None or sparse):
+        other = "reducer" if reducer is not None else "sparse"
+        what = f"servers={servers} and {other} cannot be combined: a message is one for all leaves, or rows of one."
+        raise ValueError(format_error(WHO, what, fix=f"leave out servers or {other}."))
 
 
 def worker_meshes(who: str, workers: Workers) -> list[Mesh]:

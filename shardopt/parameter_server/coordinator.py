@@ -110,7 +110,8 @@ class Coordinator:
                 self._leave(worker, asked)
                 return None
             event = self.run.pull(worker, asked)
-            return Task(event.version, event.clock, self.run.state.params)
+            state = self.run.state
+        return Task(event.version, event.clock, self.run.server.params(state))
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
         """Take the result of a step; False if the worker is to stop."""
@@ -219,7 +220,7 @@ class Coordinator:
         if version > before and (saves or self.policy.evaluates(version)):
             history, self.seen = self.run.history(self.seen), version
             kept = snapshot(self.run) if saves else None
-            self.milestones.append(Milestone(version, self.run.state.params, history, kept))
+            self.milestones.append(Milestone(version, self.run.params, history, kept))
         self.changed.notify_all()
 
     def _due(self, worker: int) -> bool:

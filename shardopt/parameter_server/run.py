@@ -157,7 +157,8 @@ class Run:
             "rule": {"name": server.rule.name, "config": dict(server.rule.config)},
             "nonfinite": server.nonfinite,
         }
-        initial = None if params is None else digest(self.state.params)
+        settings |= {"servers": server.servers} if server.servers > 1 else {}
+        initial = None if params is None else digest(self.params)
         self.log = Log({**settings, **header, "initial": initial, "final": None})
         self.positions, self.stats = Positions(), WorkerStats()
         self.push_bytes = 0
@@ -165,6 +166,11 @@ class Run:
         self.lost_memory: dict[int, list[float]] = {}
         self._history: list[Mapping[str, np.ndarray]] = []  # numbers, once they are old enough to be known
         self._recent: list[Mapping[str, jax.Array]] = []
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters as users know them, also where several servers share them."""
+        return self.server.params(self.state)
 
     def join(self, worker: int) -> Event:
         """Let a worker in."""
@@ -209,7 +215,7 @@ class Run:
 
     def finish(self, stopped: str, **more: object) -> AsyncResult:
         """Return the result, once nobody works any more, with `more` metrics."""
-        params = self.state.params
+        params = self.params
         if params is not None:
             params = jax.block_until_ready(params)
             self.log.header["final"] = digest(params)
@@ -328,7 +334,7 @@ def restore_run(who: str, run: Run, found: Snapshot) -> None:
     )
     log, history = _unpack(about["arrays"], saved)
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
-    restored = ServerState(state.params, optimizer, rule, int(state.step), clock)
+    restored = run.server.adopt(ServerState(state.params, optimizer, rule, int(state.step), clock))
     run.restore(restored, log, history, dict(about.get("unsent", ())))
 
 

@@ -1,35 +1,31 @@
 """The parameter server as a pure state machine: join, pull, push, leave."""
 
-import functools
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
+from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
-from shardopt.core.types import Metric, PyTree, Weighted, wide_dtype
+from shardopt.core.types import PyTree
 from shardopt.engine.config import check_optimizer
-from shardopt.engine.metrics import combined, of_rows, value_of
 from shardopt.parameter_server import clock as clocks
+from shardopt.parameter_server.apply import Mathematics, on_one_server
 from shardopt.parameter_server.clock import Clock, PersistentMap
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.rules import Rule, plain
-from shardopt.parameter_server.sparse import is_rows, on_rows, on_union
+from shardopt.parameter_server.sharded import Devices, on_servers
 from shardopt.parameter_server.updates import (
     NO_WEIGHT,
     NonFiniteUpdateError,
     Update,
     check_params,
-    check_update,
     faults,
-    merge,
     trained,
 )
-from shardopt.reducers import Compressor, Reducer, compressor
+from shardopt.reducers import Reducer, compressor
 
 WHO = "parameter_server"
 
@@ -54,7 +50,7 @@ class ServerState(NamedTuple):
     """All that the server knows. A value: every transition returns a new one.
 
     Attributes:
-      params: the parameters, trained or not.
+      params: the parameters, trained or not; with several servers `sharded.Parts`.
       opt_state: the state of the optax transformation (over the trained leaves).
       rule_state: the state of the staleness rule.
       version: updates applied so far.
@@ -89,6 +85,9 @@ class Server(NamedTuple):
       rule: the staleness rule.
       nonfinite: "raise" or "skip".
       reducer: the name of the reducer that pushes are encoded by, None for none.
+      servers: how many servers the parameters are sharded over.
+      params: `params(state)`: the parameters as users know them, also where `state.params` are sharded.
+      adopt: `adopt(state) -> state`, from a checkpoint: every part where it belongs.
     """
 
     init: Callable[[PyTree], ServerState]
@@ -102,6 +101,9 @@ class Server(NamedTuple):
     rule: Rule
     nonfinite: str
     reducer: str | None = None
+    servers: int = 1
+    params: Callable[[ServerState], PyTree] = lambda state: state.params
+    adopt: Callable[[ServerState], ServerState] = lambda state: state
 
 
 def make_server(
@@ -112,6 +114,9 @@ def make_server(
     nonfinite: str = "raise",
     donate: bool = False,
     reducer: Reducer | None = None,
+    servers: int = 1,
+    devices: Devices = (),
+    mathematics: Mathematics | None = None,
 ) -> Server:
     """Make a parameter server: a state machine without threads, clocks of the wall, or chance.
 
@@ -126,7 +131,9 @@ def make_server(
     c - max_staleness steps; each event records c less that clock, so 0 <= staleness <= max_staleness. In *versions*:
     `event.delay`, the tau that rules take, counts the updates between pull and push; see `Event.delay` for its bound.
 
-    **Placement**: one copy of parameters and optimizer state, where `init` finds the parameters.
+    **Placement**: one copy of parameters and optimizer state, where `init` finds the parameters. With several servers
+    each has an equal range of every leaf: server i of n the elements i ceil(size / n) to (i + 1) ceil(size / n), padded
+    with zeros, and the optimizer state of these.
 
     Args:
       tx: any optax transformation that asks for no more than gradient, parameters, `value` and `grad`. None for a
@@ -137,13 +144,17 @@ def make_server(
         counts as a step of the worker, and is a "refuse" in the log.
       reducer: what pushes are encoded by: `update.grads` is the message of its `so.reducers.compressor`.
       donate: let each update take over the memory of the optimizer state before it; the old state then is dead.
+      servers: n, over how many servers leaves are sharded; see `so.async_sgd`.
+      devices: where the servers are, in turn; by default where `init` finds the parameters.
+      mathematics: servers that are elsewhere, in other processes.
 
     Returns:
       A `Server`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `max_staleness` is negative or `nonfinite` unknown.
+      ValueError: if `max_staleness` is negative, `nonfinite` unknown, or a reducer comes with several servers; in `init`,
+        if the optimizer or the rule cannot be shown to act element by element, which several servers need.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -174,18 +185,23 @@ def make_server(
         raise TypeError(format_error(WHO, what, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
+    check_count(WHO, "servers", servers, least=1)
     codec = None if reducer is None else compressor(reducer)
-    mathematics = None if tx is None else make_apply(tx, rule, donate=donate, codec=codec)
-    expected: dict[Hashable, PyTree] = {}  # the message for parameters of these shapes
+    if codec is not None and servers > 1:
+        what = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
+        raise ValueError(format_error(WHO, what, fix="leave out servers or reducer."))
+    if mathematics is None and tx is not None:
+        mathematics = (
+            on_one_server(tx, rule, donate=donate, codec=codec)
+            if servers == 1
+            else on_servers(tx, rule, servers, donate=donate, devices=devices)
+        )
 
     def init(params: PyTree) -> ServerState:
-        if tx is None:
+        if mathematics is None:
             return ServerState(None, None, None, 0, empty)
         check_params(WHO, params)
-        params = jax.tree.map(_own, params)
-        part, begin = trained(params), tx.init
-        opt_state = jax.jit(lambda part: jax.tree.map(jnp.copy, begin(part)))(part)
-        return ServerState(params, opt_state, jax.jit(rule.init)(part), 0, empty)
+        return ServerState(*mathematics.begin(params), 0, empty)
 
     def join(state: ServerState, worker: int) -> tuple[ServerState, Event]:
         clock = clocks.join(state.clock, worker)
@@ -205,7 +221,7 @@ def make_server(
             raise ValueError(
                 format_error(WHO, f"{what}, and max_staleness={max_staleness}.", fix="ask may_pull first.")
             )
-        kept = trained(state.params) if rule.uses_pulled and max_staleness != 0 and tx is not None else None
+        kept = state.params if rule.uses_pulled and max_staleness != 0 and tx is not None else None
         working = state.working.put(worker, Pulled(state.version, behind, kept))
         return state._replace(working=working), Event("pull", worker, at, state.version, state.version, behind)
 
@@ -238,11 +254,8 @@ def make_server(
         return state, Event("resume", worker, at, state.version, state.version)
 
     def _refused(state: ServerState, worker: int, at: int, update: Update | None) -> bool:
-        part, message = trained(state.params), None
-        if codec is not None:
-            key = jax.tree.structure(part), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part))
-            message = expected.get(key) or expected.setdefault(key, codec.message(part))
-        found = faults(check_update(update, state.params, worker, message), part)
+        assert mathematics is not None
+        found = faults(mathematics.check(update, state.params, worker), trained(mathematics.like(state.params)))
         if max_staleness == 0:  # rows of weight 0 count for nothing beside others
             found = [fault for fault in found if fault != NO_WEIGHT]
         return _judge(worker, at, found)
@@ -262,7 +275,7 @@ def make_server(
         ordered = sorted(state.waiting, key=lambda one: one.worker)
         updates, state = [one.update for one in ordered], state._replace(waiting=())
         weightless = mathematics is not None and all(
-            NO_WEIGHT in faults(update, trained(state.params)) for update in updates
+            NO_WEIGHT in faults(update, trained(mathematics.like(state.params))) for update in updates
         )
         if weightless and _judge(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
             return state
@@ -271,104 +284,26 @@ def make_server(
     def _apply(state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
         if mathematics is None:
             return state._replace(version=state.version + 1)
-        part = trained(state.params)
-        new = mathematics(part, state.opt_state, state.rule_state, updates, pulled, delay)
+        new = mathematics.apply(state.params, state.opt_state, state.rule_state, updates, pulled, delay)
         return state._replace(
-            params=merge(state.params, new.params),
+            params=new.params,
             opt_state=new.opt_state,
             rule_state=new.rule_state,
             version=state.version + 1,
             metrics=new.metrics,
         )
 
+    def params_of(state: ServerState) -> PyTree:
+        return state.params if mathematics is None else mathematics.whole(state.params)
+
+    def adopt(state: ServerState) -> ServerState:
+        if mathematics is None:
+            return state
+        params, opt_state, rule_state = mathematics.adopt(state.params, state.opt_state, state.rule_state)
+        return state._replace(params=params, opt_state=opt_state, rule_state=rule_state)
+
+    name = codec and codec.name
+    bound = empty.max_staleness
     return Server(
-        init, join, may_pull, pull, push, leave, resume, empty.max_staleness, rule, nonfinite, codec and codec.name
+        init, join, may_pull, pull, push, leave, resume, bound, rule, nonfinite, name, int(servers), params_of, adopt
     )
-
-
-def _own(leaf: jax.Array | np.ndarray | float) -> jax.Array:
-    """Copy a leaf, without the weak type that would make the second update another program than the first."""
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return jnp.copy(leaf)
-    return jnp.array(leaf, dtype=leaf.dtype, copy=True)
-
-
-class Applied(NamedTuple):
-    """What one update leaves behind.
-
-    Attributes:
-      params: the trained parameters, None for other leaves.
-      opt_state: the state of the optax transformation.
-      rule_state: the state of the rule.
-      metrics: the loss and aux metrics of the rows that the update came from.
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    rule_state: PyTree
-    metrics: dict[str, jax.Array]
-
-
-def make_apply(
-    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, codec: Compressor | None = None
-) -> Callable[..., Applied]:
-    """Return the jitted `apply(params, opt_state, rule_state, updates, pulled, delay) -> Applied`.
-
-    The updates are summed in the order given, so that the same updates give the same bits. With `donate`, the memory
-    of the optimizer's and the rule's state is taken over; the parameters, which workers may still hold, never are.
-    """
-    update = optax.with_extra_args_support(tx).update
-
-    def run(params, opt_state, rule_state, pushed, rows, pulled, delay) -> Applied:
-        if codec is not None:
-            pushed = [(codec.decode(message, params), loss, aux) for message, loss, aux in pushed]
-        grads, metrics = _average(pushed, rows)
-        pulled = params if pulled is None else pulled
-        grads, rule_state = rule.gradient(grads, rule_state, params=params, pulled=pulled, delay=delay)
-        step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
-        if rule.scale is not None:
-            factor = rule.scale(delay)
-            step = jax.tree.map(lambda one: one * factor.astype(one.dtype), step)
-        return Applied(optax.apply_updates(params, step), opt_state, rule_state, metrics)
-
-    jitted = jax.jit(run, donate_argnums=(1, 2) if donate else ())
-    jitted_on_rows = jax.jit(on_rows(tx, run), donate_argnums=(2, 3) if donate else ())
-
-    def apply(
-        params: PyTree, opt_state: PyTree, rule_state: PyTree, updates: Sequence[Update], pulled: PyTree, delay: int
-    ) -> Applied:
-        rows = np.asarray([one.rows for one in updates], np.float32)
-        if any(is_rows(leaf) for leaf in jax.tree.leaves(updates[0].grads, is_leaf=is_rows)):
-            grads, where = on_union([one.grads for one in updates], params)
-            pushed = [(g, one.loss, dict(one.metrics)) for g, one in zip(grads, updates, strict=True)]
-            return jitted_on_rows(where, params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
-        pushed = [(one.grads, one.loss, dict(one.metrics)) for one in updates]
-        return jitted(params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
-
-    return apply
-
-
-def _average(
-    pushed: Sequence[tuple[PyTree, Weighted, dict[str, Metric]]], rows: jax.Array
-) -> tuple[PyTree, dict[str, jax.Array]]:
-    """Return the gradient and metrics of the union of the rows."""
-    losses = [loss for _, loss, _ in pushed]
-    counts = [rows[i].astype(loss.weight.dtype) for i, loss in enumerate(losses)]
-    weight = sum(n * loss.weight for n, loss in zip(counts, losses, strict=True))
-    loss = sum(n * loss.total for n, loss in zip(counts, losses, strict=True)) / weight
-    factors = [n / weight for n in counts]
-
-    def mean(*leaves):
-        wide = wide_dtype(leaves[0].dtype)
-        scaled = [leaf.astype(wide) * factor.astype(wide) for leaf, factor in zip(leaves, factors, strict=True)]
-        return sum(scaled[1:], start=scaled[0]).astype(leaves[0].dtype)
-
-    grads = jax.tree.map(mean, *[one for one, _, _ in pushed])
-
-    means = {}
-    for name in pushed[0][2]:
-        parts = [of_rows(metrics[name], n) for (_, _, metrics), n in zip(pushed, counts, strict=True)]
-        together = functools.reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), parts)
-        means[name] = jnp.asarray(value_of(together))
-    return grads, {"loss": jnp.asarray(loss), **means}

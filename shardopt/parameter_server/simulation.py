@@ -275,7 +275,7 @@ class EventLoop:
             self.drop(worker)
             return
         event = self.run.pull(worker, self.asking.pop(worker))
-        self.steps[worker] = Step(event.version, event.clock, self.run.state.params, batch)
+        self.steps[worker] = Step(event.version, event.clock, self.run.params, batch)
         compute = seconds_of(self.workers[worker].step_seconds, self.draws[worker])
         pull, push = self.transfers[worker]
         self.schedule(self.now + pull + compute + push, _ARRIVE, worker, self.incarnations[worker])

@@ -174,6 +174,11 @@ def trained(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf if _is_trained(leaf) else None, params)
 
 
+def untrained(params: PyTree) -> PyTree:
+    """Return the parameters with None in place of the leaves that are trained."""
+    return jax.tree.map(lambda leaf: None if _is_trained(leaf) else leaf, params)
+
+
 def merge(params: PyTree, new: PyTree) -> PyTree:
     """Return the parameters with their trained leaves replaced by those of `new`."""
     values = iter(jax.tree.leaves(new))

@@ -21,9 +21,10 @@ from shardopt.engine.inputs import check_batch, check_keys, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server.coordinator import Coordinator
-from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.sharded import Devices, check_shardable
 from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
 from shardopt.parameter_server.updates import Update, check_params, finiteness, merge, trained
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
@@ -60,10 +61,12 @@ def sgd_spec(
     nonfinite: str,
     reducer: Reducer | None,
     sparse: Sequence[str] = (),
+    servers: int = 1,
+    devices: Devices = (),
 ) -> RunSpec:
     """Describe a run whose workers push gradients; the arguments are those of `async_sgd`.
 
-    `workers` are the mesh of each, or how many devices each has in a process of its own.
+    `workers` are the mesh of each, or how many devices each has in a process of its own; `devices` where servers are.
     """
     make_gradients(who, tx, loss_fn, meshes_here(workers[:1])[0], None)  # checks the optimizer and the loss
     codec = check_codec(who, reducer, sparse)
@@ -72,22 +75,35 @@ def sgd_spec(
     return RunSpec(
         who,
         len(workers),
-        partial(make_server, tx, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer),
+        partial(
+            make_server,
+            tx,
+            max_staleness=max_staleness,
+            rule=rule,
+            nonfinite=nonfinite,
+            reducer=reducer,
+            servers=servers,
+            devices=devices,
+        ),
         partial(make_compute, who, tx, loss_fn, workers, sparse, codec),
         header | codec_header(codec),
-        check_params=check_sgd_params,
+        check_params=partial(check_sgd_params, tx, rule, servers),
     )
 
 
-def check_sgd_params(who: str, params: PyTree) -> None:
+def check_sgd_params(
+    tx: optax.GradientTransformation, rule: Rule | None, servers: int, who: str, params: PyTree
+) -> None:
     """Refuse what is no pytree of arrays with something to train in it, and random keys, which nothing would change.
 
     Raises:
       TypeError: if a leaf is not an array or a number.
-      ValueError: if no leaf is floating, or one is a random key.
+      ValueError: if no leaf is floating, one is a random key, or several servers cannot share them.
     """
     check_params(who, params)
     check_keys(who, abstract(params))
+    if servers > 1:
+        check_shardable(who, tx, plain() if rule is None else rule, params, servers)
 
 
 def meshes_here(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:

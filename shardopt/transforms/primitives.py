@@ -55,8 +55,8 @@ def _names(text: str) -> frozenset[str]:
 
 _ELEMENTWISE = ELEMENTWISE - {"bitcast_convert_type"}
 """Of equal elements bits of another width are not equal. Bits of counters (`threefry2x32`) are drawn, which is refused."""
-_PSUM = _names("psum psum2 psum_invariant")
-OVER_AXES = _PSUM | {"pmax", "pmin"}
+PSUM = _names("psum psum2 psum_invariant")
+OVER_AXES = PSUM | {"pmax", "pmin"}
 _REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 _COPIES = IDENTITIES | {"convert_element_type"}
 _KEEPS_SUM = _COPIES | _names("add add_any sub neg reshape squeeze broadcast_in_dim concatenate stack reduce_sum")
@@ -153,9 +153,9 @@ def _of_one(x: Var | Literal, label: Label, kind: str) -> Label:
 def over_axes(a: JaxprEqn, x: Var | Literal, label: Label, scope: Scope) -> Label:
     """Return the label of what a sum, maximum or minimum over mesh axes makes of a value."""
     name, axes = a.primitive.name, axes_of(a)
-    if axes & scope.names and name in (*_PSUM, "pmax"):
-        label = _of_one(x, label, SUM if name in _PSUM else MAX)
-    matches = (label.kind == SUM and name in _PSUM) or (label.kind == MAX and name == "pmax")
+    if axes & scope.names and name in (*PSUM, "pmax"):
+        label = _of_one(x, label, SUM if name in PSUM else MAX)
+    matches = (label.kind == SUM and name in PSUM) or (label.kind == MAX and name == "pmax")
     if not axes & scope.names:  # element by element
         is_known = matches or label.kind in (SAME, ELEMENT)
         pad = 0.0 if label.pad == 0 else None

@@ -8,9 +8,8 @@ import pytest
 
 import shardopt as so
 from shardopt.core.types import Weighted
-from shardopt.parameter_server import SimulatedWorker, durations, server, simulate
+from shardopt.parameter_server import SimulatedWorker, apply, durations, server, simulate
 from shardopt.parameter_server import clock as clocks
-from shardopt.parameter_server import server as apply
 from shardopt.parameter_server import worker as gradients
 from shardopt.parameter_server.log import Event
 
