@@ -66,7 +66,7 @@ def make_mesh(
     asked |= {"expert": expert, "context": context, "tensor": tensor}
     sizes = _infer_sizes({axis: asked[axis] for axis in AXES}, len(devices))
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL}
-    grid = _arrange(tuple(sizes.values()), devices, outer=len([axis for axis in sizes if axis in ("replica", "data")]))
+    grid = _arrange(sizes, devices, outer=len([axis for axis in sizes if axis in ("replica", "data")]))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -192,31 +192,42 @@ def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     return {axis: count // known if size == -1 else int(size) for axis, size in asked.items()}
 
 
-def _arrange(shape: tuple[int, ...], devices: list[Any], *, outer: int) -> np.ndarray:
+def _arrange(sizes: dict[str, int], devices: list[Any], *, outer: int) -> np.ndarray:
     """Return the devices in a shape whose first `outer` dims may go from slice to slice."""
+    shape = tuple(sizes.values())
     slices: dict[int, list[Any]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
     if len(slices) == 1:
-        return _within_slice(shape, devices)
+        return _within_slice(sizes, devices)
     if len({len(members) for members in slices.values()}) > 1:
-        sizes = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
+        listed = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
         fix = "pass as many devices of every slice."
-        raise ValueError(format_error("make_mesh", f"the slices have different sizes ({sizes}).", fix=fix))
+        raise ValueError(format_error("make_mesh", f"the slices have different sizes ({listed}).", fix=fix))
     within, across = _over_slices(shape, len(slices), outer)
-    grids = np.stack([_within_slice(within, slices[index]) for index in sorted(slices)])
+    inner = dict(zip(sizes, within, strict=True))
+    grids = np.stack([_within_slice(inner, slices[index]) for index in sorted(slices)])
     # each mesh axis counts slices first, then devices within one
     order = [axis for dim in range(len(shape)) for axis in (dim, dim + len(shape))]
     return grids.reshape(across + within).transpose(order).reshape(shape)
 
 
-def _within_slice(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+def _within_slice(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
+    shape = tuple(sizes.values())
     if devices[0].platform != "tpu":
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         return np.asarray(ordered).reshape(shape)
     if any(getattr(device, "core_on_chip", 0) for device in devices):
         return _over_cores(shape, devices)
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if all(sizes.get(axis, 1) == 1 for axis in ("expert", "context")):
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    # Weights are gathered over these together: laid as data alone, that is a gather; else XLA:TPU makes it an all-reduce.
+    together = [axis for axis in ("data", "expert", "context") if axis in sizes]
+    order = [*(axis for axis in sizes if axis not in (*together, "tensor")), *together, "tensor"]
+    joined = [sizes[axis] for axis in order if axis not in together]
+    joined.insert(len(joined) - 1, math.prod(sizes[axis] for axis in together))
+    grid = mesh_utils.create_device_mesh(joined, devices, allow_split_physical_axes=True)
+    return grid.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in sizes])
 
 
 def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:

@@ -23,7 +23,8 @@ class Collective(NamedTuple):
       axes: the mesh axes that its groups span, in mesh order; None if the groups are neither a product of whole axes
         nor a `part` of one. Of a permute: the axes along which something moves.
       bytes: of one call, per device: the *whole* buffer, summed over all arrays that travel together. The result
-        of an all-gather, the operand of a reduce-scatter, operand and result alike of the others.
+        of an all-gather, the operand of a reduce-scatter, operand and result alike of the others; of a ragged-all-to-all
+        the result, which has room for the most that can come.
       wire_bytes: of one call: what each device sends in a ring, with n devices in a group, rounded up.
         2 (n - 1) / n x bytes for an all-reduce, (n - 1) / n x bytes for all-gather, reduce-scatter and
         all-to-all, bytes for a permute or a broadcast.

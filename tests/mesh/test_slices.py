@@ -5,6 +5,7 @@ import itertools
 import re
 
 import pytest
+from jax.experimental import mesh_utils
 
 import shardopt as so
 
@@ -54,6 +55,22 @@ def test_neighbours_along_tensor_are_neighbours_on_the_torus():
     mesh = so.make_mesh(data=16, tensor=4, devices=torus(8, 8))
     for row in mesh.devices.reshape(16, 4):
         assert all(distance(a, b, 8) == 1 for a, b in itertools.pairwise(row))
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 8}, {"context": 4}, {"expert": 2, "context": 4}])
+def test_data_expert_and_context_lie_together_as_data_alone(sizes):
+    """Weights are gathered over all of them at once, which XLA:TPU does by a gather only in this order."""
+    devices = torus(4, 4, z=4)
+    alone = [device.id for device in so.make_mesh(devices=devices).devices.flat]
+    assert [device.id for device in so.make_mesh(**sizes, devices=devices).devices.flat] == alone
+
+
+def test_stages_stand_between_them_in_the_mesh_alone():
+    mesh = so.make_mesh(data=2, pipeline=4, expert=4, tensor=2, devices=torus(4, 4, z=4))
+    assert dict(mesh.shape) == {"data": 2, "pipeline": 4, "expert": 4, "tensor": 2}
+    together = mesh.devices.transpose(1, 0, 2, 3).reshape(4, 8, 2)
+    alone = mesh_utils.create_device_mesh((4, 8, 2), torus(4, 4, z=4), allow_split_physical_axes=True)
+    assert (together == alone).all()
 
 
 def test_both_cores_of_a_chip_are_neighbours_on_the_innermost_axis_that_is_even():
