@@ -35,6 +35,8 @@ from shardopt.partition import rules_from_logical_axes
 from shardopt.pipeline import schedules
 from shardopt.planning import aot, plan
 from shardopt.runtime.processes import initialize
+from shardopt.runtime.progress import report_progress
+from shardopt.runtime.watchdog import watchdog
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
 
@@ -84,6 +86,7 @@ __all__ = [
     "plan",
     "planning",
     "reducers",
+    "report_progress",
     "restore",
     "rules_from_logical_axes",
     "save",
@@ -92,6 +95,7 @@ __all__ = [
     "to_bytes",
     "training",
     "transforms",
+    "watchdog",
     "with_hyperparams",
     "zero",
 ]

@@ -34,6 +34,7 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import CheckpointError, DamagedCheckpointError, format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.runtime import progress
 
 _WHO = "Checkpoints"
 _LOG = logging.getLogger(__name__)
@@ -254,6 +255,7 @@ class Checkpoints:
 
     def _finish(self, finish: Callable[[], None], step: int) -> None:
         """Commit and rotate, on the thread."""
+        progress.mark("write", step, lane=progress.SAVING)
         try:
             finish()
             if jax.process_index() == 0:
@@ -264,6 +266,8 @@ class Checkpoints:
                 if jax.process_index() == 0 and self._lock.is_held():
                     remove_stale(self.directory)  # a full disk is everybody's: what cannot be finished makes room
             raise
+        finally:
+            progress.mark("", lane=progress.SAVING)
 
 
 def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:

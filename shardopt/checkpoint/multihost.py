@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from shardopt.core.errors import CheckpointError
+from shardopt.runtime.progress import waiting
 
 T = TypeVar("T", bound=bool | int | str | list | None)
 
@@ -54,10 +55,11 @@ def exchange(text: str) -> list[str]:
     from jax.experimental import multihost_utils
 
     mine = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([mine.size], np.int32)).ravel()
-    padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
-    padded[: mine.size] = mine
-    texts = multihost_utils.process_allgather(padded)
+    with waiting("agree"):
+        sizes = multihost_utils.process_allgather(np.array([mine.size], np.int32)).ravel()
+        padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
+        padded[: mine.size] = mine
+        texts = multihost_utils.process_allgather(padded)
     return [texts[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
 
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from shardopt.checkpoint.tree import leaves_by_path, nest, show, unnest
 from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.types import PyTree, is_array_like
+from shardopt.runtime.progress import waiting
 
 ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 A = TypeVar("A", jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -158,7 +159,8 @@ def barrier(name: str) -> None:
     """Wait until all processes are here; may be called on any thread."""
     import orbax.checkpoint as ocp
 
-    ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=20 * 60 * 1000)
+    with waiting("barrier"):
+        ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=20 * 60 * 1000)
 
 
 def read_arrays(folder: Path, target: PyTree) -> PyTree:

@@ -36,6 +36,11 @@ class LaunchOptions:
     """With how few processes it may be started again: those that were killed are left out, and of train so many more \
 that the rest can share its devices evenly. By default, none is."""
 
+    hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """Seconds without progress of a process that is alive, after which the stacks of all are kept, the one that makes the \
+others wait is named, and the job ends or starts again. What is done the first time, and may compile, may take ten times as \
+long. By default hangs are not looked for."""
+
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder for the log of each process. By default logs in the run's folder for train, else runs/launch."""
 
@@ -149,6 +154,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         log_dir=options.log_dir or (Path("runs/launch") if folder is None else folder / "logs"),
         max_restarts=options.max_restarts,
         min_processes=options.min_processes,
+        hang_timeout=options.hang_timeout,
         can_share=lambda count: training is None or training.where.devices % count == 0,
     )
 

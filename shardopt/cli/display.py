@@ -164,7 +164,8 @@ def show_order_changes(screen: "Console", changes: list[str]) -> None:
 
 def show_stopped(screen: "Console", options: TrainOptions, result: so.FitResult) -> None:
     """Say that a signal ended the run, and how to go on."""
-    screen.print(f"\nStopped at step {result.step} of {options.training.steps}; everything is saved. Go on with")
+    say(screen, f"\n{result.goodput}")
+    screen.print(f"Stopped at step {result.step} of {options.training.steps}; everything is saved. Go on with")
     screen.print(f"  {resume_command(options)}", style="bold", soft_wrap=True, markup=False)
 
 
@@ -199,6 +200,7 @@ def show_result(
         say(screen, traffic_text(traffic))
     screen.print("\nWhat it writes (given the dimmed beginning):\n")
     screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
+    say(screen, f"\n{result.goodput}")
     folder = options.run.run_dir
     files = [CHECKPOINTS, METRICS, CONFIG, CURVE] + ([SCHEDULE] if (folder / SCHEDULE).is_file() else [])
     screen.print(f"\nin {folder}: {', '.join(files)}", markup=False, soft_wrap=True)

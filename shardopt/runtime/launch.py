@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, TextIO
@@ -18,6 +19,8 @@ from typing import IO, NamedTuple, TextIO
 from shardopt.core.errors import format_error
 from shardopt.runtime.files import acquire_lock, release_lock
 from shardopt.runtime.processes import failures
+from shardopt.runtime.progress import HUNG, STACKS, STACKS_SIGNAL
+from shardopt.runtime.watch import Hang, Watch, describe, process_state
 
 _LOCK = ".launch.lock"
 _FOLLOW = Path(__file__).with_name("follow.py")
@@ -31,6 +34,12 @@ _LULL = 0.5
 """Seconds in which a failure is looked for that was the cause of the first one seen."""
 _DRAIN = 5.0
 """Seconds that are waited, once a process has ended, until what it wrote is copied."""
+_DUMP = 1.0
+"""Seconds that processes get to write their stacks. They do in a signal handler: those that can need milliseconds."""
+
+
+RESTART, HUNG_SECONDS = "SHARDOPT_RESTART", "SHARDOPT_HUNG_SECONDS"
+"""In the environment of a process that was started again: how often, and for how long the job had stood still before."""
 
 
 class _Member(NamedTuple):
@@ -46,8 +55,10 @@ class _Ended(NamedTuple):
     """How an attempt ended."""
 
     failed: tuple[int, int] | None  # rank and exit code (negative for a signal) of the process that failed first
-    killed: int  # how many ended by a signal that we did not send
+    killed: int  # how many ended by a signal that we did not send, or made the others wait
     logs: tuple[Path, ...]
+    hang: str = ""  # what is said of a job that stood still
+    hung: float = 0.0  # seconds for which it did
 
 
 def launch(
@@ -57,6 +68,7 @@ def launch(
     log_dir: Path,
     max_restarts: int = 0,
     min_processes: int | None = None,
+    hang_timeout: float | None = None,
     can_share: Callable[[int], bool] = lambda count: True,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
@@ -77,6 +89,10 @@ def launch(
       max_restarts: how often it is started again after a failure.
       min_processes: with how few: each process that was killed is left out of the next attempt, down to this. By
         default none is.
+      hang_timeout: seconds without progress of a process that is alive, after which the stacks of all are written beside the
+        logs (`process-0.stacks`), the one that makes the others wait is named, and the job ends as after a failure, with exit
+        code 124. What a process does for the first time may compile, and may take ten times as long. Progress is what `fit` or
+        `so.report_progress` report, in processes that called `so.initialize()`. By default hangs are not looked for.
       can_share: whether so many processes can do the work; of those that are left as many as can go on.
       say: gets the lines that tell what failed and what is done about it.
 
@@ -97,12 +113,15 @@ def launch(
       >>> (folder / "process-1.log").read_text()
       '1 of 2\n'
     """
-    _check(processes, max_restarts, min_processes)
-    attempt = 0
+    _check(processes, max_restarts, min_processes, hang_timeout)
+    attempt, environment = 0, {}
     with _locked(log_dir) as held, _signals() as stop:
         while True:
             log_of = functools.partial(_log, log_dir, attempt)
-            ended = _run_attempt(command_of(attempt), processes, log_of, stop.take, keep=(held,))
+            watch = None if hang_timeout is None else Watch(processes, hang_timeout, say=say)
+            with contextlib.closing(watch) if watch else contextlib.nullcontext():
+                command = command_of(attempt)
+                ended = _run_attempt(command, processes, log_of, stop.take, environment, watch, keep=(held,))
             if stop.twice:
                 return 130
             if ended.failed is None:
@@ -113,12 +132,13 @@ def launch(
             if stop.asked or attempt == max_restarts:
                 return code if code > 0 else 128 - code
             attempt += 1
+            environment = {RESTART: str(attempt), HUNG_SECONDS: str(ended.hung)}
             processes = _left(processes, ended.killed, min_processes, can_share)
             many = "1 process" if processes == 1 else f"{processes} processes"
             say(f"launch: starting again with {many}, restart {attempt} of {max_restarts}.")
 
 
-def _check(processes: int, max_restarts: int, min_processes: int | None) -> None:
+def _check(processes: int, max_restarts: int, min_processes: int | None, hang_timeout: float | None) -> None:
     least = {"processes": (processes, 1), "max-restarts": (max_restarts, 0)}
     if min_processes is not None:
         least["min-processes"] = (min_processes, 1)
@@ -127,6 +147,8 @@ def _check(processes: int, max_restarts: int, min_processes: int | None) -> None
         wrong = [f"--min-processes {min_processes} is more than --processes {processes}"]
     if wrong:
         raise ValueError(format_error("launch", "the numbers of processes cannot be used.", wrong))
+    if hang_timeout is not None and not hang_timeout > 0:
+        raise ValueError(format_error("launch", f"--hang-timeout must be more than 0 seconds, got {hang_timeout:g}."))
 
 
 def _left(processes: int, killed: int, least: int | None, can_share: Callable[[int], bool]) -> int:
@@ -155,6 +177,8 @@ def _locked(folder: Path) -> Iterator[int]:
 
 def _failure(ended: _Ended, processes: int) -> str:
     assert ended.failed is not None
+    if ended.hang:
+        return ended.hang
     rank, code = ended.failed
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     lines = _last_lines(ended.logs[rank], _SHOWN)
@@ -206,27 +230,54 @@ def _run_attempt(
     count: int,
     log_of: Callable[[int], Path],
     stop: Callable[[], signal.Signals | None],
+    environment: Mapping[str, str],
+    watch: Watch | None,
     keep: Sequence[int],
 ) -> _Ended:
-    """Run `count` processes until all have ended well, or one has failed and the others were ended.
+    """Run `count` processes until all have ended well, or one has failed or hangs and the others were ended.
 
-    They inherit the descriptors `keep`. `stop()` returns each signal that is to be passed on to all, once, else None.
+    They get `environment`, report to `watch` and inherit the descriptors `keep`. `stop()` returns each signal that is to be passed on to all, once, else None.
     """
     address, finished, members = _free_address(), queue.SimpleQueue(), []
+    hang, text = None, ""
     with failures() as heard:
         try:
             for rank in range(count):
-                environment = _place(rank, count, address) | heard.environment
+                own = _place(rank, count, address) | heard.environment | dict(environment)
+                if watch is not None:
+                    own |= watch.environment | {STACKS: str(_stacks_file(log_of(rank)))}
                 kept = (*keep, heard.descriptor)
-                members.append(_start(command, rank, log_of(rank), environment, shown=rank == 0, keep=kept))
+                members.append(_start(command, rank, log_of(rank), own, shown=rank == 0, keep=kept))
                 threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
-            seen = _wait(members, finished, stop)
+            seen, hang = _wait(members, finished, stop, watch)
+            if hang is not None and watch is not None:
+                text = _describe(hang, members, watch)
             said = heard.ranks()
         finally:
             _end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
+    logs = tuple(member.log for member in members)
+    if hang is not None:
+        return _Ended((hang.ranks[0], HUNG), len(hang.ranks) % count, logs, text, hang.seconds)
     codes = {rank: code for rank, code in seen if code}
     killed = sum(code < 0 for code in codes.values())
-    return _Ended(_first_failure(codes, said), killed, tuple(member.log for member in members))
+    return _Ended(_first_failure(codes, said), killed, logs)
+
+
+def _describe(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
+    """Let all processes write their stacks, and return what is said of the hang."""
+    heard = watch.heard()
+    files = {member.rank: _stacks_file(member.log) for member in members}
+    for member in members:
+        if heard.get(member.rank) is not None:  # who never reported would die of the signal
+            _tell(member, STACKS_SIGNAL)
+    time.sleep(_DUMP)
+    stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
+    states = {member.rank: process_state(member.process.pid) for member in members}
+    return describe("launch", hang, heard, len(members), stacks, states) + f"\nAll stacks: {files[0].parent}/*.stacks"
+
+
+def _stacks_file(log: Path) -> Path:
+    return log.with_suffix(".stacks")
 
 
 def _first_failure(codes: dict[int, int], said: Sequence[int]) -> tuple[int, int] | None:
@@ -252,8 +303,9 @@ def _wait(
     members: Sequence[_Member],
     finished: "queue.SimpleQueue[tuple[int, int]]",
     stop: Callable[[], signal.Signals | None],
-) -> list[tuple[int, int]]:
-    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure."""
+    watch: Watch | None,
+) -> tuple[list[tuple[int, int]], Hang | None]:
+    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure; or a hang."""
     seen: list[tuple[int, int]] = []
     failed = False
     while len(seen) < len(members):
@@ -265,9 +317,13 @@ def _wait(
         except queue.Empty:
             if failed:
                 break
+            if watch is not None and (hang := watch.check()) is not None:
+                return seen, hang
             continue
+        if watch is not None:
+            watch.forget(seen[-1][0])
         failed = failed or bool(seen[-1][1])
-    return seen
+    return seen, None
 
 
 def _start(

@@ -13,6 +13,8 @@ from types import TracebackType
 
 import jax
 
+from shardopt.runtime import progress
+
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 _CLUSTER_VARIABLES = (
@@ -68,8 +70,11 @@ def initialize(
         return
     if "SHARDOPT_LAUNCHED" in os.environ:
         _follow_launcher()
+    if "JAX_PROCESS_ID" in os.environ:
+        progress.start_reports(int(os.environ["JAX_PROCESS_ID"]))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator_address, num_processes, process_id)
+    with progress.waiting("join"):
+        jax.distributed.initialize(coordinator_address, num_processes, process_id)
     if "SHARDOPT_LAUNCHED" in os.environ and threading.current_thread() is threading.main_thread():
         # jax has caught SIGTERM in C++, unknown to Python: what Python knows of is put back.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)

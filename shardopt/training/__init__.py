@@ -3,7 +3,18 @@
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.training.evaluation import evaluation
 from shardopt.training.fit import FitResult, fit
+from shardopt.training.goodput import Goodput
 from shardopt.training.hyperparams import hyperparams, with_hyperparams
 from shardopt.training.loggers import jsonl, tensorboard
 
-__all__ = ["EarlyStopping", "FitResult", "evaluation", "fit", "hyperparams", "jsonl", "tensorboard", "with_hyperparams"]
+__all__ = [
+    "EarlyStopping",
+    "FitResult",
+    "Goodput",
+    "evaluation",
+    "fit",
+    "hyperparams",
+    "jsonl",
+    "tensorboard",
+    "with_hyperparams",
+]

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.training.evaluation import Evaluate, Evaluation, call_evaluate
+from shardopt.training.goodput import Goodput, Ledger
 from shardopt.training.loggers import Log, as_loggers, open_log, show_progress
 from shardopt.training.metrics import Meter, check_state
 from shardopt.training.resume import (
@@ -40,6 +42,7 @@ class FitResult(NamedTuple):
         "exhausted" (no more batches).
       history: what was logged in this call, `{"step": n, "loss": ..., ...}` each.
       best: `{"step": n, metric: value}`, the best that early stopping saw, earlier runs included; None without it.
+      goodput: which part of the time went into steps that count; on the first process earlier attempts included.
     """
 
     state: TrainState
@@ -47,6 +50,7 @@ class FitResult(NamedTuple):
     stopped: str
     history: list[dict[str, float]]
     best: dict[str, float] | None
+    goodput: Goodput
 
 
 def fit(
@@ -97,7 +101,8 @@ def fit(
       early_stopping: when to stop; observes training metrics every `log_every` steps, others at scheduled evaluations.
       checkpoints: where to save; a state that is not finite is never saved.
       log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
-      log_every: steps between reports of `opt.step`'s metrics, steps_per_second and examples_per_second.
+      log_every: steps between reports of `opt.step`'s metrics, steps_per_second, examples_per_second and goodput (see
+        `so.training.Goodput`).
       agree_every: steps after which several processes ask each other whether to stop.
       progress: show a bar on a terminal, another below it while `so.training.evaluation` runs, and lines elsewhere, on
         standard error; what is said about resuming is printed anyway.
@@ -141,6 +146,9 @@ def fit(
         received = cleanup.enter_context(catch_signals())
         display = cleanup.enter_context(show_progress(num_steps, shown=progress))
         write = cleanup.enter_context(open_log(log))
+        ledger = Ledger(_folder(checkpoints))
+        cleanup.callback(ledger.enter, "")  # after what is still being written
+        ledger.enter("begin", int(state.step))
         cleanup.enter_context(written_out(checkpoints))
 
         stream, meter, history = Stream(batches), Meter(checkpoints), []
@@ -151,12 +159,19 @@ def fit(
         display.advance(step)
 
         def report(step: int, metrics: dict[str, float]) -> None:
+            if "steps_per_second" in metrics:
+                metrics = {**metrics, "goodput": ledger.total().fraction}
+            ledger.write()
             if history and history[-1]["step"] == step:
                 history[-1].update(metrics)
             else:
                 history.append({"step": step, **metrics})
             write(step, metrics)
             display.report(step, metrics)
+
+        def evaluated(done: int, total: int | None) -> None:
+            ledger.enter("evaluate")
+            display.evaluate(done, total)
 
         def check(metrics: dict[str, float]) -> None:
             check_state(state, metrics, step=step - 1, position=stream.drawn - 1, checkpoints=checkpoints)
@@ -169,26 +184,33 @@ def fit(
 
         stopped = common_verdict(received(), out_of_patience(early_stopping, seen), due=True)
         while stopped is None and step < num_steps:
+            ledger.enter("data", step)
             batch = stream.draw()
             if batch is END:
                 stopped = "exhausted"
                 break
             batch = as_arrays("fit", batch)
+            ledger.enter("step")
             state, arriving = opt.step(state, batch)
             step += 1
             logging, measured = step % log_every == 0, {}
             saving = checkpoints is not None and checkpoints.due(step)
             scheduled = saving if evaluate_every is None else step % evaluate_every == 0
             evaluating = evaluate is not None and (scheduled or (step == num_steps and not local_updates))
+            ledger.enter("wait")
             late = meter.push(step, stream.drawn - 1, arriving, examples=num_rows(batch), wanted=logging)
+            ledger.enter("log")
             if late is not None:
                 report(*late)
             display.advance(step)
 
             if saving or evaluating or (logging and early_stopping is not None):
+                ledger.enter("wait")
                 metrics = meter.settle()
                 if evaluate is not None and evaluating:
-                    measured = call_evaluate(evaluate, state, metrics, display.evaluate)
+                    ledger.enter("evaluate")
+                    measured = call_evaluate(evaluate, state, metrics, evaluated)
+                ledger.enter("log")
                 if logging or evaluating:
                     report(step, metrics | measured)
                 if evaluating or not evaluation_scheduled:
@@ -196,26 +218,31 @@ def fit(
                 observed = (metrics if logging else {}) | (measured if scheduled else {})
                 seen = update(early_stopping, seen, step, observed)
                 if saving:
+                    ledger.enter("checkpoint")
                     check(metrics)
                     save(metrics | measured)
                 meter.restart()
             due = evaluating or step % agree_every == 0
+            ledger.enter("agree")
             stopped = common_verdict(received(), out_of_patience(early_stopping, seen), due=due)
 
+        ledger.enter("agree")
         stopped = common_verdict(received(), stopped, due=True) or "completed"
         last = opt.synchronize(state) if local_updates else state
         if metrics := meter.settle():  # empty if there was no step to take
             fresh = {} if history and history[-1]["step"] == step else metrics
             if evaluate is not None and not measured and stopped not in SIGNALS:
-                found = call_evaluate(evaluate, last, metrics, display.evaluate)
+                found = call_evaluate(evaluate, last, metrics, evaluated)
                 fresh, measured = fresh | found, {} if local_updates else found  # what is saved is not synchronized
             if fresh:
                 report(step, fresh)
+            ledger.enter("checkpoint")
             check(metrics)
         save(metrics | measured)
         if stopped != "completed":
             display.say(f"Stopped at step {step} of {num_steps}: {_REASON[stopped]}.")
-    return FitResult(last, step, stopped, history, best(early_stopping, seen))
+    ledger.write(ended_well=True)
+    return FitResult(last, step, stopped, history, best(early_stopping, seen), ledger.total())
 
 
 _REASON = {
@@ -224,6 +251,11 @@ _REASON = {
     "interrupted": "interrupted from the keyboard",
     "sigterm": "SIGTERM",
 }
+
+
+def _folder(checkpoints: Checkpoints | None) -> Path | None:
+    """Return where the account of goodput is kept, on the first process."""
+    return None if checkpoints is None or jax.process_index() else Path(checkpoints.directory)
 
 
 def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState) -> None:

@@ -9,7 +9,7 @@ from support.compilations import compilations
 from shardopt.core import NonFiniteLossError
 from shardopt.training import evaluation, fit
 
-SPEED = {"steps_per_second", "examples_per_second"}
+SPEED = {"steps_per_second", "examples_per_second", "goodput"}
 
 
 def plain_loop(opt, state, batches):

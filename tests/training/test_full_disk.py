@@ -72,7 +72,7 @@ def test_a_disk_that_fills_up_under_a_run(disk, repeats, tmp_path):
         assert one["unfinished"] == [], one  # what could not be finished was deleted
         assert all(taken <= 64 * 1024 for taken in one["gave_back"]), one
         assert (one["completed"], one["same"]) == (30, True)
-        assert one["names"] == [".lock", "25", "30", "metrics.jsonl"]
+        assert one["names"] == [".lock", "25", "30", "goodput.json", "metrics.jsonl"]
         assert one["logged"] == [10, 20, 30]
 
 

@@ -182,7 +182,8 @@ def test_lines_where_there_is_no_terminal(opt, new_state, batches, capsys):
     for line, record in zip(printed, history, strict=True):
         wanted = f"step {record['step']}/25  loss {record['loss']:.4g}  error {record['error']:.4g}"
         wanted += f"  grad_norm {record['grad_norm']:.4g}  {record['steps_per_second']:.4g} steps/s"
-        assert line == f"{wanted}  {record['examples_per_second']:.4g} examples/s"
+        wanted += f"  {record['examples_per_second']:.4g} examples/s  goodput {record['goodput']:.4g}"
+        assert line == wanted
 
 
 def test_nothing_when_off(opt, new_state, batches, capsys):
