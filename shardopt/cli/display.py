@@ -15,7 +15,6 @@ from shardopt.cli.options import TrainOptions
 from shardopt.cli.run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
 from shardopt.core.errors import plural
 from shardopt.data import Windows
-from shardopt.models.gpt import GPTConfig, num_parameters
 from shardopt.pipeline import Schedule
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def show_run(
     screen: "Console",
     options: TrainOptions,
     opt: so.ShardedOptimizer,
-    config: GPTConfig,
+    model_size: str,
     windows: Windows,
     held_out: Windows,
 ) -> None:
@@ -56,7 +55,7 @@ def show_run(
     table.add_column(style="bold")
     table.add_row(
         "model",
-        f"{num_parameters(config) / 1e6:.2f} million parameters: {plural(config.num_layers, 'block')} of width {model.dim}, {plural(model.heads, 'head')}",
+        model_size,
     )
     table.add_row("text", f"{size(windows.end)} of {text}, {size(held_out.end - held_out.begin)} held out")
     table.add_row(

@@ -130,6 +130,9 @@ default 1."""
 class Model:
     """The model, a decoder-only transformer over bytes."""
 
+    model: Literal["gpt", "moe"] = "gpt"
+    """With one mlp in each block, or with a mixture of experts; an axis expert of the mesh shards these."""
+
     dim: int = 192
     """Width of the residual stream."""
 
@@ -141,6 +144,15 @@ class Model:
 
     length: int = 128
     """Bytes of context."""
+
+    experts: int = 8
+    """Experts of each block of a moe."""
+
+    top_k: int = 2
+    """Experts that each byte goes through; together they have as many hidden units as the mlp of a gpt."""
+
+    balance: Literal["bias", "loss", "sequence_loss", "none"] = "bias"
+    """What keeps the loads of experts equal: biases of the choice, or a loss over the batch or of each sequence."""
 
 
 @dataclasses.dataclass(frozen=True)

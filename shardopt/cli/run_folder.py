@@ -24,7 +24,7 @@ from shardopt.runtime.files import write_atomic
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE = "loss.png", "schedule.png"
 
-_FIXED = ("dim", "layers", "heads")
+_FIXED = ("model", "dim", "layers", "heads", "experts", "top_k", "balance")
 """Options of the model that decide the shapes of its parameters."""
 
 
@@ -39,7 +39,7 @@ def check_run_folder(options: TrainOptions) -> None:
         return
     before, now = read_options(folder).model, options.model
     changed = [
-        f"--{name} was {getattr(before, name)}, is now {getattr(now, name)}"
+        f"--{name.replace('_', '-')} was {getattr(before, name)}, is now {getattr(now, name)}"
         for name in _FIXED
         if getattr(before, name) != getattr(now, name)
     ]

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.cli.communication import check_communication, combined, make_reducer
+from shardopt.cli.models import check_model, strategy_arguments
 from shardopt.cli.options import Pipeline, TrainOptions
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.mesh import data_axes
-from shardopt.models import gpt
 from shardopt.pipeline import Schedule
 from shardopt.runtime.processes import num_processes
 
@@ -107,6 +107,8 @@ def check_strategy(options: TrainOptions) -> None:
         "--micro-batches": where.micro_batches,
         "--chunks": pipeline.chunks,
         "--layers": options.model.layers,
+        "--experts": options.model.experts,
+        "--top-k": options.model.top_k,
     }
     for flag, number in numbers.items():
         if number is not None:
@@ -114,6 +116,7 @@ def check_strategy(options: TrainOptions) -> None:
     if not options.is_hybrid and (given := _given(pipeline)):
         what = f"{plural(len(given), 'option')} for --strategy hybrid; {where.strategy} was asked for."
         raise ValueError(format_error("train", what, given, "leave out what is listed, or choose --strategy hybrid."))
+    check_model(options.model)
     check_communication(options)
     _check_gather_dtype(options)
     check_chunks("train", "--schedule", _schedule_name(pipeline), pipeline.chunks)
@@ -195,7 +198,7 @@ def make_base(
 ) -> so.ShardedOptimizer:
     """Return the strategy that the options name, without local updates."""
     where, pipeline = options.where, options.pipeline
-    arguments = {"micro_batches": num_micro_batches(options, mesh), "rules": gpt.rules}
+    arguments = {"micro_batches": num_micro_batches(options, mesh), **strategy_arguments(options.model)}
     if options.is_hybrid:
         return so.hybrid(
             tx,

@@ -10,6 +10,7 @@ import shardopt as so
 from shardopt import data
 from shardopt.cli import display
 from shardopt.cli.communication import as_sent, measure
+from shardopt.cli.models import TrainedModel, model_of
 from shardopt.cli.options import TrainOptions, make_optimizer
 from shardopt.cli.run_folder import (
     CHECKPOINTS,
@@ -25,7 +26,7 @@ from shardopt.cli.run_folder import (
 )
 from shardopt.cli.strategy import check_strategy, fitted, make_base, make_strategy, mesh_of, start_devices
 from shardopt.core.extras import require
-from shardopt.models import gpt, sample
+from shardopt.models import gpt
 from shardopt.pipeline import Schedule
 
 _VALIDATION_BATCHES = 4
@@ -48,15 +49,13 @@ def train(options: TrainOptions) -> None:
 
     corpus = data.open_corpus(training.data)
     windows, held_out = data.split(corpus, model.length)
-    config = gpt.GPTConfig(
-        dim=model.dim, num_layers=model.layers, num_heads=model.heads, max_length=max(1024, model.length)
-    )
+    trained = model_of(model)
     tx = make_optimizer(
         training.optimizer, learning_rate=training.learning_rate, steps=training.steps, clip=training.clip
     )
-    opt = make_strategy(options, tx, mesh, gpt.model(config))
-    state = opt.init(lambda rng: gpt.init(config, rng), jax.random.key(training.seed))
-    display.show_run(screen, options, opt, config, windows, held_out)
+    opt = make_strategy(options, tx, mesh, trained.block_model)
+    state = opt.init(trained.init, jax.random.key(training.seed))
+    display.show_run(screen, options, opt, trained.size, windows, held_out)
     display.show_placement(screen, options, opt)
     if run.resume:
         display.show_order_changes(screen, order_changes(options, corpus.num_bytes))
@@ -75,8 +74,8 @@ def train(options: TrainOptions) -> None:
         2,
         best="val_loss",
         resume=run.resume,
-        base=make_base(options, tx, mesh, gpt.model(config)),
-        abstract_params=jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)),
+        base=make_base(options, tx, mesh, trained.block_model),
+        abstract_params=jax.eval_shape(trained.init, jax.random.key(0)),
         say=lambda line: display.say(screen, line),
     ) as checkpoints:
         if jax.process_index() == 0:  # the folder is locked now
@@ -97,14 +96,14 @@ def train(options: TrainOptions) -> None:
         return
 
     prompt = held_out[0]["tokens"][: max(1, model.length // 2)]
-    text = continue_text(result.state.params, config, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
+    text = continue_text(result.state.params, trained, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
     if jax.process_index() == 0:
         display.draw_curve(read_metrics(run.run_dir), run.run_dir / CURVE)
     traffic = None
     if result.history:
         now, state = opt, result.state
         if options.communication.reducer_warmup_steps:  # a program with a warm-up holds both ways of sending
-            now = make_strategy(as_sent(options, result.step), tx, mesh, gpt.model(config))
+            now = make_strategy(as_sent(options, result.step), tx, mesh, trained.block_model)
             state = now.abstract_state(jax.eval_shape(lambda: result.state.params))
         traffic = measure(now, state, held_out_batches[0])
     display.show_result(screen, options, result, data.decode(prompt), text, traffic)
@@ -118,7 +117,7 @@ def write_schedule(schedule: Schedule | None, path: Path) -> None:
         schedule.plot(path)
 
 
-def continue_text(params: gpt.Params, config: gpt.GPTConfig, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:
+def continue_text(params: gpt.Params, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:
     """Return what the model writes after a prompt, on one device of each process.
 
     It writes as many bytes as the prompt has, then continues these, and so on: in one compiled program, over windows of
@@ -130,7 +129,7 @@ def continue_text(params: gpt.Params, config: gpt.GPTConfig, prompt: np.ndarray,
     pieces, seen = [], prompt[None]
     for i in range(-(-num_bytes // len(prompt))):
         rng = jax.random.fold_in(jax.random.key(seed), i)
-        tokens = sample(here, config, seen, rng, num_tokens=len(prompt), temperature=0.8)
+        tokens = model.sample(here, seen, rng, num_tokens=len(prompt), temperature=0.8)
         seen = np.asarray(tokens)[:, len(prompt) :]
         pieces.append(seen[0])
     return data.decode(np.concatenate(pieces)[:num_bytes])

@@ -24,13 +24,10 @@ from shardopt.models.inputs import mean_loss, read_inputs
 from shardopt.nn.router import Score
 
 rules = (
-    ("^blocks/attention/(q|kv)$", P(None, "tensor", None)),
-    ("^blocks/attention/out$", P("tensor", None, None)),
+    ("^blocks/(attention/(q|kv)|shared/(gate|up))$", P(None, "tensor")),
+    ("^(blocks/(attention/out|shared/down)|embedding|head)$", P("tensor")),
     ("^blocks/experts/(gate|up)$", P(None, None, "tensor")),
-    ("^blocks/experts/down$", P(None, "tensor", None)),
-    ("^blocks/shared/(gate|up)$", P(None, "tensor")),
-    ("^blocks/shared/down$", P("tensor", None)),
-    ("^(embedding|head)$", P("tensor", None)),
+    ("^blocks/experts/down$", P(None, "tensor")),
 )
 """Tensor rules, as those of the GPT: heads, hidden units of each expert and the vocabulary are sharded."""
 

@@ -23,7 +23,7 @@ def grouped_product(
     """Return rows[i] @ weights[g(i)], where the first sizes[0] rows are of group 0, and so on; rows beyond the sum give 0.
 
     Sums are taken in float32 at least. Kept for the backward pass are the arguments alone. `jax.lax.ragged_dot` is one kernel
-    on v4, v5p and GPU; where it is dense (v5e, v6e: flops times E) it is Pallas megablox, and on CPU a loop over tiles of rows.
+    on v5p; on other TPUs, where it is dense (flops times E), it is Pallas megablox, and on CPU a loop over tiles of rows.
 
     Args:
       rows: [M, D], sorted by group.
@@ -37,7 +37,8 @@ def _implementation() -> Implementation:
     kind = device_kind() or jax.devices()[0].device_kind
     if kind == "cpu":
         return "blocks"
-    return "megablox" if kind.startswith("TPU") and "lite" in kind else "ragged_dot"
+    dense = kind.startswith("TPU") and kind not in ("TPU v5", "TPU v5p")
+    return "megablox" if dense else "ragged_dot"
 
 
 def _product(how: Implementation, rows: Array, weights: Array, sizes: Array, *, transposed: bool = False) -> Array:

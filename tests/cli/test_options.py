@@ -117,7 +117,7 @@ def test_every_wrong_part_of_a_mesh_is_named():
         "  'tensor=two': the size must be an integer\n"
         "  'data=2': data is there twice\n"
         "  '3': there is no axis '3'\n"
-        "Fix: write --mesh data=4,tensor=2; the axes are replica, data, tensor, pipeline, context, and one size may be -1."
+        "Fix: write --mesh data=4,tensor=2; the axes are replica, data, tensor, pipeline, context, expert, and one size may be -1."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_mesh("dota=4,tensor=two,data=2,data=2,3")

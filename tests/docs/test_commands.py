@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from shardopt.cli.commands import LaunchOptions, parse, split_words
+from shardopt.cli.models import model_of
 from shardopt.cli.options import TrainOptions
 from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
-from shardopt.models import gpt
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -51,7 +51,8 @@ def test_a_command_is_one(line):
         replicas = options.communication.replicas
         pipelined = options.where.strategy == "hybrid"
         mesh = mesh_of(options.where.mesh, jax.devices(), pipelined=pipelined, replicas=replicas)
-        make_strategy(fitted(options, mesh), optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig()))
+        options = fitted(options, mesh)
+        make_strategy(options, optax.sgd(0.1), mesh, model_of(options.model).block_model)
 
 
 def test_there_are_commands_to_check():

@@ -133,6 +133,7 @@ def test_biases_follow_the_loads_of_the_step_before(x64):
     np.testing.assert_allclose(states[1]["router_bias"], 0.01 * np.sign(0.25 - load), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_loads_are_balanced_by_biases_and_by_the_loss():
     tokens = np.random.default_rng(0).integers(0, 32, (16, 17)).astype(np.int32)
     imbalance = {}

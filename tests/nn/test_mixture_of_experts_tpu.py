@@ -39,7 +39,7 @@ def compiled(topology, expert, **how):
     return jax.jit(step).lower(*args).compile(), {"data": data, "expert": expert}
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4", "v5e:2x4"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_flops_are_those_of_the_experts_that_tokens_go_through(topology):
     program, _ = compiled(topology, 1)
     active = 3 * 3 * 2 * ROWS * WIDTH * HIDDEN  # three products, and two gradients of each
