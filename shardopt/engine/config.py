@@ -135,6 +135,7 @@ class StrategyConfig(NamedTuple):
       sequence_dims: which dim of a batch leaf counts positions, by key path.
       expert_leaves: regexes of key paths of leaves whose first dim (of a block) counts experts.
       opt_state_layout: whether sharded optimizer state is cut within leaves, or whole matrices live on owners.
+      offload: what waits in host memory between steps: nothing, or ("opt_state",).
       user_mesh: where state, batch and metrics live; None until checked.
       report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
     """
@@ -164,6 +165,7 @@ class StrategyConfig(NamedTuple):
     sequence_dims: SequenceDims = ()
     expert_leaves: Sequence[str] = ()
     opt_state_layout: OptStateLayout = "within"
+    offload: Sequence[str] = ()
     user_mesh: UserMesh | None = None
     report: ReportFn = _no_report
 
@@ -240,6 +242,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
     _check_view(who, config)
     _check_opt_state_layout(who, config)
+    offload = _check_offload(who, config)
     if config.separable is not None and config.separable is not True:
         what = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
         raise TypeError(format_error(who, what, fix="leave it out."))
@@ -266,6 +269,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
         frozen=frozen,
         sequence_dims=sequence_dims,
         expert_leaves=expert_leaves,
+        offload=offload,
         gather_dtype=gather_dtype,
         scatter_dtype=scatter_dtype,
         compiler_options=options,
@@ -351,6 +355,20 @@ def _check_opt_state_layout(who: str, config: StrategyConfig) -> None:
     if layout == "matrices" and not config.placement.opt_state:
         what = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
         raise ValueError(format_error(who, what, fix="use a placement that shards it (zero, fsdp), or leave it out."))
+
+
+def _check_offload(who: str, config: StrategyConfig) -> tuple[str, ...]:
+    fix = "use offload=('opt_state',), or leave it out."
+    given = config.offload
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(format_error(who, f"offload must be a sequence of names, got {given!r}.", fix=fix))
+    names = tuple(given)
+    if unknown := [repr(name) for name in names if name != "opt_state"]:
+        raise ValueError(format_error(who, "offload names what cannot wait in host memory.", unknown, fix))
+    if names and config.per_replica:
+        what = "replicas that train apart keep their parameters in the optimizer state, which every step needs."
+        raise ValueError(format_error(who, what, fix="leave offload out of the strategy inside."))
+    return names
 
 
 def _check_reducer(who: str, config: StrategyConfig) -> None:

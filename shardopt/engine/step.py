@@ -16,6 +16,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import make_gradients, make_loss
 from shardopt.engine.layout import Layout, make_layout, shardings
 from shardopt.engine.metrics import values
+from shardopt.engine.offload import on_host, to_device, to_host
 from shardopt.engine.optimizer import Metrics
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
 
@@ -62,22 +63,29 @@ class CompiledStep(NamedTuple):
 def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     """Return the programs of a synchronous strategy."""
     gradients, loss = make_gradients(config, layout), make_loss(config, layout)
-    on_state, compression = config.home.shardings(layout.specs), layout.compression
+    compression = layout.compression
+    on_state, on_entry = (
+        on_host(config, layout.abstract, where)
+        for where in (config.home.shardings(layout.specs), shardings(config.mesh, layout.specs))
+    )
+    on_device = shardings(config.mesh, layout.specs.opt_state)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         def value_fn(params: PyTree) -> jax.Array:
             return loss(params, batch, state.step, state.rng)[0]
 
-        opt_state, reducer_state = state.opt_state if compression is not None else (state.opt_state, None)
+        opt_state = to_device(config, state.opt_state, on_device)
+        opt_state, reducer_state = opt_state if compression is not None else (opt_state, None)
         found = gradients(state.params, batch, state.step, state.rng, reducer_state)
         params, opt_state = apply_update(config, layout, state.params, opt_state, found, value_fn)
         params = all_gather_params(config, layout, params)
         if compression is not None:
             opt_state = CompressedOptState(opt_state, found.reducer)
+        opt_state = to_host(config, opt_state, on_entry.opt_state)
         metrics = {"loss": found.loss, "grad_norm": gradient_norm(config, layout, found.grads), **found.metrics}
         return TrainState(state.step + 1, params, opt_state, state.rng), metrics
 
-    on_entry, replicated = shardings(config.mesh, layout.specs), config.home.shardings(PartitionSpec())
+    replicated = config.home.shardings(PartitionSpec())
     return CompiledStep(
         layout=layout,
         abstract=layout.abstract,

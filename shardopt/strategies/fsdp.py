@@ -34,6 +34,7 @@ def fsdp(
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     opt_state_layout: OptStateLayout = "within",
+    offload: Sequence[str] = (),
 ) -> ShardedOptimizer:
     """Train data parallel with everything sharded; weights are gathered where they are used.
 
@@ -84,6 +85,8 @@ def fsdp(
         L: gradients, and parameters where the optimizer reads them, go there by an all-to-all, new parameters back by
         another. Of other leaves the products and decompositions alone go to owners, a matrix or block each, shared out by
         flops; state stays within. Either way (N-1)/N^2 Psi each. What has no such work sends nothing more.
+      offload: ("opt_state",) keeps optimizer state in host memory between steps, 8/N bytes per parameter with fp32 Adam that
+        the device then holds only while it updates. Values are the same. A step copies the state to the device and back.
 
     Returns:
       A `ShardedOptimizer`.
@@ -126,5 +129,6 @@ def fsdp(
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
             opt_state_layout=opt_state_layout,
+            offload=offload,
         )
     )

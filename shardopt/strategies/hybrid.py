@@ -40,6 +40,7 @@ def hybrid(
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     opt_state_layout: OptStateLayout = "within",
+    offload: Sequence[str] = (),
     remat: bool | str = False,
     regather: bool = True,
     reducer: Reducer | None = None,
@@ -93,6 +94,7 @@ def hybrid(
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
       opt_state_layout: see `fsdp`; for placements that shard optimizer state.
+      offload: see `fsdp`.
       remat: True keeps only the input of each chunk, and runs its forward again in its backward pass: a third more work
         for memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a
         schedule that splits weight passes off keeps from backward to weight what the latter needs. A string is taken in
@@ -183,6 +185,7 @@ def hybrid(
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
             opt_state_layout=opt_state_layout,
+            offload=offload,
             schedule=table if num_stages > 1 else None,
             remat=remat is True,
             regather=regather,

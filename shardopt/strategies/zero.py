@@ -35,6 +35,7 @@ def zero(
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     opt_state_layout: OptStateLayout = "within",
+    offload: Sequence[str] = (),
 ) -> ShardedOptimizer:
     """Train data parallel with the redundant copies removed, stage by stage.
 
@@ -74,6 +75,7 @@ def zero(
       expert_leaves: see `ddp`.
       opt_state_layout: see `fsdp`; in stages 1 and 2 gradients of blocks that data divides are reduce-scattered to their
         owners at once, and nothing more is sent.
+      offload: see `fsdp`.
 
     Returns:
       A `ShardedOptimizer`.
@@ -118,5 +120,6 @@ def zero(
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
             opt_state_layout=opt_state_layout,
+            offload=offload,
         )
     )
