@@ -7,7 +7,7 @@ of the same jax. fsdp, bfloat16 products and gathers, fp32 masters, AdamW with c
 own `train_compile`, with splash attention, without and with its SparseCore flags. Both programs are read by `so.planning.step_seconds`:
 cycles as XLA estimates them, collectives over published links; memory is what the compiler planned. WORDS choose rows by parts of
 their names; without, those of the table are done. A program takes minutes to compile. It is kept in results/beside_maxtext.json as
-soon as it is there, and not compiled again without `--again`. The picture is drawn at the end.
+soon as it is there, with the commit that compiled it, and not compiled again without `--again`. The picture is drawn at the end.
 """
 
 import argparse
@@ -237,6 +237,17 @@ def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
     }
 
 
+def commit() -> str:
+    """Return the commit of this tree, and whether the code was changed since."""
+
+    def git(*words: str) -> str:
+        run = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "shardopt", "benchmarks/*.py")
+    return git("rev-parse", "--short=7", "HEAD") + (", changed" if changed else "")
+
+
 def peak(facts: dict[str, Any]) -> float:
     """Return the bytes of a chip, as `so.aot` counts them."""
     memory = facts["memory"]
@@ -337,6 +348,7 @@ def main() -> None:
                 found[who] = compile_maxtext(row, options.maxtext, sparse_core=who.endswith("SparseCore"))
             else:
                 continue
+            found[who]["commit"] = commit()
             now = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}  # others may have written
             found = now.get(row.name, {}) | {who: found[who]}
             results = now | {row.name: found | compared(found)}

@@ -35,7 +35,7 @@ def model_of(options: Model) -> TrainedModel:
     shape["max_length"] = max(1024, options.length)
     blocks = f"{plural(options.layers, 'block')} of width {options.dim}, {plural(options.heads, 'head')}"
     if options.model == "gpt":
-        config = gpt.GPTConfig(**shape)
+        config = gpt.GPTConfig(**shape, precision=options.precision)
         return TrainedModel(
             gpt.model(config),
             functools.partial(gpt.init, config),
@@ -68,10 +68,13 @@ def strategy_arguments(options: Model) -> dict[str, Any]:
 
 
 def check_model(options: Model) -> None:
-    """Refuse options of experts for a model that has none, and numbers that cannot be."""
+    """Refuse options of one model for the other, and numbers that cannot be."""
     given = {"experts": options.experts, "top-k": options.top_k, "balance": options.balance}
     plain = Model()
     other = [f"--{name} {value}" for name, value in given.items() if value != getattr(plain, name.replace("-", "_"))]
     if options.model == "gpt" and other:
         what = f"{plural(len(other), 'option')} for --model moe; gpt was asked for."
         raise ValueError(format_error("train", what, other, "leave out what is listed, or choose --model moe."))
+    if options.model == "moe" and options.precision:
+        what = f"--precision {options.precision} is for --model gpt; moe was asked for."
+        raise ValueError(format_error("train", what, fix="leave it out, or choose --model gpt."))

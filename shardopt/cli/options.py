@@ -154,6 +154,9 @@ class Model:
     balance: Literal["bias", "loss", "sequence_loss", "none"] = "bias"
     """What keeps the loads of experts equal: biases of the choice, or a loss over the batch or of each sequence."""
 
+    precision: Annotated[Literal["int8", "fp8"] | None, tyro.conf.arg(metavar="{int8,fp8}")] = None
+    """Multiply by the weights of blocks of a gpt in 8 bits. By default in the dtype that weights have when they are used."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Training:

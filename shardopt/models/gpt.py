@@ -17,6 +17,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
+from shardopt.nn.low_precision import Precision, check_precision
 
 Params = dict[str, PyTree]
 Batch = PyTree  # a dict of arrays; `read_inputs` refuses others
@@ -52,9 +53,11 @@ class GPTConfig:
       tied: whether the output projection is the embedding itself; otherwise it is a leaf "head".
       param_dtype: dtype that `init` creates.
       dtype: dtype of activations and products; None follows the parameters as they arrive.
+      precision: of the products of blocks with weights, "int8" or "fp8" as in `so.nn.quantized_einsum`; None is `dtype`.
 
     Raises:
-      ValueError: if a size is not positive, `num_heads` does not divide `dim`, or heads have odd width.
+      ValueError: if a size is not positive, `num_heads` does not divide `dim`, heads have odd width, or the precision is
+        unknown.
     """
 
     vocab_size: int = 256
@@ -67,8 +70,10 @@ class GPTConfig:
     tied: bool = False
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
+    precision: Precision | None = None
 
     def __post_init__(self):
+        check_precision("GPTConfig", self.precision)
         sizes = ("vocab_size", "dim", "num_layers", "num_heads", "mlp_multiple", "max_length", "rope_base")
         wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) <= 0]
         if not wrong and self.dim % (2 * self.num_heads):
@@ -219,9 +224,10 @@ def apply_block(
         segment_ids=segment_ids,
         positions=positions,
         order=order,
+        precision=config.precision,
     )
     x = x + mixed
-    return x + layers.swiglu(mlp, layers.rms_norm(x, mlp["norm"])), cache
+    return x + layers.swiglu(mlp, layers.rms_norm(x, mlp["norm"]), precision=config.precision), cache
 
 
 def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -3,6 +3,7 @@
 Suffixes: B sequences, T positions, S cached positions, D width, H heads, K width of a head, F hidden units.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from shardopt import nn
 from shardopt.nn.attention import masked_attention
+from shardopt.nn.low_precision import Precision
 
 
 class KVCache(NamedTuple):
@@ -77,6 +79,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
     order: Int[Array, "B T"] | None = None,
+    precision: Precision | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Return causal self-attention with rotary positions, and the cache with what these T positions add to it.
 
@@ -92,9 +95,10 @@ def attention(
       segment_ids: the document of each token, which attends to no other; None is one a row. Not with a cache.
       positions: by what each token is rotated, as `places` has it; with a cache by `start` and what follows.
       order: where each token stands in its row, by which it attends; None is natural order. Not with a cache.
+      precision: of the products with weights, as in `so.nn.quantized_einsum`.
     """
     # The parts side by side, as the product leaves them: a dim of parts in front would cost a transposition each way.
-    query, key, value = _parts(jnp.einsum("btd,dchk->btchk", x, weights["qkv"]))
+    query, key, value = _parts(nn.quantized_einsum("btd,dchk->btchk", x, weights["qkv"], precision=precision))
     if cache is not None:
         at = start + jnp.arange(x.shape[1])
         query, key = rotate(query, at, rope_base), rotate(key, at, rope_base)
@@ -104,7 +108,8 @@ def attention(
         at = places(x.shape[1], positions, order)
         qkv = checkpoint_name((rotate(query, at, rope_base), rotate(key, at, rope_base), value), "qkv")
         mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out"), cache
+    out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=precision)
+    return checkpoint_name(out, "attention_out"), cache
 
 
 def grouped_attention(
@@ -115,6 +120,7 @@ def grouped_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
     order: Int[Array, "B T"] | None = None,
+    precision: Precision | None = None,
 ) -> Float[Array, "B T D"]:
     """Return causal self-attention in which several heads of queries share those of keys and values.
 
@@ -125,25 +131,32 @@ def grouped_attention(
       segment_ids: as in `attention`, like what follows.
       positions: see there.
       order: see there.
+      precision: see there.
     """
-    query = jnp.einsum("btd,dhk->bthk", x, weights["q"])
-    key, value = jnp.split(jnp.einsum("btd,dgk->btgk", x, weights["kv"]), 2, axis=-1)
+    query = nn.quantized_einsum("btd,dhk->bthk", x, weights["q"], precision=precision)
+    key, value = jnp.split(nn.quantized_einsum("btd,dgk->btgk", x, weights["kv"], precision=precision), 2, axis=-1)
     if rope_base is not None:
         at = places(x.shape[1], positions, order)
         query, key = rotate(query, at, rope_base), rotate(key, at, rope_base)
     qkv = checkpoint_name((query, key, value), "qkv")
     mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
-    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")
+    out = nn.quantized_einsum("bthk,hkd->btd", mixed, weights["out"], precision=precision)
+    return checkpoint_name(out, "attention_out")
 
 
-def swiglu(weights: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def swiglu(
+    weights: dict[str, Array], x: Float[Array, "B T D"], *, precision: Precision | None = None
+) -> Float[Array, "B T D"]:
     """Return silu(x @ gate) * (x @ up) @ down; `weights` holds "up" [D, 2, F] (gate first) and "down" [F, D].
+
+    Products are of the precision that `so.nn.quantized_einsum` has.
 
     References:
       Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
     """
-    gate, up = _parts(checkpoint_name(jnp.einsum("btd,dcf->btcf", x, weights["up"]), "mlp_hidden"))
-    return _gated_down(gate, up, weights["down"])
+    hidden = nn.quantized_einsum("btd,dcf->btcf", x, weights["up"], precision=precision)
+    gate, up = _parts(checkpoint_name(hidden, "mlp_hidden"))
+    return _gated_down(precision, gate, up, weights["down"])
 
 
 def _parts(x: Array) -> list[Array]:
@@ -151,10 +164,10 @@ def _parts(x: Array) -> list[Array]:
     return [jnp.squeeze(part, 2) for part in jnp.split(x, x.shape[2], axis=2)]
 
 
-@jax.checkpoint
-def _gated_down(gate: Array, up: Array, down: Array) -> Array:
+@functools.partial(jax.checkpoint, static_argnums=(0,))
+def _gated_down(precision: Precision | None, gate: Array, up: Array, down: Array) -> Array:
     """Return silu(gate) * up @ down; only the two are kept for the backward pass, not what goes into the product."""
-    return jnp.einsum("btf,fd->btd", jax.nn.silu(gate) * up, down)
+    return nn.quantized_einsum("btf,fd->btd", jax.nn.silu(gate) * up, down, precision=precision)
 
 
 def _visible(positions: Array, length: int) -> Array:

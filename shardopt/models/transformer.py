@@ -19,11 +19,17 @@ from shardopt.mesh import mesh_under_trace
 from shardopt.models.gpt import Batch, Params
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
 from shardopt.models.layers import grouped_attention, places, rms_norm
+from shardopt.nn.low_precision import Precision, check_precision
 from shardopt.planning import Transformer
 
 
 def model(
-    shape: Transformer, *, remat: Remat = None, chunk: int | None = None, sequence_parallel: bool = False
+    shape: Transformer,
+    *,
+    remat: Remat = None,
+    chunk: int | None = None,
+    sequence_parallel: bool = False,
+    precision: Precision | None = None,
 ) -> BlockModel:
     """Return the mean cross-entropy of the next token as a `BlockModel`, with the parameters of the shape.
 
@@ -38,9 +44,12 @@ def model(
       sequence_parallel: whether what blocks hand on, and their norms, are sharded over tensor by positions, which tensor
         must divide: a block keeps 1 / tensor of its input, and an all-gather and a reduce-scatter of as many bytes take
         the place of each all-reduce. The step is the same, up to summation order; `so.plan` does not count on it.
+      precision: of the products of blocks with weights, "int8" or "fp8" as in `so.nn.quantized_einsum`; None is the dtype
+        of the shape.
 
     Raises:
-      ValueError: when it is traced, if `sequence_parallel` and tensor does not divide the positions.
+      ValueError: if the precision is unknown; when it is traced, if `sequence_parallel` and tensor does not divide the
+        positions.
 
     References:
       Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2.
@@ -55,6 +64,7 @@ def model(
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
     """
+    check_precision("transformer", precision)
 
     def split(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return _over_tensor(x, _POSITIONS) if sequence_parallel else x
@@ -79,10 +89,11 @@ def model(
         weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
         normed = whole(rms_norm(x, weights["norms"][0]))
         marks = {"segment_ids": segment_ids, "positions": positions, "order": order}
-        mixed = grouped_attention(weights, normed, rope_base=None if shape.positions else 500_000.0, **marks)
+        base = None if shape.positions else 500_000.0
+        mixed = grouped_attention(weights, normed, rope_base=base, precision=precision, **marks)
         x = split(x + split(mixed))
         normed = whole(rms_norm(x, weights["norms"][1]))
-        return split(x + split(_mlp(shape, weights, normed, sharded=sequence_parallel)))
+        return split(x + split(_mlp(shape, weights, normed, precision, sharded=sequence_parallel)))
 
     def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
         inputs = read_inputs("transformer", batch)
@@ -128,15 +139,20 @@ def abstract_batch(shape: Transformer, batch_size: int, *, form: Form = "tokens"
 
 
 def _mlp(
-    shape: Transformer, weights: Params, x: Float[Array, "B T D"], *, sharded: bool = False
+    shape: Transformer,
+    weights: Params,
+    x: Float[Array, "B T D"],
+    precision: Precision | None = None,
+    *,
+    sharded: bool = False,
 ) -> Float[Array, "B T D"]:
-    up = checkpoint_name(jnp.einsum("btd,dcf->cbtf", x, weights["up"]), "mlp_hidden")
+    up = checkpoint_name(nn.quantized_einsum("btd,dcf->cbtf", x, weights["up"], precision=precision), "mlp_hidden")
     if sharded:  # or the partitioner cuts the gradient of its two halves elsewhere, and moves it
         up = _over_tensor(up, PartitionSpec(None, None, None, TENSOR))
     hidden = jax.nn.silu(up[0]) * up[1] if shape.gated else jax.nn.gelu(up[0])
     if sharded:
         hidden = _over_tensor(hidden, PartitionSpec(None, None, TENSOR))
-    return jnp.einsum("btf,fd->btd", hidden, weights["down"])
+    return nn.quantized_einsum("btf,fd->btd", hidden, weights["down"], precision=precision)
 
 
 _POSITIONS = PartitionSpec(None, TENSOR, None)

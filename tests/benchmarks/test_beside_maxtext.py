@@ -47,6 +47,10 @@ def test_the_picture_is_drawn_from_what_is_there(script, tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_program_says_which_commit_compiled_it(script):
+    assert script.commit().removesuffix(", changed").isalnum()
+
+
 def test_what_is_published_is_what_was_compiled(script):
     """The table of docs/benchmarks.md is that of the JSON."""
     results = json.loads(script.RESULTS.read_text())["results"]

@@ -41,6 +41,11 @@ def test_tokens_go_through_as_many_hidden_units_as_in_a_gpt():
             "error: train: 2 options for --model moe; gpt was asked for.\n  --experts 4\n  --balance none\n"
             "Fix: leave out what is listed, or choose --model moe.",
         ),
+        (
+            ["--model", "moe", "--precision", "fp8"],
+            "error: train: --precision fp8 is for --model gpt; moe was asked for.\n"
+            "Fix: leave it out, or choose --model gpt.",
+        ),
         (["--model", "moe", "--top-k", "0"], "error: train: --top-k must be at least 1, got 0."),
         (
             ["--model", "moe", "--top-k", "9"],

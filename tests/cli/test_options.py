@@ -54,6 +54,7 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         "--remat": "False",
         "--layers": "None",
         "--gather-dtype": "None",
+        "--precision": "None",
         "--optimizer": "adamw",
         "--clip": "1.0",
         "--seed": "0",

@@ -1,0 +1,103 @@
+"""What 8-bit products cost in loss, and what they bring by the TPU compiler's own estimates.
+
+    python benchmarks/low_precision.py                     # trains a GPT over bytes on this machine, in each precision
+    python benchmarks/low_precision.py v6e:4x4 8192 [...]  # compiles Llama 3 8B for chips, tokens a chip; needs shardopt[tpu]
+
+The first trains the GPT of `shardopt train` (192 wide, 2 blocks) with the same data, seeds and AdamW, and takes the loss of
+held-out text. The second compiles fsdp with bfloat16 gathers and every block recomputed, with bfloat16 products and with 8 bits.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from common import write_json
+
+RESULTS = Path(__file__).parent / "results" / "low_precision.json"
+PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
+DIM, LENGTH, BATCH, RATE, SEEDS, HELD_OUT = 192, 128, 16, 2e-3, (0, 1, 2), 16
+
+
+def train(precision: str, seed: int, steps: int) -> float:
+    """Return the held-out loss, in nats a byte, after so many steps."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import shardopt as so
+    from shardopt import data
+    from shardopt.models import gpt
+
+    windows, held_out = data.split(data.open_corpus(None), LENGTH)
+    eight = precision if precision in ("int8", "fp8") else None
+    dtype = None if precision == "float32" else jnp.bfloat16  # what is not in 8 bits is in 16
+    config = gpt.GPTConfig(dim=DIM, num_layers=2, max_length=LENGTH, dtype=dtype, precision=eight)
+    schedule = optax.warmup_cosine_decay_schedule(0, RATE, steps // 10, steps)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    opt = so.ddp(tx, so.make_mesh(devices=jax.devices()[:1]), gpt.model(config))
+    state = opt.init(gpt.init(config, jax.random.key(seed)))
+    for _, batch in zip(range(steps), data.batches(windows, BATCH, seed=seed), strict=False):
+        state, _ = opt.step(state, batch)
+    return float(so.training.evaluation(opt, data.spread_batches(held_out, BATCH, HELD_OUT))(state)["val_loss"])
+
+
+def compile_llama(topology: str, length: int, precision: str | None) -> dict[str, Any]:
+    """Return what the TPU compiler expects of Llama 3 8B: seconds, GB, flops, products by the dtype of their sums."""
+    import jax.numpy as jnp
+    import optax
+
+    import shardopt as so
+    from shardopt.models import transformer
+    from shardopt.planning import find_model, parse_topology
+
+    shape = dataclasses.replace(find_model("low_precision", "llama3-8b"), length=length)
+    chips = math.prod(parse_topology(topology)[1])
+    wire = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16, "min_shard_elements": 2**14}
+    model = transformer.model(shape, remat="full", precision=precision)  # pyright: ignore[reportArgumentType]
+    report = so.aot(
+        lambda mesh: so.fsdp(optax.adamw(1e-4), mesh, model, **wire),
+        shape.abstract_params(),
+        transformer.abstract_batch(shape, chips),
+        topology=topology,
+    )
+    step = report.step_seconds
+    return {
+        "seconds": step.total,
+        "exposed": step.exposed,
+        "bytes": report.peak_bytes,
+        "flops": report.flops,
+        "integer_products": sum("= s32[" in line and " convolution(" in line for line in report.text.splitlines()),
+        "dearest": [one._asdict() for one in step.operations],
+    }
+
+
+def main() -> None:
+    """Train or compile, and write what came out beside what is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("compile", nargs="*", help="a topology, tokens a chip, and precisions, by default int8")
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {"loss": {}, "compiled": {}}
+    if options.compile:
+        topology, length, *precisions = options.compile
+        for precision in (None, *(precisions or ["int8"])):
+            name = f"llama3-8b {topology} {length} {precision or 'bfloat16'}"
+            results["compiled"][name] = compile_llama(topology, int(length), precision)
+            print(name, results["compiled"][name]["seconds"], flush=True)
+            write_json(__file__, results, RESULTS)
+        return
+    for precision in PRECISIONS:
+        losses = [train(precision, seed, options.steps) for seed in SEEDS]
+        results["loss"][precision] = {"steps": options.steps, "losses": losses, "mean": statistics.mean(losses)}
+        print(precision, losses, flush=True)
+    write_json(__file__, results, RESULTS)
+
+
+if __name__ == "__main__":
+    main()

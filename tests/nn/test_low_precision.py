@@ -1,0 +1,120 @@
+"""`so.nn.quantized_einsum`: its numbers by numpy, what it refuses, and that many devices quantise as one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from support.reference import relative_difference
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.models import gpt, transformer
+from shardopt.nn.low_precision import check_precision
+from shardopt.planning import Transformer
+from shardopt.planning.models import RULES
+
+SUBSCRIPTS = "btd,dcf->cbtf"
+MAX = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
+
+
+def rounded(a, axes, dtype):
+    """Round each row to 8 bits; in numpy."""
+    scale = np.abs(a).max(axes, keepdims=True) / MAX[dtype]
+    scaled = a / np.where(scale == 0, 1, scale)
+    return scale * (np.round(scaled) if dtype is np.int8 else scaled.astype(dtype).astype(a.dtype))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_numbers_are_those_of_the_formula(precision, x64):
+    rng = np.random.default_rng(0)
+    x, w, g = rng.normal(size=(2, 5, 16)), rng.normal(size=(16, 2, 3)), rng.normal(size=(2, 2, 5, 3))
+    x[0, 1] = 0
+    y, pull = jax.vjp(lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w)
+    dx, dw = pull(jnp.asarray(g))
+    own = (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    expected = np.einsum(SUBSCRIPTS, rounded(x, (2,), own[0]), rounded(w, (0, 1, 2), own[0]))
+    np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
+    expected = np.einsum("cbtf,dcf->btd", rounded(g, (0, 3), own[1]), rounded(w, (0, 1, 2), own[0]))
+    np.testing.assert_allclose(dx, expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(dw, np.einsum("btd,cbtf->dcf", x, g), rtol=1e-12)
+    # and near what they stand for
+    error = relative_difference(y, np.einsum(SUBSCRIPTS, x, w))
+    assert 1e-4 < error < {"int8": 0.02, "fp8": 0.06}[precision]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_what_is_not_finite_stays_so(precision):
+    x = jnp.ones((3, 4)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf)
+    y = so.nn.quantized_einsum("td,df->tf", x, jnp.ones((4, 2)), precision=precision)
+    assert jnp.isfinite(y).tolist() == [[True] * 2, [False] * 2, [False] * 2]
+
+
+@pytest.mark.fast
+def test_without_a_precision_it_is_einsum():
+    x, w = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)
+    plain = str(jax.make_jaxpr(lambda x, w: jnp.einsum("btd,df->btf", x, w))(x, w))
+    given = lambda x, w: so.nn.quantized_einsum("btd,df->btf", x, w, precision=None)  # noqa: E731
+    assert str(jax.make_jaxpr(given)(x, w)) == plain
+
+
+@pytest.mark.fast
+def test_what_is_refused():
+    x = jnp.ones((2, 3))
+    for subscripts in ("td,dt->t", "td,df", "td,ef->tdef", "td,df->t", "td->dt", "t.,.f->tf"):
+        message = (
+            f"quantized_einsum: subscripts {subscripts!r} are not a sum over the dims that two operands share.\n"
+            "Fix: write them like 'btd,dhk->bthk'; for others use jnp.einsum."
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            so.nn.quantized_einsum(subscripts, x, x, precision="int8")
+    message = "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the dtype."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_precision("GPTConfig", "int4")
+
+
+CONFIG = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
+SHAPE = Transformer("t", 16, 2, 4, 32, 32, 8, num_kv_heads=2, dtype=jnp.float64)
+ROWS = [
+    ("int8", "gpt", {"data": 4}, {"micro_batches": 2}),
+    ("fp8", "transformer", {"data": 2, "tensor": 2}, {"rules": RULES}),
+    ("fp8", "gpt", {"data": 4}, {"micro_batches": 2}),
+    ("int8", "gpt", {"data": 2, "tensor": 2}, {"rules": gpt.rules}),
+    ("int8", "gpt", {"data": 2, "pipeline": 2}, {"micro_batches": 4}),
+    ("int8", "gpt", {"data": 2, "context": 2}, {}),
+    ("int8", "transformer", {"replica": 2, "data": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("precision", "name", "sizes", "options"), tiered(ROWS, lambda row: row in ROWS[:2], ids=str))
+def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, x64):
+    rng = np.random.default_rng(0)
+    batches = [{"tokens": rng.integers(0, 32, (16, 8)), "targets": rng.integers(0, 32, (16, 8))} for _ in range(2)]
+    tx = optax.sgd(0.5, momentum=0.9)
+
+    def trained(precision, opt=None):
+        config = gpt.GPTConfig(**{**vars(CONFIG), "precision": precision})
+        model = gpt.model(config) if name == "gpt" else transformer.model(SHAPE, precision=precision)
+        params = gpt.init(config, jax.random.key(0)) if name == "gpt" else transformer.init(SHAPE, jax.random.key(0))
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+        if opt is not None:
+            state = opt(model).init(params)
+            step = opt(model).step
+            for batch in batches:
+                state, _ = step(state, batch)
+            return state.params
+        state, grad = tx.init(params), jax.jit(jax.grad(model.loss_fn))
+        for batch in batches:
+            updates, state = tx.update(grad(params, batch), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    make = so.hybrid if "pipeline" in sizes else so.fsdp
+    found = trained(precision, lambda model: make(tx, mesh_of(**sizes), model, **options))
+    assert relative_difference(found, trained(precision)) < 1e-10
+    assert relative_difference(found, trained(None)) > 1e-5
