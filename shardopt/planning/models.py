@@ -207,9 +207,9 @@ class Transformer:
         if self.num_experts:
             share = 1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / T)
             buffers = Bytes(share * arrived, share * hidden)
-            experts = Experts(
-                EXPERT_LEAVES, self.num_experts, self.top_k, token * D, buffers, self.expert_chunk is None
-            )
+            passing = Bytes(share * arrived, share * (hidden + 2 * chosen * token * F))
+            whole = self.expert_chunk is None
+            experts = Experts(EXPERT_LEAVES, self.num_experts, self.top_k, token * D, buffers, passing, whole)
         block = weights + attention / (2 if self.fused_attention else 1)
         head = 2 * T * D * self.vocab_size
         scores = 0 if self.fused_attention else wide * H * T * T
@@ -229,8 +229,8 @@ class Transformer:
                 token * 2 * D + kept[0], token * (2 * H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1] + scores
             ),
             deferred=Bytes(token * 2 * D + kept[0], token * (H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1]),
-            # cotangents of the widest point of a block, and of the scores
-            working=Bytes(token * 2 * D + arrived, token * 2 * mlps * F + hidden + scores),
+            # cotangents of the widest point of a block, and of the scores; of experts also what goes into their last product
+            working=Bytes(token * 2 * D + arrived, token * 2 * mlps * F + hidden + 2 * chosen * token * F + scores),
             # logits in fp32, which their gradient overwrites
             ends_working=Bytes(sharded=wide * T * self.vocab_size),
             tensor_sums=tensor_sums(params, self.rules, EXPERT_LEAVES),

@@ -96,7 +96,8 @@ class Experts(NamedTuple):
       top_k: K, experts of a token.
       tokens: bytes of the tokens that are sent to experts, each once.
       buffers: what a block holds of tokens at their experts, where each device gets as many: of all tokens, or of a chunk.
-      kept: whether these are of what a block keeps for its backward pass, or come and go.
+      passing: what comes and goes there while it is differentiated.
+      kept: whether `buffers` are of what a block keeps for its backward pass, or come and go.
     """
 
     leaves: tuple[str, ...]
@@ -104,6 +105,7 @@ class Experts(NamedTuple):
     top_k: int
     tokens: float
     buffers: Bytes = Bytes()
+    passing: Bytes = Bytes()
     kept: bool = True
 
 
@@ -190,11 +192,12 @@ class Workload(NamedTuple):
         if found is None or devices == 1:
             return self
         more = min(found.top_k, found.num_experts // devices) * devices / found.top_k - 1
-        add = lambda to, times: Bytes(*(a + times * more * b for a, b in zip(to, found.buffers, strict=True)))  # noqa: E731
+        add = lambda to, what: Bytes(*(a + more * b for a, b in zip(to, what, strict=True)))  # noqa: E731
+        working = add(self.working, found.passing)
         if not found.kept:
-            return self._replace(working=add(self.working, 2))  # and their gradients
-        parts = add(self.residuals, 1), add(self.stage_residuals, 1), add(self.deferred, 1), add(self.working, 1)
-        return self._replace(residuals=parts[0], stage_residuals=parts[1], deferred=parts[2], working=parts[3])
+            return self._replace(working=add(working, found.buffers))
+        kept = [add(to, found.buffers) for to in (self.residuals, self.stage_residuals, self.deferred)]
+        return self._replace(residuals=kept[0], stage_residuals=kept[1], deferred=kept[2], working=working)
 
     def recompute(self, remat: bool | str) -> Recompute | None:
         """Return what remat runs again: with True all but a block's input, with "save:NAME,..." all but these values too.
