@@ -15,6 +15,7 @@ import jax
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint import store
+from shardopt.checkpoint.memory import MemoryWriter, Snapshot
 from shardopt.checkpoint.multihost import on_primary_process, raise_together
 from shardopt.checkpoint.read import load
 from shardopt.checkpoint.record import describe_state, read_meta
@@ -82,6 +83,7 @@ class Checkpoints:
         best: str | None = None,
         mode: str = "min",
         resume: bool = True,
+        memory_every: int | None = None,
     ):
         """Become the writer of a folder, which is made if it does not exist.
 
@@ -94,10 +96,15 @@ class Checkpoints:
           mode: "min" or "max".
           resume: whether `fit` goes on from the newest checkpoint in the folder; without, it refuses to start
             beside one.
+          memory_every: steps between snapshots, at least 1: copies of the train state in the memory of this host and the
+            next, kept by processes that outlive training, the newest two of each. `fit` takes them, and goes on from one
+            that is newer than the disk's where it starts again on the same mesh under the same `shardopt launch
+            --max-restarts`. Each host keeps four copies of its share of the state.
 
         Raises:
           TypeError: if an argument is of the wrong kind.
-          ValueError: if `every` or `keep` is below 1, or `mode` is neither "min" nor "max".
+          ValueError: if `every`, `keep` or `memory_every` is below 1, `mode` is neither "min" nor "max", or snapshots have
+            nowhere to go.
           CheckpointInUseError: if another job writes to the folder.
           CheckpointError: if it cannot be written to.
         """
@@ -106,6 +113,10 @@ class Checkpoints:
             check_count(_WHO, "keep", keep)
         if mode not in ("min", "max"):
             raise ValueError(format_error(_WHO, f"mode must be 'min' or 'max', got {mode!r}."))
+        if memory_every is not None:
+            check_count(_WHO, "memory_every", memory_every)
+        self.memory_every = memory_every
+        self._memory = None if memory_every is None else MemoryWriter(_WHO)
         self.directory = run_folder(_WHO, directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
         self._pid, self._closed = os.getpid(), False
@@ -119,6 +130,25 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is to be saved after this step."""
         return step > 0 and step % self.every == 0
+
+    def due_in_memory(self, step: int) -> bool:
+        """Return whether a snapshot is to be taken after this step."""
+        return self.memory_every is not None and step > 0 and step % self.memory_every == 0
+
+    def save_in_memory(self, state: PyTree, *, step: int, extra: dict[str, Json] | None = None) -> None:
+        """Copy this process's part of a state to the host, and send it to the memory of two hosts in the background.
+
+        When this returns the state may be donated. A host that cannot be reached costs a warning.
+        """
+        if self._memory is not None:
+            self._memory.save(state, step, extra or {})
+
+    def newest_in_memory(self, target: ShardedOptimizer) -> Snapshot | None:
+        """Return the newest snapshot that is whole on all processes, fits `target`, and is newer than the disk's checkpoints.
+
+        None where there is none. With several processes all must call it.
+        """
+        return None if self._memory is None else self._memory.newest(target, self.latest() or 0)
 
     def save(
         self,
@@ -174,6 +204,8 @@ class Checkpoints:
             self._lock.release()
             self._closed = True
             self._writer.close()
+            if self._memory is not None:
+                self._memory.close()
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending."""

@@ -41,6 +41,10 @@ that the rest can share its devices evenly. By default, none is."""
 others wait is named, and the job ends or starts again. What is done the first time, and may compile, may take ten times as \
 long. By default hangs are not looked for."""
 
+    spares: int = 0
+    """How many processes stand by, with jax imported, for the next start: as many as there are, and it need not wait for \
+imports. Each takes the memory of an interpreter with jax."""
+
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder for the log of each process. By default logs in the run's folder for train, else runs/launch."""
 
@@ -117,7 +121,7 @@ def _returns_options(kind: type[Options], default: Options) -> Callable[..., Opt
 def _train(words: Sequence[str], options: TrainOptions) -> None:
     if options.run.resume:
         saved = read_options(options.run.run_dir)
-        here = dataclasses.replace(saved.run, run_dir=options.run.run_dir, debug=False)
+        here = dataclasses.replace(saved.run, run_dir=options.run.run_dir, memory_every=None, debug=False)
         before = dataclasses.replace(saved, run=here)
         options = _parse_train(words, saved_defaults(before, now=_parse_train(words, before)))
     from shardopt.cli.train import train  # no sooner: asking for help need not wait for it
@@ -155,6 +159,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         max_restarts=options.max_restarts,
         min_processes=options.min_processes,
         hang_timeout=options.hang_timeout,
+        spares=options.spares,
         can_share=lambda count: training is None or training.where.devices % count == 0,
     )
 

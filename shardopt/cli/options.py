@@ -198,6 +198,9 @@ steps may be others."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last two and the best are kept."""
 
+    memory_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Steps between snapshots in the memory of two hosts, for restarts under launch --max-restarts. By default none."""
+
     evaluate_every: int = 50
     """Steps between validations."""
 

@@ -129,9 +129,10 @@ class ConvertingCheckpoints(so.Checkpoints):
         say: Callable[[str], None],
         best: str | None = None,
         resume: bool = True,
+        memory_every: int | None = None,
     ):
         """Become the writer of a folder, as `so.Checkpoints`."""
-        super().__init__(directory, every, keep, best=best, resume=resume)
+        super().__init__(directory, every, keep, best=best, resume=resume, memory_every=memory_every)
         self.base, self.abstract_params, self.say = base, abstract_params, say
 
     def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Json]]:

@@ -74,6 +74,7 @@ def train(options: TrainOptions) -> None:
         2,
         best="val_loss",
         resume=run.resume,
+        memory_every=run.memory_every,
         base=make_base(options, tx, mesh, trained.block_model),
         abstract_params=jax.eval_shape(trained.init, jax.random.key(0)),
         say=lambda line: display.say(screen, line),

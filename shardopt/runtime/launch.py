@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import json
 import os
 import queue
 import shutil
@@ -18,12 +19,14 @@ from typing import IO, NamedTuple, TextIO
 
 from shardopt.core.errors import format_error
 from shardopt.runtime.files import acquire_lock, release_lock
-from shardopt.runtime.processes import failures
+from shardopt.runtime.processes import Failures, failures
 from shardopt.runtime.progress import HUNG, STACKS, STACKS_SIGNAL
+from shardopt.runtime.vault import Vaults
 from shardopt.runtime.watch import Hang, Watch, describe, process_state
 
 _LOCK = ".launch.lock"
 _FOLLOW = Path(__file__).with_name("follow.py")
+_STANDBY = Path(__file__).with_name("standby.py")
 _GLOO = b"[Gloo] Rank "
 """Begins lines that gloo writes for each connection; they are in the log alone."""
 _SHOWN = 12
@@ -40,6 +43,8 @@ _DUMP = 1.0
 
 RESTART, HUNG_SECONDS = "SHARDOPT_RESTART", "SHARDOPT_HUNG_SECONDS"
 """In the environment of a process that was started again: how often, and for how long the job had stood still before."""
+BEGAN = "SHARDOPT_BEGAN"
+"""In the environment of each process: when it was given its place, in seconds since 1970."""
 
 
 class _Member(NamedTuple):
@@ -49,6 +54,17 @@ class _Member(NamedTuple):
     process: subprocess.Popen[bytes]  # the leader of a process group of its own
     log: Path
     readers: tuple[threading.Thread, ...]  # copy what it says to the screen too; none for one that is not shown
+
+
+class _Attempt(NamedTuple):
+    """What the processes of an attempt get, beside their command and place."""
+
+    environment: Mapping[str, str]
+    watch: Watch | None
+    heard: Failures
+    spares: "_Spares"
+    refill: Callable[[], None]  # once all have started
+    keep: Sequence[int]  # descriptors that they inherit
 
 
 class _Ended(NamedTuple):
@@ -69,6 +85,7 @@ def launch(
     max_restarts: int = 0,
     min_processes: int | None = None,
     hang_timeout: float | None = None,
+    spares: int = 0,
     can_share: Callable[[int], bool] = lambda count: True,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
@@ -76,7 +93,9 @@ def launch(
 
     Each process finds its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), where
     `so.initialize()` looks for it. What the first one says is shown; what each says is in its log. When one fails
-    the others are ended within seconds, the failure is shown, and the job is started again, if it may be.
+    the others are ended within seconds, the failure is shown, and the job is started again, if it may be. Then compiled
+    programs come from jax's cache (`compiled` in `log_dir`, unless JAX_COMPILATION_CACHE_DIR says otherwise), and the train
+    state from the memory of programs that outlive the processes, where `so.Checkpoints(memory_every=...)` puts it.
 
     SIGTERM and Ctrl-C are passed on to all, once, as SIGTERM; a second Ctrl-C kills them. Where this process is killed
     itself, Linux kills the processes as well, but not what they started on their own.
@@ -93,6 +112,8 @@ def launch(
         logs (`process-0.stacks`), the one that makes the others wait is named, and the job ends as after a failure, with exit
         code 124. What a process does for the first time may compile, and may take ten times as long. Progress is what `fit` or
         `so.report_progress` report, in processes that called `so.initialize()`. By default hangs are not looked for.
+      spares: how many processes stand by, having imported jax and shardopt, and take the first places of the next attempt. Each
+        takes the memory of an interpreter with jax. For commands of this interpreter that run a script or a module.
       can_share: whether so many processes can do the work; of those that are left as many as can go on.
       say: gets the lines that tell what failed and what is done about it.
 
@@ -113,15 +134,24 @@ def launch(
       >>> (folder / "process-1.log").read_text()
       '1 of 2\n'
     """
-    _check(processes, max_restarts, min_processes, hang_timeout)
+    _check(processes, max_restarts, min_processes, hang_timeout, spares)
     attempt, environment = 0, {}
-    with _locked(log_dir) as held, _signals() as stop:
+    with _locked(log_dir) as held, _signals() as stop, contextlib.ExitStack() as cleanup:
+        heard = cleanup.enter_context(failures())
+        vaults = cleanup.enter_context(contextlib.closing(Vaults(processes))) if max_restarts else None
+        waiting = cleanup.enter_context(contextlib.closing(_Spares(spares, (held, heard.descriptor))))
         while True:
+            if vaults is not None:
+                environment |= vaults.environment() | _cache(log_dir)
             log_of = functools.partial(_log, log_dir, attempt)
             watch = None if hang_timeout is None else Watch(processes, hang_timeout, say=say)
             with contextlib.closing(watch) if watch else contextlib.nullcontext():
                 command = command_of(attempt)
-                ended = _run_attempt(command, processes, log_of, stop.take, environment, watch, keep=(held,))
+                waiting.check(command)
+                again = attempt < max_restarts
+                refill = functools.partial(waiting.refill, environment) if again else waiting.close
+                how = _Attempt(environment, watch, heard, waiting, refill, (held, heard.descriptor))
+                ended = _run_attempt(command, processes, log_of, stop.take, how)
             if stop.twice:
                 return 130
             if ended.failed is None:
@@ -138,8 +168,10 @@ def launch(
             say(f"launch: starting again with {many}, restart {attempt} of {max_restarts}.")
 
 
-def _check(processes: int, max_restarts: int, min_processes: int | None, hang_timeout: float | None) -> None:
-    least = {"processes": (processes, 1), "max-restarts": (max_restarts, 0)}
+def _check(
+    processes: int, max_restarts: int, min_processes: int | None, hang_timeout: float | None, spares: int
+) -> None:
+    least = {"processes": (processes, 1), "max-restarts": (max_restarts, 0), "spares": (spares, 0)}
     if min_processes is not None:
         least["min-processes"] = (min_processes, 1)
     wrong = [f"--{name} must be at least {low}, got {value}" for name, (value, low) in least.items() if value < low]
@@ -230,31 +262,30 @@ def _run_attempt(
     count: int,
     log_of: Callable[[int], Path],
     stop: Callable[[], signal.Signals | None],
-    environment: Mapping[str, str],
-    watch: Watch | None,
-    keep: Sequence[int],
+    how: _Attempt,
 ) -> _Ended:
     """Run `count` processes until all have ended well, or one has failed or hangs and the others were ended.
 
-    They get `environment`, report to `watch` and inherit the descriptors `keep`. `stop()` returns each signal that is to be passed on to all, once, else None.
+    `stop()` returns each signal that is to be passed on to all, once, else None.
     """
     address, finished, members = _free_address(), queue.SimpleQueue(), []
-    hang, text = None, ""
-    with failures() as heard:
-        try:
-            for rank in range(count):
-                own = _place(rank, count, address) | heard.environment | dict(environment)
-                if watch is not None:
-                    own |= watch.environment | {STACKS: str(_stacks_file(log_of(rank)))}
-                kept = (*keep, heard.descriptor)
-                members.append(_start(command, rank, log_of(rank), own, shown=rank == 0, keep=kept))
-                threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
-            seen, hang = _wait(members, finished, stop, watch)
-            if hang is not None and watch is not None:
-                text = _describe(hang, members, watch)
-            said = heard.ranks()
-        finally:
-            _end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
+    hang, text, watch = None, "", how.watch
+    how.heard.ranks()  # those of the attempt before
+    try:
+        for rank in range(count):
+            own = _place(rank, count, address) | how.heard.environment | dict(how.environment)
+            if watch is not None:
+                own |= watch.environment | {STACKS: str(_stacks_file(log_of(rank)))}
+            spare = how.spares.take()
+            members.append(_start(command, rank, log_of(rank), own, shown=rank == 0, keep=how.keep, spare=spare))
+            threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
+        how.refill()
+        seen, hang = _wait(members, finished, stop, watch)
+        if hang is not None and watch is not None:
+            text = _describe(hang, members, watch)
+        said = how.heard.ranks()
+    finally:
+        _end(members, grace=0.0 if all(one.process.poll() == 0 for one in members) else _GRACE)
     logs = tuple(member.log for member in members)
     if hang is not None:
         return _Ended((hang.ranks[0], HUNG), len(hang.ranks) % count, logs, text, hang.seconds)
@@ -327,37 +358,109 @@ def _wait(
 
 
 def _start(
-    command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], *, shown: bool, keep: Sequence[int]
+    command: Sequence[str],
+    rank: int,
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    shown: bool,
+    keep: Sequence[int],
+    spare: subprocess.Popen[bytes] | None = None,
 ) -> _Member:
     """Start one process with its output in a file, and on the screen too where it is shown. It dies with this thread.
 
-    It has `environment` beside that of this process, and inherits the descriptors `keep`.
+    It has `environment` beside that of this process, and inherits the descriptors `keep`. With a spare, that is the process.
     """
     if shutil.which(command[0]) is None:
         number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
         raise OSError(number, os.strerror(number), command[0])
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        out, err = (subprocess.PIPE, subprocess.PIPE) if shown else (file, file)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_FOLLOW), str(os.getpid()), *command],
-            env=os.environ | environment,
-            pass_fds=keep,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C comes to us alone, and a kill reaches its children as well
-            stdout=out,
-            stderr=err,
-        )
+        out = subprocess.PIPE if shown else file
+        process = spare or _spawn(command, environment, keep, stdin=subprocess.DEVNULL, out=out)
+    if spare is not None:
+        _give_place(spare, command, environment)
     readers = []
-    if shown:
+    if shown or spare is not None:
         both = log.open("ab", buffering=0)
         for source, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert source is not None  # a pipe
+            screen = screen if shown else None
             readers.append(threading.Thread(target=_copy, args=(source, both, screen), daemon=True))
         for reader in readers:
             reader.start()
         threading.Thread(target=_close_after, args=(readers, both), daemon=True).start()
     return _Member(rank, process, log, tuple(readers))
+
+
+def _spawn(
+    command: Sequence[str], environment: Mapping[str, str], keep: Sequence[int], *, stdin: int, out: IO[bytes] | int
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_FOLLOW), str(os.getpid()), *command],
+        env=os.environ | environment,
+        pass_fds=keep,
+        stdin=stdin,
+        start_new_session=True,  # Ctrl-C comes to us alone, and a kill reaches its children as well
+        stdout=out,
+        stderr=out,
+    )
+
+
+class _Spares:
+    """Processes that stand by for the next attempt, see `standby.py`; until `close`."""
+
+    def __init__(self, count: int, keep: Sequence[int]):
+        self._count, self._keep, self._waiting = count, keep, []
+
+    def check(self, command: Sequence[str]) -> None:
+        """Refuse a command that a process that stands by cannot become."""
+        if self._count and (command[0] != sys.executable or not (command[1] == "-m" or command[1].endswith(".py"))):
+            what = f"--spares {self._count} needs a python script or train, got {command[0]!r}."
+            raise ValueError(format_error("launch", what, fix="leave --spares out, or launch the script itself."))
+
+    def refill(self, environment: Mapping[str, str]) -> None:
+        """Start as many as are missing."""
+        command = [sys.executable, str(_STANDBY)]
+        how = _constant() | dict(environment)
+        while len(self._waiting) < self._count:
+            one = _spawn(command, how, self._keep, stdin=subprocess.PIPE, out=subprocess.PIPE)
+            self._waiting.append(one)
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """Return one that waits, or None."""
+        while self._waiting:
+            one = self._waiting.pop(0)
+            if one.poll() is None:
+                return one
+            _drop(one)
+        return None
+
+    def close(self) -> None:
+        """End those that wait."""
+        while self._waiting:
+            _drop(self._waiting.pop())
+
+
+def _drop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _give_place(spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]) -> None:
+    assert spare.stdin is not None  # a pipe
+    with contextlib.suppress(OSError), spare.stdin as pipe:  # one that has died is seen as any process that does
+        pipe.write(json.dumps({"environment": dict(environment), "words": list(command[1:])}).encode() + b"\n")
+
+
+def _cache(log_dir: Path) -> dict[str, str]:
+    """Return what lets the next attempt find compiled programs, but for what the user has said of it."""
+    ours = {"JAX_COMPILATION_CACHE_DIR": str(log_dir / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 
 def _place(rank: int, count: int, address: str) -> dict[str, str]:
@@ -370,6 +473,13 @@ def _place(rank: int, count: int, address: str) -> dict[str, str]:
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(rank),
+        BEGAN: str(time.time()),
+        **_constant(),
+    }
+
+
+def _constant() -> dict[str, str]:
+    return {
         "SHARDOPT_LAUNCHED": str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": str(shutil.get_terminal_size().columns),
@@ -408,11 +518,11 @@ def _tell(member: _Member, number: signal.Signals) -> None:
             member.process.send_signal(number)
 
 
-def _copy(source: IO[bytes], log: IO[bytes], screen: TextIO) -> None:
+def _copy(source: IO[bytes], log: IO[bytes], screen: TextIO | None) -> None:
     with source:
         for line in source:
             log.write(line)
-            if not line.startswith(_GLOO):
+            if screen is not None and not line.startswith(_GLOO):
                 with contextlib.suppress(OSError, ValueError):  # a closed screen does not stop the log
                     screen.write(line.decode(errors="replace"))
                     screen.flush()

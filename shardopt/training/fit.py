@@ -161,7 +161,6 @@ def fit(
         def report(step: int, metrics: dict[str, float]) -> None:
             if "steps_per_second" in metrics:
                 metrics = {**metrics, "goodput": ledger.total().fraction}
-            ledger.write()
             if history and history[-1]["step"] == step:
                 history[-1].update(metrics)
             else:
@@ -195,6 +194,7 @@ def fit(
             step += 1
             logging, measured = step % log_every == 0, {}
             saving = checkpoints is not None and checkpoints.due(step)
+            snapping = checkpoints is not None and checkpoints.due_in_memory(step)
             scheduled = saving if evaluate_every is None else step % evaluate_every == 0
             evaluating = evaluate is not None and (scheduled or (step == num_steps and not local_updates))
             ledger.enter("wait")
@@ -204,7 +204,7 @@ def fit(
                 report(*late)
             display.advance(step)
 
-            if saving or evaluating or (logging and early_stopping is not None):
+            if saving or snapping or evaluating or (logging and early_stopping is not None):
                 ledger.enter("wait")
                 metrics = meter.settle()
                 if evaluate is not None and evaluating:
@@ -221,6 +221,10 @@ def fit(
                     ledger.enter("checkpoint")
                     check(metrics)
                     save(metrics | measured)
+                if snapping and checkpoints is not None:
+                    ledger.enter("checkpoint")
+                    check(metrics)
+                    checkpoints.save_in_memory(state, step=step, extra=pack(stream, early_stopping, seen))
                 meter.restart()
             due = evaluating or step % agree_every == 0
             ledger.enter("agree")
@@ -297,7 +301,18 @@ def _check_evaluate(
 
 
 def _check_checkpoints(checkpoints: Checkpoints | None) -> None:
-    needed = ("directory", "every", "resume", "due", "save", "wait", "latest", "restore")
+    needed = (
+        "directory",
+        "every",
+        "resume",
+        "due",
+        "due_in_memory",
+        "memory_every",
+        "save",
+        "wait",
+        "latest",
+        "restore",
+    )
     if checkpoints is not None and (missing := [name for name in needed if not hasattr(checkpoints, name)]):
         what = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing)}."
         path = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardopt.runtime import progress
 from shardopt.runtime.files import write_atomic
-from shardopt.runtime.launch import HUNG_SECONDS
+from shardopt.runtime.launch import BEGAN, HUNG_SECONDS
 
 FILE = "goodput.json"
 
@@ -90,6 +90,7 @@ class Ledger:
         self._compiled = self._compiled or self._phase == "step"
         self._phase, self._since = phase, now
         self._step = self._step if step is None else step
+        self.write()
 
     def total(self) -> Goodput:
         """Return the account so far, up to the last phase that ended."""
@@ -143,13 +144,10 @@ _counted: list[float] = []
 
 
 def _start_of_job() -> float:
-    """Return when this attempt began, in seconds since 1970: of a launched process its first breath, else now."""
-    if "SHARDOPT_LAUNCHED" in os.environ and not _counted:
-        _counted.append(time.time())
-        with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux
-            born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-            age = float(Path("/proc/uptime").read_text().split()[0]) - born
-            return time.time() - age
+    """Return when this attempt began, in seconds since 1970: of the first `fit` of a launched process its start, else now."""
+    if BEGAN in os.environ and not _counted:
+        _counted.append(float(os.environ[BEGAN]))
+        return _counted[0]
     return time.time()
 
 

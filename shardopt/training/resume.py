@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint import Checkpoints
+from shardopt.checkpoint.memory import place_snapshot
 from shardopt.checkpoint.tree import Json
 from shardopt.core import early_stopping as stopping
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
@@ -39,7 +40,12 @@ def begin(
     A checkpoint is restored if `checkpoints.resume` is set and it is newer than the state, whose memory is freed first.
     What is done is said.
     """
-    if checkpoints is None or (latest := checkpoints.latest()) is None:
+    if checkpoints is None:
+        return state, StoppingState()
+    latest, snapshot = checkpoints.latest(), None
+    if checkpoints.memory_every is not None and (snapshot := checkpoints.newest_in_memory(opt)) is not None:
+        latest = snapshot.step
+    if latest is None:
         return state, StoppingState()
     if not checkpoints.resume:
         what = f"{checkpoints.directory} already has checkpoints, the last of step {latest}."
@@ -50,7 +56,10 @@ def begin(
         say(f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer.")
         return state, StoppingState()
     _free(state)
-    state, extra = checkpoints.restore(opt, step=latest)
+    if snapshot is not None:
+        state, extra = place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
+    else:
+        state, extra = checkpoints.restore(opt, step=latest)
     position, saved = extra.get("batches"), extra.get("early_stopping")
     how = "the data from its beginning: the checkpoint holds no position"
     if position is not None:
@@ -58,7 +67,8 @@ def begin(
     else:
         fix = "save with so.fit, or put the batches into their place before it is called."
         warnings.warn(format_error("fit", f"{how}; rows are seen again.", fix=fix), stacklevel=3)
-    say(f"Resuming from step {latest} in {checkpoints.directory}, {how}.")
+    where = "the memory of the hosts" if snapshot is not None else checkpoints.directory
+    say(f"Resuming from step {latest} in {where}, {how}.")
     seen = None if rule is None or saved is None else stopping.from_json(rule, saved)
     if rule is not None and seen is None:
         say(f"Early stopping starts counting again: the checkpoint knows nothing of {rule.metric!r} ({rule.mode}).")

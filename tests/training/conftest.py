@@ -94,6 +94,8 @@ def memory():
             disk=disk,
             pending=pending,
             due=lambda step: step % every == 0,
+            due_in_memory=lambda step: False,
+            memory_every=None,
             save=save,
             wait=wait,
             latest=lambda: max(disk, default=None),

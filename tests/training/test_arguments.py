@@ -51,7 +51,7 @@ ITERABLE = "Fix: pass a grain dataset, an iterator or a list; for one batch over
         (
             {"checkpoints": "runs/a"},
             TypeError,
-            "fit: checkpoints must be a so.Checkpoints, got str without directory, every, resume, due, save, wait, latest, restore.\n"
+            "fit: checkpoints must be a so.Checkpoints, got str without directory, every, resume, due, due_in_memory, memory_every, save, wait, latest, restore.\n"
             "Fix: pass so.Checkpoints('runs/a', every=100, keep=3).",
         ),
         (
