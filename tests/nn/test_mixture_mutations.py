@@ -1,0 +1,81 @@
+"""Comparing with one device notices a mixture of experts that is broken on purpose."""
+
+import importlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.experts import difference, drawn, mesh_of, on_one_device, program
+
+from shardopt.nn import dispatch, grouped_product, router
+
+pytestmark = pytest.mark.slow
+
+mixture = importlib.import_module("shardopt.nn.mixture_of_experts")
+
+
+def weights_of_experts_dropped(patch):
+    right = mixture._experts
+    patch.setattr(
+        mixture, "_experts", lambda act, weights, rows, scales, sizes: right(act, weights, rows, 0 * scales + 1, sizes)
+    )
+
+
+def counts_of_this_device_alone(patch):
+    alone = vars(jax.lax) | {"all_gather": lambda x, axes: jnp.stack([x] * jax.lax.axis_size(axes))}
+    patch.setattr(dispatch, "lax", SimpleNamespace(**alone))
+
+
+def gradients_of_the_first_choice_alone(patch):
+    right = dispatch._summed
+    patch.setattr(
+        dispatch, "_summed", lambda n, rows, inverse: right(n, rows, inverse.reshape(n, -1)[:, :1].reshape(-1))
+    )
+
+
+def experts_of_the_neighbour(patch):
+    patch.setattr(jax.lax, "axis_index", lambda axes, right=jax.lax.axis_index: (right(axes) + 1) % 4)
+
+
+def router_without_gradient(patch):
+    right = mixture.route
+    stop = jax.lax.stop_gradient
+    patch.setattr(mixture, "route", lambda *a, **how: right(*a, **how)._replace(weights=stop(right(*a, **how).weights)))
+
+
+def weights_not_normalised(patch):
+    right = router.route
+    patch.setattr(mixture, "route", lambda *a, normalize, **how: right(*a, normalize=False, **how))
+
+
+def tiles_that_reach_into_the_next_group(patch):
+    right = grouped_product._visits
+
+    def visits(rows, sizes):
+        tile, count, group, first, end = right(rows, sizes)
+        return tile, count, group, first, end + 1
+
+    patch.setattr(grouped_product, "_visits", visits)
+
+
+BROKEN = [
+    None,
+    weights_of_experts_dropped,
+    counts_of_this_device_alone,
+    gradients_of_the_first_choice_alone,
+    experts_of_the_neighbour,
+    router_without_gradient,
+    weights_not_normalised,
+    tiles_that_reach_into_the_next_group,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_it_is_noticed(broken, x64, monkeypatch):
+    args = drawn()
+    wanted = on_one_device(args, top_k=2)
+    if broken is not None:
+        broken(monkeypatch)
+    found = program(mesh_of(expert=4), args, top_k=2)(args)
+    assert (difference(found, wanted) > 1e-3) == (broken is not None)
