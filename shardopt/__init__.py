@@ -4,7 +4,7 @@ Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`
 Over slow links `local_sgd` and `diloco` combine replicas of any of these; `async_sgd` and `async_local_sgd` do without barriers.
 """
 
-from shardopt import checkpoint, interop, nn, parameter_server, planning, reducers, training, transforms
+from shardopt import checkpoint, interop, nn, optimizers, parameter_server, planning, reducers, training, transforms
 from shardopt.audit import audit
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
 from shardopt.core import (
@@ -82,6 +82,7 @@ __all__ = [
     "local_sgd",
     "make_mesh",
     "nn",
+    "optimizers",
     "parameter_server",
     "plan",
     "planning",

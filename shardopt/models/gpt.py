@@ -18,6 +18,7 @@ from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
 from shardopt.nn.low_precision import Precision, check_precision
+from shardopt.optimizers import Matrix
 
 Params = dict[str, PyTree]
 Batch = PyTree  # a dict of arrays; `read_inputs` refuses others
@@ -35,6 +36,17 @@ rules = (
 The first product of attention and mlp is sharded by column, the second by row (Shoeybi, Patwary, Puri, LeGresley,
 Casper and Catanzaro, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
 2019, section 3). Specs speak of one block, without the stacked dim.
+"""
+
+matrices = (
+    ("^blocks/attention/qkv$", Matrix(rows=1, columns=(3, 4))),
+    ("^blocks/attention/out$", Matrix(rows=(1, 2), columns=3)),
+    ("^blocks/mlp/up$", Matrix(rows=1, columns=3)),
+    ("^blocks/mlp/down$", Matrix(rows=1, columns=2)),
+)
+"""What is a matrix to `so.optimizers`: the products of the blocks; queries, keys and values apart, and gate and up.
+
+Embedding, head and norms are left to AdamW, as in Jordan et al., "Muon", 2024.
 """
 
 

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 import shardopt
-from shardopt import checkpoint, data, interop, models, nn, parameter_server, planning, reducers, training, transforms
+from shardopt import (
+    checkpoint,
+    data,
+    interop,
+    models,
+    nn,
+    optimizers,
+    parameter_server,
+    planning,
+    reducers,
+    training,
+    transforms,
+)
 from shardopt.models import gpt, moe
 
 audit = importlib.import_module("shardopt.audit")  # `shardopt.audit` as an attribute is the function
@@ -24,12 +36,13 @@ ROOMS = {
     "data.": (data, data.__all__),
     "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
-    "models.gpt.": (gpt, ["GPTConfig", "init", "model", "num_parameters", "rules"]),
+    "models.gpt.": (gpt, ["GPTConfig", "init", "matrices", "model", "num_parameters", "rules"]),
     "models.moe.": (
         moe,
         ["MoEConfig", "expert_leaves", "frozen", "init", "logits_of", "model", "num_parameters", "rules", "sample"],
     ),
     "nn.": (nn, nn.__all__),
+    "optimizers.": (optimizers, optimizers.__all__),
     "parameter_server.": (parameter_server, parameter_server.__all__),
     "parameter_server.durations.": (parameter_server.durations, ["exponential", "lognormal", "with_stalls"]),
     "parameter_server.rules.": (parameter_server.rules, parameter_server.rules.__all__),

@@ -1,0 +1,137 @@
+"""Shampoo and SOAP equal their papers' algorithms, written plainly in numpy; and have the properties that follow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import plain_optimizers as plain
+
+import shardopt as so
+
+Matrix = so.optimizers.Matrix
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def run(tx, grads, params=None):
+    """Return the updates of all gradients, by one jitted scan, and the last state."""
+    params = jax.tree.map(lambda g: jnp.zeros_like(g[0]), grads) if params is None else params
+
+    def step(state, g):
+        update, state = tx.update(g, state, params)
+        return state, update
+
+    state, updates = jax.jit(lambda grads: jax.lax.scan(step, tx.init(params), grads))(grads)
+    return updates, state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"b1": 0.0, "b2": 0.9, "eps": 1e-8, "ridge": 1e-4, "interval": 1, "graft": None},
+        {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "ridge": 1e-3, "interval": 3, "graft": "adam"},
+        {"b1": 0.8, "b2": 0.99, "eps": 1e-8, "ridge": 1e-4, "interval": 2, "graft": "sgd"},
+    ],
+    ids=lambda row: str(row["graft"]),
+)
+def test_shampoo_is_the_papers(options, x64):
+    grads = draw(7, 5, 3)
+    updates, _ = run(so.optimizers.shampoo(1.0, **options), jnp.asarray(grads))
+    expected = np.stack(list(plain.shampoo(grads, **options)))
+    np.testing.assert_allclose(-updates, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_soap_is_adam_in_the_eigenbasis_of_shampoo(interval, x64):
+    options = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "ridge": 1e-4, "interval": interval}
+    grads = draw(12, 5, 3) * np.linspace(0.2, 3, 5)[:, None]
+    updates, _ = run(so.optimizers.soap(1.0, **options), jnp.asarray(grads))
+    np.testing.assert_allclose(-updates, np.stack(list(plain.soap(list(grads), **options))), rtol=1e-9, atol=1e-9)
+
+
+def test_bases_of_soap_become_eigenvectors(x64):
+    mixing = draw(6, 6, seed=1)
+    grads = jnp.asarray(np.einsum("ij,tjk->tik", mixing, draw(400, 6, 4)))
+    _, state = run(so.optimizers.soap(1.0, b2=0.99, interval=5), grads)
+    found = state.inner_states["matrices"].inner_state[0]
+    inside = found.left_basis.T @ found.left @ found.left_basis
+    scale = jnp.sqrt(jnp.outer(jnp.diag(inside), jnp.diag(inside)))
+    assert jnp.abs(inside / scale - jnp.eye(6)).max() < 0.2
+    outside = found.left / jnp.sqrt(jnp.outer(jnp.diag(found.left), jnp.diag(found.left)))
+    assert jnp.abs(outside - jnp.eye(6)).max() > 0.5  # the matrix itself is far from diagonal
+
+
+def test_shampoo_turns_with_its_gradients_and_forgets_their_scale(x64):
+    grads, (u, v) = draw(4, 5, 3), (np.linalg.qr(draw(n, n, seed=n))[0] for n in (5, 3))
+    tx = so.optimizers.shampoo(1.0, graft=None, interval=2)
+    updates, _ = run(tx, {"as is": jnp.asarray(grads), "turned": jnp.asarray(7.0 * u @ grads @ v)})
+    np.testing.assert_allclose(updates["turned"], u @ np.asarray(updates["as is"]) @ v, atol=1e-9)
+
+
+LEAVES = {
+    "plain": ((4, 6), Matrix(), lambda x: [x]),
+    "stacked": ((2, 4, 6), Matrix(), list),
+    "fused": (
+        (2, 4, 3, 2, 3),
+        Matrix(rows=1, columns=(3, 4)),
+        lambda x: [x[i, :, j].reshape(4, 6) for i in range(2) for j in range(3)],
+    ),
+    "out": ((2, 2, 3, 4), Matrix(rows=(1, 2), columns=3), lambda x: list(x.reshape(2, 6, 4))),
+    "convolution": ((3, 2, 4, 5), Matrix(rows=(0, 1, 2), columns=-1), lambda x: [x.reshape(24, 5)]),
+    "long": ((12, 4), Matrix(), lambda x: [x]),
+}
+RULES = [(f"^{name}$", matrix) for name, (_, matrix, _) in LEAVES.items()]
+OPTIMIZERS = {
+    "shampoo": lambda **kw: so.optimizers.shampoo(0.1, interval=2, max_dim=10, **kw),
+    "soap": lambda **kw: so.optimizers.soap(0.1, eps=1e-6, interval=2, max_dim=10, **kw),
+    "muon": lambda matrices=None: optax.contrib.muon(
+        0.1, muon_weight_dimension_numbers=so.optimizers.muon_dimension_numbers(matrices)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_matrix_of_a_leaf_is_on_its_own_and_what_is_none_goes_to_adamw(name, x64):
+    grads = {leaf: jnp.asarray(draw(5, *shape)) for leaf, (shape, *_) in LEAVES.items()}
+    others = {"norm": jnp.asarray(draw(5, 2, 4)), "scale": jnp.asarray(draw(5))}
+    rules = [*RULES, ("^norm$", None)]
+    updates, state = run(OPTIMIZERS[name](matrices=rules), grads | others)
+    apart = {leaf: [jnp.stack(g) for g in zip(*map(LEAVES[leaf][2], x), strict=True)] for leaf, x in grads.items()}
+    expected, _ = run(OPTIMIZERS[name](), apart)
+    for leaf, matrices in expected.items():
+        found = [jnp.stack(g) for g in zip(*map(LEAVES[leaf][2], updates[leaf]), strict=True)]
+        for a, b in zip(found, matrices, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-9, err_msg=leaf)
+    adam = {"soap": (0.95, 0.95, 1e-6), "shampoo": (0.9, 0.999, 1e-8), "muon": (0.9, 0.999, 1e-8)}[name]
+    plain_adam, _ = run(optax.adamw(0.1, *adam, weight_decay=0.0, nesterov=name == "muon"), others)
+    for leaf in others:
+        np.testing.assert_allclose(updates[leaf], plain_adam[leaf], atol=1e-12)
+    if name != "muon":
+        kept = state.inner_states["matrices"].inner_state[0]
+        assert kept.nu["fused"].shape == (2, 4, 3, 2, 3)
+        assert (kept.left["fused"].shape, kept.right["fused"].shape) == ((2, 3, 4, 4), (2, 3, 6, 6))
+        assert kept.left["long"] is None
+        assert kept.right["long"].shape == (4, 4)
+        assert kept.left["convolution"] is None
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_hyperparameters_can_be_injected_and_halves_are_kept_in_floats(name):
+    grads = {"w": jnp.asarray(draw(4, 6, 4), jnp.bfloat16), "dead": jnp.zeros((4, 3, 3), jnp.bfloat16)}
+    make = getattr(so.optimizers, name)
+    injected = optax.inject_hyperparams(make, static_args=("max_dim",))(learning_rate=0.1, interval=2, b2=0.9)
+    updates, state = run(injected, grads)
+    expected, _ = run(make(0.1, interval=2, b2=0.9), grads)
+    for leaf in grads:
+        np.testing.assert_allclose(
+            np.asarray(updates[leaf], np.float32), np.asarray(expected[leaf], np.float32), rtol=0.02, atol=1e-4
+        )
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+    kept = state.inner_state.inner_states["matrices"].inner_state[0]
+    assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+    assert not np.asarray(updates["dead"], np.float32).any()
+    assert np.isfinite(np.asarray(updates["w"], np.float32)).all()
+    assert np.asarray(updates["w"][1:], np.float32).any()

@@ -1,0 +1,44 @@
+"""Shampoo and SOAP of one matrix, written plainly in numpy float64 after their papers."""
+
+import numpy as np
+
+
+def inverse_root(a, root, ridge):
+    values, vectors = np.linalg.eigh(a + ridge * np.linalg.norm(a) * np.eye(len(a)))
+    return (vectors * values ** (-1 / root)) @ vectors.T
+
+
+def adam_step(m, v, t, b1, b2, eps):
+    return m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+
+
+def shampoo(grads, *, b1, b2, eps, ridge, interval, graft):
+    """Yield what is to be subtracted, for a learning rate of 1."""
+    m = v = left = right = 0
+    for t, g in enumerate(grads, 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+        if (t - 1) % interval == 0:
+            roots = [inverse_root(x / (1 - b2**t), 4, ridge) for x in (left, right)]
+        mean = m / (1 - b1**t)
+        direction = roots[0] @ mean @ roots[1]
+        if graft is not None:
+            size = mean if graft == "sgd" else adam_step(m, v, t, b1, b2, eps)
+            direction *= np.linalg.norm(size) / np.linalg.norm(direction)
+        yield direction
+
+
+def soap(grads, *, b1, b2, eps, ridge, interval, first=10):
+    """Yield what is to be subtracted, for a learning rate of 1."""
+    m = v = left = right = 0
+    p, q = (np.eye(n) for n in grads[0].shape)
+    for t, g in enumerate(grads):
+        if t:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (p.T @ g @ q) ** 2
+            turned = p.T @ m @ q
+            yield p @ adam_step(turned, v, t, b1, b2, eps) @ q.T
+        else:
+            yield np.zeros_like(g)
+        left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+        for _ in range(first if t == 0 else t % interval == 0):
+            p, q = (np.linalg.qr(x @ y + ridge * np.trace(x) / len(x) * y)[0] for x, y in ((left, p), (right, q)))
