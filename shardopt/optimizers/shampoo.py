@@ -159,12 +159,10 @@ def _scale_by_shampoo(
                 jax.tree.leaves(wide), found, sides.as_pairs(treedef, state.left, state.right), strict=True
             )
         ]
-        roots = sides.every(
-            interval,
-            state.step,
-            lambda: [_roots(pair, b2, count, ridge) for pair in moments],
-            sides.as_pairs(treedef, state.left_root, state.right_root),
-        )
+        roots = [
+            sides.every(interval, state.step, lambda pair=pair: _roots(pair, b2, count, ridge), old)
+            for pair, old in zip(moments, sides.as_pairs(treedef, state.left_root, state.right_root), strict=True)
+        ]
         new = []
         of_leaves = zip(leaves, found, jax.tree.leaves(mean), jax.tree.leaves(step), roots, strict=True)
         for leaf, matrix, m, size, pair in of_leaves:

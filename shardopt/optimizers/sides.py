@@ -72,11 +72,14 @@ def as_pairs(treedef: TreeDef, left: PyTree, right: PyTree) -> list[Pair]:
     return list(zip(treedef.flatten_up_to(left), treedef.flatten_up_to(right), strict=True))
 
 
-def every(interval: int, count: jax.Array, refresh: Callable[[], list[Pair]], kept: list[Pair]) -> list[Pair]:
-    """Return what `refresh` makes in steps 0, interval, 2 interval, ..., in others what was kept."""
+def every(interval: int, step: jax.Array, refresh: Callable[[], Pair], kept: Pair) -> Pair:
+    """Return what `refresh` makes in steps 0, interval, 2 interval, ..., in others what was kept.
+
+    Of one leaf: a branch for all would tie their matrices together, and `opt_state_layout="matrices"` could not part them.
+    """
     if isinstance(interval, int) and interval == 1:
         return refresh()
-    return jax.lax.cond(count % interval == 0, refresh, lambda: kept)
+    return jax.lax.cond(step % interval == 0, refresh, lambda: kept)
 
 
 def second_moments(g: jax.Array, pair: Pair, decay: Number) -> Pair:

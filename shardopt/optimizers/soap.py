@@ -154,27 +154,25 @@ def _scale_by_soap(
 
         pairs = zip(wide, found, sides.as_pairs(treedef, state.left, state.right), strict=True)
         seconds = [sides.second_moments(matrix.of(g), pair, b2) for g, matrix, pair in pairs]
-        bases = _follow(seconds, bases, state.step, interval, ridge)
+        both = zip(seconds, bases, strict=True)
+        bases = [_follow(second, basis, state.step, interval, ridge) for second, basis in both]
         kept = (*sides.as_trees(treedef, seconds), *sides.as_trees(treedef, bases))
         return treedef.unflatten(new), SoapState(state.step + 1, treedef.unflatten(mu), treedef.unflatten(nu), *kept)
 
     return optax.GradientTransformation(init, update)
 
 
-def _follow(seconds: list[Pair], bases: list[Pair], count: jax.Array, interval: int, ridge: Number) -> list[Pair]:
-    """Return the bases after the orthogonal iterations of this step."""
+def _follow(second: Pair, basis: Pair, step: jax.Array, interval: int, ridge: Number) -> Pair:
+    """Return the bases of a leaf after the orthogonal iterations of this step."""
 
-    def iterate(bases: list[Pair]) -> list[Pair]:
-        return [
-            (_iterated(left, p, ridge), _iterated(right, q, ridge))
-            for (left, right), (p, q) in zip(seconds, bases, strict=True)
-        ]
+    def iterate(basis: Pair) -> Pair:
+        return _iterated(second[0], basis[0], ridge), _iterated(second[1], basis[1], ridge)
 
-    def first(bases: list[Pair]) -> list[Pair]:
-        return jax.lax.fori_loop(0, _FIRST, lambda _, found: iterate(found), bases)
+    def first(basis: Pair) -> Pair:
+        return jax.lax.fori_loop(0, _FIRST, lambda _, found: iterate(found), basis)
 
-    which = jnp.where(count == 0, 0, jnp.where(count % interval == 0, 1, 2))
-    return jax.lax.switch(which, (first, iterate, lambda bases: bases), bases)
+    which = jnp.where(step == 0, 0, jnp.where(step % interval == 0, 1, 2))
+    return jax.lax.switch(which, (first, iterate, lambda basis: basis), basis)
 
 
 def _iterated(second: Side, basis: Side, ridge: Number) -> Side:

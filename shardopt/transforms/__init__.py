@@ -4,8 +4,10 @@ from shardopt.transforms.accumulate import accumulate
 from shardopt.transforms.average_gradients import average_gradients
 from shardopt.transforms.clip_by_global_norm import clip_by_global_norm
 from shardopt.transforms.delay_gradients import DelayRule, delay_compensation, delay_gradients, staleness_learning_rate
+from shardopt.transforms.eight_bit import eight_bit
 from shardopt.transforms.local_updates import local_updates
 from shardopt.transforms.shard_updates import shard_updates
+from shardopt.transforms.stochastic_round import stochastic_round
 
 __all__ = [
     "DelayRule",
@@ -14,7 +16,9 @@ __all__ = [
     "clip_by_global_norm",
     "delay_compensation",
     "delay_gradients",
+    "eight_bit",
     "local_updates",
     "shard_updates",
     "staleness_learning_rate",
+    "stochastic_round",
 ]
