@@ -250,3 +250,23 @@ def test_refusals(make, error, message):
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message
+
+
+def test_islands_that_come_and_go():
+    """Rounds of R s in sessions of mean mu: 1 / (exp(R / mu) - 1) each; a push is as late as there are rounds on the way."""
+    draw, count, there, away, horizon, skipped = np.random.default_rng(0), 300, 60.0, 20.0, 1500.0, 100.0
+    rounds, workers = draw.uniform(5.0, 25.0, count), []
+    for seconds in rounds:
+        now, periods = draw.exponential(away) * (draw.random() < away / (there + away)), []
+        while now < horizon:
+            periods.append((now, now + draw.exponential(there)))
+            now = periods[-1][1] + draw.exponential(away)
+        latency = 0.5 - 5e3 / 1e4 / 2  # half of the second that both messages take
+        workers.append(SimulatedWorker(seconds - 1.0, latency, 2e4, periods))
+    log = simulate(workers, max_staleness=None, until=horizon, message_bytes=5e3).log
+    pushes = [one for one in log if one.kind == "push" and one.time > skipped]
+    rates = 1 / ((there + away) * np.expm1(rounds / there))
+    assert len(pushes) / (horizon - skipped) == pytest.approx(rates.sum(), rel=0.03)
+    assert np.mean([one.delay for one in pushes]) == pytest.approx((rates * rounds).sum(), rel=0.03)
+    lost = sum(one.kind == "pull" for one in log) / sum(one.kind == "push" for one in log)
+    assert lost > 1.05  # the deaths cost something
