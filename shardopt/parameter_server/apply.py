@@ -33,6 +33,22 @@ class Applied(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
+class PartPrograms(NamedTuple):
+    """What one of several servers does with its part, wherever it is.
+
+    Attributes:
+      begin: `begin(part) -> (opt_state, rule_state)`.
+      has_sums: `has_sums(part)`: does the optimizer ask for sums over servers, in a first phase?
+      sums: `sums(part, opt_state, rule_state, updates, pulled, delay)`: what this part adds to these.
+      apply: `apply(sums_of, part, opt_state, rule_state, updates, pulled, delay) -> Applied`, given those of all servers.
+    """
+
+    begin: Callable[[PyTree], tuple[PyTree, PyTree]]
+    has_sums: Callable[[PyTree], bool]
+    sums: Callable[..., list[jax.Array]]
+    apply: Callable[..., Applied]
+
+
 class Mathematics(NamedTuple):
     """Where parameters and optimizer state are, and how an update changes them: on one server, or on several.
 
@@ -43,6 +59,8 @@ class Mathematics(NamedTuple):
       whole: `whole(params)`: the parameters as users know them.
       check: `check(update, params, worker) -> update`; refuses one that does not fit.
       apply: `apply(params, opt_state, rule_state, updates, pulled, delay) -> Applied`.
+      copy: `copy(params, opt_state, rule_state)`: copies that the next update leaves alone, for a checkpoint.
+      programs: what one of several servers does.
     """
 
     begin: Callable[[PyTree], tuple[PyTree, PyTree, PyTree]]
@@ -51,6 +69,8 @@ class Mathematics(NamedTuple):
     whole: Callable[[PyTree], PyTree]
     check: Callable[[Update | None, PyTree, int], Update]
     apply: Callable[[PyTree, PyTree, PyTree, Sequence[Any], PyTree, int], Applied]
+    copy: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+    programs: PartPrograms | None = None
 
 
 def on_one_server(
@@ -79,7 +99,12 @@ def on_one_server(
         return new._replace(params=merge(params, new.params))
 
     same = lambda params: params  # noqa: E731
-    return Mathematics(begin, lambda *states: states, same, same, check, apply)
+    return Mathematics(begin, lambda *states: states, same, same, check, apply, copied)
+
+
+def copied(params: PyTree, opt_state: PyTree, rule_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Return states copied, because the next update takes over their memory; parameters are not."""
+    return params, *jax.tree.map(jnp.copy, (opt_state, rule_state))
 
 
 def begin_states(tx: optax.GradientTransformation, rule: Rule, part: PyTree) -> tuple[PyTree, PyTree]:
@@ -135,6 +160,17 @@ def make_apply(
         return jitted(params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
 
     return apply
+
+
+def metrics_of(updates: Sequence[Update]) -> dict[str, jax.Array]:
+    """Return the loss and aux metrics of the rows that these updates came from."""
+    rows = np.asarray([one.rows for one in updates], np.float32)
+    return _metrics([({}, one.loss, dict(one.metrics)) for one in updates], rows)
+
+
+@jax.jit
+def _metrics(pushed: Sequence[tuple[PyTree, Weighted, dict[str, Metric]]], rows: jax.Array) -> dict[str, jax.Array]:
+    return _average(pushed, rows)[1]
 
 
 def _average(

@@ -111,7 +111,7 @@ def async_sgd(
     """
     check_max_staleness(WHO, max_staleness)
     check_backend(WHO, backend, address, max_restarts)
-    _check_servers(servers, backend, reducer, sparse)
+    _check_servers(servers, reducer, sparse)
     on_ray = backend == "ray"
     where = process_sizes(WHO, workers) if on_ray else worker_meshes(WHO, workers)
     spec = sgd_spec(
@@ -133,11 +133,8 @@ def async_sgd(
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
 
 
-def _check_servers(servers: int, backend: str, reducer: Reducer | None, sparse: Sequence[str]) -> None:
+def _check_servers(servers: int, reducer: Reducer | None, sparse: Sequence[str]) -> None:
     check_count(WHO, "servers", servers, least=1)
-    if servers > 1 and backend == "ray":
-        what = f"servers={servers} is for backend='threads' so far."
-        raise ValueError(format_error(WHO, what, fix="leave out servers."))
     if servers > 1 and (reducer is not None or sparse):
         other = "reducer" if reducer is not None else "sparse"
         what = f"servers={servers} and {other} cannot be combined: a message is one for all leaves, or rows of one."

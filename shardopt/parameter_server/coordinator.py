@@ -98,6 +98,13 @@ class Coordinator:
             return self.run.positions.of(worker)
 
     def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
+        """Begin a step as `begin_step`, and return the parameters as users know them."""
+        task = self.begin_step(worker, incarnation, ready)
+        if task is None or self.run.server.servers == 1:
+            return task
+        return task._replace(params=self.run.server.whole(task.params))
+
+    def begin_step(self, worker: int, incarnation: int, ready: bool) -> Task | None:
         """Wait until the worker may start its next step; None if it is not to. One not ready, without data, leaves."""
         asked = self.run.now()
         with self.changed:
@@ -110,8 +117,7 @@ class Coordinator:
                 self._leave(worker, asked)
                 return None
             event = self.run.pull(worker, asked)
-            state = self.run.state
-        return Task(event.version, event.clock, self.run.server.params(state))
+            return Task(event.version, event.clock, self.run.state.params)
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
         """Take the result of a step; False if the worker is to stop."""

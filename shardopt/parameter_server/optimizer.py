@@ -31,7 +31,8 @@ class RunFn(NamedTuple):
 
     On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
     `metrics["killed"]` names who was. A killed server is started again from the newest of `checkpoints`, the
-    workers go on there, and `metrics["lost_updates"]` says how many updates were lost. Loss, data and optimizer
+    workers go on there, and `metrics["lost_updates"]` says how many updates were lost. One of several servers that is
+    killed comes back by itself with its part, and no update is lost; `metrics["killed_servers"]` names it. Loss, data and optimizer
     cross by pickling: what is defined in a module must be importable on the workers.
 
     Args:

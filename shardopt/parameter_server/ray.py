@@ -6,22 +6,38 @@ the two kinds of processes, each with a JAX runtime of its own.
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree
+from shardopt.parameter_server.apply import PartPrograms
 from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator, Milestone, Task
 from shardopt.parameter_server.log import Log
-from shardopt.parameter_server.run import AsyncResult, Compute, Job, Run, RunSpec, Snapshot, restore_run, snapshot
+from shardopt.parameter_server.ray_servers import TRIES, RayServers, RemoteParams, check_token
+from shardopt.parameter_server.run import (
+    AsyncResult,
+    Compute,
+    Job,
+    MakeServer,
+    Run,
+    RunSpec,
+    Snapshot,
+    restore_run,
+    snapshot,
+)
+from shardopt.parameter_server.sharded import merged, shard, unshard
 from shardopt.parameter_server.threads import settings_values, use_settings
 from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status, show_workers
@@ -43,7 +59,7 @@ class WorkersLostError(RuntimeError):
 def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     """Do a run, and leave nothing running."""
     Streams(spec.who, job.batches_of)  # checks it
-    with cluster(spec.who, spec.address, spec.num_workers) as ray:
+    with cluster(spec.who, spec.address, spec.num_workers + _more_processes(spec)) as ray:
         job = job._replace(params=jax.device_put(job.params))
         found = callbacks.latest(spec.make_server(donate=False), job.params)
         callbacks.resumed_from = callbacks.saved = None if found is None else int(found.state.step)
@@ -59,6 +75,11 @@ def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
             driver.close()
             if job.log_path is not None and log is not None:
                 log.save(job.log_path)
+
+
+def _more_processes(spec: RunSpec) -> int:
+    """Return how many processes there are besides workers and coordinator."""
+    return spec.servers if spec.servers > 1 else 0
 
 
 _CONNECT_SECONDS = 5.0
@@ -107,11 +128,13 @@ def _connect(who: str, ray: ModuleType, address: str) -> None:
         raise ConnectionError(format_error(who, what, fix=fix)) from error
 
 
-def check_capacity(who: str, ray: ModuleType, num_workers: int) -> None:
+def check_capacity(who: str, ray: ModuleType, num_workers: int, servers: int = 1) -> None:
     """Refuse a cluster on which the processes would wait for ever to be started."""
     there = ray.cluster_resources().get("CPU", 0)
-    if there < num_workers + 1:
-        what = f"{num_workers} workers and a server need {num_workers + 1} CPUs, and the Ray cluster has {there:g}."
+    needed = num_workers + 1 + (servers if servers > 1 else 0)
+    if there < needed:
+        others = "a server" if servers == 1 else f"{servers} servers and their coordinator"
+        what = f"{num_workers} workers and {others} need {needed} CPUs, and the Ray cluster has {there:g}."
         fix = "start it with more (ray.init(num_cpus=...)), or use fewer workers."
         raise ValueError(format_error(who, what, fix=fix))
 
@@ -124,7 +147,8 @@ class RayDriver:
     """The processes of a run, as the caller sees them."""
 
     def __init__(self, ray: ModuleType, spec: RunSpec, job: Job, callbacks: Callbacks):
-        check_capacity(spec.who, ray, spec.num_workers)
+        check_capacity(spec.who, ray, spec.num_workers, spec.servers)
+        self.token = secrets.token_hex()
         self.ray, self.spec, self.job, self.callbacks = ray, spec, job, callbacks
         self.settings = settings_values()
         self.work = ray.cloudpickle.dumps((spec.make_compute, job.batches_of, job.key))
@@ -177,17 +201,18 @@ class RayDriver:
         if self.server is not None:  # whoever is dead for good is not waited for
             job = job._replace(availability={worker: job.availability[worker] for worker in self.alive})
         # Loss and data stay out of the server.
-        start = self.spec._replace(make_compute=no_compute), job, self.callbacks.policy, found
+        programs = self.ray.cloudpickle.dumps(partial(programs_of, self.spec.make_server))
+        start = self.spec._replace(make_compute=no_compute), job, self.callbacks.policy, found, programs
         # Every worker may wait in a call of its own, and calls of killed ones end only when they are noticed.
         process = self.ray.remote(ServerProcess).options(num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8)
-        self.server = process.remote(self.settings, self.ray.cloudpickle.dumps(start))
+        self.server = process.remote(self.settings, self.token, self.ray.cloudpickle.dumps(start))
         self.incarnations = dict.fromkeys(self.job.availability, 0)
 
     def start_worker(self, worker: int) -> None:
         """Start a worker's process."""
         devices = self.spec.devices[worker]
         process = self.ray.remote(WorkerProcess).options(num_cpus=1, num_gpus=devices if self.gpus else 0)
-        self.alive[worker] = process.remote(self.settings, devices)
+        self.alive[worker] = process.remote(self.settings, self.token, devices, self.spec.servers)
 
     def send_to_work(self) -> None:
         """Let every worker that is idle and alive work."""
@@ -302,6 +327,11 @@ class Failed(NamedTuple):
     trace: str
 
 
+def programs_of(make_server: MakeServer) -> PartPrograms | None:
+    """Return what one of several servers does."""
+    return make_server(donate=True).programs
+
+
 class ServerLost(NamedTuple):
     """What a worker says when the server is gone: the newest version that it knew of."""
 
@@ -311,32 +341,54 @@ class ServerLost(NamedTuple):
 class ServerProcess:
     """A `Coordinator` in a process of its own; parameters go to workers through the object store."""
 
-    def __init__(self, settings: dict[str, object], start: bytes):
+    def __init__(self, settings: dict[str, object], token: str, start: bytes):
         from ray import cloudpickle
 
         begin_process(settings, devices=1, platform="cpu")
-        spec, job, policy, found = cloudpickle.loads(start)
+        spec, job, policy, found, programs = cloudpickle.loads(start)
         began = time.perf_counter()
         header = spec.settings(job.key)
-        run = Run(spec.make_server(donate=True), job.params, header, lambda: time.perf_counter() - began)
+        server, self.servers = spec.make_server(donate=True), None
+        if server.programs is not None:
+            self.servers = RayServers(begin_process, settings, token, programs, spec.servers, server.programs.has_sums)
+            server = spec.make_server(donate=True, mathematics=self.servers.mathematics())
+        self.token, self.given = token, {}
+        run = Run(server, job.params, header, lambda: time.perf_counter() - began)
         if found is not None:
             restore_run(spec.who, run, found)
         self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
         self.shared: tuple[int, ObjectRef | None] = (-1, None)
         self.sharing = threading.Lock()
 
-    def enter(self, worker: int, incarnation: int) -> int | None:
+    def enter(self, token: str, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
+        check_token(self.token, token)
         return self.coordinator.enter(worker, incarnation)
 
-    def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
-        """See `Coordinator.pull`; the parameters are a reference into the object store, one a version."""
-        task = self.coordinator.pull(worker, incarnation, ready)
-        return None if task is None else task._replace(params=self._share(task))
+    def pull(self, token: str, worker: int, incarnation: int, ready: bool) -> Task | None:
+        """See `Coordinator.pull`; the parameters are references into the object store, one a version and server."""
+        check_token(self.token, token)
+        task = self.coordinator.begin_step(worker, incarnation, ready)
+        if task is None or self.servers is None:
+            return None if task is None else task._replace(params=self._share(task))
+        self.given[worker] = task.params
+        return task
 
-    def push(self, worker: int, incarnation: int, update: Update, version: int) -> tuple[bool, int] | Failed:
+    def pull_again(self, token: str, worker: int) -> "list[ObjectRef]":
+        """Return references to what the worker has pulled, once the servers that are gone are there again."""
+        check_token(self.token, token)
+        assert self.servers is not None
+        self.servers.revive()
+        return self.given[worker].version.refs
+
+    def push(
+        self, token: str, worker: int, incarnation: int, update: Update, version: int
+    ) -> tuple[bool, int] | Failed:
         """See `Coordinator.push`; says the version as well."""
+        check_token(self.token, token)
         try:
+            if self.servers is not None:
+                update = update._replace(grads=self.servers.hold(update.grads))
             goes_on = self.coordinator.push(worker, incarnation, update, version)
             return goes_on, self.coordinator.run.state.version
         except Exception as error:
@@ -362,6 +414,8 @@ class ServerProcess:
     def finish(self, metrics: dict[str, object], keep: bool) -> tuple[AsyncResult, Snapshot | None]:
         """Return the result, and a snapshot if it is to be kept, as numpy arrays."""
         run = self.coordinator.run
+        if self.servers is not None:
+            metrics = {**metrics, "killed_servers": self.servers.killed}
         result = run.finish(self.coordinator.why(), **metrics)
         kept = jax.device_get(snapshot(run)) if keep else None
         return result._replace(params=jax.device_get(result.params)), kept
@@ -378,15 +432,16 @@ class ServerProcess:
 class WorkerProcess:
     """A worker; its programs stay compiled when the server comes back."""
 
-    def __init__(self, settings: dict[str, object], devices: int):
+    def __init__(self, settings: dict[str, object], token: str, devices: int, servers: int):
         begin_process(settings, devices=devices)
+        self.token, self.servers = token, servers
         self.compute: Compute | None = None
 
     def work(self, server: "ActorHandle", worker: int, incarnation: int, work: bytes) -> ServerLost | Failed | None:
         """Work through a run; say what ended it, None for its end."""
         from ray import cloudpickle
 
-        coordinator = RemoteCoordinator(server)
+        coordinator = RemoteCoordinator(server, self.token, self.servers)
         try:
             compute = self.compute
             if compute is None:
@@ -405,30 +460,53 @@ class WorkerProcess:
 class RemoteCoordinator:
     """The coordinator as a worker in another process sees it."""
 
-    def __init__(self, server: "ActorHandle"):
-        self.server, self.version = server, 0
+    def __init__(self, server: "ActorHandle", token: str, servers: int):
+        self.server, self.token, self.servers, self.version = server, token, servers, 0
 
     def enter(self, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
-        return self._get(self.server.enter.remote(worker, incarnation))
+        return self._get(self.server.enter.remote(self.token, worker, incarnation))
 
     def pull(self, worker: int, incarnation: int, ready: bool) -> Task | None:
         """See `Coordinator.pull`."""
-        task: Task | None = self._get(self.server.pull.remote(worker, incarnation, ready))
+        task: Task | None = self._get(self.server.pull.remote(self.token, worker, incarnation, ready))
         if task is None:
             return None
         self.version = max(self.version, task.version)
+        if isinstance(task.params, RemoteParams):
+            return task._replace(params=self._from_servers(worker, task.params))
         return task._replace(params=self._get(task.params[0]))
+
+    def _from_servers(self, worker: int, params: RemoteParams) -> PyTree:
+        import ray
+        from ray.exceptions import RayError
+
+        refs, tries = params.version.refs, 0
+        while True:
+            try:
+                return merged(unshard(ray.get(refs), params.shapes), params.rest)
+            except RayError:
+                tries += 1
+                if tries > TRIES:
+                    raise
+                refs = self._get(self.server.pull_again.remote(self.token, worker))
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
         """See `Coordinator.push`; one message, which arrives whole or not at all."""
         assert update is not None
         arrays = jax.device_get(update._replace(rows=None))._replace(rows=update.rows)
-        found = self._get(self.server.push.remote(worker, incarnation, arrays, version))
+        if self.servers > 1:
+            arrays = arrays._replace(grads=[self._put(part) for part in shard(arrays.grads, self.servers)])
+        found = self._get(self.server.push.remote(self.token, worker, incarnation, arrays, version))
         if isinstance(found, Failed):
             raise _AtServer(found)
         self.version = max(self.version, found[1])
         return found[0]
+
+    def _put(self, part: PyTree) -> "ObjectRef":
+        import ray
+
+        return ray.put(part)
 
     def _get(self, reference: "ObjectRef") -> Any:
         import ray

@@ -103,7 +103,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     """Return the parameters that a log's events lead to, on one thread; `replay` says what is checked."""
     header = log.header
     state = server.init(compute.on_server(params))
-    if digest(server.params(state)) != header["initial"]:
+    if digest(server.whole(state.params)) != header["initial"]:
         fix = "pass the same values in the same dtypes, or make them the same way."
         raise ValueError(format_error(WHO, "the parameters are not those that the run began with.", fix=fix))
 
@@ -117,7 +117,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
             steps.pop(worker, None)
             state, event = (server.join if recorded.kind == "join" else server.resume)(state, worker)
         elif recorded.kind == "pull":
-            steps[worker] = (server.params(state), _next(compute, worker, recorded.clock))
+            steps[worker] = (server.whole(state.params), _next(compute, worker, recorded.clock))
             state, event = server.pull(state, worker)
         elif recorded.kind == "leave":
             state, event = server.leave(state, worker)
@@ -128,11 +128,11 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
             what = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
             fix = "the log is damaged, or its data or loss is not that of the run."
             raise ValueError(format_error(WHO, what, fix=fix))
-    if header["final"] is not None and digest(server.params(state)) != header["final"]:
+    if header["final"] is not None and digest(server.whole(state.params)) != header["final"]:
         what = "the parameters at the end are not those of the run, although they were the same at the start."
         fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
         raise ValueError(format_error(WHO, what, fix=fix))
-    return server.params(state)
+    return server.whole(state.params)
 
 
 def _next(compute: Compute, worker: int, clock: int) -> PyTree:

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardopt.core.errors import CheckpointError, format_error
 from shardopt.core.types import PyTree, TrainState
+from shardopt.parameter_server.apply import Mathematics
 from shardopt.parameter_server.clock import PersistentMap, make_clock
 from shardopt.parameter_server.log import Event, Header, Log, Positions
 from shardopt.parameter_server.server import Server, ServerState
@@ -50,8 +51,8 @@ class Compute(NamedTuple):
 class MakeServer(Protocol):
     """Makes the server of a run."""
 
-    def __call__(self, *, donate: bool) -> Server:
-        """Return a new server; see `make_server` for `donate`."""
+    def __call__(self, *, donate: bool, mathematics: Mathematics | None = None) -> Server:
+        """Return a new server; see `make_server`."""
         ...
 
 
@@ -77,6 +78,7 @@ class RunSpec(NamedTuple):
       address: of the Ray cluster; None for a local one.
       max_restarts: on Ray, how often each worker that was killed is started again.
       check_params: `check_params(who, params)` refuses parameters that cannot be trained so.
+      servers: over how many servers the parameters are sharded.
     """
 
     who: str
@@ -89,6 +91,7 @@ class RunSpec(NamedTuple):
     address: str | None = None
     max_restarts: int = 0
     check_params: Callable[[str, PyTree], None] = check_params
+    servers: int = 1
 
     def settings(self, key: np.ndarray) -> Header:
         """Return what the log of a run with this random key data keeps of its workers."""
@@ -170,7 +173,7 @@ class Run:
     @property
     def params(self) -> PyTree:
         """The parameters as users know them, also where several servers share them."""
-        return self.server.params(self.state)
+        return self.server.whole(self.state.params)
 
     def join(self, worker: int) -> Event:
         """Let a worker in."""
@@ -306,8 +309,9 @@ def snapshot(run: Run) -> Snapshot:
     state, clock = run.state, run.state.clock
     if state.waiting:
         raise AssertionError("a snapshot is taken right after an update, when no push waits")
-    copied = jax.tree.map(jnp.copy, {"optimizer": state.opt_state, "rule": state.rule_state})
-    train_state = TrainState(np.int32(state.version), state.params, copied, np.zeros(2, np.uint32))
+    params, optimizer, rule = run.server.copy(state)
+    copied = {"optimizer": optimizer, "rule": rule}
+    train_state = TrainState(np.int32(state.version), params, copied, np.zeros(2, np.uint32))
     about = {
         "header": run.log.header,
         "steps": sorted(clock.steps.items()),

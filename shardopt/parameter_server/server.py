@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.config import check_optimizer
 from shardopt.parameter_server import clock as clocks
-from shardopt.parameter_server.apply import Mathematics, on_one_server
+from shardopt.parameter_server.apply import Mathematics, PartPrograms, copied, on_one_server
 from shardopt.parameter_server.clock import Clock, PersistentMap
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.rules import Rule, plain
@@ -86,8 +86,10 @@ class Server(NamedTuple):
       nonfinite: "raise" or "skip".
       reducer: the name of the reducer that pushes are encoded by, None for none.
       servers: how many servers the parameters are sharded over.
-      params: `params(state)`: the parameters as users know them, also where `state.params` are sharded.
+      whole: `whole(state.params)`: the parameters as users know them, also where several servers have them.
       adopt: `adopt(state) -> state`, from a checkpoint: every part where it belongs.
+      copy: `copy(state) -> (params, opt_state, rule_state)` for a checkpoint, which the next update leaves alone.
+      programs: what one of several servers does.
     """
 
     init: Callable[[PyTree], ServerState]
@@ -102,8 +104,10 @@ class Server(NamedTuple):
     nonfinite: str
     reducer: str | None = None
     servers: int = 1
-    params: Callable[[ServerState], PyTree] = lambda state: state.params
+    whole: Callable[[PyTree], PyTree] = lambda params: params
     adopt: Callable[[ServerState], ServerState] = lambda state: state
+    copy: Callable[[ServerState], tuple[PyTree, PyTree, PyTree]] = lambda state: copied(*state[:3])
+    programs: PartPrograms | None = None
 
 
 def make_server(
@@ -293,8 +297,8 @@ def make_server(
             metrics=new.metrics,
         )
 
-    def params_of(state: ServerState) -> PyTree:
-        return state.params if mathematics is None else mathematics.whole(state.params)
+    def whole(params: PyTree) -> PyTree:
+        return params if mathematics is None else mathematics.whole(params)
 
     def adopt(state: ServerState) -> ServerState:
         if mathematics is None:
@@ -302,8 +306,25 @@ def make_server(
         params, opt_state, rule_state = mathematics.adopt(state.params, state.opt_state, state.rule_state)
         return state._replace(params=params, opt_state=opt_state, rule_state=rule_state)
 
-    name = codec and codec.name
-    bound = empty.max_staleness
+    def copy(state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
+        copy_of = copied if mathematics is None else mathematics.copy
+        return copy_of(state.params, state.opt_state, state.rule_state)
+
     return Server(
-        init, join, may_pull, pull, push, leave, resume, bound, rule, nonfinite, name, int(servers), params_of, adopt
+        init,
+        join,
+        may_pull,
+        pull,
+        push,
+        leave,
+        resume,
+        empty.max_staleness,
+        rule,
+        nonfinite,
+        codec and codec.name,
+        int(servers),
+        whole,
+        adopt,
+        copy,
+        mathematics and mathematics.programs,
     )

@@ -1,9 +1,9 @@
 """Parameters and optimizer state over several servers, each with an equal range of every leaf."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,15 @@ import optax
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted, abstract, wide_dtype
-from shardopt.parameter_server.apply import Applied, Mathematics, begin_states, own, update_program
+from shardopt.parameter_server.apply import (
+    Applied,
+    Mathematics,
+    PartPrograms,
+    begin_states,
+    copied,
+    own,
+    update_program,
+)
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.sparse import is_rows
 from shardopt.parameter_server.sums import AXIS, two_phases
@@ -85,33 +93,18 @@ def like(params: Parts) -> PyTree:
     leaves, treedef = jax.tree.flatten(params.trees[0])
     pairs = zip(params.shapes, leaves, strict=True)
     part = treedef.unflatten([jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in pairs])
-    return _merged(part, params.rest)
+    return merged(part, params.rest)
 
 
 def whole(params: Parts) -> PyTree:
     """Return the parameters, on the device of the first server."""
     device = _device_of(params.trees[0])
-    return _merged(_unshard([_put(tree, device) for tree in params.trees], params.shapes), params.rest)
+    return merged(_unshard([_put(tree, device) for tree in params.trees], params.shapes), params.rest)
 
 
-def _merged(part: PyTree, rest: PyTree) -> PyTree:
+def merged(part: PyTree, rest: PyTree) -> PyTree:
+    """Return the parameters from those that are trained and the others."""
     return jax.tree.map(lambda a, b: b if a is None else a, part, rest, is_leaf=lambda leaf: leaf is None)
-
-
-class PartPrograms(NamedTuple):
-    """What one of several servers does with its part, wherever it is.
-
-    Attributes:
-      begin: `begin(part) -> (opt_state, rule_state)`.
-      has_sums: `has_sums(part)`: does the optimizer ask for sums over servers, in a first phase?
-      sums: `sums(part, opt_state, rule_state, updates, pulled, delay)`: what this part adds to these.
-      apply: `apply(sums_of, part, opt_state, rule_state, updates, pulled, delay) -> Applied`, given those of all servers.
-    """
-
-    begin: Callable[[PyTree], tuple[PyTree, PyTree]]
-    has_sums: Callable[[PyTree], bool]
-    sums: Callable[..., list[jax.Array]]
-    apply: Callable[..., Applied]
 
 
 def part_programs(tx: optax.GradientTransformation, rule: Rule, servers: int, *, donate: bool) -> PartPrograms:
@@ -205,7 +198,7 @@ def on_servers(
             raise ValueError(format_error(WHO, what, fix="push dense gradients, or use one server."))
         return check_update(update, like(params), worker)
 
-    return Mathematics(begin, adopt, like, whole, check, apply)
+    return Mathematics(begin, adopt, like, whole, check, apply, copied, programs)
 
 
 def check_shardable(who: str, tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:

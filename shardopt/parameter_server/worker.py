@@ -88,6 +88,7 @@ def sgd_spec(
         partial(make_compute, who, tx, loss_fn, workers, sparse, codec),
         header | codec_header(codec),
         check_params=partial(check_sgd_params, tx, rule, servers),
+        servers=int(servers),
     )
 
 

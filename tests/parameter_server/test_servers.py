@@ -69,7 +69,7 @@ def test_the_bytes_of_a_server_halve(servers):
     for i, part in enumerate(zip(trees, states, strict=True)):
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(part)) == 3 * 64 * 4 // servers + 4
         assert servers == 1 or {d for leaf in jax.tree.leaves(part) for d in leaf.devices()} == {devices[i]}
-    same_bits(server.params(state), params)
+    same_bits(server.whole(state.params), params)
 
 
 @pytest.mark.fast
