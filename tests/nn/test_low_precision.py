@@ -118,3 +118,23 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
     found = trained(precision, lambda model: make(tx, mesh_of(**sizes), model, **options))
     assert relative_difference(found, trained(precision)) < 1e-10
     assert relative_difference(found, trained(None)) > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "topology"), [("int8", "v5e:2x4"), ("fp8", "tpu7x:2x2x1")])
+def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
+    """Of five products of a block those forwards and to activations; fails where libtpu is not installed."""
+    shape = Transformer("t", 256, 2, 4, 512, 1024, 128, num_kv_heads=2)
+    report = so.aot(
+        lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, precision=precision)),
+        shape.abstract_params(),
+        transformer.abstract_batch(shape, 16),
+        topology=topology,
+    )
+    found = []
+    for computation in report.text.split("\n}\n"):
+        dtypes = dict(re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\w+)\[", computation, re.MULTILINE))
+        for operands in re.findall(r" (?:dot|convolution)\(([^)]*)\)", computation):
+            found.append(tuple(dtypes.get(one.split("%")[-1].strip(), "?") for one in operands.split(",")[:2]))
+    eight = {"int8": {("s8", "s8"): 10}, "fp8": {("f8e4m3fn", "f8e4m3fn"): 5, ("f8e5m2", "f8e4m3fn"): 5}}[precision]
+    assert {pair: found.count(pair) for pair in eight} == eight, found
