@@ -23,7 +23,7 @@ from common import median_ratio, write_json
 
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "runtime" / "worker_with_snapshots.py"
-STEPS, EVERY, MEMORY_EVERY, PAUSE = 140, 50, 5, 0.05
+STEPS, EVERY, MEMORY_EVERY, PAUSE = 180, 50, 5, 0.12
 WAYS = {
     "disk": ([], 0, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
     "memory": (["--spares", "4"], MEMORY_EVERY, {}),
@@ -86,7 +86,7 @@ def main(rounds):
     rng = random.Random(0)
     found = {way: [] for way in WAYS}
     for turn in range(rounds):
-        victim, at = rng.randrange(4), rng.randrange(60, 95)
+        victim, at = rng.randrange(4), rng.randrange(105, 145)
         for way in list(WAYS)[:: 1 if turn % 2 else -1]:
             found[way].append(restart(way, victim, at))
             print(turn, way, found[way][-1], flush=True)

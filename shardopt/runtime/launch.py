@@ -37,6 +37,8 @@ _LULL = 0.5
 """Seconds in which a failure is looked for that was the cause of the first one seen."""
 _DRAIN = 5.0
 """Seconds that are waited, once a process has ended, until what it wrote is copied."""
+_SPARES_AFTER, _SPARES_APART = 5.0, 0.5
+"""Seconds from the start of an attempt to that of the first process that stands by, and between two: the job goes first."""
 _DUMP = 1.0
 """Seconds that processes get to write their stacks. They do in a signal handler: those that can need milliseconds."""
 
@@ -63,7 +65,6 @@ class _Attempt(NamedTuple):
     watch: Watch | None
     heard: Failures
     spares: "_Spares"
-    refill: Callable[[], None]  # once all have started
     keep: Sequence[int]  # descriptors that they inherit
 
 
@@ -148,9 +149,8 @@ def launch(
             with contextlib.closing(watch) if watch else contextlib.nullcontext():
                 command = command_of(attempt)
                 waiting.check(command)
-                again = attempt < max_restarts
-                refill = functools.partial(waiting.refill, environment) if again else waiting.close
-                how = _Attempt(environment, watch, heard, waiting, refill, (held, heard.descriptor))
+                waiting.begin(environment if attempt < max_restarts else None)
+                how = _Attempt(environment, watch, heard, waiting, (held, heard.descriptor))
                 ended = _run_attempt(command, processes, log_of, stop.take, how)
             if stop.twice:
                 return 130
@@ -279,8 +279,7 @@ def _run_attempt(
             spare = how.spares.take()
             members.append(_start(command, rank, log_of(rank), own, shown=rank == 0, keep=how.keep, spare=spare))
             threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
-        how.refill()
-        seen, hang = _wait(members, finished, stop, watch)
+        seen, hang = _wait(members, finished, stop, watch, how.spares)
         if hang is not None and watch is not None:
             text = _describe(hang, members, watch)
         said = how.heard.ranks()
@@ -335,6 +334,7 @@ def _wait(
     finished: "queue.SimpleQueue[tuple[int, int]]",
     stop: Callable[[], signal.Signals | None],
     watch: Watch | None,
+    spares: "_Spares",
 ) -> tuple[list[tuple[int, int]], Hang | None]:
     """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure; or a hang."""
     seen: list[tuple[int, int]] = []
@@ -348,6 +348,7 @@ def _wait(
         except queue.Empty:
             if failed:
                 break
+            spares.refill()
             if watch is not None and (hang := watch.check()) is not None:
                 return seen, hang
             continue
@@ -412,6 +413,8 @@ class _Spares:
 
     def __init__(self, count: int, keep: Sequence[int]):
         self._count, self._keep, self._waiting = count, keep, []
+        self._environment: Mapping[str, str] | None = None
+        self._due = 0.0
 
     def check(self, command: Sequence[str]) -> None:
         """Refuse a command that a process that stands by cannot become."""
@@ -419,13 +422,17 @@ class _Spares:
             what = f"--spares {self._count} needs a python script or train, got {command[0]!r}."
             raise ValueError(format_error("launch", what, fix="leave --spares out, or launch the script itself."))
 
-    def refill(self, environment: Mapping[str, str]) -> None:
-        """Start as many as are missing."""
-        command = [sys.executable, str(_STANDBY)]
-        how = _constant() | dict(environment)
-        while len(self._waiting) < self._count:
-            one = _spawn(command, how, self._keep, stdin=subprocess.PIPE, out=subprocess.PIPE)
-            self._waiting.append(one)
+    def begin(self, environment: Mapping[str, str] | None) -> None:
+        """Begin an attempt; None where no other follows, so that nobody needs to stand by after it."""
+        self._environment, self._due = environment, time.monotonic() + _SPARES_AFTER
+
+    def refill(self) -> None:
+        """Start one, if one is missing and due: one after another, so that they take little from those that work."""
+        if self._environment is None or len(self._waiting) == self._count or time.monotonic() < self._due:
+            return
+        command, how = [sys.executable, str(_STANDBY)], _constant() | dict(self._environment)
+        self._waiting.append(_spawn(command, how, self._keep, stdin=subprocess.PIPE, out=subprocess.PIPE))
+        self._due = time.monotonic() + _SPARES_APART
 
     def take(self) -> subprocess.Popen[bytes] | None:
         """Return one that waits, or None."""

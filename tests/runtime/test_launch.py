@@ -361,6 +361,7 @@ def test_a_file_that_is_no_program(tmp_path):
             ["--max-restarts must be at least 0, got -1", "--min-processes must be at least 1, got 0"],
         ),
         ({"processes": 2, "min_processes": 3}, ["--min-processes 3 is more than --processes 2"]),
+        ({"processes": 2, "spares": -1}, ["--spares must be at least 0, got -1"]),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(tmp_path, options, problems):
@@ -368,6 +369,32 @@ def test_numbers_that_cannot_be_are_refused(tmp_path, options, problems):
         launch(lambda attempt: [sys.executable], log_dir=tmp_path / "logs", **options)
     assert str(caught.value) == "\n  ".join(["launch: the numbers of processes cannot be used.", *problems])
     assert not (tmp_path / "logs").exists()
+
+
+def test_spares_are_for_what_they_can_become(tmp_path):
+    with pytest.raises(ValueError, match=r"launch: --spares 1 needs a python script or train, got 'cat'\.") as caught:
+        launch(lambda attempt: ["cat", "file"], processes=1, log_dir=tmp_path, max_restarts=1, spares=1)
+    assert str(caught.value).endswith("\nFix: leave --spares out, or launch the script itself.")
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_by_takes_the_place_of_one_that_died(job, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules["shardopt.runtime.launch"], "_SPARES_AFTER", 0.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "mine.py").write_text(
+        HEAD
+        + "if 'SHARDOPT_RESTART' not in os.environ:\n"
+        + "    time.sleep(12)\n"
+        + "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        + "print(rank, 'jax' in sys.modules, sys.argv, __name__, sys.stdin.read() == '', sys.path[0])\n"
+        + "sys.exit(3 if rank == 1 else 0)\n"
+    )
+    command = [sys.executable, str(tmp_path / "mine.py"), "word"]
+    options = {"processes": 2, "log_dir": tmp_path / "logs", "say": lambda line: None}
+    assert launch(lambda attempt: command, max_restarts=1, spares=1, **options) == 3
+    place = f"{command[1:]} __main__ True {tmp_path}\n"
+    found = [(tmp_path / "logs" / f"process-{rank}.restart-1.log").read_text() for rank in (0, 1)]
+    assert found == [f"0 True {place}", f"1 False {place}"]
 
 
 def test_what_cannot_be_started_is_an_error_and_leaves_nothing_running(tmp_path):
