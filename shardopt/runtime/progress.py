@@ -47,7 +47,8 @@ class Mark(NamedTuple):
       nth: marks made in this step; with `step` it says who is behind, as all processes make the same marks.
       phase: what began, "data", "step", "wait", "checkpoint", "evaluate", ...; "" while the lane has nothing to do.
       at: when, in seconds; of `time.monotonic` here, seconds ago in a report.
-      new: whether this phase was never seen before in this process: it may compile.
+      usual: seconds that this phase may well take, by what it took before in this process; negative if it never ended
+        here: then it may compile.
       thread: the number of the thread.
     """
 
@@ -55,12 +56,13 @@ class Mark(NamedTuple):
     nth: int
     phase: str
     at: float
-    new: bool
+    usual: float
     thread: int
 
 
 _lanes: dict[str, Mark] = {}
-_known: set[tuple[str, str]] = set()
+_usual: dict[tuple[str, str], tuple[int, float]] = {}
+"""How often a phase of a lane ended, and what it may well take."""
 _own: float = 0.0
 _steps: int = 0
 _sending = threading.Lock()
@@ -102,10 +104,18 @@ def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
     if lane == MAIN and last is not None:
         _own += now - last.at if last.phase in OWN else 0.0
         _steps += ahead
-    new = phase == START or (lane, phase) not in _known
-    _known.add((lane, phase))
+    if last is not None:
+        _note_duration(lane, last.phase, now - last.at)
+    usual = -1.0 if phase == START else _usual.get((lane, phase), (0, -1.0))[1]
     nth = 0 if ahead or last is None else last.nth + 1
-    _lanes[lane] = Mark(step, nth, phase, now, new, threading.get_ident())
+    _lanes[lane] = Mark(step, nth, phase, now, usual, threading.get_ident())
+
+
+def _note_duration(lane: str, phase: str, seconds: float) -> None:
+    """Let a phase take three times the longest so far; after the first time, which may have compiled, twice that once."""
+    times, usual = _usual.get((lane, phase), (0, -1.0))
+    usual = (2 * seconds, 3 * seconds, max(usual, 3 * seconds))[min(times, 2)]
+    _usual[lane, phase] = (times + 1, usual)
 
 
 @contextlib.contextmanager

@@ -82,7 +82,8 @@ def find_hang(heard: Mapping[int, Heard | None], timeout: float, since_start: fl
 
     Args:
       heard: by rank; None for one that never reported. Those that have ended are left out.
-      timeout: seconds without progress that are too long, `NEW` times as long for what may compile.
+      timeout: seconds without progress that are too long; `NEW` times as long for what may compile, and what the mark says
+        where the phase has taken longer before, as writing a large checkpoint does.
       since_start: seconds since the job was started.
     """
     known = {rank: one for rank, one in heard.items() if one is not None}
@@ -95,7 +96,7 @@ def find_hang(heard: Mapping[int, Heard | None], timeout: float, since_start: fl
         least = min((mark.step, mark.nth) for mark in marks.values())
         behind = {rank: mark for rank, mark in marks.items() if (mark.step, mark.nth) == least}
         late = max(mark.at + known[rank].ago for rank, mark in behind.items())
-        patience = max(timeout * (NEW if mark.new else 1) for mark in behind.values())
+        patience = max(timeout * NEW if mark.usual < 0 else max(timeout, mark.usual) for mark in behind.values())
         begun = any(mark.phase != START for mark in marks.values())
         if begun and all(mark.phase for mark in behind.values()) and late > patience:
             found.append(Hang(tuple(behind), False, lane, late))
@@ -225,8 +226,8 @@ def _is_starting(heard: Heard | None) -> bool:
 
 def _read(message: Mapping) -> Heard:
     lanes = {}
-    for name, (step, nth, phase, at, new, thread) in message["lanes"].items():
-        lanes[str(name)] = Mark(int(step), int(nth), str(phase), float(at), bool(new), int(thread))
+    for name, (step, nth, phase, at, usual, thread) in message["lanes"].items():
+        lanes[str(name)] = Mark(int(step), int(nth), str(phase), float(at), float(usual), int(thread))
     own, steps = float(message["own"]), int(message["steps"])
     return Heard(0.0, lanes, own, steps, int(message["pid"]), str(message["host"]))
 

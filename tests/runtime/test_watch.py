@@ -21,8 +21,9 @@ from shardopt.runtime.watch import Hang, Heard, Watch, describe, find_hang, find
 ROOT = Path(__file__).parents[2]
 
 
-def heard(step, count, phase, at, *, ago=0.0, new=False, **lanes):
-    marks = {MAIN: Mark(step, count, phase, at, new, 7)} | {name: Mark(*one, False, 8) for name, one in lanes.items()}
+def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
+    marks = {MAIN: Mark(step, nth, phase, at, -1.0 if new else usual, 7)}
+    marks |= {name: Mark(*one, 0.0, 8) for name, one in lanes.items()}
     return Heard(ago, marks, 0.0, step, 100, "here")
 
 
@@ -35,6 +36,8 @@ def heard(step, count, phase, at, *, ago=0.0, new=False, **lanes):
         ([heard(6, 1, "wait", 99), heard(5, 0, "data", 2)], None),  # it waits for one that has only begun
         ([heard(5, 1, "evaluate", 50, new=True), heard(5, 2, "wait", 50)], None),  # it may compile
         ([heard(5, 1, "evaluate", 101, new=True), heard(5, 2, "wait", 90)], Hang((0,), False, MAIN, 101)),
+        ([heard(5, 1, "evaluate", 29, usual=30), heard(5, 2, "wait", 29)], None),  # it took ten seconds before
+        ([heard(5, 1, "evaluate", 31, usual=30), heard(5, 2, "wait", 29)], Hang((0,), False, MAIN, 31)),
         ([heard(5, 2, "wait", 12), heard(5, 2, "wait", 11)], Hang((0, 1), False, MAIN, 12)),  # none lags
         ([heard(5, 2, "wait", 0), heard(4, 2, "wait", 0, ago=11)], Hang((1,), True, MAIN, 11)),
         ([heard(5, 2, "wait", 11), heard(5, 2, "wait", 5, ago=6)], Hang((1,), True, MAIN, 6)),  # it was stopped there
@@ -132,6 +135,16 @@ def test_marks_of_waiting_end_where_they_began(monkeypatch):
     with progress.waiting("agree"):
         assert progress._lanes[MAIN][:3] == (3, 1, "agree")
     assert progress._lanes[MAIN][:3] == (3, 2, "data")
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "_usual", {})
+    usual = []
+    for step, seconds in enumerate((300.0, 5.0, 7.0, 2.0)):
+        progress.mark("evaluate", step)
+        usual.append(progress._lanes[MAIN].usual)
+        now[0] += seconds
+        progress.mark("log")
+    assert usual == [-1.0, 600.0, 15.0, 21.0]
     with pytest.raises(TypeError, match="step must be an integer"):
         progress.report_progress(1.5)  # pyright: ignore[reportArgumentType]
 
