@@ -27,8 +27,10 @@ from shardopt.engine.inputs import (
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.metrics import values
 from shardopt.engine.optimizer import InitFn, Metrics, ShardedOptimizer, not_a_transformation
+from shardopt.engine.owned_update import owners_of
 from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
+from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
 
 
@@ -140,8 +142,10 @@ def build(
             min_shard_elements=config.min_shard_elements,
         )
         spec = config.home.spec
+        owners = on_mesh(config.mesh, owners_of)(config, layout)
         return found._replace(
-            rows=tuple(row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in found.rows)
+            owners=owners,
+            rows=tuple(row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in found.rows),
         )
 
     return ShardedOptimizer(

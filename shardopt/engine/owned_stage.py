@@ -63,6 +63,18 @@ def run_stage(
     return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
 
 
+def stage_bytes(config: StrategyConfig, stage: OwnedStage) -> int:
+    """Return what each device sends to owners and back: all rows are as long as that of the busiest."""
+    sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
+    _, totals = _owned_units(stage, sizes, _programs(stage))
+    row = sum(total * dtype.itemsize for some in totals for dtype, total in some.items())
+    return (math.prod(sizes.values()) - 1) * row
+
+
+def _programs(stage: OwnedStage) -> dict[str, int]:
+    return {key: i for i, key in enumerate(dict.fromkeys(one.key for one in stage.tasks))}
+
+
 def _local(
     stage: OwnedStage, trace: TraceAgain, sizes: Mapping[str, int]
 ) -> Callable[[list[list[jax.Array]]], list[list[jax.Array]]]:
@@ -71,7 +83,7 @@ def _local(
     Devices whose units are of the same programs run the same branch; those of one program differ in their numbers only.
     """
     axes, count, tasks = tuple(sizes), math.prod(sizes.values()), stage.tasks
-    programs = {key: i for i, key in enumerate(dict.fromkeys(one.key for one in tasks))}
+    programs = _programs(stage)
     owned, totals = _owned_units(stage, sizes, programs)
     mixtures = {mixture: i for i, mixture in enumerate(dict.fromkeys(map(_mixture, owned)))}
     examples = [next(units for units in owned if _mixture(units) == mixture) for mixture in mixtures]

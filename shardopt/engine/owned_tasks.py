@@ -17,7 +17,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.matrix_tasks import OPAQUE, Groups, Task, find_tasks
 from shardopt.mesh import spec_axes
-from shardopt.partition import LeafPlan, shard_axes
+from shardopt.partition import LeafPlan, Owned, shard_axes
 from shardopt.partition.balance import share_out
 
 LEAST = 64
@@ -111,8 +111,8 @@ def trace_update(update: Callable[..., PyTree], *args: PyTree) -> tuple[Trace, P
 
 def plan_stages(
     config: StrategyConfig, layout: Layout, whole: Trace, trace_single: Callable[[], Trace]
-) -> list[OwnedStage]:
-    """Return the tasks of an update that are run by owners, stage by stage, each unit with its owner.
+) -> tuple[list[OwnedStage], list[Owned]]:
+    """Return the tasks of an update that are run by owners, stage by stage, each unit with its owner; and what has none.
 
     Args:
       config: of the strategy.
@@ -126,6 +126,7 @@ def plan_stages(
         if groups.large([var]):
             plans.setdefault(groups.number(var), []).append(plan)
     stages: dict[int, list[OwnedTask]] = {}
+    left: list[Owned] = []
     matched: list[tuple[Trace, dict[jex.Var, jex.Var]] | None] = []  # once, if it is needed
     for task in find_tasks(whole, groups):
         of = plans.get(task.group, [])
@@ -137,11 +138,15 @@ def plan_stages(
                 matched.append(_matched(whole, trace_single()))
             cut = _cut_into_blocks(task, whole, matched[0], of[0].shape[0])
         if cut is None and any(plan.pipelined for plan in of):
+            because = (
+                "the optimizer does not treat the blocks of a leaf apart, and stages of the pipeline hold some each"
+            )
+            left.append(Owned(tuple(plan.path for plan in of), (), because))
             continue
         stages.setdefault(task.stage, []).append(_owned(config, task, of, whole, cut))
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     single = matched[0][0] if matched and matched[0] else None
-    return [_stage(tuple(tasks), count, whole, single) for _, tasks in sorted(stages.items())]
+    return [_stage(tuple(tasks), count, whole, single) for _, tasks in sorted(stages.items())], left
 
 
 def _stage(tasks: tuple[OwnedTask, ...], owners: int, whole: Trace, single: Trace | None) -> OwnedStage:

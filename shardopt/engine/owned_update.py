@@ -13,9 +13,12 @@ from shardopt.core.types import PyTree, abstract
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.matrix_tasks import OPAQUE
-from shardopt.engine.owned_stage import run_stage
+from shardopt.engine.owned_stage import run_stage, stage_bytes
 from shardopt.engine.owned_tasks import owner_axes, plan_stages, trace_update
+from shardopt.engine.owners import moved_bytes
 from shardopt.engine.transformation import Asked, update_of
+from shardopt.mesh import spec_axes
+from shardopt.partition import Owned, Owners
 
 
 def owned_update(
@@ -37,7 +40,7 @@ def owned_update(
     args = grads, opt_state, params, asked.value
     trace, shapes = trace_update(update, *args)
     again = functools.partial(trace_again, config, layout, abstract(asked.value))
-    stages = plan_stages(config, layout, trace, functools.partial(again, single=True))
+    stages, _ = plan_stages(config, layout, trace, functools.partial(again, single=True))
     if not stages:
         return update_of(config.tx, grads, opt_state, params, asked)
     leaves = jax.tree.leaves(args)
@@ -52,6 +55,33 @@ def owned_update(
     _evaluate(trace, values, trace.jaxpr.outvars)
     found = [var.val if isinstance(var, jex.Literal) else values[var] for var in trace.jaxpr.outvars]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
+    """Return how the work of an update on matrices is shared out; None where it is not."""
+    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    if config.opt_state_layout != "matrices" or count == 1:
+        return None
+    again = functools.partial(trace_again, config, layout, jax.ShapeDtypeStruct((), jnp.float32))
+    stages, left = plan_stages(config, layout, again(single=False), functools.partial(again, single=True))
+    rows, loads = [], [0.0] * count
+    for plan in layout.trained:
+        if plan.owned is not None:
+            over = math.prod(config.mesh_shape[axis] for axis in spec_axes(plan.owned[:1]) if axis != "pipeline")
+            blocks = plan.shape[0] // (config.mesh_shape["pipeline"] if plan.pipelined else 1)
+            step = count // over  # devices that repeat it: those along tensor, where no rule splits the leaf
+            rows.append(Owned((plan.path,), tuple(i * over // blocks * step for i in range(blocks)), state=True))
+    for stage in stages:
+        for i, one in enumerate(stage.tasks):
+            mine = [owner for (task, _), owner in zip(stage.units, stage.owners, strict=True) if task == i]
+            rows.append(Owned(one.paths, tuple(mine)))
+        for cost, owner in zip(stage.costs, stage.owners, strict=True):
+            loads[owner] += cost
+    imbalance = max(loads) * count / sum(loads) - 1 if sum(loads) else 0.0
+    sent = sum(stage_bytes(config, stage) for stage in stages) + sum(
+        moved_bytes(config, plan) for plan in layout.trained
+    )
+    return Owners((*rows, *left), count, imbalance, sent)
 
 
 def trace_again(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, *, single: bool) -> Trace:

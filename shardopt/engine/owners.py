@@ -1,11 +1,14 @@
 """To the owners of whole matrices and back: from shards of every matrix to whole matrices of some, by all-to-alls."""
 
+import math
+
 import jax
 
 from shardopt.collectives import all_to_all
 from shardopt.core.types import PyTree
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
+from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
 from shardopt.partition.owners import TENSOR
 
@@ -47,3 +50,15 @@ def _exchange(x: jax.Array, plan: LeafPlan, *, there: bool) -> jax.Array:
     for axis, dim in steps if there else reversed(steps):
         x = all_to_all(x, axis, *((0, dim) if there else (dim, 0)))
     return x
+
+
+def moved_bytes(config: StrategyConfig, plan: LeafPlan) -> int:
+    """Return what a device sends of a leaf: its gradient and parameter there, the new parameter back."""
+    home, sizes = plan.spec(sharded=True), config.mesh_shape
+    if plan.owned in (None, home) or plan.dim is None:
+        return 0
+    steps = [] if plan.dim == 0 else [plan.shard_axes]
+    steps += [(TENSOR,)] if TENSOR in tuple(plan.tensor) else []
+    shard = math.prod(plan.shape) * plan.dtype.itemsize // math.prod(sizes[axis] for axis in spec_axes(home))
+    groups = [math.prod(sizes[axis] for axis in axes) for axes in steps]
+    return sum(3 * shard * (n - 1) // n for n in groups)

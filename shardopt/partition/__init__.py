@@ -2,12 +2,14 @@
 
 from shardopt.partition.owners import owned_by_blocks
 from shardopt.partition.plan import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
-from shardopt.partition.report import Report, report
+from shardopt.partition.report import Owned, Owners, Report, report
 from shardopt.partition.rules import match_rules, rules_from_logical_axes
 
 __all__ = [
     "COLUMNS",
     "LeafPlan",
+    "Owned",
+    "Owners",
     "Report",
     "ShardAxes",
     "match_rules",

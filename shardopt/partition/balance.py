@@ -27,11 +27,3 @@ def share_out(costs: Sequence[float], owners: int) -> list[int]:
         found[piece] = owner
         heapq.heappush(loads, (load + costs[piece], owner))
     return found
-
-
-def imbalance(costs: Sequence[float], found: Sequence[int], owners: int) -> float:
-    """Return by which part the busiest owner has more than the mean."""
-    loads = [0.0] * owners
-    for cost, owner in zip(costs, found, strict=True):
-        loads[owner] += cost
-    return max(loads) * owners / sum(loads) - 1 if sum(loads) else 0.0

@@ -37,6 +37,62 @@ class ReplicatedState(NamedTuple):
     because: str
 
 
+class Owned(NamedTuple):
+    """Matrices that are each worked on by one device, its owner.
+
+    Attributes:
+      paths: the parameters.
+      owners: of each matrix or block, the number of its owner along the axes; empty where the partitioner gathers instead.
+      because: why there are no owners.
+      state: whether optimizer state lives there as well.
+    """
+
+    paths: tuple[str, ...]
+    owners: tuple[int, ...]
+    because: str = ""
+    state: bool = False
+
+
+class Owners(NamedTuple):
+    """How an optimizer's work on matrices is shared out.
+
+    Attributes:
+      rows: the matrices.
+      count: how many owners there are.
+      imbalance: by which part the flops of the busiest owner exceed the mean.
+      bytes_sent: what each device sends in a step to bring matrices there and back.
+    """
+
+    rows: tuple[Owned, ...]
+    count: int
+    imbalance: float
+    bytes_sent: int
+
+    def lines(self) -> list[str]:
+        """Return a line for each row, and one for all."""
+        found = []
+        for row in self.rows:
+            names = ", ".join(row.paths)
+            if row.because:
+                found.append(f"matrices of {names} are gathered for their products: {row.because}")
+                continue
+            with_state = ", with their optimizer state" if row.state else ""
+            found.append(f"matrices of {names} are at owners {_ranges(row.owners)}{with_state}")
+        total = f"{self.bytes_sent:,} bytes sent per device and step to {self.count} owners and back"
+        return [*found, f"{total}; the busiest has {self.imbalance:.1%} more flops than the mean"]
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Write (0, 1, 2, 2, 5) as "0-2, 5"."""
+    found: list[list[int]] = []
+    for one in sorted(set(numbers)):
+        if found and found[-1][-1] == one - 1:
+            found[-1].append(one)
+        else:
+            found.append([one])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+
+
 class Report(NamedTuple):
     """The placement of a parameter tree and its optimizer state; `str` gives a table.
 
@@ -45,12 +101,14 @@ class Report(NamedTuple):
       replicated_state: the optimizer state, scalars apart, that stays replicated although the strategy shards it.
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
+      owners: how work on matrices is shared out, with `opt_state_layout="matrices"`.
     """
 
     rows: tuple[ReportRow, ...]
     replicated_state: tuple[ReplicatedState, ...]
     params_bytes: int
     opt_state_bytes: int
+    owners: Owners | None = None
 
     @property
     def replicated(self) -> tuple[ReportRow, ...]:
@@ -76,6 +134,7 @@ class Report(NamedTuple):
             f"optimizer state {one.path} {list(one.shape)}, {one.bytes:,} bytes, stays replicated: {one.because}"
             for one in self.replicated_state
         ]
+        lines += [] if self.owners is None else self.owners.lines()
         total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
         return "\n".join(line.rstrip() for line in [*lines, total])
 
@@ -93,7 +152,7 @@ def report(
     """Build the report of a train state's `specs` (a `TrainState` of `PartitionSpec`)."""
     rows = []
     for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):
-        params, state = plan.spec(sharded=params_split), plan.spec(sharded=state_split)
+        params, state = plan.spec(sharded=params_split), plan.state_spec(sharded=state_split)
         bytes_total = math.prod(plan.shape) * plan.dtype.itemsize
         rows.append(
             ReportRow(

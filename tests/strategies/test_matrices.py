@@ -7,12 +7,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.problems import BATCH
-from support.reference import OPTIMIZERS, relative_difference, train
+from support.reference import OPTIMIZERS, relative_difference, same_bits, train
 from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
 from shardopt.audit import audit
+from shardopt.engine import layout, owned_stage, owners
 
 LAYERS, WIDTH, INPUTS = 8, 16, 8
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
@@ -148,3 +149,130 @@ def test_what_is_not_a_layout_is_refused(mesh_of):
         so.hybrid(
             muon(), mesh_of(data=4, pipeline=2), MODEL, micro_batches=2, placement="ddp", opt_state_layout="matrices"
         )
+
+
+def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
+    found = so.fsdp(muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    report = found.config.report(model_params(dtype=jnp.float32))
+    assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
+        ("blocks/up",): (tuple(range(8)), True),
+        ("blocks/down",): (tuple(range(8)), True),
+    }
+    assert "matrices of blocks/up are at owners 0-7, with their optimizer state\n" in str(report)
+    # gradient and parameter there, parameter back: 7/8 of a shard of an eighth, of both leaves
+    assert report.owners.bytes_sent == 3 * 2 * (8 * 16 * 32 * 4) * 7 // 64
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("fsdp", {"data": 8}), ("zero1", {"data": 4, "tensor": 2})], ids=str)
+def test_the_bytes_reported_are_those_of_the_all_to_alls(name, sizes, mesh_of):
+    opt = strategy(name, muon(), mesh_of(**sizes), opt_state_layout="matrices")
+    for layers in (6, 8):
+        params = model_params(layers, dtype=jnp.float32)
+        found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
+        assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
+    report = opt.config.report(model_params(6, dtype=jnp.float32))
+    # twelve blocks of one size: four devices have two
+    assert sorted(owner for row in report.owners.rows for owner in row.owners)[:4] == [0, 0, 1, 1]
+    assert report.owners.imbalance == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
+    params = model_params()
+    owned = strategy("fsdp", muon(), mesh_of(data=8), opt_state_layout="matrices")
+    within = strategy("zero1", muon(), mesh_of(data=4, tensor=2))
+    state = after(owned, params, 1)
+    so.save(tmp_path / "owned", state)
+    moved = so.restore(tmp_path / "owned", within)
+    same_bits(moved, state)
+    so.save(tmp_path / "within", moved)
+    back = so.restore(tmp_path / "within", owned)
+    same_bits(back, state)
+    (batch,) = batches(1)
+    same_bits(owned.step(back, batch), owned.step(state, batch))
+
+
+# Gradients of few bits, so that sums over any number of devices are exact: what differs is Newton-Schulz alone.
+SLOPES = {
+    name: jnp.asarray(np.random.default_rng(2).normal(size=shape), jnp.bfloat16).astype(jnp.float32)
+    for name, shape in {"up": (8, 32, 64), "down": (8, 64, 32), "flat": (64, 32)}.items()
+}
+LINEAR = so.BlockModel(
+    embed=lambda outer, batch: (batch, jnp.sum(outer["flat"] * SLOPES["flat"])),
+    block=lambda w, x: (x[0], x[1] + sum(jnp.sum(w[name] * SLOPES[name][0]) for name in w)),
+    loss=lambda outer, x, batch: jnp.mean(x[0]) * x[1],
+)
+
+
+def orthogonal():
+    """Newton-Schulz and nothing beside."""
+    coefficients = jnp.array([3.4445, -4.7750, 2.0315])
+
+    def one(x):
+        dims = optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
+        return optax.contrib._muon.orthogonalize_via_newton_schulz(x, coefficients, dimension_numbers=dims)
+
+    return optax.stateless(lambda grads, params: jax.tree.map(one, grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])
+def test_newton_schulz_has_the_same_bits_on_any_number_of_devices(name, mesh_of):
+    params = {"blocks": {"up": SLOPES["up"], "down": SLOPES["down"]}, "flat": SLOPES["flat"]}
+    found = []
+    for count in (1, 2, 4, 8):
+        opt = STRATEGIES[name](orthogonal(), mesh_of(data=count), LINEAR, opt_state_layout="matrices")
+        found.append(jax.device_get(opt.step(opt.init(params), jnp.ones((8, 1)))[0].params))
+    for other in found[1:]:
+        same_bits(other, found[0])
+
+
+def update_the_wrong_block(patch):
+    right = owned_stage._block
+    wrong = lambda x, moved, block: right(x, moved, block if moved.dim is None else (block + 1) % 6)  # noqa: E731
+    patch.setattr(owned_stage, "_block", wrong)
+
+
+def bring_back_the_wrong_pieces(patch):
+    right = owned_stage._taken_apart
+    patch.setattr(owned_stage, "_taken_apart", lambda *args: right(*args)[::-1])
+
+
+def exchange_blocks_out_of_order(patch):
+    right = owners._exchange
+
+    def wrong(x, plan, *, there):
+        return right(x, plan, there=there) if there else jnp.roll(right(x, plan, there=there), 1, 0)
+
+    patch.setattr(owners, "_exchange", wrong)
+
+
+def shard_within(patch):
+    patch.setattr(layout, "owned_by_blocks", lambda plan, *args, **options: plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutate", "layers"),
+    [(update_the_wrong_block, 6), (bring_back_the_wrong_pieces, 6), (exchange_blocks_out_of_order, 8)],
+)
+def test_a_broken_owner_is_noticed(mutate, layers, mesh_of, x64, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_equals_one_device_where_matrices_do_not_divide(layers, "fsdp", "muon", {"data": 8}, mesh_of, None)
+
+
+@pytest.mark.slow
+def test_state_within_matrices_is_noticed(mesh_of, monkeypatch):
+    shard_within(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_muon_sends_little_more_than_adam("fsdp", mesh_of)
+
+
+@pytest.mark.parametrize("layers", [pytest.param(8, marks=pytest.mark.slow), 6])
+def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
+    params, states = model_params(layers), []
+    for one in ("matrices", "within"):
+        inner = strategy("fsdp", muon(), mesh_of(replica=2, data=4), opt_state_layout=one)
+        opt = so.local_sgd(inner, sync_every=2)
+        states.append(jax.device_get(after(opt, params, 3).params))
+    assert relative_difference(*states) < 1e-10
