@@ -58,13 +58,13 @@ class Owners(NamedTuple):
 
     Attributes:
       rows: the matrices.
-      count: how many owners there are.
+      num_owners: how many owners there are.
       imbalance: by which part the flops of the busiest owner exceed the mean.
       bytes_sent: what each device sends in a step to bring matrices there and back.
     """
 
     rows: tuple[Owned, ...]
-    count: int
+    num_owners: int
     imbalance: float
     bytes_sent: int
 
@@ -78,7 +78,7 @@ class Owners(NamedTuple):
                 continue
             with_state = ", with their optimizer state" if row.state else ""
             found.append(f"matrices of {names} are at owners {_ranges(row.owners)}{with_state}")
-        total = f"{self.bytes_sent:,} bytes sent per device and step to {self.count} owners and back"
+        total = f"{self.bytes_sent:,} bytes sent per device and step to {self.num_owners} owners and back"
         return [*found, f"{total}; the busiest has {self.imbalance:.1%} more flops than the mean"]
 
 
