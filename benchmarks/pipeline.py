@@ -42,6 +42,9 @@ SCHEDULES = {
     "one_f_one_b": so.schedules.one_f_one_b,
     "interleaved, 2 chunks": functools.partial(so.schedules.interleaved, num_chunks=2),
     "zero_bubble": so.schedules.zero_bubble,
+    "zero_bubble_2": so.schedules.zero_bubble_2,
+    "zero_bubble_v": so.schedules.zero_bubble_v,
+    "dual_pipe_v": so.schedules.dual_pipe_v,
     "zero_bubble_lockstep": so.schedules.zero_bubble_lockstep,
 }
 SMALL = gpt.GPTConfig(vocab_size=64, dim=64, num_layers=8, num_heads=4, max_length=64)

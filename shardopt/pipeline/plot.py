@@ -86,7 +86,16 @@ def _draw_ground(axes: "Axes", ticks: Ticks, ends: np.ndarray, unit: str) -> Non
         every = max(1, round(ticks.num_ticks / 60))
         middles = (ends[:-1] + ends[1:]) / 2
         axes.set_xticks(middles[::every], map(str, range(0, ticks.num_ticks, every)))
-    axes.annotate(unit, (0, 1), (-3, 4), "axes fraction", "offset points", color=_INK, fontsize=8, ha="right")
+    axes.annotate(
+        unit,
+        (0, 1),
+        (-3 if unit == "tick" else -8, 4),
+        "axes fraction",
+        "offset points",
+        color=_INK,
+        fontsize=8,
+        ha="right",
+    )
 
 
 def _draw_passes(axes: "Axes", ticks: Ticks, times: PassTimes, lefts: dict[str, np.ndarray], inches: float) -> None:

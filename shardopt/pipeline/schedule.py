@@ -247,7 +247,7 @@ class Schedule:
         weight: Times = 1,
         communication: float = 0,
     ) -> "Figure":
-        """Draw who does what when, in the lockstep program or at everyone's own pace.
+        """Draw who does what when, in the lockstep program or with stages at their own pace.
 
         Args:
           path: where to save the picture; the suffix chooses the format, PNG without one.
@@ -265,7 +265,7 @@ class Schedule:
         idle = self.bubble_rate(
             forward=forward, backward=backward, weight=weight, communication=communication, pace=pace
         )
-        how = plural(self.num_ticks, "tick") + " in lockstep" if pace == "lockstep" else "at everyone's own pace"
+        how = plural(self.num_ticks, "tick") + " in lockstep" if pace == "lockstep" else "stages at their own pace"
         most = plural(max(self.peak_activations), "activation")
         heading = self._sizes(), f"{how}, {idle:.1%} idle, at most {most} per stage"
         return plot(self.ticks, self._times(forward, backward, weight, communication), pace, heading, path)

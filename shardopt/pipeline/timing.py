@@ -107,7 +107,7 @@ def stage_times(ticks: Ticks, times: PassTimes) -> tuple[float, ...]:
 
 
 def table_time(ticks: Ticks, times: PassTimes) -> float:
-    """Return the time from the first pass to the last at everyone's own pace."""
+    """Return the time from the first pass to the last, stages at their own pace."""
     begins = own_pace(ticks, times)
     return max(max(row) + times.passes[kind][v] for kind, rows in begins.items() for v, row in enumerate(rows))
 

@@ -28,12 +28,26 @@ def rows(name, heading):
 
 def test_the_table_of_schedules_is_what_they_say():
     found = rows("pipeline.md", "schedule")
-    assert len(found) == 7
+    assert len(found) == 12
     for name, chunks, table, program, kept in found:
-        options = {"num_chunks": int(chunks)} if chunks != "1" else {}
+        options = {"num_chunks": int(chunks)} if chunks != "1" and "_v`" not in name else {}
         schedule = getattr(so.schedules, name.strip("`"))(4, 8, **options)
         assert (table, program) == (f"{schedule.bubble_fraction:.1%}", f"{schedule.program_bubble_fraction:.1%}"), name
         assert int(kept) == max(schedule.peak_activations), name
+
+
+def test_the_times_of_schedules_are_those_of_their_compiled_passes():
+    known = results("schedules")["schedules"]
+    found = rows("schedules.md", "by these passes")
+    assert [name for name, *_ in found] == list(known)
+    for name, *told, kept in found:
+        step = known[name]["step"]
+        assert told == [f"{1e3 * step[m][pace]:.0f}" for m in ("8", "32") for pace in ("lockstep", "own_pace")], name
+        assert float(kept) == step["8"]["activations"]
+    split, whole = (known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b"))
+    told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["seconds"]]
+    assert rows("schedules.md", "a pass")[0][1:] == [f"{1e3 * seconds:.1f}" for seconds in told]
+    assert {split[kind]["flops"] for kind in ("forward", "backward", "weight")} == {whole["backward"]["flops"] / 2}
 
 
 def test_losses_of_compressed_runs():

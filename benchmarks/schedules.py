@@ -1,0 +1,194 @@
+"""Which pipeline schedule pays: the passes of real v5p programs, and how long a step of each schedule is made of them.
+
+Run: python benchmarks/schedules.py [--only NAME] [--pictures DIR]   (needs libtpu; one compile a schedule, about a minute each)
+
+The step of a transformer of Llama 3 8B's width (2 blocks a chunk, 4 stages, 2048 tokens a micro-batch, products in
+bfloat16) is compiled for four chips of v5p with every schedule. Of each program are read the seconds of its passes by XLA's
+own cycle estimates (forward, input gradient, weight gradient, both at once; the loss and the embedding apart), what a
+tick takes beside them, what comes outside of the ticks, the flops of each pass, and the planned memory. Times of a step
+are the schedule's clock with these numbers, for 4 blocks a stage: lockstep, where every tick takes as long as its
+busiest stage, as the program does at worst; and every stage at its own pace, as a program a stage could at best.
+Nothing runs: these are estimates, good for comparing schedules and nothing else.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+from common import write_json
+
+TOPOLOGY, STAGES, MICRO_BATCHES, TOKENS = "v5p:2x2x1", 4, 8, 2048
+COUNTS = (8, 16, 32)
+
+
+def builders():
+    import shardopt as so
+
+    S = so.schedules
+    return {
+        "gpipe": S.gpipe,
+        "one_f_one_b": S.one_f_one_b,
+        "eager_one_f_one_b": S.eager_one_f_one_b,
+        "interleaved, 2 chunks": functools.partial(S.interleaved, num_chunks=2),
+        "looped_breadth_first, 2 chunks": functools.partial(S.looped_breadth_first, num_chunks=2),
+        "zero_bubble": S.zero_bubble,
+        "zero_bubble, 2 chunks": functools.partial(S.zero_bubble, num_chunks=2),
+        "zero_bubble_2": S.zero_bubble_2,
+        "zero_bubble_v": S.zero_bubble_v,
+        "dual_pipe_v": S.dual_pipe_v,
+        "zero_bubble_lockstep": S.zero_bubble_lockstep,
+        "zero_bubble_lockstep, 2 chunks": functools.partial(S.zero_bubble_lockstep, num_chunks=2),
+    }
+
+
+def compiled(make):
+    """Compile the step with a schedule, of 2 blocks a chunk: a loop over one block becomes another program."""
+    import optax
+
+    import shardopt as so
+    from shardopt.models import transformer
+    from shardopt.planning import find_model
+
+    found = find_model("schedules", "llama3-8b")
+    shape = dataclasses.replace(
+        found,
+        num_layers=8 * make(STAGES, MICRO_BATCHES).num_chunks,
+        length=TOKENS,
+        vocab_size=32768,
+        fused_attention=False,
+    )
+
+    def strategy(mesh):
+        how = {"schedule": make, "micro_batches": MICRO_BATCHES, "placement": "ddp"}
+        return so.hybrid(optax.sgd(1e-3), mesh, transformer.model(shape), **how)
+
+    batch = transformer.abstract_batch(shape, MICRO_BATCHES)
+    return so.aot(strategy, shape.abstract_params(), batch, topology=TOPOLOGY, pipeline=STAGES)
+
+
+def passes(text, schedule):
+    """Return seconds and flops of each pass of a compiled step, and what comes beside them."""
+    from shardopt.audit.program import read_program
+    from shardopt.audit.walk import callees
+    from shardopt.planning.hardware import HARDWARE
+    from shardopt.planning.schedule_actions import Loop, Reader
+
+    chip = HARDWARE["v5p"]
+    program = read_program("schedules", text, (), mesh={"pipeline": STAGES})
+    reader = Reader(program, chip, chip.clock)
+    computations = program.module.computations
+
+    def branches(name):
+        """What each branch of each conditional directly in a computation takes, in the program's order."""
+        lines = [line for line in computations[name] if line.opcode == "conditional"]
+        return [(line, {callee: reader.cost(callee) for callee in callees(line)}) for line in lines]
+
+    loops = [one for one in reader.read(program.module.entry) if isinstance(one, Loop)]
+    loop = max((one for one in loops if one.turns == schedule.num_ticks), key=lambda one: reader.cost(one.computation))
+    all_branches = branches(loop.computation)
+    kinds = ["forward", "backward", "weight"][: len(schedule.ticks.passes)]
+    dearest = sorted(all_branches, key=lambda one: -max(one[1].values()))[: len(kinds)]
+    found = {}
+    # a backward reads what the forward of its tick wrote, a weight pass what the backward did: they stand in this order
+    for kind, (_, costs) in zip(kinds, [one for one in all_branches if one in dearest], strict=True):
+        work = max(costs, key=costs.get)
+        nested = [list(each.values()) for _, each in branches(work)]
+        ends = [each for each in nested if min(each) < max(each) / 10]  # loss and embedding, or nothing
+        seconds = costs[work] - sum(map(max, nested))
+        if kind == "backward":
+            found["loss"], found["embedding"] = max(ends[0]), max(ends[-1])
+            for apart, together in (each for each in nested if each not in ends):
+                found["both"] = seconds + together
+                seconds += apart
+        found[kind] = {"seconds": seconds, "flops": flops(text, work)}
+    found["tick"] = reader.cost(loop.computation) - sum(max(costs.values()) for _, costs in all_branches)
+    found["outside"] = reader.cost(program.module.entry) - loop.turns * reader.cost(loop.computation)
+    return found
+
+
+def flops(text, computation):
+    """The flops of inner products of a computation; conditionals in it, which are the ends of the model, left out."""
+    from shardopt.audit import program as audit
+    from shardopt.audit.hlo_text import parse
+
+    module = parse(text)
+    count = functools.cache(lambda name, inside: audit._computation(module, name, count, None))
+    return count(computation, False).always
+
+
+def times(make, found, micro_batches):
+    """Return the seconds of the ticks of a step by the schedule's clock, with 4 blocks a stage, and what a stage keeps."""
+    schedule = make(STAGES, micro_batches)
+    size, scale = schedule.num_stages * schedule.num_chunks, 2 / schedule.num_chunks
+    F, B, W = (scale * found[kind]["seconds"] if kind in found else 0.0 for kind in ("forward", "backward", "weight"))
+    backward = [B + found["embedding"], *[B] * (size - 2), B + found["loss"]]
+    numbers = {"forward": F, "backward": backward, "weight": W}
+    saved = B + W - scale * found.get("both", 0.0)
+    return {
+        "lockstep": lockstep(schedule, numbers, saved) + schedule.num_ticks * found["tick"],
+        "own_pace": schedule.table_time(**numbers),
+        "activations": max(schedule.peak_activations) / schedule.num_chunks,
+    }
+
+
+def lockstep(schedule, numbers, saved):
+    """Return the seconds of all ticks; a backward with its weight pass in one tick runs as one, which saves so many."""
+    import numpy as np
+
+    ticks = schedule.ticks
+    load = np.zeros((ticks.num_ticks, ticks.num_stages))
+    for kind, when in ticks.passes.items():
+        each = (
+            numbers[kind] if ticks.weight is not None or kind == "forward" else np.add(numbers[kind], numbers["weight"])
+        )
+        cost = np.broadcast_to(np.reshape(each, (-1, 1)), when.shape)
+        np.add.at(load, (when, np.asarray(ticks.stage_of)[:, None]), cost)
+    if ticks.weight is not None:
+        together = np.argwhere(ticks.passes["weight"] == ticks.passes["backward"])
+        for v, m in together:
+            load[ticks.backward[v][m], ticks.stage_of[v]] -= saved
+    return float(load.max(axis=1).sum())
+
+
+def pictures(folder):
+    """Draw every schedule as the lockstep program runs it, in few colours, which makes small files."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in builders().items():
+        path = folder / f"{name.replace(', 2 chunks', '_2_chunks')}.png"
+        make(4, 8).plot(path)
+        Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="compile this schedule, and keep what is known of the others")
+    parser.add_argument("--pictures", type=Path, help="draw the schedules into this folder, and compile nothing")
+    options = parser.parse_args()
+    if options.pictures:
+        return pictures(options.pictures)
+    path = Path(__file__).parent / "results" / "schedules.json"
+    rows = json.loads(path.read_text())["results"]["schedules"] if path.exists() else {}
+    for name, make in builders().items():
+        if options.only in (None, name):
+            report = compiled(make)
+            rows[name] = {
+                "passes": passes(report.text, make(STAGES, MICRO_BATCHES)),
+                "temporary_bytes": report.temp_bytes,
+                "wire_bytes": report.audit.by_axis()[("pipeline",)].wire_bytes,
+                "compile_seconds": round(report.compile_seconds, 1),
+            }
+    for name, row in rows.items():
+        row["step"] = {str(count): times(builders()[name], row["passes"], count) for count in COUNTS}
+    results = {"topology": TOPOLOGY, "stages": STAGES, "tokens": TOKENS, "schedules": rows}
+    print("wrote", write_json(__file__, results))
+    for name, row in rows.items():
+        print(name, json.dumps(row))
+    return None
+
+
+if __name__ == "__main__":
+    main()

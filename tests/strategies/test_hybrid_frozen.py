@@ -1,0 +1,36 @@
+"""Frozen blocks cost no weight pass, and with what comes before them frozen too no backward pass."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.audit import inner_product_flops
+
+WIDTH, BLOCKS, ROWS, MICRO_BATCHES, STAGES = 64, 8, 64, 8, 4
+MODEL = so.BlockModel(
+    embed=lambda outer, batch: batch @ outer["in"],
+    block=lambda w, x: x + jnp.tanh(x @ w["kernel"]),
+    loss=lambda outer, x, batch: jnp.mean((x @ outer["out"]) ** 2),
+)
+SHAPES = {"blocks": {"kernel": (BLOCKS, WIDTH, WIDTH)}, "in": (2, WIDTH), "out": (WIDTH, 2)}
+PARAMS = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@pytest.mark.parametrize(("frozen", "passes"), [((), 3), (("^blocks",), 2), (("^blocks", "^in"), 1)], ids=str)
+def test_frozen_blocks_skip_what_nobody_reads(frozen, passes, mesh_of):
+    opt = so.hybrid(
+        optax.sgd(0.1),
+        mesh_of(data=2, pipeline=STAGES),
+        MODEL,
+        schedule=so.schedules.zero_bubble,
+        micro_batches=MICRO_BATCHES,
+        placement="ddp",
+        frozen=frozen,
+    )
+    batch = jax.ShapeDtypeStruct((ROWS, 2), jnp.float32)
+    compiled = opt.step.lower(opt.abstract_state(PARAMS), batch).compile()
+    found = inner_product_flops(compiled, schedule=opt.config.schedule)
+    one_pass = 2 * (ROWS // 2) * (BLOCKS // STAGES) * WIDTH**2
+    assert found == pytest.approx(passes * one_pass, rel=0.1)  # and the ends of the model, which are small
