@@ -1,10 +1,10 @@
 """What experts give at equal flops, and what keeps their loads equal: held-out loss and imbalance over training.
 
-Run: python benchmarks/experts.py [--steps 400] [--seeds 3]
+Run: python benchmarks/experts.py [--steps 1000] [--seeds 3]
 
 Control: a decoder with one mlp of 3 D hidden units in each block. Test: 8 experts of half as many, 2 of which each byte goes
-through, so that active parameters and flops are the same but for the router, balanced by biases (rate BIAS_RATE), by the loss
-over the batch (factor 0.01), or not at all. All have the same attention, batches, optimizer and learning rate: AdamW, warmed up
+through, so that active parameters and flops are the same but for the router, balanced by biases of a sigmoid router (rate
+BIAS_RATE; those of a softmax lag behind its scores), by the loss over the batch (factor LOSS_RATE), or not at all. All have the same attention, batches, optimizer and learning rate: AdamW, warmed up
 over a tenth of the steps, then a cosine; what may differ is nothing else. Text: the bundled corpus, Python's standard
 library. Loss: nats a byte on held-out files, without the term for balance. Imbalance: the load of the busiest expert over the
 mean, averaged over blocks and the last quarter of the steps; 1 is balanced, 4 is all on two of eight.
@@ -27,14 +27,16 @@ import shardopt as so
 from shardopt import data
 from shardopt.models import moe
 
-BATCH, LENGTH, DIM = 16, 64, 64
-RATE, BIAS_RATE = 4e-3, 3e-3
-EVERY, HELD_OUT = 50, 32  # steps between points of a curve; batches of an evaluation
-SHAPE = {"dim": DIM, "num_layers": 2, "num_heads": 4}
+BATCH, LENGTH, DIM = 16, 32, 32
+RATE, BIAS_RATE, LOSS_RATE = 1e-2, 0.02, 0.1
+EVERY, HELD_OUT = 125, 32  # steps between points of a curve; batches of an evaluation
+SHAPE = {"dim": DIM, "num_layers": 1, "num_heads": 2}
 CONTENDERS = {
     "dense": moe.MoEConfig(**SHAPE, num_experts=1, top_k=1, hidden=3 * DIM, balance=None),
-    "experts, biases": moe.MoEConfig(**SHAPE, hidden=3 * DIM // 2, balance="bias", balance_rate=BIAS_RATE),
-    "experts, loss": moe.MoEConfig(**SHAPE, hidden=3 * DIM // 2, balance="loss"),
+    "experts, biases": moe.MoEConfig(
+        **SHAPE, hidden=3 * DIM // 2, score="sigmoid", balance="bias", balance_rate=BIAS_RATE
+    ),
+    "experts, loss": moe.MoEConfig(**SHAPE, hidden=3 * DIM // 2, balance="loss", balance_rate=LOSS_RATE),
     "experts, nothing": moe.MoEConfig(**SHAPE, hidden=3 * DIM // 2, balance=None),
 }
 
@@ -60,7 +62,7 @@ def train(opt: so.ShardedOptimizer, config: moe.MoEConfig, batches: list, held_o
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()

@@ -250,7 +250,9 @@ def _shown(
     def run(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
         routes = routing(x, router, bias)
         dense = dense_weights(routes.experts, routes.weights, router.shape[1])
-        hidden = _gated(weights, lambda name: jnp.einsum("btd,edf->btef", x, weights[name]), activation)
+        rows = checkpoint_name(x, ARRIVED)  # names that `BlockModel.remat` may use are looked up here
+        first = lambda name: checkpoint_name(jnp.einsum("btd,edf->btef", rows, weights[name]), NAME)  # noqa: E731
+        hidden = _gated(weights, first, activation)
         hidden = (hidden * dense[..., None]).astype(x.dtype)
         return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
 

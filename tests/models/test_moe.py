@@ -153,6 +153,22 @@ def test_loads_are_balanced_by_biases_and_by_the_loss():
     assert max(imbalance["bias"], imbalance["loss"]) < 2 < 2.4 < imbalance[None]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "save:router,dispatched,experts", "save:attention"])
+def test_remat_changes_nothing(remat, mesh_of, x64):
+    opt = so.fsdp(TX, mesh_of(expert=2, data=2), moe.model(SMALL, remat=remat), min_shard_elements=8, **LEAVES)
+    _, params = trained(opt, SMALL, batches())
+    assert relative_difference(params, on_one_device(SMALL, batches())[1]) <= 1e-10
+
+
+@pytest.mark.slow
+def test_replicas_that_train_apart_have_experts_of_their_own(mesh_of, x64):
+    opt = so.local_sgd(strategy("fsdp", mesh_of(replica=2, expert=2), SMALL), sync_every=1)
+    _, params = trained(opt, SMALL, batches(1))
+    alone = so.local_sgd(strategy("fsdp", mesh_of(replica=2), SMALL), sync_every=1)
+    assert relative_difference(params, trained(alone, SMALL, batches(1))[1]) <= 1e-10
+
+
 def test_samples_are_those_of_the_logits():
     config = config_of(param_dtype=jnp.float32)
     params, prompt = params_of(config), np.array([[3, 1, 4]])
