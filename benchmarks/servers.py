@@ -89,10 +89,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     rates = {servers: [] for servers in COUNTS}
-    for _ in range(options.rounds):
+    for turn in range(options.rounds):
         for servers in COUNTS:
             result = run_of(servers)(start(), forever, num_updates=options.pushes)
             rates[servers].append(rate(result, options.pushes))
+            print(f"round {turn}: {servers} servers {rates[servers][-1]:.2f} pushes/s", flush=True)
     moved, results = 2 * size_of(start()) / 1e6, {}
     for servers in COUNTS:
         middle = statistics.median(rates[servers])
