@@ -1,6 +1,7 @@
-"""Tokens to reach a loss: Muon, SOAP and Shampoo against AdamW on a small GPT, tuned alike.
+"""Tokens to reach a loss: Muon and SOAP (and with --only, Shampoo) against AdamW on a small GPT, tuned alike.
 
-Run: python benchmarks/matrices.py [--steps 1000] [--seeds 3], or with --draw for the picture alone.
+Run: python benchmarks/matrices.py [--steps 800] [--seeds 3], with --only NAME... to run some beside what the JSON has of the others,
+or with --draw for the picture alone.
 
 Each optimizer has the same first parameters, batches and form of schedule. Its peak learning rate is the best of the same grid,
 on a seed of its own; all else is its default, weight decay none. Matrices are `gpt.matrices`; embedding, head and norms go to AdamW,
@@ -24,7 +25,7 @@ import shardopt as so
 from shardopt.models import gpt
 
 CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=2, max_length=32)
-GRID = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+GRID = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 EVERY = 50
 RESULTS = Path(__file__).parent / "results" / "matrices.json"
 COLOURS = {"adamw": "black", "muon": "#3b6ea8", "soap": "#d1495b", "shampoo": "#3a9d6e"}
@@ -55,13 +56,13 @@ def steps_to(curve: list[list[float]], loss: float) -> float | None:
     return float(np.interp(loss, losses[i - 1 : i + 1][::-1], steps[i - 1 : i + 1][::-1])) if i else float(steps[0])
 
 
-def compare(steps: int, seeds: int) -> dict[str, Any]:
-    task, rows, adam_rate = Task(CONFIG), {}, GRID[0]
-    for name in optimizers(steps, adam_rate):
+def compare(steps: int, seeds: int, names: list[str], known: dict[str, Any]) -> dict[str, Any]:
+    task, rows = Task(CONFIG), dict(known)
+    for name in names:
+        adam_rate = rows["adamw"]["learning_rate"] if name != "adamw" else GRID[0]
         make = optimizers(steps, adam_rate)[name]
         tuned = {rate: task.train(make(rate), steps, [TUNING_SEED], EVERY)[0]["loss"] for rate in GRID}
         rate = min(tuned, key=lambda rate: tuned[rate])
-        adam_rate = rate if name == "adamw" else adam_rate
         runs = task.train(make(rate), steps, range(seeds), EVERY)
         rows[name] = {"learning_rate": rate, "tuning": {str(key): value for key, value in tuned.items()}}
         rows[name] |= {key: [run[key] for run in runs] for key in ("loss", "curve", "seconds")}
@@ -71,6 +72,7 @@ def compare(steps: int, seeds: int) -> dict[str, Any]:
         rows[name] |= {"share_of_tokens": shares}
         rows[name]["mean_share"] = None if None in shares else float(np.mean([x for x in shares if x is not None]))
         print(f"{name:8} {rate:g} {np.mean(rows[name]['loss']):.4f} {rows[name]['mean_share']}", flush=True)
+    rows = {name: rows[name] for name in COLOURS if name in rows}
     return {"steps": steps, "tokens": steps * BATCH * LENGTH, "seeds": seeds, "grid": GRID, "runs": rows}
 
 
@@ -91,7 +93,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.plot(tokens * np.array(steps), losses, label=label, color=COLOURS[name], linewidth=1.6)
     end = float(np.mean(results["runs"]["adamw"]["loss"]))
     axes.axhline(end, color="#6b7280", linewidth=0.8, linestyle=":")
-    axes.set_ylim(end - 0.15, end + 0.9)
+    axes.set_ylim(end - 0.25, end + 0.9)
     axes.set_xlim(left=0)
     axes.set_xlabel("million tokens", color="#6b7280")
     axes.set_ylabel("held-out loss (nats a byte)", color="#6b7280")
@@ -106,12 +108,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="run these, take the others from the JSON")
     parser.add_argument("--draw", action="store_true", help="only draw the picture again")
     given = parser.parse_args()
     if not given.draw:
-        print(write_json(__file__, compare(given.steps, given.seeds)))
+        known = json.loads(RESULTS.read_text())["results"]["runs"] if given.only and RESULTS.exists() else {}
+        print(write_json(__file__, compare(given.steps, given.seeds, given.only or ["adamw", "muon", "soap"], known)))
     draw(json.loads(RESULTS.read_text())["results"], RESULTS.with_suffix(".png"))
 
 

@@ -92,6 +92,27 @@ def test_ratios_of_times():
     assert f"it is {ddp:.2f} (ddp), {zero1:.2f} (zero1) and {fsdp:.2f} (fsdp) of torch's speed" in text
 
 
+def test_optimizers_of_matrices():
+    found, text = results("matrices"), page("benchmarks.md")
+    for name, rate, loss, share in rows("benchmarks.md", "optimizer"):
+        row = found["runs"][name.strip("`")]
+        told = f"{row['learning_rate']:g}", f"{statistics.mean(row['loss']):.3f}", f"{row['mean_share']:.2f}"
+        assert (rate, loss, share) == told, name
+    assert f"width 32, on one device, {found['steps']} steps" in text
+    muon, soap = (found["runs"][name]["mean_share"] for name in ("muon", "soap"))
+    told = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert f"on {muon:.2f} (Muon) and {soap:.2f} (SOAP) of the tokens" in told
+
+
+def test_moments_in_8_bits():
+    found = results("eight_bit")["runs"]
+    rounded, plain = found["8 bits"], found["fp32"]
+    text, share = page("benchmarks.md"), rounded["state_bytes"] / plain["state_bytes"]
+    assert f"ends at {rounded['ratio']:.3f} times the loss" in text
+    assert f"takes {share:.2f} of the bytes" in text
+    assert rounded["ratio"] < 1.01
+
+
 def test_work_of_pipelines():
     text, found = page("benchmarks.md"), results("pipeline")
     work = {name: row["of_plain"] for name, row in found["time"].items() if isinstance(row, dict)}
