@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,7 +17,7 @@ from shardopt.planning import topology_devices
 
 # eps well above the rounding of gradients near zero, as for Adam in support/reference.py.
 OPTIMIZERS = {
-    "soap": lambda rules: so.optimizers.soap(1e-2, eps=1e-4, weight_decay=1e-2, interval=3, matrices=rules),
+    "soap": lambda rules: so.optimizers.soap(1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=3, matrices=rules),
     "shampoo": lambda rules: so.optimizers.shampoo(1e-2, eps=1e-4, ridge=1e-4, interval=3, matrices=rules),
     "muon": lambda rules: optax.contrib.muon(
         1e-2, muon_weight_dimension_numbers=so.optimizers.muon_dimension_numbers(rules)
@@ -43,6 +44,26 @@ def test_equals_one_device(optimizer, strategy, mesh, model, mesh_of, x64):
     for batch in case.batches:
         state, metrics = opt.step(state, batch)
         jax.block_until_ready(metrics)  # queues of programs with collectives deadlock on fake devices
+    assert relative_difference(state.params, final) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_owners_work_on_whole_matrices_for_few_bytes(optimizer, strategy, mesh_of, x64):
+    config = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=8, num_heads=2, max_length=16)
+    params = jax.tree.map(lambda x: 2 * x.astype(float), gpt.init(config, jax.random.key(1)))
+    batches = [{"tokens": np.random.default_rng(i).integers(0, 32, (16, 9))} for i in range(4)]
+    tx, model = OPTIMIZERS[optimizer](gpt.matrices), gpt.model(config)
+    opt = STRATEGIES[strategy](tx, mesh_of(data=8), model, opt_state_layout="matrices")
+    state = opt.init(params)
+    adam = STRATEGIES[strategy](optax.adam(1e-2), mesh_of(data=8), model)
+    sent, least = (so.audit(one.step, one.init(params), batches[0]).total_wire_bytes for one in (opt, adam))
+    assert sent <= 1.15 * least
+    for batch in batches:
+        state, metrics = opt.step(state, batch)
+        jax.block_until_ready(metrics)
+    _, final = train(tx, model.loss_fn, params, batches)
     assert relative_difference(state.params, final) <= 1e-10
 
 
