@@ -28,7 +28,7 @@ from shardopt import data
 from shardopt.models import moe
 
 BATCH, LENGTH, DIM = 16, 32, 32
-RATE, BIAS_RATE, LOSS_RATE = 1e-2, 0.02, 0.1
+RATE, BIAS_RATE, LOSS_RATE = 3e-3, 0.02, 0.1
 EVERY, HELD_OUT = 125, 32  # steps between points of a curve; batches of an evaluation
 SHAPE = {"dim": DIM, "num_layers": 1, "num_heads": 2}
 CONTENDERS = {
