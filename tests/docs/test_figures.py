@@ -177,3 +177,14 @@ def test_predictions():
         pairs = zip(row["predicted_gbit"], row["paper_gbit"], strict=True)
         assert f"| {row['name']} | {' | '.join(f'{ours:.3g} / {theirs:g}' for ours, theirs in pairs)} |" in text
     assert sum(row["within_a_rung"] for row in pod["diloco"]) == 72
+
+
+def test_the_losses_of_experts_are_those_of_the_benchmark():
+    found, text = results("experts"), page("experts.md")
+    assert all(found["claims"].values())
+    losses = {name: [f"{run['loss']:.3f}" for run in one["runs"]] for name, one in found["contenders"].items()}
+    for name in ("experts, biases", "experts, loss", "dense"):
+        assert "{}, {} and {}".format(*losses[name]) in text, name
+    worst = {name: max(run["imbalance"] for run in one["runs"]) for name, one in found["contenders"].items()}
+    assert f"at most {worst['experts, biases']:.2f} times" in text
+    assert f"up to {worst['experts, nothing']:.2f} times" in text

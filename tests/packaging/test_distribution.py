@@ -75,13 +75,17 @@ def test_the_command_and_the_python_are_said(built):
 
 
 def imported():
-    """Return {package: [modules that import it]} of all that is neither Python's nor ours."""
+    """Return {package: [modules that import it]} of all that is neither Python's nor ours.
+
+    What is a program too, and must not wait for shardopt, imports modules beside it by their names.
+    """
     found = {}
     for path in (ROOT / "shardopt").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in {name.split(".")[0] for name in names} - {"shardopt"} - sys.stdlib_module_names:
+            beside = {one.stem for one in path.parent.glob("*.py")} if "__main__" in path.read_text() else set()
+            for name in {name.split(".")[0] for name in names} - {"shardopt"} - beside - sys.stdlib_module_names:
                 found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     return found
 
