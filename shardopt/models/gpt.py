@@ -17,6 +17,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
+from shardopt.models.sampling import check_sampling, draw
 from shardopt.nn.low_precision import Precision, check_precision
 from shardopt.optimizers import Matrix
 
@@ -290,22 +291,8 @@ def sample(
       >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
       (1, 5)
     """
-    length = prompt.shape[1] + num_tokens
-    wrong = [
-        (prompt.shape[1] < 1, "prompt must hold at least one token a row"),
-        (num_tokens < 0, f"num_tokens must not be negative, got {num_tokens}"),
-        (temperature < 0, f"temperature must not be negative, got {temperature}"),
-        (
-            top_k is not None and not 1 <= top_k <= config.vocab_size,
-            f"top_k must be in 1 to {config.vocab_size}, got {top_k}",
-        ),
-        (
-            length > config.max_length,
-            f"{prompt.shape[1]} + {num_tokens} tokens are more than max_length={config.max_length}",
-        ),
-    ]
-    if problems := [message for is_wrong, message in wrong if is_wrong]:
-        raise ValueError(format_error("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems))
+    sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
+    check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
     return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
 
 
@@ -354,16 +341,6 @@ def _sample(
 
     _, added = jax.lax.scan(add_one, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
     return jnp.concatenate([prompt, added.T], axis=1)
-
-
-def draw(logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k: int | None) -> Int[Array, " B"]:
-    """Return a token a row, drawn among the likeliest; of temperature 0 the likeliest."""
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if top_k is not None:
-        threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
-    return jax.random.categorical(rng, logits / temperature).astype(jnp.int32)
 
 
 def _cast(tree: PyTree, config: GPTConfig) -> PyTree:

@@ -19,8 +19,9 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Loss, PyTree, Updated, Weighted
 from shardopt.engine.rows import batch_mean
 from shardopt.models import layers
-from shardopt.models.gpt import Batch, Params, Tokens, draw
+from shardopt.models.gpt import Batch, Params, Tokens
 from shardopt.models.inputs import mean_loss, read_inputs
+from shardopt.models.sampling import check_sampling, draw
 from shardopt.nn.router import Score
 
 rules = (
@@ -410,7 +411,6 @@ def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array,
     return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.promote_types(normed.dtype, jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
 def sample(
     params: Params,
     config: MoEConfig,
@@ -435,6 +435,9 @@ def sample(
     Returns:
       Token ids [B, T + num_tokens], the prompt first.
 
+    Raises:
+      ValueError: as `shardopt.models.gpt.sample`.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> config = MoEConfig(dim=32, num_layers=2, num_experts=4, hidden=16)
@@ -442,7 +445,22 @@ def sample(
       >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
       (1, 5)
     """
-    tokens = jnp.pad(jnp.asarray(prompt, jnp.int32), ((0, 0), (0, num_tokens)))
+    sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
+    check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
+    return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
+def _sample(
+    params: Params,
+    config: MoEConfig,
+    prompt: Int[Array, "B T"],
+    rng: jax.Array,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+) -> Int[Array, "B S"]:
+    tokens = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
 
     def add_one(i: Array, tokens: Array) -> Array:
         logits = logits_of(config, params, tokens)  # of what is not there yet none is read: attention looks back

@@ -176,6 +176,8 @@ def test_samples_are_those_of_the_logits():
     logits = moe.logits_of(config, params, tokens)
     assert tokens[:, :3].tolist() == prompt.tolist()
     assert tokens[:, 3:].tolist() == jnp.argmax(logits[:, 2:-1], axis=-1).tolist()
+    with pytest.raises(ValueError, match="prompt must hold at least one token a row"):
+        moe.sample(params, config, prompt[:, :0], jax.random.key(0), num_tokens=4)
 
 
 @pytest.mark.parametrize(
