@@ -105,17 +105,11 @@ def shampoo(
       Regan and Singer, "Scalable Second Order Optimization for Deep Learning", 2020, grafting and stale roots; Shi et al.,
       "A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer", 2023, algorithm 2.
     """
-    numbers = {"b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
-    sides.check_options(WHO, matrices, max_dim, interval, **numbers)
     if graft not in ("adam", "sgd", None):
         raise ValueError(f"{WHO}: graft must be 'adam', 'sgd' or None, got {graft!r}.")
-    of_matrices = optax.chain(
-        _scale_by_shampoo(b1, b2, eps, ridge, interval, graft, max_dim, matrices),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    of_others = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay)
-    return sides.split_matrices(WHO, matrices, max_dim, of_matrices, of_others)
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
+    scale = _scale_by_shampoo(b1, b2, eps, ridge, interval, graft, max_dim, matrices)
+    return sides.on_matrices(WHO, scale, learning_rate, matrices, max_dim, interval, **numbers)
 
 
 def _scale_by_shampoo(

@@ -18,8 +18,20 @@ Pair = tuple[Side, Side]
 """Rows and columns."""
 
 
-def check_options(who: str, matrices: Matrices, max_dim: int, interval: int, **numbers: Number) -> None:
-    """Refuse rules, counts and numbers that cannot be used; arrays, as `optax.inject_hyperparams` makes, are not read."""
+def on_matrices(
+    who: str,
+    scale: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    matrices: Matrices,
+    max_dim: int,
+    interval: int,
+    **numbers: Number,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of which `scale` is what it does to matrices with a side of at most `max_dim`, AdamW to all else.
+
+    Rules, counts and numbers ("b1", "b2", "eps", "ridge", "weight_decay") that cannot be used are refused; arrays, as
+    `optax.inject_hyperparams` makes, are not read.
+    """
     check_matrices(who, matrices)
     check_count(who, "max_dim", max_dim, allow_array=False)
     check_count(who, "interval", interval, allow_array=True)
@@ -28,22 +40,15 @@ def check_options(who: str, matrices: Matrices, max_dim: int, interval: int, **n
             below = {"below": 1.0} if name in ("b1", "b2") else {}
             check_number(who, name, value, positive=name == "ridge", **below)
 
-
-def split_matrices(
-    who: str,
-    matrices: Matrices,
-    max_dim: int,
-    of_matrices: optax.GradientTransformation,
-    of_others: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Give leaves that hold matrices with a side of at most `max_dim` to one transformation, all others to another."""
-
     def labels(tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaves, match_matrices(who, matrices, tree), strict=True)
         fits = [one is not None and min(one.shape_in(leaf.shape)[-2:]) <= max_dim for leaf, one in pairs]
         return treedef.unflatten(["matrices" if fit else "others" for fit in fits])
 
+    decay = numbers["weight_decay"]
+    of_matrices = optax.chain(scale, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(learning_rate))
+    of_others = optax.adamw(learning_rate, *(numbers[name] for name in ("b1", "b2", "eps")), weight_decay=decay)
     return optax.partition({"matrices": of_matrices, "others": of_others}, labels)
 
 

@@ -104,14 +104,8 @@ def soap(
       Adam", 2024, algorithms 3 and 4.
     """
     numbers = {"b1": b1, "b2": b2, "eps": eps, "ridge": ridge, "weight_decay": weight_decay}
-    sides.check_options(WHO, matrices, max_dim, interval, **numbers)
-    of_matrices = optax.chain(
-        _scale_by_soap(b1, b2, eps, ridge, interval, max_dim, matrices),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    of_others = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay)
-    return sides.split_matrices(WHO, matrices, max_dim, of_matrices, of_others)
+    scale = _scale_by_soap(b1, b2, eps, ridge, interval, max_dim, matrices)
+    return sides.on_matrices(WHO, scale, learning_rate, matrices, max_dim, interval, **numbers)
 
 
 def _scale_by_soap(
