@@ -1,5 +1,8 @@
 """What these tests share: a small regression, cut into workers' batches."""
 
+import sys
+import time
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -92,3 +95,31 @@ def message_of():
         return str(caught.value)
 
     return message
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """One Ray for all tests of a file: starting one takes as long as a test."""
+    import ray
+
+    # Data and losses of these tests are in modules that workers cannot import.
+    for module in [one for one in sys.modules.values() if one.__name__.split(".")[-1] in ("conftest", "problems")]:
+        ray.cloudpickle.register_pickle_by_value(module)
+    with warnings.catch_warnings():
+        # what it forks is another program
+        warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+        ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def no_process_left(local_ray):
+    """After a test all processes of its run are gone."""
+    import ray
+
+    yield
+    deadline = time.monotonic() + 60
+    while ray.is_initialized() and ray.available_resources().get("CPU") != 6:
+        assert time.monotonic() < deadline, "a process of the run still holds its CPU"
+        time.sleep(0.1)

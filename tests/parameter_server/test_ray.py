@@ -2,47 +2,19 @@
 
 import os
 import signal
-import sys
 import threading
 import time
-import warnings
 
 import jax
 import numpy as np
 import optax
 import pytest
-import ray
 from support.reference import OPTIMIZERS, relative_difference, same_bits
 
 import shardopt as so
 from shardopt.parameter_server import ServerLostError, WorkersLostError
 
-pytestmark = pytest.mark.slow  # Ray, and processes that are killed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    """One Ray for all: starting one takes as long as a test."""
-    # Data and losses of these tests are in modules that workers cannot import.
-    for name in ("conftest", "problems"):
-        for module in [one for one in sys.modules.values() if one.__name__.split(".")[-1] == name]:
-            ray.cloudpickle.register_pickle_by_value(module)
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="os.fork", category=RuntimeWarning
-        )  # what it forks is another program
-        ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    yield
-    deadline = time.monotonic() + 60
-    while ray.is_initialized() and ray.available_resources().get("CPU") != 6:
-        assert time.monotonic() < deadline, "a process of the run still holds its CPU"
-        time.sleep(0.1)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
 
 
 @pytest.mark.parametrize(("optimizer", "weighted", "workers"), [("momentum", False, 2), ("adamw", True, [2, 2])])

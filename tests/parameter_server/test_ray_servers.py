@@ -2,9 +2,7 @@
 
 import os
 import signal
-import sys
 import time
-import warnings
 from pathlib import Path
 
 import optax
@@ -16,28 +14,7 @@ import shardopt as so
 from shardopt.parameter_server.ray import ServerProcess, begin_process
 from shardopt.parameter_server.ray_servers import KEEP_EVERY, PartProcess
 
-pytestmark = pytest.mark.slow  # Ray, and processes that are killed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    """One Ray for all: starting one takes as long as a test."""
-    for module in [one for one in sys.modules.values() if one.__name__.split(".")[-1] == "conftest"]:
-        ray.cloudpickle.register_pickle_by_value(module)  # losses and data that workers cannot import
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
-        ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    yield
-    deadline = time.monotonic() + 60
-    while ray.is_initialized() and ray.available_resources().get("CPU") != 6:
-        assert time.monotonic() < deadline, "a process of the run still holds its CPU"
-        time.sleep(0.1)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
 
 
 def as_if_by_one(log):

@@ -14,17 +14,14 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
+import small_job
 
 import shardopt as so
 import shardopt.checkpoint.write as write
 
 folder, fault, victim, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 steps, kept = 60, []
-jax.config.update("jax_num_cpu_devices", 1)
-so.initialize()
+small_job.begin()
 mine = jax.process_index() == victim
 first = "SHARDOPT_RESTART" not in os.environ
 
@@ -78,22 +75,14 @@ FAULTS = {
 }
 
 
-def loss_fn(params, batch):
-    hidden = jnp.tanh(batch[:, :8] @ params["up"])
-    return jnp.mean((hidden @ params["down"] - batch[:, 8]) ** 2)
-
-
 def batches():
     for step in range(steps):
         if fault != "none" and first and step == at and (mine or fault == "collective"):
             FAULTS[fault]()
-        yield np.random.default_rng(step).normal(size=(15, 9)).astype(np.float32)
+        yield small_job.batch_of(step, rows=15)
 
 
-opt = so.fsdp(optax.adam(0.01), so.make_mesh(), loss_fn, min_shard_elements=1)
-state = opt.init({"up": np.eye(8, 33, dtype=np.float32), "down": np.ones(33, np.float32)})
+opt, state = small_job.strategy_and_state(width=33)
 with so.Checkpoints(folder / "checkpoints", every=10, keep=2) as checkpoints:
     result = so.fit(opt, state, batches(), num_steps=steps, checkpoints=checkpoints, log_every=5, agree_every=5)
-params = jax.jit(lambda params: params, out_shardings=jax.NamedSharding(opt.mesh, jax.P()))(result.state.params)
-if jax.process_index() == 0 and result.stopped == "completed":
-    np.savez(folder / "params.npz", **{name: np.asarray(leaf.addressable_data(0)) for name, leaf in params.items()})
+small_job.leave_params(folder, opt, result)
