@@ -28,17 +28,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int, num_chunks: int = 1) ->
 
     **Communication**: v times the messages of 1F1B.
 
-    Args:
-      num_stages: S.
-      num_micro_batches: M; a multiple of S, unless there is one chunk.
-      num_chunks: v, chunks per stage.
-
-    Returns:
-      A `Schedule`.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1, or there are several chunks and M is not a multiple of S.
+    Arguments, result and errors are those of `interleaved`: S is `num_stages`, M `num_micro_batches`, v `num_chunks`.
 
     Example:
       >>> import shardopt as so
@@ -124,17 +114,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
 
     **Communication**: as `interleaved`.
 
-    Args:
-      num_stages: S.
-      num_micro_batches: M; a multiple of S, unless there is one chunk.
-      num_chunks: v, chunks per stage.
-
-    Returns:
-      A `Schedule`.
-
-    Raises:
-      TypeError: if a size is not an integer.
-      ValueError: if a size is below 1, or there are several chunks and M is not a multiple of S.
+    Arguments, result and errors are those of `interleaved`: S is `num_stages`, M `num_micro_batches`, v `num_chunks`.
 
     Example:
       >>> import shardopt as so
