@@ -9,9 +9,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
     """Yield every equation in the order of the trace, each followed by those of what it calls."""
     for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in called(eqn):
-            yield from equations(inner)
+        yield from within(eqn)
+
+
+def within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yield an equation, and those of what it calls."""
+    yield eqn
+    for inner in called(eqn):
+        yield from equations(inner)
 
 
 def called(eqn: JaxprEqn) -> list[Jaxpr]:

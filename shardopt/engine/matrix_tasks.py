@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeGuard
 
 import jax.extend.core as jex
 
-from shardopt.core.jaxprs import called
+from shardopt.core.jaxprs import within
 from shardopt.core.trace import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
 
 OPAQUE = "shardopt_value_fn"
@@ -80,18 +80,18 @@ class Groups:
 
 def is_opaque(eqn: jex.JaxprEqn) -> bool:
     """Return whether an equation evaluates the loss."""
-    if eqn.params.get("name") == OPAQUE or eqn.primitive.name == "shard_map":
-        return True
-    return any(is_opaque(one) for inner in called(eqn) for one in inner.eqns)
+    return any(one.params.get("name") == OPAQUE or one.primitive.name == "shard_map" for one in within(eqn))
 
 
 def is_heavy(eqn: jex.JaxprEqn, least: int) -> bool:
     """Return whether an equation multiplies or decomposes matrices; a product that is small is a sum, as of norms."""
-    if eqn.primitive.name in _PRODUCTS:
-        return math.prod(shape_of(eqn.outvars[0]).shape) >= least
-    return eqn.primitive.name in _DECOMPOSITIONS or any(
-        is_heavy(one, least) for inner in called(eqn) for one in inner.eqns
-    )
+
+    def heavy(one: jex.JaxprEqn) -> bool:
+        if one.primitive.name in _PRODUCTS:
+            return math.prod(shape_of(one.outvars[0]).shape) >= least
+        return one.primitive.name in _DECOMPOSITIONS
+
+    return any(map(heavy, within(eqn)))
 
 
 def find_tasks(trace: Trace, groups: Groups) -> list[Task]:

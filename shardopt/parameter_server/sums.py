@@ -2,15 +2,16 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from shardopt.core.errors import format_error
+from shardopt.core.jaxprs import within
 from shardopt.core.types import PyTree
-from shardopt.transforms.primitives import PSUM, axes_of, bodies_of
+from shardopt.transforms.primitives import PSUM, axes_of
 
 WHO = "parameter_server"
 AXIS = "servers"
@@ -72,21 +73,13 @@ def _walk(
             added += [value(x) for x in eqn.invars]
             if totals is not None:
                 known.update(zip(eqn.outvars, [next(left) for _ in eqn.outvars], strict=True))
-        elif ready and not any(AXIS in axes_of(inner) for inner in _within(eqn)):
+        elif ready and not any(AXIS in axes_of(inner) for inner in within(eqn)):
             found = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
             found = found if eqn.primitive.multiple_results else [found]
             known.update(zip(eqn.outvars, found, strict=True))
     if totals is not None and any(isinstance(x, Var) and x not in known for x in jaxpr.outvars):
         _refuse("it uses the axis 'servers' otherwise than for a sum, or in a branch or a loop.")
     return added, [] if totals is None else [value(x) for x in jaxpr.outvars]
-
-
-def _within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    yield eqn
-    branches = {str(i): body for i, body in enumerate(eqn.params.get("branches", ()))}
-    for body in bodies_of({**eqn.params, **branches}):
-        for inner in body.jaxpr.eqns:
-            yield from _within(inner)
 
 
 def _refuse(why: str) -> None:
