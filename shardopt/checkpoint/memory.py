@@ -128,29 +128,24 @@ def pack(state: PyTree, step: int, extra: dict[str, Json]) -> bytearray:
 
     Shards that several devices of this process hold alike are in it once.
     """
-    arrays = {path: plain(leaf) for path, leaf in leaves_by_path(state).items()}
-    pieces = {path: _pieces(leaf) for path, leaf in arrays.items()}
-    for shards in pieces.values():
-        for shard in shards.values():
-            shard.copy_to_host_async()
-    offset = 0
-    leaves, parts = [], []
-    for path, leaf in leaves_by_path(state).items():
+    by_path = leaves_by_path(state)
+    pieces = {path: _pieces(plain(leaf)) for path, leaf in by_path.items()}
+    leaves, offset = [], 0
+    for path, leaf in by_path.items():
         where = []
-        for index, shard in pieces[path].items():
-            numbers = np.ascontiguousarray(np.asarray(shard))
-            where.append([list(map(list, index)), offset, numbers.nbytes])
-            parts.append(numbers)
-            offset += numbers.nbytes
+        for bounds, shard in pieces[path].items():
+            shard.copy_to_host_async()
+            where.append([list(map(list, bounds)), offset, shard.nbytes])
+            offset += shard.nbytes
         leaves.append([list(path), str(describe(leaf)), where])
     header = json.dumps({"step": step, "extra": extra, "leaves": leaves}).encode()
-    data = bytearray(_HEAD + len(header) + offset)
+    data = bytearray(_HEAD + len(header) + offset)  # host memory is what a large state is short of: one copy
     data[:_HEAD] = len(header).to_bytes(_HEAD, "little")
-    data[_HEAD : _HEAD + len(header)] = header
     at = _HEAD + len(header)
-    for numbers in parts:
-        data[at : at + numbers.nbytes] = numbers.reshape(-1).view(np.uint8).data
-        at += numbers.nbytes
+    data[_HEAD:at] = header
+    for shard in (shard for shards in pieces.values() for shard in shards.values()):
+        data[at : at + shard.nbytes] = np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8).data
+        at += shard.nbytes
     return data
 
 
