@@ -164,6 +164,11 @@ def device_kind() -> str | None:
     return getattr(getattr(mesh_under_trace(), "abstract_device", None), "device_kind", None)
 
 
+def device_kind_or_default() -> str:
+    """Return `device_kind()`, or the kind of the default device, on which a model runs that no strategy has."""
+    return device_kind() or jax.devices()[0].device_kind
+
+
 def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     listed = ", ".join(
         f"{axis}={size}" for axis, size in asked.items() if (axis, size) not in (("context", 1), ("expert", 1))

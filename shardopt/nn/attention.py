@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
-from shardopt.mesh import axes_of_role, device_kind, is_analysed, mesh_under_trace
+from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.nn.exchange import exchanged_attention, gathered_attention
 from shardopt.nn.flash import NAME, Marks, Rule, sees
 from shardopt.nn.order import CONTEXT
@@ -323,7 +323,7 @@ def _check(
 
 
 def _default(query: Array, length: int | None = None) -> Implementation:
-    kind = device_kind() or jax.devices()[0].device_kind
+    kind = device_kind_or_default()
     if kind.startswith("TPU"):
         return "splash" if (length or query.shape[1]) >= LANES else "xla"
     if kind == "cpu" or query.dtype not in (jnp.bfloat16, jnp.float16):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.collectives.shards import all_to_all
 from shardopt.core.types import wide_dtype
-from shardopt.mesh import device_kind
+from shardopt.mesh import device_kind_or_default
 
 Axes = tuple[str, ...]
 
@@ -130,7 +130,7 @@ def send(axes: Axes, most: int, num_rows: int, rows: Array, there: Slices, back:
 
 def _moved(axes: Axes, most: int, num_rows: int, rows: Array, slices: Slices) -> Array:
     output = jnp.zeros((num_rows, *rows.shape[1:]), rows.dtype)
-    if (device_kind() or jax.devices()[0].device_kind) == "cpu":  # where XLA does not have it
+    if device_kind_or_default() == "cpu":  # where XLA does not have it
         return _moved_padded(axes, most, rows, output, slices)
     return lax.ragged_all_to_all(rows, output, *slices, axis_name=axes)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from shardopt.core.types import wide_dtype
-from shardopt.mesh import device_kind
+from shardopt.mesh import device_kind_or_default
 
 Implementation = Literal["ragged_dot", "megablox", "blocks"]
 _TILE = 256
@@ -34,7 +34,7 @@ def grouped_product(
 
 
 def _implementation() -> Implementation:
-    kind = device_kind() or jax.devices()[0].device_kind
+    kind = device_kind_or_default()
     if kind == "cpu":
         return "blocks"
     dense = kind.startswith("TPU") and kind not in ("TPU v5", "TPU v5p")

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import wide_dtype
-from shardopt.mesh import device_kind
+from shardopt.mesh import device_kind_or_default
 
 Precision = Literal["int8", "fp8"]
 
@@ -134,7 +134,7 @@ def _product(
     wide = jnp.result_type(wide_dtype(x.dtype), wide_dtype(weight.dtype))
     qx, x_scale = _quantize(x, [i for i, letter in enumerate(first) if letter in second], x_dtype)
     qw, weight_scale = _quantize(weight, range(weight.ndim), weight_dtype)
-    if (device_kind() or jax.devices()[0].device_kind) == "cpu":  # which has no such products: the same numbers, wider
+    if device_kind_or_default() == "cpu":  # which has no such products: the same numbers, wider
         qx, qw, sums = qx.astype(wide), qw.astype(wide), wide
     else:
         sums = jnp.int32 if x_dtype == jnp.int8 else jnp.float32

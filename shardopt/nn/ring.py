@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shardopt.core.types import PyTree
-from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace
+from shardopt.mesh import axes_of_role, device_kind_or_default, mesh_under_trace
 from shardopt.nn import splash
 from shardopt.nn.flash import (
     Marks,
@@ -204,7 +204,7 @@ def send(ring: Ring, tree: PyTree, hops: int = 1) -> PyTree:
     """
     shift = hops * ring.stride
     stages = [axis for axis in axes_of_role("pipeline") if mesh_under_trace().shape[axis] > 1]
-    if stages and (device_kind() or jax.devices()[0].device_kind) == "cpu":
+    if stages and device_kind_or_default() == "cpu":
         sender = (lax.axis_index(ring.axes) - shift) % ring.size
         return jax.tree.map(lambda x: lax.all_gather(x, ring.axes)[sender], tree)
     pairs = [(i, (i + shift) % ring.size) for i in range(ring.size)]

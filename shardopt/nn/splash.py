@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shardopt.mesh import device_kind
+from shardopt.mesh import device_kind_or_default
 from shardopt.nn.flash import NAME, Marks, Rule, State
 
 LANES = 128
@@ -126,7 +126,7 @@ def _kernel(length: int, heads: int, rule: Rule, *, save_residuals: bool = False
         q_seq_shards=1,
         save_residuals=save_residuals,
         residual_checkpoint_name=NAME,
-        interpret=not (device_kind() or jax.devices()[0].device_kind).startswith("TPU"),
+        interpret=not device_kind_or_default().startswith("TPU"),
     )
 
 
