@@ -289,7 +289,7 @@ def _run_attempt(
     if hang is not None:
         return _Ended((hang.ranks[0], HUNG), len(hang.ranks) % count, logs, text, hang.seconds)
     codes = {rank: code for rank, code in seen if code}
-    killed = sum(code < 0 for code in codes.values())
+    killed = len(_killed(codes))
     return _Ended(_first_failure(codes, said), killed, logs)
 
 
@@ -319,10 +319,16 @@ def _first_failure(codes: dict[int, int], said: Sequence[int]) -> tuple[int, int
     if not codes:
         return None
     seen = next(iter(codes))
-    first = next((rank for rank, code in codes.items() if code < 0), None)
+    first = next(iter(_killed(codes)), None)
     if first is None:
         first = next((rank for rank in said if rank in codes), seen) if seen in said else seen
     return first, codes[first]
+
+
+def _killed(codes: dict[int, int]) -> list[int]:
+    """Return the ranks that were killed; of those that jax aborts since it misses another (SIGABRT), only one seen first."""
+    seen = next(iter(codes), None)
+    return [rank for rank, code in codes.items() if code < 0 and (code != -signal.SIGABRT or rank == seen)]
 
 
 def _report(member: _Member, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:

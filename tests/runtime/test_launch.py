@@ -147,6 +147,8 @@ def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
         ({0: 3, 1: 1}, [1], 0),  # who ends by itself says nothing: what was seen counts
         ({0: 1, 1: 3}, [2, 0], 0),  # who said it has not ended
         ({0: 1, 2: -9}, [1, 0], 2),
+        ({0: 2, 2: -6}, [], 0),  # jax aborts who misses another
+        ({2: -6, 0: 2}, [], 2),
         ({}, [], None),
     ],
 )
