@@ -1,6 +1,6 @@
 """Stacked leaves, one value a replica or a device: read as they are stored, merged where their number changes.
 
-- Each replica's own state (`PerReplica`) is [replicas, ...].
+- Each replica's own state (`PerReplica`) is [replicas, ...]. Codes of 8 bits are no numbers, and are not merged.
 - The state of a reducer is stacked as its spec says: error-feedback memories [devices of the mean, sizes of other
   axes..., ...], of which only the mean matters to what is to come; [sizes of other axes..., ...] for what is the same
   on those devices.
@@ -23,9 +23,10 @@ from shardopt.core.types import PyTree, merge_replicas
 from shardopt.engine.compression import CompressedOptState
 from shardopt.local_updates.state import PerReplica, Replicas
 from shardopt.reducers import ErrorFeedback, PerDevice
+from shardopt.transforms.eight_bit import EightBitState
 
-_REPLICA, _REDUCER, _MEMORY, _DEVICE = "replica", "reducer", "memory", "device"
-_NODES = (PerReplica, Replicas, CompressedOptState, ErrorFeedback, PerDevice)
+_REPLICA, _CODES, _REDUCER, _MEMORY, _DEVICE = "replica", "codes", "reducer", "memory", "device"
+_NODES = (PerReplica, Replicas, CompressedOptState, ErrorFeedback, PerDevice, EightBitState)
 
 
 class Change(NamedTuple):
@@ -41,14 +42,15 @@ def as_stored(
     """Return the wanted state, stacked as it is stored where only that differs, and those changes by path.
 
     Raises:
-      CheckpointError: if state that belongs to its device would have to be moved to others.
+      CheckpointError: if state that belongs to its device would have to be moved to others, or moments in 8 bits merged.
     """
     kinds = _kinds(wanted)
-    changes, tied, leaves = {}, [], []
+    changes, tied, codes, leaves = {}, [], [], []
     for path, leaf in leaves_by_path(wanted).items():
         dims = _changed_dims(stored.get(path), leaf, kinds.get(path))
-        if dims and kinds[path] == _DEVICE:
-            tied.append(f"{show(path)}: the checkpoint holds {stored[path]}, {name} wants {describe(leaf)}")
+        if dims and kinds[path] in (_DEVICE, _CODES):
+            some = tied if kinds[path] == _DEVICE else codes
+            some.append(f"{show(path)}: the checkpoint holds {stored[path]}, {name} wants {describe(leaf)}")
         elif dims:
             changes[path] = Change(dims, leaf)
             leaf = _with_sizes(leaf, stored[path].shape, dims)
@@ -60,6 +62,13 @@ def as_stored(
             "new_opt.init(restore(directory, old_opt).params)."
         )
         raise CheckpointError(format_error(who, what, tied, fix=fix))
+    if codes:
+        what = f"{what} has moments in 8 bits of each replica, and there is no mean of codes."
+        fix = (
+            "restore with as many replicas as it was saved from; or start the optimizer again on its parameters: "
+            "new_opt.init(restore(directory, old_opt).params)."
+        )
+        raise CheckpointError(format_error(who, what, codes, fix=fix))
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 
 
@@ -88,7 +97,7 @@ def _kinds(wanted: PyTree) -> dict[LeafPath, str]:
                 for name, child in node._asdict().items():
                     visit((*here, name), child, _kind_of(node, name, kind))
             elif kind is not None:
-                found[here] = kind
+                found[here] = _REPLICA if kind == _CODES and node.dtype != jnp.uint8 else kind
 
     visit((), wanted, None)
     return found
@@ -97,6 +106,8 @@ def _kinds(wanted: PyTree) -> dict[LeafPath, str]:
 def _kind_of(node: NamedTuple, field: str, kind: str | None) -> str | None:
     if isinstance(node, PerReplica):
         return _REPLICA
+    if isinstance(node, EightBitState):
+        return _CODES if kind == _REPLICA and field == "state" else kind
     if isinstance(node, ErrorFeedback):
         return _MEMORY if kind == _REDUCER else kind
     if isinstance(node, PerDevice):
@@ -112,9 +123,10 @@ def _changed_dims(stored: Leaf | None, wanted: jax.ShapeDtypeStruct, kind: str |
         return ()
     dims = tuple(dim for dim, (a, b) in enumerate(zip(stored.shape, wanted.shape, strict=True)) if a != b)
     entries = tuple(wanted.sharding.spec) if isinstance(wanted.sharding, NamedSharding) else ()
-    if any(dim >= (1 if kind == _REPLICA else len(entries)) for dim in dims):
+    replica = kind in (_REPLICA, _CODES)
+    if any(dim >= (1 if replica else len(entries)) for dim in dims):
         return ()
-    if kind != _REPLICA:
+    if not replica:
         # Along an axis that no mean is taken over there may be other parts of a leaf. They are the same ones where the
         # parts have kept their shape, unless two such axes have exchanged their roles.
         first = 0 if kind == _REDUCER else 1

@@ -28,8 +28,8 @@ class BlockModel(NamedTuple):
       remat: what the backward pass recomputes of a block. None: nothing that costs much; gathered weights, what
         follows from them alone, and elementwise results where weights are sharded. "full": all of the block from its
         input. "save:qkv,attention": all but the values that `jax.ad_checkpoint.checkpoint_name` gave these names.
-        "offload:qkv,attention": the same, and these values wait in host memory (on CPU there is no other); not in a
-        pipeline. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere. A name that
+        "offload:qkv,attention": the same, and these values wait in host memory (on CPU there is no other); "offload": the
+        inputs of blocks alone, as "full", and they wait there. Neither in a pipeline. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere. A name that
         blocks do not have is refused when the first step is traced, with those that they have.
 
       tables: key paths of outer parameters [V, D] that only `embed` reads, and only by `so.nn.embedding`. Where fsdp shards

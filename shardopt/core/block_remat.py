@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
@@ -14,7 +16,9 @@ from shardopt.core.jaxprs import equations
 T = TypeVar("T")
 Policy = Callable[..., Any]
 Remat = str | Policy | None
-"""None, "full", "save:NAME,...", "offload:NAME,..." or a `jax.checkpoint` policy; see `BlockModel`."""
+"""None, "full", "save:NAME,...", "offload:NAME,...", "offload" or a `jax.checkpoint` policy; see `BlockModel`."""
+INPUT = "shardopt_block_input"
+"""The name of what a block is given."""
 
 
 class Named(NamedTuple):
@@ -33,23 +37,25 @@ def read_remat(who: str, remat: Remat) -> Named | Policy | Literal["full"] | Non
     """Return what a `BlockModel.remat` says.
 
     Raises:
-      ValueError: if it is none of the five.
+      ValueError: if it is none of the six.
     """
     if remat is None or callable(remat):
         return remat
     if remat == "full":
         return "full"
+    if remat == "offload":
+        return Named((INPUT,), offload=True)
     what, _, names = remat.partition(":") if isinstance(remat, str) else ("", "", "")
     read = tuple(name.strip() for name in names.split(","))
     if what in ("save", "offload") and all(read):
         return Named(tuple(dict.fromkeys(read)), offload=what == "offload")
-    wanted = "None, 'full', 'save:NAME,...', 'offload:NAME,...' or a jax.checkpoint policy"
+    wanted = "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
     fix = "write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies."
     raise ValueError(format_error(who, f"BlockModel.remat must be {wanted}, got {remat!r}.", fix=fix))
 
 
 def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
-    """Return `f`, whose backward pass computes again what `remat` says.
+    """Return `f`, whose backward pass computes again what `remat` says; its last argument is the input of a block.
 
     Raises:
       ValueError: when it is called, if `remat` names a value that `f` does not have.
@@ -63,10 +69,15 @@ def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
     if not isinstance(read, Named):
         return checkpoint(f, policy=None if read == "full" else read)
 
+    def named(*args: Any) -> T:
+        return f(*args[:-1], jax.tree.map(_as_input, args[-1]))
+
+    f_named = named if INPUT in read.names else f
+
     def run(*args: Any) -> T:
-        values = named_values(jax.make_jaxpr(f)(*args))
+        values = named_values(jax.make_jaxpr(f_named)(*args))
         _check_names(read, values)
-        return checkpoint(f, policy=_policy(read, values))(*args)
+        return checkpoint(f_named, policy=_policy(read, values))(*args)
 
     return run
 
@@ -97,6 +108,10 @@ def _policy(named: Named, values: Mapping[str, Sequence[ShapedArray]]) -> Policy
         return small or offload(primitive, *avals, **params)
 
     return policy
+
+
+def _as_input(x: jax.Array) -> jax.Array:
+    return checkpoint_name(x, INPUT) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
 
 
 def _nbytes(value: ShapedArray) -> int:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.block_model import LossFn, as_block_model
-from shardopt.core.block_remat import Named, Remat, read_remat
+from shardopt.core.block_remat import INPUT, Named, Remat, read_remat
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.axes import AxisTable, axes_of
@@ -385,7 +385,8 @@ def _check_remat(who: str, config: StrategyConfig, remat: Remat) -> None:
     read = read_remat(who, remat)
     if config.schedule is not None and isinstance(read, Named) and read.offload:
         what = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
-        fix = f"use 'save:{','.join(read.names)}' or 'full', or a mesh with pipeline=1."
+        instead = "'full'" if INPUT in read.names else f"'save:{','.join(read.names)}' or 'full'"
+        fix = f"use {instead}, or a mesh with pipeline=1."
         raise ValueError(format_error(who, what, fix=fix))
 
 

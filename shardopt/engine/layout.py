@@ -92,6 +92,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
         sharded=config.placement.opt_state,
         axes=shard_axes(config.mesh.shape),
+        sizes=config.mesh_shape,
         min_shard_elements=config.min_shard_elements,
     )
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))

@@ -63,12 +63,15 @@ def run_stage(
     return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
 
 
-def stage_bytes(config: StrategyConfig, stage: OwnedStage) -> int:
-    """Return what each device sends to owners and back: all rows are as long as that of the busiest."""
+def stage_bytes(config: StrategyConfig, stage: OwnedStage) -> tuple[int, int]:
+    """Return what each device sends to owners and back, and how much of it is padding: all rows are as long as the longest."""
     sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
-    _, totals = _owned_units(stage, sizes, _programs(stage))
+    owned, totals = _owned_units(stage, sizes, _programs(stage))
     row = sum(total * dtype.itemsize for some in totals for dtype, total in some.items())
-    return (math.prod(sizes.values()) - 1) * row
+    slots = [slot for units in owned for unit in units for slot in (*unit.inputs, *unit.outputs) if slot is not None]
+    carried = sum(math.prod(slot.piece) * slot.dtype.itemsize for slot in slots)
+    count = math.prod(sizes.values())
+    return (count - 1) * row, (count - 1) * (count * row - carried) // count
 
 
 def _programs(stage: OwnedStage) -> dict[str, int]:

@@ -78,10 +78,9 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
         for cost, owner in zip(stage.costs, stage.owners, strict=True):
             loads[owner] += cost
     imbalance = max(loads) * count / sum(loads) - 1 if sum(loads) else 0.0
-    sent = sum(stage_bytes(config, stage) for stage in stages) + sum(
-        moved_bytes(config, plan) for plan in layout.trained
-    )
-    return Owners((*rows, *left), count, imbalance, sent)
+    staged = [stage_bytes(config, stage) for stage in stages]
+    sent = sum(one for one, _ in staged) + sum(moved_bytes(config, plan) for plan in layout.trained)
+    return Owners((*rows, *left), count, imbalance, sent, sum(padding for _, padding in staged))
 
 
 def trace_again(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, *, single: bool) -> Trace:

@@ -219,6 +219,7 @@ def _outer_specs(config: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -
         list(zip(paths, plans, strict=True)),
         sharded=config.placement.params,
         axes=shard_axes(config.mesh.shape),
+        sizes=config.mesh_shape,
         min_shard_elements=config.min_shard_elements,
     )
 

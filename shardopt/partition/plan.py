@@ -276,12 +276,14 @@ def state_specs(
     *,
     sharded: bool,
     axes: ShardAxes,
+    sizes: Mapping[str, int],
     min_shard_elements: int,
 ) -> PyTree:
     """Give every leaf of an optimizer state its `PartitionSpec`.
 
     A leaf whose key path ends in that of a parameter of the same shape (a moment) lives as the parameter would.
-    One that belongs to a parameter on owners, and has its blocks (a preconditioner [L, m, m]), lives with it.
+    So does one with as many dims, each of them cut as evenly (the scale of every 64 numbers of a moment). One that belongs to
+    a parameter on owners, and has its blocks (a preconditioner [L, m, m]), lives with it.
     Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is a leaf of its own: sharded over
     data on the largest dim that it divides. The update runs in the global view, so this choice never changes
     the numbers, only the bytes.
@@ -291,6 +293,7 @@ def state_specs(
       plans: the trainable parameters' key paths (as jax gives them) and plans.
       sharded: whether the placement shards optimizer state over data.
       axes: what the placement shards over.
+      sizes: mesh axis name -> size.
       min_shard_elements: leaves with fewer elements stay replicated.
 
     Returns:
@@ -301,7 +304,7 @@ def state_specs(
     def place(path, leaf):
         for start in range(len(path) + 1):  # the longest ending first
             plan = by_path.get(tuple(path[start:]))
-            if plan is not None and plan.shape == leaf.shape:
+            if plan is not None and (plan.shape == leaf.shape or _is_coarser(leaf.shape, plan, sharded, sizes)):
                 return plan.state_spec(sharded=sharded)
         ends = range(len(path), 0, -1) if sharded and leaf.shape else ()
         for plan in (by_path.get(tuple(path[start:end])) for end in ends for start in range(end)):
@@ -312,3 +315,13 @@ def state_specs(
         return PartitionSpec(*(axes.entry if one == dim else None for one in range(len(leaf.shape))))
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
+
+
+def _is_coarser(shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]) -> bool:
+    """Return whether a leaf has one number for each tile of a parameter, and is cut where tiles end."""
+    if len(shape) != len(plan.shape) or not all(n and length % n == 0 for length, n in zip(plan.shape, shape, strict=True)):
+        return False
+    spec = plan.state_spec(sharded=sharded)
+    return math.prod(shape) > 1 and all(
+        n % math.prod(sizes[axis] for axis in spec_axes((entry,))) == 0 for n, entry in zip(shape, spec, strict=False)
+    )

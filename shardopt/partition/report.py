@@ -61,12 +61,14 @@ class Owners(NamedTuple):
       num_owners: how many owners there are.
       imbalance: by which part the flops of the busiest owner exceed the mean.
       bytes_sent: what each device sends in a step to bring matrices there and back.
+      padding: how many of these bytes carry nothing, because all owners are sent as much as the busiest.
     """
 
     rows: tuple[Owned, ...]
     num_owners: int
     imbalance: float
     bytes_sent: int
+    padding: int
 
     def lines(self) -> list[str]:
         """Return a line for each row, and one for all."""
@@ -79,7 +81,8 @@ class Owners(NamedTuple):
             with_state = ", with their optimizer state" if row.state else ""
             found.append(f"matrices of {names} are at owners {_ranges(row.owners)}{with_state}")
         total = f"{self.bytes_sent:,} bytes sent per device and step to {self.num_owners} owners and back"
-        return [*found, f"{total}; the busiest has {self.imbalance:.1%} more flops than the mean"]
+        share = f", {self.padding / self.bytes_sent:.1%} of them padding" if self.padding else ""
+        return [*found, f"{total}{share}; the busiest has {self.imbalance:.1%} more flops than the mean"]
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -255,6 +255,7 @@ def place(
         list(zip(paths, plans, strict=True)),
         sharded=placement.opt_state,
         axes=layout.shards,
+        sizes=layout.sizes,
         min_shard_elements=min_shard_elements,
     )
     held = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)

@@ -57,12 +57,12 @@ def eight_bit(
     **Equivalence**: not that of `inner`, but under any strategy equal to one device with `eight_bit(inner)`, up to
     summation order, but for numbers that lie half way between two codes.
 
-    **Placement**: codes live as their parameter does, scales as any leaf. A moment takes 1 + itemsize / block_size bytes
-    a parameter, so Adam in fp32 2 + 8 / 64 = 2.125 in place of 8. In between a step holds decoded moments as temporaries.
+    **Placement**: codes live as their parameter does, and so do scales where it is cut between blocks, elsewhere as any leaf. A
+    moment takes 1 + itemsize / block_size bytes a parameter, so Adam in fp32 2 + 8 / 64 = 2.125 in place of 8. In between a
+    step holds decoded moments as temporaries. Replicas that train apart are restored as many as they were: codes have no mean.
 
     **Communication**: none of its own where a block lies within a shard: if the longest dim is sharded, or another one into
-    shards whose lengths are multiples of `block_size`. Otherwise the partitioner gathers. With tensor the scales are sent, as they
-    are placed over data alone.
+    shards whose lengths are multiples of `block_size`. Otherwise the partitioner gathers.
 
     Args:
       inner: an optax transformation.

@@ -7,6 +7,7 @@ import pytest
 import shardopt as so
 from shardopt.core.types import merge_replicas
 from shardopt.local_updates.state import PerReplica
+from shardopt.transforms.eight_bit import EightBitState
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 KEYS = jax.random.split(jax.random.key(3), 2)
@@ -51,6 +52,22 @@ def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
         assert leaf.shape == (new, *merged.shape)
         for replica in leaf:
             assert jnp.array_equal(*map(as_numbers, (replica, merged)))
+
+
+@pytest.mark.parametrize("how", ["folder", "bytes"])
+def test_there_is_no_mean_of_codes(how, tmp_path, make_opt):
+    codes = EightBitState({"mu": jnp.ones((2, 4), jnp.uint8), "count": jnp.ones(2, int)}, {"mu": jnp.ones((2, 1))})
+    state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, PerReplica(codes), jnp.zeros(2, jnp.uint32))
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state)
+    wanted = placed._replace(opt_state=jax.tree.map(lambda x: x.update(shape=(3, *x.shape[1:])), placed.opt_state))
+    restore = lambda into: so.restore(tmp_path, into) if how == "folder" else so.from_bytes(into, blob)  # noqa: E731
+    so.save(tmp_path, state)
+    blob = so.to_bytes(make_opt(), state)
+    with pytest.raises(so.CheckpointError, match="moments in 8 bits of each replica, and there is no mean of codes") as error:
+        restore(wanted)
+    assert "opt_state/value/state/mu: the checkpoint holds uint8[2, 4], " in str(error.value)
+    assert str(error.value).count("the checkpoint holds") == 1, "counts and scales are numbers"
+    assert jnp.array_equal(restore(placed).opt_state.value.state["mu"], codes.state["mu"])
 
 
 def as_numbers(leaf):

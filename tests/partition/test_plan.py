@@ -109,7 +109,8 @@ def test_optimizer_state_lives_as_its_parameter_does_and_else_where_it_fits(name
     abstract = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in plans.items()}
     state = jax.eval_shape(STATEFUL[name].init, abstract)
     flat = jax.tree_util.tree_leaves_with_path(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
-    specs = state_specs(state, flat, sharded=True, axes=shard_axes(mesh.shape), min_shard_elements=1)
+    axes, sizes = shard_axes(mesh.shape), dict(mesh.shape)
+    specs = state_specs(state, flat, sharded=True, axes=axes, sizes=sizes, min_shard_elements=1)
     assert jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(state)
     placed = zip(jax.tree.leaves(state), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True)
     for leaf, spec in placed:

@@ -55,7 +55,7 @@ POLICY = jax.checkpoint_policies.dots_saveable
 STEPS = [
     (strategy, remat)
     for strategy in ("ddp", "fsdp")
-    for remat in ("save:inner, hidden", "offload:outer", "full", POLICY)
+    for remat in ("save:inner, hidden", "offload:outer", "full", "offload", POLICY)
 ]
 QUICK = [("ddp", "save:inner, hidden"), ("fsdp", "save:inner, hidden"), ("fsdp", "offload:outer")]
 
@@ -92,7 +92,7 @@ def test_a_value_that_is_kept_is_not_computed_again(strategy, mesh_of):
 
     least = 0
     least = repeated(None)
-    assert repeated("full") == 5
+    assert repeated("full") == repeated("offload") == 5
     assert repeated("save:qkv") == repeated("save:attention") == 4
     assert repeated("offload:attention_out") == 4
     # the scores, whose exponentials the gradient reads
@@ -109,7 +109,7 @@ def test_nothing_else_is_kept():
         passes = split_backward(lambda w, x: [run(treedef.unflatten(w), x[0])], leaves, [x], trained=range(4))
         return sorted(leaf.shape for leaf in passes.residuals)
 
-    assert kept("full") == [(ROWS, DIM)]
+    assert kept("full") == kept("offload") == [(ROWS, DIM)]
     assert kept("save:inner") == [(ROWS, DIM)] * 2
     assert kept("save:hidden") == kept("offload:hidden") == [(ROWS, DIM), (ROWS, HIDDEN)]
     # what only elementwise operations make of a value that is kept needs no place of its own

@@ -161,7 +161,7 @@ CONSTRUCTION = [
     (
         lambda: hybrid(MODEL._replace(remat="all")),
         ValueError,
-        "hybrid: BlockModel.remat must be None, 'full', 'save:NAME,...', 'offload:NAME,...' or a jax.checkpoint policy, "
+        "hybrid: BlockModel.remat must be None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy, "
         "got 'all'.\nFix: write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies.",
     ),
 ]
