@@ -55,7 +55,32 @@ class TraceAgain(Protocol):
 def run_stage(
     config: StrategyConfig, stage: OwnedStage, trace: TraceAgain, args: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
-    """Return the outputs of every task, given its inputs; in the global view."""
+    """Return the outputs of every task, those `here` after the others, given its inputs; in the global view."""
+    there, here = args[: len(stage.tasks)], args[len(stage.tasks) :]
+    made = [_run_here(config, stage, one, trace, some) for one, some in zip(stage.here, here, strict=True)]
+    return [*_run_there(config, stage, trace, there), *made] if there else made
+
+
+def _run_here(
+    config: StrategyConfig, stage: OwnedStage, one: OwnedTask, trace: TraceAgain, args: list[jax.Array]
+) -> list[jax.Array]:
+    """Run a task where its blocks are: one after another, so that each is computed as if it were alone."""
+
+    def local(args: list[jax.Array]) -> list[jax.Array]:
+        (run,) = _functions(stage, [one], trace)
+        blocks = [
+            run(*(_block(x, moved, block) for x, moved in zip(args, one.inputs, strict=True)))
+            for block in range(one.blocks)
+        ]
+        return [_joined(pieces, moved) for *pieces, moved in zip(*blocks, one.outputs, strict=True)]
+
+    specs, out_specs = ([moved.spec for moved in some] for some in (one.inputs, one.outputs))
+    return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
+
+
+def _run_there(
+    config: StrategyConfig, stage: OwnedStage, trace: TraceAgain, args: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
     sizes = {axis: config.mesh_shape[axis] for axis in owner_axes(config)}
     local = _local(stage, trace, sizes)
     specs = [[moved.spec for moved in one.inputs] for one in stage.tasks]
@@ -119,7 +144,7 @@ def _local(
         )
         received = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in sent.items()}
         given = [_given(tasks, units, args, which) for units, which in zip(of_program, mine, strict=True)]
-        run = _functions(stage, trace)
+        run = _functions(stage, tasks, trace)
         branches = [_branch(tasks, run, units, sizes, most, totals[1]) for units in examples]
         made, small = jax.lax.switch(jnp.asarray(branch_of)[me], branches, received, given)
         back = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in made.items()}
@@ -146,10 +171,10 @@ def _local(
     return local
 
 
-def _functions(stage: OwnedStage, trace: TraceAgain) -> list[Function]:
-    """Return the function of a unit of each task, from traces made here: their equations are of the mesh under trace."""
+def _functions(stage: OwnedStage, tasks: Sequence[OwnedTask], trace: TraceAgain) -> list[Function]:
+    """Return the function of a unit of each of these tasks, from traces made here: their equations are of the mesh under trace."""
     old = {True: stage.single, False: stage.whole}
-    here = {cut: trace(single=cut) for cut in {one.cut for one in stage.tasks}}
+    here = {cut: trace(single=cut) for cut in {one.cut for one in tasks}}
     same: dict[bool, dict[jex.Var, jex.Var]] = {}
     for cut, new in here.items():
         planned = old[cut]
@@ -162,7 +187,7 @@ def _functions(stage: OwnedStage, trace: TraceAgain) -> list[Function]:
         part = closed_part(here[one.cut], one.task.equations, reads, makes)
         return lambda *args: jax.core.eval_jaxpr(part, (), *args)
 
-    return [function(one) for one in stage.tasks]
+    return [function(one) for one in tasks]
 
 
 def _owned_units(

@@ -29,7 +29,7 @@ class Moved(NamedTuple):
 
     Attributes:
       spec: how it is sharded: over every axis that owners are along if it is moved, over none if it is not.
-      moves: whether it goes to the owner, or comes from there; what does not is small, or replicated, on every device.
+      moves: whether it goes to the owner, or comes from there; what does not is there, or small, or replicated, on every device.
       shape: of one unit, at its owner.
       dtype: its dtype.
       dim: the dim that counts blocks; None if units are no blocks.
@@ -74,14 +74,16 @@ class OwnedStage(NamedTuple):
     """Tasks that run at once, unit by unit on their owners.
 
     Attributes:
-      tasks: the tasks.
-      units: (task, block) of each unit.
+      tasks: the tasks that owners are sent.
+      here: those of stacked blocks whose state lives at their owners: nothing is sent.
+      units: (task, block) of each unit of `tasks`.
       owners: the owner of each unit, a number along the axes.
       whole: the trace that tasks are of.
       single: that of one block, if units are blocks.
     """
 
     tasks: tuple[OwnedTask, ...]
+    here: tuple[OwnedTask, ...]
     units: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
     whole: Trace
@@ -125,18 +127,27 @@ def plan_stages(
     for var, plan in zip(whole.jaxpr.invars, layout.trained, strict=False):
         if groups.large([var]):
             plans.setdefault(groups.number(var), []).append(plan)
+    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     stages: dict[int, list[OwnedTask]] = {}
+    here: dict[int, list[OwnedTask]] = {}
     left: list[Owned] = []
     matched: list[tuple[Trace, dict[jex.Var, jex.Var]] | None] = []  # once, if it is needed
     for task in find_tasks(whole, groups):
         of = plans.get(task.group, [])
-        if any(plan.owned is not None for plan in of):
-            continue  # on its owner already
+        at = {None if plan.owned is None else plan.owned[0] for plan in of}
+        if len(at) > 1 or (at <= {None} and count == 1):
+            continue
         cut = None
         if of and all(plan.stacked for plan in of):
             if not matched:
                 matched.append(_matched(whole, trace_single()))
             cut = _cut_into_blocks(task, whole, matched[0], of[0].shape[0])
+        if owner := next(
+            iter(at - {None}), None
+        ):  # on its owner already; a task of several blocks is left to the partitioner
+            if cut is not None:
+                here.setdefault(task.stage, []).append(_owned(config, task, of, whole, cut, owner))
+            continue
         if cut is None and any(plan.pipelined for plan in of):
             because = (
                 "the optimizer does not treat the blocks of a leaf apart, and stages of the pipeline hold some each"
@@ -144,17 +155,19 @@ def plan_stages(
             left.append(Owned(tuple(plan.path for plan in of), (), because))
             continue
         stages.setdefault(task.stage, []).append(_owned(config, task, of, whole, cut))
-    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     single = matched[0][0] if matched and matched[0] else None
-    return [_stage(tuple(tasks), count, whole, single) for _, tasks in sorted(stages.items())], left
+    numbers = sorted({*stages, *here})
+    return [_stage(tuple(stages.get(i, ())), tuple(here.get(i, ())), count, whole, single) for i in numbers], left
 
 
-def _stage(tasks: tuple[OwnedTask, ...], owners: int, whole: Trace, single: Trace | None) -> OwnedStage:
+def _stage(
+    tasks: tuple[OwnedTask, ...], here: tuple[OwnedTask, ...], owners: int, whole: Trace, single: Trace | None
+) -> OwnedStage:
     # units of one program side by side, so that devices have the same mixtures of programs
     order = sorted(range(len(tasks)), key=lambda i: (-tasks[i].cost, tasks[i].key, i))
     units = tuple((i, block) for i in order for block in range(tasks[i].blocks))
     found = share_out([tasks[i].cost for i, _ in units], owners)
-    return OwnedStage(tasks, units, tuple(found), whole, single)
+    return OwnedStage(tasks, here, units, tuple(found), whole, single)
 
 
 def _matched(whole: Trace, single: Trace) -> tuple[Trace, dict[jex.Var, jex.Var]] | None:
@@ -183,15 +196,18 @@ def _owned(
     plans: Sequence[LeafPlan],
     whole: Trace,
     cut: tuple[Trace, dict[jex.Var, jex.Var], int] | None,
+    owner: str | tuple[str, ...] | None = None,
 ) -> OwnedTask:
+    """Return a task as units; `owner` are the axes that blocks are sharded over already."""
     trace, same, blocks = (whole, None, 1) if cut is None else cut
-    stages = config.mesh_shape["pipeline"] if any(plan.pipelined for plan in plans) else 1
+    over = owner or ("pipeline" if any(plan.pipelined for plan in plans) else None)
+    parts = math.prod(config.mesh_shape[axis] for axis in spec_axes((over,)))
 
     def moved(var: jex.Var, *, large: bool) -> Moved:
         dim = None if same is None else block_dim(var, same, blocks)
         one = shape_of(var if same is None else same[var])
-        spec = _moved_spec(config, var, plans, dim) if large else None
-        here = PartitionSpec(*[None] * dim, "pipeline") if dim is not None and stages > 1 else PartitionSpec()
+        spec = _moved_spec(config, var, plans, dim) if large and owner is None else None
+        here = PartitionSpec(*[None] * dim, over) if dim is not None and parts > 1 else PartitionSpec()
         return Moved(here if spec is None else spec, spec is not None, one.shape, np.dtype(one.dtype), dim)
 
     least = max(LEAST, config.min_shard_elements)
@@ -210,7 +226,7 @@ def _owned(
         makes=tuple(outside),
         key=f"{part} {inputs} {outputs}",
         cut=cut is not None,
-        blocks=blocks // stages,
+        blocks=blocks // parts,
         cost=float(sum(_flops(eqn) for eqn in part.eqns)),
         paths=tuple(plan.path for plan in plans),
     )

@@ -26,17 +26,15 @@ def owned_update(
 ) -> tuple[PyTree, PyTree]:
     """Return what `update_of` returns, in the global view but for products and decompositions of matrices.
 
-    These are units, a matrix or stacked block each. A unit's owner gets all of what it reads, runs it alone, and sends back
-    to every device its shard of the result: for Psi bytes that go and come, (N-1)/N^2 Psi per device each way.
+    These are units, a matrix or stacked block each, run alone by its owner, so that its bits do not depend on how many
+    devices there are. Where state does not live there the owner gets all of what the unit reads, and sends back to every device
+    its shard of the result: for Psi bytes that go and come, (N-1)/N^2 Psi per device each way.
     """
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
         given = asked._replace(value=value, grad=grads)  # what it closed over would be an argument of another trace
         return update_of(config.tx, grads, opt_state, params, _opaque(given))
 
-    axes = owner_axes(config)
-    if math.prod(config.mesh_shape[axis] for axis in axes) == 1:
-        return update_of(config.tx, grads, opt_state, params, asked)
     args = grads, opt_state, params, asked.value
     trace, shapes = trace_update(update, *args)
     again = functools.partial(trace_again, config, layout, abstract(asked.value))
@@ -47,10 +45,11 @@ def owned_update(
     values = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
     values |= dict(zip(trace.jaxpr.invars, leaves, strict=True))
     for stage in stages:
-        reads = [[*one.task.inputs, *one.task.given] for one in stage.tasks]
+        tasks = (*stage.tasks, *stage.here)
+        reads = [[*one.task.inputs, *one.task.given] for one in tasks]
         _evaluate(trace, values, [var for some in reads for var in some])
         made = run_stage(config, stage, again, [[values[var] for var in some] for some in reads])
-        for one, outputs in zip(stage.tasks, made, strict=True):
+        for one, outputs in zip(tasks, made, strict=True):
             values |= dict(zip(one.task.outputs, outputs, strict=True))
     _evaluate(trace, values, trace.jaxpr.outvars)
     found = [var.val if isinstance(var, jex.Literal) else values[var] for var in trace.jaxpr.outvars]
@@ -75,6 +74,8 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
         for i, one in enumerate(stage.tasks):
             mine = [owner for (task, _), owner in zip(stage.units, stage.owners, strict=True) if task == i]
             rows.append(Owned(one.paths, tuple(mine)))
+        even = sum(one.cost * one.blocks for one in stage.here)
+        loads = [load + even for load in loads]
         for cost, owner in zip(stage.costs, stage.owners, strict=True):
             loads[owner] += cost
     imbalance = max(loads) * count / sum(loads) - 1 if sum(loads) else 0.0

@@ -319,7 +319,9 @@ def state_specs(
 
 def _is_coarser(shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]) -> bool:
     """Return whether a leaf has one number for each tile of a parameter, and is cut where tiles end."""
-    if len(shape) != len(plan.shape) or not all(n and length % n == 0 for length, n in zip(plan.shape, shape, strict=True)):
+    if len(shape) != len(plan.shape) or not all(
+        n and length % n == 0 for length, n in zip(plan.shape, shape, strict=True)
+    ):
         return False
     spec = plan.state_spec(sharded=sharded)
     return math.prod(shape) > 1 and all(

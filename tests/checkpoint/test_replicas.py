@@ -63,7 +63,9 @@ def test_there_is_no_mean_of_codes(how, tmp_path, make_opt):
     restore = lambda into: so.restore(tmp_path, into) if how == "folder" else so.from_bytes(into, blob)  # noqa: E731
     so.save(tmp_path, state)
     blob = so.to_bytes(make_opt(), state)
-    with pytest.raises(so.CheckpointError, match="moments in 8 bits of each replica, and there is no mean of codes") as error:
+    with pytest.raises(
+        so.CheckpointError, match="moments in 8 bits of each replica, and there is no mean of codes"
+    ) as error:
         restore(wanted)
     assert "opt_state/value/state/mu: the checkpoint holds uint8[2, 4], " in str(error.value)
     assert str(error.value).count("the checkpoint holds") == 1, "counts and scales are numbers"
