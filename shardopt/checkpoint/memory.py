@@ -1,13 +1,16 @@
 """Snapshots of the train state in host memory: of each process on its own host and on the next, newer than the disk's.
 
 A snapshot of a process is its shards of every leaf, in one piece, with a SHA-256; it goes to the vault of its own host and to
-that of the next one (`runtime.vault`), over sockets, in the background. A step can be restored when each process finds its
-own piece of it, whole, in one of the two: so any one host may be lost, or several that are not neighbours.
+that of the next one (`runtime.vault`), over sockets, in the background. A step can be restored when the pieces of all
+processes that took it are there, whole, each in one of its two vaults: so any one host may be lost, or several that are not
+neighbours. Another number of processes, or another mesh, takes what it needs from several pieces.
 """
 
 import json
 import logging
+import math
 import os
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import AuthenticationError
 from typing import NamedTuple
@@ -22,6 +25,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.runtime import vault
+from shardopt.runtime.launch import RESTART
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 30.0
@@ -46,6 +50,20 @@ class Snapshot(NamedTuple):
     step: int
     extra: dict[str, Json]
     leaves: dict[LeafPath, tuple[str, dict[Bounds, memoryview]]]
+
+
+class Whole(NamedTuple):
+    """A step of which the pieces of all processes are there.
+
+    Attributes:
+      step: steps taken.
+      group: the attempt that took it and its number of processes, "attempt/count".
+      holders: by rank of that attempt, the addresses of the vaults that have its piece.
+    """
+
+    step: int
+    group: str
+    holders: dict[int, list[str]]
 
 
 class MemoryWriter:
@@ -80,15 +98,17 @@ class MemoryWriter:
         self._pending = self._thread.submit(self._send, pack(state, step, extra), step)
 
     def newest(self, opt: ShardedOptimizer, later_than: int) -> Snapshot | None:
-        """Return this process's piece of the newest step of which every process finds its own; all must call it."""
-        rank, like = jax.process_index(), opt.abstract_state()
-        held = {step for address in self._mine() for step in vault.steps(address, self._token, rank)}
-        told = [json.loads(one) for one in exchange(json.dumps([sorted(held), later_than]))]
-        common = set.intersection(*(set(steps) for steps, _ in told))
+        """Return what this process needs of the newest step of which all find what they need; all must call it."""
+        like = opt.abstract_state()
+        held = self._held() if jax.process_index() == 0 else []
+        told = [json.loads(one) for one in exchange(json.dumps([held, later_than]))]
         least = max(later for _, later in told)  # of folders that not all see alike, yet
-        for step in sorted((step for step in common if step > least), reverse=True):
-            found = self._read(rank, step, like)
-            if all(json.loads(one) for one in exchange(json.dumps(found is not None))):
+        for one in whole_steps(told[0][0], later_than=least):
+            pieces = self._pieces(one)
+            found, problem = assemble(pieces, like)
+            if found is None:
+                _LOG.warning("%s: the snapshot of step %d is not restored: %s.", self._who, one.step, problem)
+            if all(json.loads(good) for good in exchange(json.dumps(found is not None))):
                 assert found is not None
                 return found._replace(extra=json.loads(exchange(json.dumps(found.extra))[0]))
         return None
@@ -103,24 +123,47 @@ class MemoryWriter:
         return list(dict.fromkeys((self._vaults[host], self._vaults[(host + 1) % count])))
 
     def _send(self, data: bytearray, step: int) -> None:
-        digest = vault.digest(data)
+        digest, rank = vault.digest(data), jax.process_index()
+        group = f"{os.environ.get(RESTART, '0')}/{jax.process_count()}"
         for address in self._mine():
             try:
-                vault.put(address, self._token, jax.process_index(), step, data, digest)
+                vault.put(address, self._token, rank, step, group, data, digest)
             except (OSError, EOFError, AuthenticationError) as error:
                 text = "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another holds it."
                 _LOG.warning(text, self._who, step, address, type(error).__name__, error)
 
-    def _read(self, rank: int, step: int, like: PyTree) -> Snapshot | None:
-        for address in self._mine():
-            data = vault.get(address, self._token, rank, step)
-            if data is not None:
-                found = unpack(data)
-                if problem := mismatch(found, like):
-                    _LOG.warning("%s: the snapshot of step %d is not restored: %s.", self._who, step, problem)
-                    return None
-                return found
-        return None
+    def _held(self) -> list[tuple[str, int, int, str]]:
+        return [(address, *one) for address in self._vaults for one in vault.held(address, self._token)]
+
+    def _pieces(self, one: Whole) -> Iterator[Snapshot]:
+        """Read the pieces of a step, that of this rank first: on the same mesh it is all that is needed."""
+        near = self._mine()
+        for rank in sorted(one.holders, key=lambda rank: rank != jax.process_index()):
+            for address in sorted(one.holders[rank], key=lambda address: address not in near):
+                data = vault.get(address, self._token, rank, one.step, one.group)
+                if data is not None:
+                    yield unpack(data)
+                    break
+
+
+def whole_steps(held: Iterable[tuple[str, int, int, str]], *, later_than: int) -> list[Whole]:
+    """Return the steps of which the pieces of all processes are somewhere, the newest first.
+
+    Args:
+      held: vault, rank, step and group of each piece.
+      later_than: earlier steps, and this one, are left out.
+
+    Example:
+      >>> held = [("a", 0, 5, "0/2"), ("b", 0, 5, "0/2"), ("b", 1, 5, "0/2"), ("a", 0, 10, "0/2")]
+      >>> whole_steps(held, later_than=0)
+      [Whole(step=5, group='0/2', holders={0: ['a', 'b'], 1: ['b']})]
+    """
+    found: dict[tuple[int, str], dict[int, list[str]]] = {}
+    for address, rank, step, group in held:
+        if step > later_than:
+            found.setdefault((step, group), {}).setdefault(rank, []).append(address)
+    whole = [Whole(*key, ranks) for key, ranks in found.items() if len(ranks) == int(key[1].partition("/")[2])]
+    return sorted(whole, key=lambda one: (one.step, int(one.group.partition("/")[0])), reverse=True)
 
 
 def pack(state: PyTree, step: int, extra: dict[str, Json]) -> bytearray:
@@ -160,29 +203,71 @@ def unpack(data: bytes) -> Snapshot:
     return Snapshot(int(header["step"]), header["extra"], leaves)
 
 
-def mismatch(found: Snapshot, like: PyTree) -> str:
-    """Return why a snapshot cannot become such a state on these devices; "" where it can.
+def assemble(pieces: Iterable[Snapshot], like: PyTree) -> tuple[Snapshot | None, str]:
+    """Return what the devices of this process need of a state, from as few of the first pieces as hold it; or why it cannot.
+
+    A piece is let go before the next is read: beside the shards of this process there is one in memory.
 
     Args:
-      found: the piece of this process.
+      pieces: of the processes that took the snapshot, whatever their mesh was.
       like: pytree of `jax.ShapeDtypeStruct` with shardings.
     """
     wanted = leaves_by_path(like)
-    if found.leaves.keys() != wanted.keys():
-        return "it holds other leaves"
-    for path, leaf in wanted.items():
-        kind, shards = found.leaves[path]
-        if kind != str(describe(leaf)):
-            return f"{show(path)} is {kind}, not {describe(leaf)}"
-        flat = plain(leaf)
-        here = flat.sharding.addressable_devices_indices_map(flat.shape).values()
-        if not {_bounds(index, flat.shape) for index in here} <= shards.keys():
-            return f"this process held other shards of {show(path)}"
-    return ""
+    needed = {path: _needed(leaf) for path, leaf in wanted.items()}
+    shards: dict[LeafPath, dict[Bounds, memoryview]] = {path: {} for path in wanted}
+    missing = {(path, mine): _volume(mine) for path, bounds in needed.items() for mine in bounds}
+    copied: set[tuple[LeafPath, Bounds]] = set()
+    first = None
+    for piece in pieces:
+        first = first or piece._replace(leaves={})
+        if piece.leaves.keys() != wanted.keys():
+            return None, "it holds other leaves"
+        for path, leaf in wanted.items():
+            kind, held = piece.leaves[path]
+            if kind != str(describe(leaf)):
+                return None, f"{show(path)} is {kind}, not {describe(leaf)}"
+            size = np.dtype(plain(leaf).dtype).itemsize
+            for mine in needed[path]:
+                if mine in held and missing[path, mine]:
+                    shards[path][mine], missing[path, mine] = held[mine], 0
+                for theirs in held if missing[path, mine] else ():
+                    if (path, theirs) not in copied:
+                        into = shards[path].setdefault(mine, memoryview(bytearray(_volume(mine) * size)))
+                        missing[path, mine] -= _copy_overlap(held[theirs], theirs, into, mine, size)
+            copied |= {(path, theirs) for theirs in held}
+        if not any(missing.values()):
+            leaves = {path: (str(describe(leaf)), shards[path]) for path, leaf in wanted.items()}
+            return first._replace(leaves=leaves), ""
+    return None, "a piece of it is lost or damaged"
+
+
+def _needed(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
+    """Return where the shards of this process lie."""
+    flat = plain(leaf)
+    here = flat.sharding.addressable_devices_indices_map(flat.shape).values()
+    return list(dict.fromkeys(_bounds(index, flat.shape) for index in here))
+
+
+def _volume(bounds: Bounds) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def _copy_overlap(source: memoryview, theirs: Bounds, target: memoryview, mine: Bounds, size: int) -> int:
+    """Copy what two shards of a leaf have in common, elements of `size` bytes; return how many elements that were."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(theirs, mine, strict=True))
+    if any(start >= stop for start, stop in common):
+        return 0
+
+    def within(data: memoryview, bounds: Bounds) -> np.ndarray:
+        whole = np.frombuffer(data, f"V{size}").reshape([stop - start for start, stop in bounds])
+        return whole[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))]
+
+    within(target, mine)[...] = within(source, theirs)
+    return _volume(common)
 
 
 def place_snapshot(found: Snapshot, like: PyTree) -> PyTree:
-    """Return the state of a snapshot that fits, on the devices."""
+    """Return the state of a snapshot that `assemble` put together for these devices, on them."""
     leaves = []
     for path, leaf in leaves_by_path(like).items():
         _, shards = found.leaves[path]

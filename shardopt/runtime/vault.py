@@ -1,7 +1,8 @@
 """A vault: snapshots in host memory, in a program that outlives the training processes; one on each host.
 
 `python vault.py NUMBER` reads the run's token from its input, says its port, and ends when its input does. It keeps the two
-newest steps of each rank, and only what arrived with the checksum that was sent with it. Only the standard library is
+newest steps of each rank, and only what arrived with the checksum that was sent with it. A snapshot belongs to a group, the
+attempt and the number of processes that took it: pieces of two groups are never put together. Only the standard library is
 imported here.
 """
 
@@ -30,39 +31,61 @@ GENERATIONS = 2
 """How many snapshots of a rank are kept: where one host died while it sent, all still have the one before."""
 
 
+class _Kept(NamedTuple):
+    """A snapshot of a rank."""
+
+    group: str
+    digest: str
+    data: bytes
+
+
 class Blobs:
     """What a vault keeps: bytes by rank and step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[int, dict[int, tuple[str, bytes]]] = {}
+        self._kept: dict[int, dict[int, _Kept]] = {}
 
     def serve(self, connection: Connection) -> None:
         """Answer what one connection asks for."""
         while True:
             asked = json.loads(connection.recv_bytes(4096))
-            what, rank = asked["what"], int(asked["rank"])
-            if what == "put":
-                data = connection.recv_bytes()
-                answer = {"kept": self.put(rank, int(asked["step"]), str(asked["digest"]), data)}
-                connection.send_bytes(json.dumps(answer).encode())
-            elif what == "steps":
-                with self._lock:
-                    connection.send_bytes(json.dumps(sorted(self._kept.get(rank, {}))).encode())
+            if asked["what"] == "put":
+                one = _Kept(str(asked["group"]), str(asked["digest"]), connection.recv_bytes())
+                kept = self.put(int(asked["rank"]), int(asked["step"]), one)
+                connection.send_bytes(json.dumps({"kept": kept}).encode())
+            elif asked["what"] == "list":
+                connection.send_bytes(json.dumps(self.held()).encode())
             else:
-                with self._lock:
-                    found, data = self._kept.get(rank, {}).get(int(asked["step"]), ("", b""))
-                connection.send_bytes(found.encode())
-                connection.send_bytes(data)
+                found = self.get(int(asked["rank"]), int(asked["step"]), str(asked["group"]))
+                connection.send_bytes(found.digest.encode())
+                connection.send_bytes(found.data)
 
-    def put(self, rank: int, step: int, found: str, data: bytes) -> bool:
+    def put(self, rank: int, step: int, one: _Kept) -> bool:
         """Keep a snapshot if it is whole. Later steps go: the run was wound back, and two histories do not mix."""
-        if digest(data) != found:
+        if digest(one.data) != one.digest:
             return False
         with self._lock:
-            steps = {old: one for old, one in self._kept.get(rank, {}).items() if old < step} | {step: (found, data)}
+            steps = {old: kept for old, kept in self._kept.get(rank, {}).items() if old < step} | {step: one}
             self._kept[rank] = dict(sorted(steps.items())[-GENERATIONS:])
+            if [kept.group for kept in self._kept[rank].values()] == [one.group] * GENERATIONS:
+                # All of an earlier attempt can go by now, also that of ranks that there are no more.
+                self._kept = {
+                    other: {at: kept for at, kept in steps.items() if kept.group == one.group}
+                    for other, steps in self._kept.items()
+                }
         return True
+
+    def held(self) -> list[tuple[int, int, str]]:
+        """Return the rank, step and group of all that is kept."""
+        with self._lock:
+            return [(rank, step, one.group) for rank, steps in self._kept.items() for step, one in steps.items()]
+
+    def get(self, rank: int, step: int, group: str) -> _Kept:
+        """Return a snapshot; empty where it is not kept."""
+        with self._lock:
+            found = self._kept.get(rank, {}).get(step)
+        return found if found is not None and found.group == group else _Kept(group, "", b"")
 
 
 class Vault(NamedTuple):
@@ -120,31 +143,33 @@ class Vaults:
             stop_vault(one)
 
 
-def put(address: str, token: str, rank: int, step: int, data: bytes | bytearray, found: str) -> None:
+def put(address: str, token: str, rank: int, step: int, group: str, data: bytes | bytearray, found: str) -> None:
     """Give a vault a snapshot of a rank.
 
     Raises:
       OSError: if it did not arrive whole, or nobody listens there.
     """
+    what = {"what": "put", "rank": rank, "step": step, "group": group, "digest": found}
     with connect(address, token) as connection:
-        connection.send_bytes(json.dumps({"what": "put", "rank": rank, "step": step, "digest": found}).encode())
+        connection.send_bytes(json.dumps(what).encode())
         connection.send_bytes(data)
         if not json.loads(connection.recv_bytes(4096))["kept"]:
             raise OSError("it did not arrive whole")
 
 
-def steps(address: str, token: str, rank: int) -> list[int]:
-    """Return the steps that a vault has of a rank; none where nobody listens."""
+def held(address: str, token: str) -> list[tuple[int, int, str]]:
+    """Return the rank, step and group of all that a vault has; nothing where nobody listens."""
     with contextlib.suppress(OSError, EOFError), connect(address, token) as connection:
-        connection.send_bytes(json.dumps({"what": "steps", "rank": rank}).encode())
-        return [int(step) for step in json.loads(connection.recv_bytes(4096))]
+        connection.send_bytes(json.dumps({"what": "list"}).encode())
+        return [(int(rank), int(step), str(group)) for rank, step, group in json.loads(connection.recv_bytes())]
     return []
 
 
-def get(address: str, token: str, rank: int, step: int) -> bytes | None:
+def get(address: str, token: str, rank: int, step: int, group: str) -> bytes | None:
     """Return a snapshot of a rank, or None where the vault does not have it whole."""
     with contextlib.suppress(OSError, EOFError), connect(address, token) as connection:
-        connection.send_bytes(json.dumps({"what": "get", "rank": rank, "step": step}).encode())
+        what = {"what": "get", "rank": rank, "step": step, "group": group}
+        connection.send_bytes(json.dumps(what).encode())
         found, data = connection.recv_bytes(4096).decode(), connection.recv_bytes()
         return data if found and digest(data) == found else None
     return None

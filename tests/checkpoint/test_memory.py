@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint.memory import mismatch, pack, place_snapshot, unpack
+from shardopt.checkpoint.memory import Snapshot, assemble, pack, place_snapshot, unpack, whole_steps
 from shardopt.runtime import vault
 from shardopt.runtime.messages import connect
 
@@ -44,49 +44,89 @@ def equal(a, b):
     return all(np.array_equal(np.asarray(raw(x)), np.asarray(raw(y))) for x, y in pairs)
 
 
-def test_what_is_packed_comes_back_on_the_same_devices_and_no_others():
+def test_what_is_packed_comes_back_on_the_same_devices():
     opt = make(4)
     state = opt.init(PARAMS)
     found = unpack(bytes(pack(state, 7, {"position": 3})))
     assert (found.step, found.extra) == (7, {"position": 3})
-    assert mismatch(found, opt.abstract_state()) == ""
-    back = place_snapshot(found, opt.abstract_state())
+    whole, problem = assemble([found], opt.abstract_state())
+    assert problem == ""
+    back = place_snapshot(whole, opt.abstract_state())
     assert equal(back, state)
     assert [leaf.sharding for leaf in jax.tree.leaves(back)] == [leaf.sharding for leaf in jax.tree.leaves(state)]
-    other = make(2)
-    other.init(PARAMS)
-    assert mismatch(found, other.abstract_state()).startswith("this process held other shards of ")
     sgd = so.fsdp(optax.sgd(0.1), opt.mesh, loss_fn, min_shard_elements=1)
     sgd.init(PARAMS)
-    assert mismatch(found, sgd.abstract_state()) == "it holds other leaves"
+    assert assemble([found], sgd.abstract_state()) == (None, "it holds other leaves")
+
+
+def pieces_of(snapshot, count):
+    """Return what each of `count` processes would have packed: every so many shards of each leaf, or all alike."""
+    for rank in range(count):
+        leaves = {}
+        for path, (kind, shards) in snapshot.leaves.items():
+            mine = dict(list(shards.items())[rank::count]) if len(shards) >= count else shards
+            leaves[path] = (kind, mine)
+        yield Snapshot(snapshot.step, {"rank": rank}, leaves)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 3), (4, 1)])
+def test_pieces_of_some_processes_become_the_state_of_others(before, after):
+    """Whatever the order; a piece that is missing is noticed, and one that is not needed is not read."""
+    wide = {"w": np.arange(96, dtype=np.float32).reshape(12, 8), "b": np.float32(0.5)}
+    old, new = make(before), make(after)
+    state = old.init(wide, jax.random.key(7))
+    new.init(wide, jax.random.key(8))
+    pieces = list(pieces_of(unpack(bytes(pack(state, 7, {}))), before))
+    for order in (pieces, pieces[::-1]):
+        whole, problem = assemble(order, new.abstract_state())
+        assert problem == ""
+        assert whole.extra == order[0].extra
+        assert equal(place_snapshot(whole, new.abstract_state()), state)
+    assert assemble(pieces[1:], new.abstract_state()) == (None, "a piece of it is lost or damaged")
+
+    def one_is_enough():
+        yield unpack(bytes(pack(state, 7, {})))
+        raise AssertionError("another piece was read")
+
+    assert assemble(one_is_enough(), new.abstract_state())[1] == ""
 
 
 def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
     env = vaults.environment()
     address, token = env[vault.ADDRESSES].split(",")[0], env[vault.TOKEN]
 
-    def keep(step, data=b"numbers"):
-        vault.put(address, token, 1, step, data, vault.digest(data))
+    def keep(step, data=b"numbers", *, rank=1, group="0/2"):
+        vault.put(address, token, rank, step, group, data, vault.digest(data))
 
     for step in (5, 10, 15):
         keep(step)
-    assert vault.steps(address, token, 1) == [10, 15]
-    assert vault.steps(address, token, 0) == []
-    assert vault.get(address, token, 1, 15) == b"numbers"
-    assert vault.get(address, token, 1, 5) is None
+    assert vault.held(address, token) == [(1, 10, "0/2"), (1, 15, "0/2")]
+    assert vault.get(address, token, 1, 15, "0/2") == b"numbers"
+    assert vault.get(address, token, 1, 15, "1/2") is None
+    assert vault.get(address, token, 1, 5, "0/2") is None
     with pytest.raises(OSError, match="it did not arrive whole"):
-        vault.put(address, token, 1, 20, b"numberz", vault.digest(b"numbers"))
-    assert vault.steps(address, token, 1) == [10, 15]
+        vault.put(address, token, 1, 20, "0/2", b"numberz", vault.digest(b"numbers"))
     keep(12)  # wound back: what came after is of another history
-    assert vault.steps(address, token, 1) == [10, 12]
+    assert vault.held(address, token) == [(1, 10, "0/2"), (1, 12, "0/2")]
+    keep(14, rank=0, group="1/1")
+    assert len(vault.held(address, token)) == 3  # another piece of the attempt before may still be needed
+    keep(16, rank=0, group="1/1")
+    assert vault.held(address, token) == [(0, 14, "1/1"), (0, 16, "1/1")]
     with pytest.raises(mp.AuthenticationError):
         connect(address, "guessed")
     vaults._all[0].process.kill()
     vaults._all[0].process.wait()
-    assert vault.steps(address, token, 1) == []
-    assert vault.get(address, token, 1, 12) is None
+    assert vault.held(address, token) == []
+    assert vault.get(address, token, 0, 14, "1/1") is None
     again = vaults.environment()[vault.ADDRESSES].split(",")
-    assert vault.steps(again[0], token, 1) == []
+    assert vault.held(again[0], token) == []
+
+
+def test_only_steps_of_one_attempt_are_put_together():
+    held = [("a", 0, 9, "0/2"), ("a", 1, 9, "1/2"), ("b", 0, 8, "0/2"), ("b", 1, 8, "0/2"), ("b", 0, 8, "2/1")]
+    found = whole_steps(held, later_than=7)
+    assert [(one.step, one.group) for one in found] == [(8, "2/1"), (8, "0/2")]
+    assert whole_steps(held, later_than=8) == []
 
 
 def test_snapshots_need_somewhere_to_go(tmp_path, monkeypatch):
