@@ -98,8 +98,8 @@ class Checkpoints:
             beside one.
           memory_every: steps between snapshots, at least 1: copies of the train state in the memory of this host and the
             next, kept by processes that outlive training, the newest two of each. `fit` takes them, and goes on from one
-            that is newer than the disk's where it starts again on the same mesh under the same `shardopt launch
-            --max-restarts`. Each host keeps four copies of its share of the state.
+            that is newer than the disk's where it starts again under the same `shardopt launch --max-restarts`, also with
+            fewer or more processes. Each host keeps four copies of its share of the state.
 
         Raises:
           TypeError: if an argument is of the wrong kind.

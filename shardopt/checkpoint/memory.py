@@ -244,8 +244,9 @@ def assemble(pieces: Iterable[Snapshot], like: PyTree) -> tuple[Snapshot | None,
 def _needed(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
     """Return where the shards of this process lie."""
     flat = plain(leaf)
+    assert flat.sharding is not None
     here = flat.sharding.addressable_devices_indices_map(flat.shape).values()
-    return list(dict.fromkeys(_bounds(index, flat.shape) for index in here))
+    return list(dict.fromkeys(_bounds(index, flat.shape) for index in here if index is not None))
 
 
 def _volume(bounds: Bounds) -> int:

@@ -26,15 +26,20 @@ class LaunchOptions:
     process 0 is shown. When a process fails the others are ended, and the failure is shown.
     """
 
-    processes: int = 2
-    """How many. The simulated devices of train are shared out among them."""
+    processes: Annotated[str, tyro.conf.arg(metavar="INT|MIN:MAX|INT,INT,...")] = "2"
+    """How many. The simulated devices of train are shared out among them. 1:4 begins with four, and goes on with as many as are \
+left when some are killed; 1,2,4 with as many of these as are left."""
 
     max_restarts: int = 0
     """How often the job is started again after a failure; train goes on from its last checkpoint."""
 
     min_processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """With how few processes it may be started again: those that were killed are left out, and of train so many more \
-that the rest can share its devices evenly. By default, none is."""
+that the rest can share its devices evenly. By default, none is. --processes 1:4 is --processes 4 --min-processes 1."""
+
+    discovery_script: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
+    """A shell command that prints how many processes can run now. While fewer train than could at first it is asked every few \
+seconds; when there are more again, all are sent SIGTERM, write a checkpoint and start again with more."""
 
     hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """Seconds without progress of a process that is alive, after which the stacks of all are kept, the one that makes the \
@@ -152,16 +157,41 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         raise ValueError(format_error("launch", "there is no command to launch.", fix=f"say it after --: {example}"))
     training = _parse_train(command) if command[0] == "train" else None
     folder = training.run.run_dir if training else None
+    counts = parse_processes(options.processes, options.min_processes)
     return run_processes(
         lambda attempt: child_command(command, folder, attempt),
-        processes=options.processes,
+        processes=max(counts),
         log_dir=options.log_dir or (Path("runs/launch") if folder is None else folder / "logs"),
         max_restarts=options.max_restarts,
-        min_processes=options.min_processes,
+        min_processes=min(counts) if len(counts) > 1 else options.min_processes,
+        discovery_script=options.discovery_script,
         hang_timeout=options.hang_timeout,
         spares=options.spares,
-        can_share=lambda count: training is None or training.where.devices % count == 0,
+        can_share=lambda count: count in counts and (training is None or training.where.devices % count == 0),
     )
+
+
+def parse_processes(text: str, least: int | None = None) -> Sequence[int]:
+    """Return the numbers of processes that --processes allows, with --min-processes where that is given.
+
+    Example:
+      >>> list(parse_processes("4")), list(parse_processes("2:4")), list(parse_processes("1,2,4"))
+      ([4], [2, 3, 4], [1, 2, 4])
+    """
+    words = text.split(":") if ":" in text else text.split(",")
+    try:
+        counts = [int(word) for word in words]
+    except ValueError:
+        counts = []
+    if not counts or (":" in text and (len(counts) > 2 or counts[0] > counts[-1])):
+        fix = "write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these."
+        raise ValueError(format_error("launch", f"--processes {text} cannot be read.", fix=fix))
+    if least is not None and len(counts) > 1:
+        what = f"--processes {text} and --min-processes {least} both say how few are enough."
+        raise ValueError(format_error("launch", what, fix="leave --min-processes out."))
+    if ":" in text or least is not None:
+        return range(min(counts[0], least or counts[0]), counts[-1] + 1)
+    return counts
 
 
 def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> list[str]:

@@ -58,10 +58,10 @@ def format_error(who: str, what: str, offenders: Sequence[str] = (), fix: str = 
 
 
 def plural(count: int, noun: str) -> str:
-    """Return `1 leaf`, `2 leaves`, `3 axes`, `4 batches`."""
+    """Return `1 leaf`, `2 leaves`, `3 axes`, `4 batches`, `5 processes`."""
     if count == 1:
         return f"1 {noun}"
-    for ending, several in (("leaf", "leaves"), ("axis", "axes"), ("ch", "ches")):
+    for ending, several in (("leaf", "leaves"), ("axis", "axes"), ("ch", "ches"), ("ss", "sses")):
         if noun.endswith(ending):
             return f"{count} {noun.removesuffix(ending)}{several}"
     return f"{count} {noun}s"

@@ -1,4 +1,4 @@
-"""`launch`: a job of several processes on this machine, started again when it fails, with as many or with fewer."""
+"""`launch`: a job of several processes on this machine, started again when it fails, with as many, with fewer, with more."""
 
 import contextlib
 import errno
@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, TextIO
 
-from shardopt.core.errors import format_error
+from shardopt.core.errors import format_error, plural
+from shardopt.runtime.discovery import Discovery
 from shardopt.runtime.files import acquire_lock, release_lock
 from shardopt.runtime.processes import Failures, failures
 from shardopt.runtime.progress import HUNG, STACKS, STACKS_SIGNAL
@@ -39,6 +40,8 @@ _DRAIN = 5.0
 """Seconds that are waited, once a process has ended, until what it wrote is copied."""
 _SPARES_AFTER, _SPARES_APART = 5.0, 0.5
 """Seconds from the start of an attempt to that of the first process that stands by, and between two: the job goes first."""
+_PAUSE = 1.0
+"""Seconds between two questions whether enough processes can run."""
 _DUMP = 1.0
 """Seconds that processes get to write their stacks. They do in a signal handler: those that can need milliseconds."""
 
@@ -66,6 +69,7 @@ class _Attempt(NamedTuple):
     heard: Failures
     spares: "_Spares"
     keep: Sequence[int]  # descriptors that they inherit
+    can_grow: Callable[[], bool]  # whether more could run by now
 
 
 class _Ended(NamedTuple):
@@ -76,6 +80,7 @@ class _Ended(NamedTuple):
     logs: tuple[Path, ...]
     hang: str = ""  # what is said of a job that stood still
     hung: float = 0.0  # seconds for which it did
+    grows: bool = False  # whether it was asked to end, so that more can run
 
 
 def launch(
@@ -88,6 +93,7 @@ def launch(
     hang_timeout: float | None = None,
     spares: int = 0,
     can_share: Callable[[int], bool] = lambda count: True,
+    discovery_script: str | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
     r"""Run a command as several processes of one job on this machine, and return its exit code.
@@ -98,6 +104,9 @@ def launch(
     programs come from jax's cache (`compiled` in `log_dir`, unless JAX_COMPILATION_CACHE_DIR says otherwise), and the train
     state from the memory of programs that outlive the processes, where `so.Checkpoints(memory_every=...)` puts it.
 
+    With `min_processes` it is elastic: it goes on with those that are left, from the snapshots in memory that are left, and
+    with `discovery_script` with more when there are more. Each attempt builds its mesh of the devices that it finds.
+
     SIGTERM and Ctrl-C are passed on to all, once, as SIGTERM; a second Ctrl-C kills them. Where this process is killed
     itself, Linux kills the processes as well, but not what they started on their own.
 
@@ -107,8 +116,8 @@ def launch(
       log_dir: gets `process-0.log` and so on; of an attempt after the first `process-0.restart-1.log`. While the job
         runs, or anything that it started, nobody else may launch one with the same folder.
       max_restarts: how often it is started again after a failure.
-      min_processes: with how few: each process that was killed is left out of the next attempt, down to this. By
-        default none is.
+      min_processes: with how few: each process that was killed is left out of the next attempt, down to this, unless one
+        stands by in its place. By default none is.
       hang_timeout: seconds without progress of a process that is alive, after which the stacks of all are written beside the
         logs (`process-0.stacks`), the one that makes the others wait is named, and the job ends as after a failure, with exit
         code 124. What a process does for the first time may compile, and may take ten times as long. Progress is what `fit` or
@@ -116,6 +125,9 @@ def launch(
       spares: how many processes stand by, having imported jax and shardopt, and take the first places of the next attempt. Each
         takes the memory of an interpreter with jax. For commands of this interpreter that run a script or a module.
       can_share: whether so many processes can do the work; of those that are left as many as can go on.
+      discovery_script: a shell command that prints how many processes can run now. It is asked when the job starts again; where
+        fewer than `min_processes` can, it waits. While fewer train than `processes` it is asked every few seconds; when it says
+        twice that more can, they are sent SIGTERM, at which `fit` writes a checkpoint, and the job starts again with more.
       say: gets the lines that tell what failed and what is done about it.
 
     Returns:
@@ -136,36 +148,77 @@ def launch(
       '1 of 2\n'
     """
     _check(processes, max_restarts, min_processes, hang_timeout, spares)
-    attempt, environment = 0, {}
+    attempt, failed, environment, count = 0, 0, {}, processes
     with _locked(log_dir) as held, _signals() as stop, contextlib.ExitStack() as cleanup:
         heard = cleanup.enter_context(failures())
         vaults = cleanup.enter_context(contextlib.closing(Vaults(processes))) if max_restarts else None
         waiting = cleanup.enter_context(contextlib.closing(_Spares(spares, (held, heard.descriptor))))
+        discovery = None
+        if discovery_script is not None:
+            discovery = cleanup.enter_context(contextlib.closing(Discovery(discovery_script, say=say)))
+
+        def most(available: int) -> int:
+            """Return with how many processes the job goes on, of those that can run; 0 for none."""
+            least = processes if min_processes is None else min_processes
+            return next((n for n in range(min(available, processes), least - 1, -1) if can_share(n)), 0)
+
         while True:
             if vaults is not None:
                 environment |= vaults.environment() | _cache(log_dir)
             log_of = functools.partial(_log, log_dir, attempt)
-            watch = None if hang_timeout is None else Watch(processes, hang_timeout, say=say)
+            watch = None if hang_timeout is None else Watch(count, hang_timeout, say=say)
             with contextlib.closing(watch) if watch else contextlib.nullcontext():
                 command = command_of(attempt)
                 waiting.check(command)
-                waiting.begin(environment if attempt < max_restarts else None)
-                how = _Attempt(environment, watch, heard, waiting, (held, heard.descriptor))
-                ended = _run_attempt(command, processes, log_of, stop.take, how)
+                waiting.begin(environment if failed < max_restarts or discovery else None)
+
+                if discovery is not None:
+                    discovery.active, discovery.steady = count < processes, 0
+
+                def can_grow(count: int = count) -> bool:
+                    return discovery is not None and most(discovery.steady) > count
+
+                how = _Attempt(environment, watch, heard, waiting, (held, heard.descriptor), can_grow)
+                ended = _run_attempt(command, count, log_of, stop.take, how)
             if stop.twice:
                 return 130
-            if ended.failed is None:
+            if ended.failed is None and (stop.asked or not ended.grows):
                 return 0
-            code = ended.failed[1]
-            if not (stop.asked and code == -signal.SIGTERM):
-                say(_failure(ended, processes))
-            if stop.asked or attempt == max_restarts:
-                return code if code > 0 else 128 - code
+            grows = ended.grows and (ended.failed is None or ended.failed[1] == -signal.SIGTERM)
+            if not grows or stop.asked:
+                assert ended.failed is not None
+                code = ended.failed[1]
+                if not (stop.asked and code == -signal.SIGTERM):
+                    say(_failure(ended, count) + (_hint(count, processes) if code > 0 and not ended.hang else ""))
+                if stop.asked or failed == max_restarts:
+                    return code if code > 0 else 128 - code
+                failed += 1
             attempt += 1
             environment = {RESTART: str(attempt), HUNG_SECONDS: str(ended.hung)}
-            processes = _left(processes, ended.killed, min_processes, can_share)
-            many = "1 process" if processes == 1 else f"{processes} processes"
-            say(f"launch: starting again with {many}, restart {attempt} of {max_restarts}.")
+            left = count if grows else count - max(0, ended.killed - waiting.ready())
+            count = _available(discovery, most, left, stop, say) if discovery else most(left) or count
+            if not count:
+                return 128 + signal.SIGTERM
+            which = "to have more" if grows else f"restart {failed} of {max_restarts}"
+            say(f"launch: starting again with {plural(count, 'process')}, {which}.")
+
+
+def _available(
+    discovery: Discovery, most: Callable[[int], int], left: int, stop: "_Stop", say: Callable[[str], None]
+) -> int:
+    """Return with how many processes the job goes on, once enough can run; 0 if it is asked to end before."""
+    waits = False
+    while not stop.asked:
+        available = discovery.ask()
+        if available is None:
+            return most(left) or left
+        if count := most(available):
+            return count
+        if not waits:
+            waits = True
+            say(f"launch: {plural(available, 'process')} can run, which is too few: waiting for more.")
+        time.sleep(_PAUSE)
+    return 0
 
 
 def _check(
@@ -181,13 +234,6 @@ def _check(
         raise ValueError(format_error("launch", "the numbers of processes cannot be used.", wrong))
     if hang_timeout is not None and not hang_timeout > 0:
         raise ValueError(format_error("launch", f"--hang-timeout must be more than 0 seconds, got {hang_timeout:g}."))
-
-
-def _left(processes: int, killed: int, least: int | None, can_share: Callable[[int], bool]) -> int:
-    """Return how many start again: all; or without those that were killed, as many as can share the work."""
-    if least is None:
-        return processes
-    return next((count for count in range(processes - killed, least - 1, -1) if can_share(count)), processes)
 
 
 def _log(folder: Path, attempt: int, rank: int) -> Path:
@@ -217,6 +263,16 @@ def _failure(ended: _Ended, processes: int) -> str:
     head = f"launch: process {rank} of {processes} {how}; the others were ended."
     said = ["Its last lines:", *(f"  {line}" for line in lines)] if lines else ["It said nothing."]
     return "\n".join([head, *said, f"All of it: {ended.logs[rank]}"])
+
+
+def _hint(count: int, processes: int) -> str:
+    """Return what may be wrong with a job that failed by itself, with fewer processes than it began with."""
+    if count == processes:
+        return ""
+    fix = (
+        f"if {count} of {processes} processes do not fit its mesh or its batch, name those that do: --processes 1,2,4."
+    )
+    return f"\nFix: {fix}"
 
 
 def _last_lines(log: Path, count: int) -> list[str]:
@@ -269,7 +325,7 @@ def _run_attempt(
     `stop()` returns each signal that is to be passed on to all, once, else None.
     """
     address, finished, members = _free_address(), queue.SimpleQueue(), []
-    hang, text, watch = None, "", how.watch
+    hang, text, watch, grows = None, "", how.watch, False
     how.heard.ranks()  # those of the attempt before
     try:
         for rank in range(count):
@@ -279,7 +335,7 @@ def _run_attempt(
             spare = how.spares.take()
             members.append(_start(command, rank, log_of(rank), own, shown=rank == 0, keep=how.keep, spare=spare))
             threading.Thread(target=_report, args=(members[-1], finished), daemon=True).start()
-        seen, hang = _wait(members, finished, stop, watch, how.spares)
+        seen, hang, grows = _wait(members, finished, stop, how)
         if hang is not None and watch is not None:
             text = _describe(hang, members, watch)
         said = how.heard.ranks()
@@ -290,7 +346,7 @@ def _run_attempt(
         return _Ended((hang.ranks[0], HUNG), len(hang.ranks) % count, logs, text, hang.seconds)
     codes = {rank: code for rank, code in seen if code}
     killed = len(_killed(codes))
-    return _Ended(_first_failure(codes, said), killed, logs)
+    return _Ended(_first_failure(codes, said), killed, logs, grows=grows)
 
 
 def _describe(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
@@ -339,13 +395,19 @@ def _wait(
     members: Sequence[_Member],
     finished: "queue.SimpleQueue[tuple[int, int]]",
     stop: Callable[[], signal.Signals | None],
-    watch: Watch | None,
-    spares: "_Spares",
-) -> tuple[list[tuple[int, int]], Hang | None]:
-    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure; or a hang."""
+    how: _Attempt,
+) -> tuple[list[tuple[int, int]], Hang | None, bool]:
+    """Return (rank, exit code) in the order in which they ended, until all have, or shortly after a failure; or a hang.
+
+    And whether they were asked to end because more can run.
+    """
     seen: list[tuple[int, int]] = []
-    failed = False
+    failed, grows = False, False
     while len(seen) < len(members):
+        if not (grows or seen) and how.can_grow():
+            grows = True
+            for member in members:
+                _tell(member, signal.SIGTERM)
         if (number := stop()) is not None:
             for member in members:
                 _tell(member, number)
@@ -354,14 +416,14 @@ def _wait(
         except queue.Empty:
             if failed:
                 break
-            spares.refill()
-            if watch is not None and (hang := watch.check()) is not None:
-                return seen, hang
+            how.spares.refill()
+            if how.watch is not None and (hang := how.watch.check()) is not None:
+                return seen, hang, grows
             continue
-        if watch is not None:
-            watch.forget(seen[-1][0])
+        if how.watch is not None:
+            how.watch.forget(seen[-1][0])
         failed = failed or bool(seen[-1][1])
-    return seen, None
+    return seen, None, grows
 
 
 def _start(
@@ -439,6 +501,10 @@ class _Spares:
         command, how = [sys.executable, str(_STANDBY)], _constant() | dict(self._environment)
         self._waiting.append(_spawn(command, how, self._keep, stdin=subprocess.PIPE, out=subprocess.PIPE))
         self._due = time.monotonic() + _SPARES_APART
+
+    def ready(self) -> int:
+        """Return how many wait."""
+        return sum(one.poll() is None for one in self._waiting)
 
     def take(self) -> subprocess.Popen[bytes] | None:
         """Return one that waits, or None."""

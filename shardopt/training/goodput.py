@@ -3,7 +3,7 @@
     goodput = seconds of steps taken for the first time / seconds since the run began
 
 Every second belongs to one cause. The account is in `goodput.json` beside the checkpoints, one entry for each attempt; where
-an attempt did not end well, the time until the next one began was lost too.
+an attempt did not end well, or its launcher ended it to go on with more processes, the time until the next one began was lost too.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardopt.runtime import progress
 from shardopt.runtime.files import write_atomic
-from shardopt.runtime.launch import BEGAN, HUNG_SECONDS
+from shardopt.runtime.launch import BEGAN, HUNG_SECONDS, RESTART
 
 FILE = "goodput.json"
 
@@ -70,14 +70,16 @@ class Ledger:
         self._path = None if folder is None else folder / FILE
         self._earlier = _read(self._path)
         self._furthest = max((one.step for one in self._earlier), default=0)
+        relaunched = RESTART in os.environ and not _counted
         self._began = _start_of_job()
         self._seconds: dict[str, float] = {}
-        failed = self._earlier[-1] if self._earlier and not self._earlier[-1].ended_well else None
-        if failed is not None:
-            gap = max(0.0, self._began - failed.until)
+        last = self._earlier[-1] if self._earlier else None
+        again = last is not None and (relaunched or not last.ended_well)
+        if last is not None and again:
+            gap = max(0.0, self._began - last.until)
             hung = min(gap, float(os.environ.get(HUNG_SECONDS, "0")))
             self._seconds = {"hang": hung, "restart": gap - hung}
-        self._beginning = "restart" if failed is not None else "start"
+        self._beginning = "restart" if again else "start"
         self._seconds[self._beginning] = self._seconds.get(self._beginning, 0.0) + time.time() - self._began
         self._phase, self._since, self._step, self._compiled, self._written = "begin", time.monotonic(), 0, False, 0.0
 

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from shardopt.checkpoint import Checkpoints
 from shardopt.checkpoint.memory import place_snapshot
+from shardopt.checkpoint.multihost import exchange
 from shardopt.checkpoint.tree import Json
 from shardopt.core import early_stopping as stopping
 from shardopt.core.early_stopping import EarlyStopping, StoppingState
@@ -170,6 +171,10 @@ class Stream:
     drawing as many batches from a fresh one: it must give the same batches in the same order every time. Of the last of
     them a checksum is kept, by which it shows where it does not.
 
+    Where each process draws rows of its own (`jax.make_array_from_process_local_data`), a state of one number of processes
+    says nothing to another. Then batches are drawn again, too, and the values of the last one must be those that the other
+    processes drew, in whatever order.
+
     Attributes:
       drawn: how many batches were drawn since the data began, those before a restored checkpoint included.
     """
@@ -187,10 +192,15 @@ class Stream:
         return batch
 
     def position(self) -> dict[str, Json]:
-        """Return the position in a form that survives JSON."""
+        """Return the position in a form that survives JSON; all processes must call it."""
+        position: dict[str, Json] = {"drawn": self.drawn, "state": None}
         if self._keeps_state():
-            return {"drawn": self.drawn, "state": _encode(self._iterator.get_state())}
-        return {"drawn": self.drawn, "state": None, "last": _checksum(self._last) if self.drawn else None}
+            position["state"] = _encode(self._iterator.get_state())
+        elif self.drawn:
+            position["last"] = _checksum(self._last)
+        if self.drawn and _is_shared_out(self._last):
+            position |= {"processes": jax.process_count(), "values": _checksum_of_values(self._last)}
+        return position
 
     def restore(self, position: Mapping[str, Json]) -> str:
         """Go to a saved position, and return in words how.
@@ -199,7 +209,8 @@ class Stream:
           ValueError: if the iterator refuses the state, or ends before the position.
         """
         count = position["drawn"]
-        if position["state"] is not None and self._keeps_state():
+        moved = position.get("processes", jax.process_count()) != jax.process_count()
+        if position["state"] is not None and self._keeps_state() and not moved:
             try:
                 self._iterator.set_state(_decode(position["state"]))
             except Exception as error:
@@ -212,6 +223,14 @@ class Stream:
             if self.draw() is END:
                 what = f"the batches end after {self.drawn}, but the checkpoint was saved after {count}."
                 raise ValueError(format_error("fit", what, fix="pass a fresh iterator over the same data."))
+        if moved and _checksum_of_values(self._last) != position["values"]:
+            before, now = plural(position["processes"], "process"), plural(jax.process_count(), "process")
+            what = f"{before} drew other rows in batch {count - 1} than {now} do: rows would be seen twice, or never."
+            fix = (
+                "let the rows of a global batch not depend on the number of processes: shuffle first, then let process p of n "
+                "take rows p, p + n, ... of each global batch; or let every process draw the whole global batch."
+            )
+            raise ValueError(format_error("fit", what, fix=fix))
         last = position.get("last")
         if last is not None and jax.process_index() == 0 and _checksum(self._last) not in (None, last):
             what = f"the batches do not come as in the run that saved the checkpoint: batch {count - 1} is another."
@@ -235,6 +254,24 @@ def _checksum(batch: PyTree) -> int | None:
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
             found = zlib.crc32(np.asarray(leaf[:8] if np.ndim(leaf) else leaf).tobytes(), found)
     return found
+
+
+def _is_shared_out(batch: PyTree) -> bool:
+    """Return whether each process holds rows of its own."""
+    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(batch))
+
+
+def _checksum_of_values(batch: PyTree) -> int:
+    """Return a number that tells the values of the global batch apart, in whatever order; all processes must call it."""
+    found = np.uint64(0)
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            for shard in leaf.addressable_shards:
+                if shard.replica_id == 0:
+                    values = np.ascontiguousarray(shard.data).view(f"u{leaf.dtype.itemsize}").astype(np.uint64)
+                    mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
+                    found += np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64)
+    return sum(int(one) for one in exchange(str(found))) % 2**64
 
 
 def _encode(state: object) -> dict[str, Json]:

@@ -13,7 +13,7 @@ import pytest
 
 from shardopt.checkpoint.run_folder import committed
 from shardopt.cli import main
-from shardopt.cli.commands import child_command, split_words
+from shardopt.cli.commands import child_command, parse_processes, split_words
 
 
 @pytest.fixture
@@ -182,6 +182,31 @@ def test_what_cannot_be_launched_is_refused(capsys, words, message, tmp_path, mo
     assert main(["launch", *words]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("4", None), [4]),
+        (("4", 2), [2, 3, 4]),
+        (("1:3", None), [1, 2, 3]),
+        (("4,2,1", None), [4, 2, 1]),
+        (("2", 3), [2]),  # the launcher refuses it
+        (
+            ("3:1", None),
+            "launch: --processes 3:1 cannot be read.\n"
+            "Fix: write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these.",
+        ),
+        (("two", None), "launch: --processes two cannot be read."),
+        (("1:4", 1), "launch: --processes 1:4 and --min-processes 1 both say how few are enough."),
+    ],
+)
+def test_how_many_processes_there_may_be(words, message):
+    if isinstance(message, list):
+        assert list(parse_processes(*words)) == message
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        parse_processes(*words)
 
 
 def test_the_words_of_train_are_read_before_anything_is_started(capsys, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardopt.runtime import discovery
 from shardopt.runtime.launch import _first_failure, launch
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +190,34 @@ def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, options, c
     assert code == 0
     assert [int(found[f"process-0{attempt}.log"]) for attempt in ("", ".restart-1")] == counts
     assert sum("restart" in name for name in found) == counts[1]
+
+
+def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeypatch):
+    """Who comes and goes does not count; more than there were at first are never started."""
+    monkeypatch.setattr(discovery, "_EVERY", 0.1)
+    (job.folder / "places").write_text("2")
+    script = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "count, attempt = int(os.environ['JAX_NUM_PROCESSES']), int(os.environ.get('SHARDOPT_RESTART', 0))\n"
+        "print(count, flush=True); (here / f'up-{attempt}-{rank}').touch()\n"
+        "while len(list(here.glob(f'up-{attempt}-*'))) < count: time.sleep(0.01)\n"
+        "if attempt == 2: sys.exit(0)\n"
+        "if attempt == 1: (here / 'new').write_text('9'); (here / 'new').rename(here / 'places')\n"
+        "if attempt == 0 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    options = {"max_restarts": 1, "min_processes": 1, "can_share": lambda count: 4 % count == 0}
+    options |= {"discovery_script": f"cat {job.folder}/places"}
+    code, said, attempts = job(script + FOREVER, processes=4, **options)
+    assert (code, attempts) == (0, [0, 1, 2])
+    assert [line for line in said if line.startswith("launch: starting again")] == [
+        "launch: starting again with 2 processes, restart 1 of 1.",
+        "launch: starting again with 4 processes, to have more.",
+    ]
+    assert [logs(job.folder)[f"process-0{name}.log"] for name in ("", ".restart-1", ".restart-2")] == [
+        "4\n",
+        "2\n",
+        "4\n",
+    ]
 
 
 @pytest.mark.parametrize("polite", [True, False])

@@ -1,0 +1,87 @@
+"""One of several processes that train: `python worker_that_is_elastic.py FOLDER STEPS EVERY MEMORY_EVERY TENSOR DRAWS`.
+
+DRAWS says who draws a batch of 16 examples: "each" process all of it, from grain; or "shared", each its rows. Each process holds
+4 rows for a pass at most: with fewer processes there are more micro-batches. What the parameters "seen" lose is 1 for each time
+that an example was trained on. Process 0 notes the attempt, the number of processes and the step.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import grain.python as grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardopt as so
+
+folder, steps, every, memory_every, tensor = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+EXAMPLES, ROWS, SEED = 16 * steps, 16, 3
+jax.config.update("jax_num_cpu_devices", 1)
+so.initialize()
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"][:, :8] @ params["up"])
+    error = jnp.mean((hidden @ params["down"] - batch["x"][:, 8]) ** 2)
+    return error + jnp.mean(params["seen"][batch["number"]])
+
+
+def example(number):
+    return {"x": np.random.default_rng(number).normal(size=9).astype(np.float32), "number": np.int32(number)}
+
+
+mesh = so.make_mesh(tensor=tensor)
+shuffled = grain.MapDataset.range(EXAMPLES).shuffle(seed=SEED).map(example)
+if sys.argv[6] == "each":
+    batches = shuffled.to_iter_dataset().batch(ROWS)
+else:
+    count, rank = jax.process_count(), jax.process_index()
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    to_global = lambda batch: jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)  # noqa: E731
+    per_process = ROWS // (count if sys.argv[6] == "shared" else 4)
+    batches = shuffled[rank::count].to_iter_dataset().batch(per_process).map(to_global)
+
+tx = optax.multi_transform(
+    {"adam": optax.adam(0.01), "count": optax.sgd(float(ROWS))}, {"up": "adam", "down": "adam", "seen": "count"}
+)
+opt = so.fsdp(
+    tx,
+    mesh,
+    loss_fn,
+    min_shard_elements=1,
+    micro_batches=max(1, 4 // mesh.shape["data"]),
+    rules=[("up", jax.P(None, "tensor"))] if tensor > 1 else (),
+)
+params = {
+    "up": np.eye(8, 32, dtype=np.float32),
+    "down": np.ones(32, np.float32),
+    "seen": np.zeros(EXAMPLES, np.float32),
+}
+
+
+def note(step, metrics):
+    with (folder / "steps").open("a") as file:
+        file.write(f"{os.environ.get('SHARDOPT_RESTART', 0)} {jax.process_count()} {step}\n")
+    time.sleep(0.5 if (folder / "places").exists() and jax.process_count() < 4 else 0.05)  # until others are found
+
+
+where = so.Checkpoints(folder / "checkpoints", every=every, keep=2, memory_every=memory_every or None)
+with where as checkpoints:
+    result = so.fit(
+        opt,
+        opt.init(params),
+        batches,
+        num_steps=steps,
+        checkpoints=checkpoints,
+        log=note,
+        log_every=1,
+        agree_every=5,
+        progress=False,
+    )
+params = jax.jit(lambda params: params, out_shardings=jax.NamedSharding(opt.mesh, jax.P()))(result.state.params)
+if jax.process_index() == 0 and result.stopped == "completed":
+    np.savez(folder / "params.npz", **{name: np.asarray(leaf.addressable_data(0)) for name, leaf in params.items()})
