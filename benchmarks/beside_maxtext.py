@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,8 +122,8 @@ def compile_shardopt(row: Row) -> dict[str, Any]:
     return told | read(report.text, report.mesh_shape, row)
 
 
-def compile_maxtext(row: Row, python: str, *, sparse_core: bool) -> dict[str, Any]:
-    """Return what the compiler says of MaxText's step, which a process with its own Python compiles."""
+def compile_maxtext(row: Row, python: str, *, sparse_core: bool, more: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the compiler says of MaxText's step, which a process with its own Python compiles; `more` are words for it."""
     words = [
         f"compile_topology={row.chip}-{row.chips * (2 if row.chip in ('v4', 'v5p') else 1)}",
         f"per_device_batch_size={row.rows}",
@@ -133,6 +134,7 @@ def compile_maxtext(row: Row, python: str, *, sparse_core: bool) -> dict[str, An
         f"ici_tensor_parallelism={row.tensor}",
         "ici_fsdp_parallelism=-1",
         "remat_policy=full",
+        *more,
     ]
     if sparse_core:
         words.append("compile_xla_flags=" + " ".join(f"--{flag}=true" for flag in SPARSE_CORE))

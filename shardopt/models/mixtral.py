@@ -36,7 +36,7 @@ def tensor_places(config: MoEConfig) -> dict[str, Place]:
 def described(config: MoEConfig, dtype: str) -> dict[str, object]:
     """Return what config.json says; a model that Mixtral cannot be is refused."""
     plain = MoEConfig()
-    same = ("shared_hidden", "score", "normalize", "groups", "scale", "capacity_factor")
+    same = ("shared_hidden", "score", "normalize", "groups", "scale", "capacity_factor", "latent")
     wrong = [
         f"{name} is {getattr(config, name)!r}, must be {getattr(plain, name)!r}"
         for name in same

@@ -21,6 +21,7 @@ from shardopt.engine.rows import batch_mean
 from shardopt.models import layers
 from shardopt.models.gpt import Batch, Params, Tokens
 from shardopt.models.inputs import mean_loss, read_inputs
+from shardopt.models.latent_attention import Latent, latent_attention
 from shardopt.models.sampling import check_sampling, draw
 from shardopt.nn.router import Score
 
@@ -51,6 +52,8 @@ class MoEConfig:
       num_layers: number of blocks.
       num_heads: attention heads; `dim` is cut into this many, of even width.
       num_kv_heads: heads of keys and values, which divides `num_heads`; None is as many.
+      latent: sizes of latent attention (DeepSeek-V3), `moe.Latent(query=1536, key=512, nope=128, rope=64, value=128)`; None for
+        queries, keys and values straight from the residual stream.
       num_experts: experts of each block.
       top_k: how many of them each token goes through.
       hidden: hidden units of an expert.
@@ -74,11 +77,12 @@ class MoEConfig:
       dtype: dtype of activations and products but the router's; None follows the parameters as they arrive.
 
     Raises:
-      ValueError: if a size is not positive, heads do not divide or have odd width, or top_k is above the experts.
+      ValueError: if a size is not positive, heads do not divide or have odd width, top_k is above the experts, or latent attention
+        has values wider than its keys or is asked for with `num_kv_heads`.
 
     References:
-      Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (attention here has grouped heads,
-      not latent ones).
+      Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1. Of the last, the first blocks without
+      experts, the prediction of a second token and yarn are left out.
     """
 
     vocab_size: int = 256
@@ -86,6 +90,7 @@ class MoEConfig:
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int | None = None
+    latent: Latent | None = None
     num_experts: int = 8
     top_k: int = 2
     hidden: int = 384
@@ -120,7 +125,9 @@ class MoEConfig:
             "norm_epsilon",
         ]
         wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in names if getattr(self, name) <= 0]
-        if not wrong and self.dim % (2 * self.num_heads):
+        if self.latent is not None:
+            wrong += self._wrong_latent(self.latent)
+        elif not wrong and self.dim % (2 * self.num_heads):
             wrong.append(f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width")
         if not wrong and self.num_heads % self.kv_heads:
             wrong.append(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
@@ -128,6 +135,16 @@ class MoEConfig:
             wrong.append(f"top_k={self.top_k} is above num_experts={self.num_experts}")
         if wrong:
             raise ValueError(format_error("MoEConfig", f"{plural(len(wrong), 'size')} cannot be used.", wrong))
+
+    def _wrong_latent(self, latent: Latent) -> list[str]:
+        wrong = [f"latent.{name} must be positive, got {size}" for name, size in latent._asdict().items() if size <= 0]
+        if latent.rope % 2:
+            wrong.append(f"latent.rope must be even, got {latent.rope}")
+        if latent.value > latent.nope + latent.rope:
+            wrong.append(f"latent.value={latent.value} is above nope + rope = {latent.nope + latent.rope}")
+        if self.num_kv_heads is not None:
+            wrong.append(f"num_kv_heads={self.num_kv_heads} is for attention that is not latent")
+        return wrong
 
     @property
     def kv_heads(self) -> int:
@@ -156,7 +173,7 @@ def init(config: MoEConfig, rng: jax.Array) -> Params:
     Returns:
       A dict of "embedding" [V, D], "norm" [D], "head" [V, D] unless tied, "router_load" [L, E], the loads of the last step, with
       "router_bias" [L, E] if balance is "bias", and "blocks" with "attention/norm" [L, D], "attention/q" [L, D, H, K],
-      "attention/kv" [L, D, G, 2 K], "attention/out" [L, H, K, D], "router/norm" [L, D], "router/kernel" [L, D, E], "experts/gate"
+      "attention/kv" [L, D, G, 2 K], "attention/out" [L, H, K, D] (latent: as `Latent.shapes` has them), "router/norm" [L, D], "router/kernel" [L, D, E], "experts/gate"
       and "experts/up" [L, E, D, F], "experts/down" [L, E, F, D], and of a shared expert "shared/gate", "shared/up" [L, D, F'] and
       "shared/down" [L, F', D].
 
@@ -172,7 +189,7 @@ def init(config: MoEConfig, rng: jax.Array) -> Params:
     """
     L, D, H, K, G = config.num_layers, config.dim, config.num_heads, config.head_dim, config.kv_heads
     E, F, S = config.num_experts, config.hidden, config.shared_hidden
-    keys = iter(jax.random.split(rng, 12))
+    keys = iter(jax.random.split(rng, 16))
     last, wide = 0.02 / (2 * L) ** 0.5, jnp.promote_types(config.param_dtype, jnp.float32)
 
     def normal(*shape: int, scale: float = 0.02) -> Array:
@@ -185,12 +202,14 @@ def init(config: MoEConfig, rng: jax.Array) -> Params:
         inner, outer = (L, *experts, D, hidden), (L, *experts, hidden, D)
         return {"gate": normal(*inner), "up": normal(*inner), "down": normal(*outer, scale=last)}
 
+    shapes = {"q": (D, H, K), "kv": (D, G, 2 * K), "out": (H, K, D)}
+    if config.latent is not None:
+        shapes = config.latent.shapes(D, H)
     blocks = {
-        "attention": {
-            "norm": ones(L, D),
-            "q": normal(L, D, H, K),
-            "kv": normal(L, D, G, 2 * K),
-            "out": normal(L, H, K, D, scale=last),
+        "attention": {"norm": ones(L, D)}
+        | {
+            name: ones(L, *shape) if len(shape) == 1 else normal(L, *shape, scale=last if name == "out" else 0.02)
+            for name, shape in shapes.items()
         },
         "router": {"norm": ones(L, D), "kernel": normal(L, D, E)},
         "experts": mlp(E, hidden=F),
@@ -215,7 +234,10 @@ def num_parameters(config: MoEConfig, *, active: bool = False) -> int:
     D, heads = config.dim, config.num_heads + config.kv_heads
     experts = config.top_k if active else config.num_experts
     mlp = 3 * D * (experts * config.hidden + config.shared_hidden)
-    block = 2 * D * heads * config.head_dim + D * config.num_experts + mlp + 2 * D
+    attention = 2 * D * heads * config.head_dim
+    if config.latent is not None:
+        attention = sum(map(math.prod, config.latent.shapes(D, config.num_heads).values()))
+    block = attention + D * config.num_experts + mlp + 2 * D
     return config.vocab_size * D * (1 if config.tied else 2) + config.num_layers * block + D
 
 
@@ -306,14 +328,12 @@ def _bias(config: MoEConfig, outer: Params) -> Array | None:
 def _block(config: MoEConfig, weights: Params, routed: Routed) -> Routed:
     attention = _cast(weights["attention"], config)
     normed = layers.rms_norm(routed.x, attention["norm"], config.norm_epsilon)
-    x = routed.x + layers.grouped_attention(
-        attention,
-        normed,
-        rope_base=config.rope_base,
-        segment_ids=routed.segment_ids,
-        positions=routed.positions,
-        order=routed.order,
-    )
+    marks = {"segment_ids": routed.segment_ids, "positions": routed.positions, "order": routed.order}
+    how = {"rope_base": config.rope_base, **marks}
+    if config.latent is None:
+        x = routed.x + layers.grouped_attention(attention, normed, **how)
+    else:
+        x = routed.x + latent_attention(attention, normed, config.latent, epsilon=config.norm_epsilon, **how)
     normed = layers.rms_norm(x, _cast(weights["router"]["norm"], config), config.norm_epsilon)
     mixed, statistics = nn.mixture_of_experts(
         _cast(weights["experts"], config),

@@ -1,6 +1,6 @@
 """Attention by the kernel of the devices, splash on TPU, cudnn on GPU, else plain XLA; over context by ring, exchange or gather.
 
-Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys and values, K width of a head.
+Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys and values, K width of a head, V of its values.
 """
 
 import functools
@@ -33,7 +33,7 @@ _SHORT = 4096
 def attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
+    value: Float[Array, "B T G V"],
     *,
     causal: bool = True,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -41,7 +41,7 @@ def attention(
     positions: Int[Array, "*B T"] | None = None,
     implementation: Implementation | None = None,
     method: Method | None = None,
-) -> Float[Array, "B T H K"]:
+) -> Float[Array, "B T H V"]:
     """Mix the values that each query may see: softmax(query key^T / sqrt(K)) value, head by head.
 
     Query head h uses key and value head h // (H / G). Softmax and sums are taken in float32 at least. Inside a strategy whose
@@ -74,7 +74,7 @@ def attention(
     Args:
       query: [B, T, H, K].
       key: [B, T, G, K], with G a divisor of H: grouped-query attention; position embeddings already applied.
-      value: [B, T, G, K].
+      value: [B, T, G, V], with V up to K; where V is less, cudnn, positions and a context axis take it padded with zeros to K.
       causal: whether a query sees only keys at its own position and before.
       segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all.
       window: how many positions a query sees at most, its own and those before it; needs `causal`. None: all.
@@ -93,11 +93,11 @@ def attention(
         causal work is then equal in any order and the kernels can be used; else "ring".
 
     Returns:
-      [B, T, H, K] in the dtype of value.
+      [B, T, H, V] in the dtype of value.
 
     Raises:
       TypeError: if positions are not integers.
-      ValueError: if H is not a multiple of G, a tensor axis does not divide G, G (of one tensor shard) and C have no common
+      ValueError: if H is not a multiple of G, V is above K, a tensor axis does not divide G, G (of one tensor shard) and C have no common
         divisor for "all_to_all", `window` is given without `causal` or is below 1, positions have another shape, a
         kernel is asked for that cannot be used (see there), or `implementation` or `method` is unknown.
 
@@ -112,7 +112,7 @@ def attention(
       "FlashAttention", 2022; jax.experimental.pallas.ops.tpu.splash_attention; Liu, Zaharia, Abbeel, "Ring Attention with
       Blockwise Transformers", 2023; Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    _check(query, key, causal=causal, window=window, implementation=implementation, method=method)
+    _check(query, key, value, causal=causal, window=window, implementation=implementation, method=method)
     if positions is not None:
         what = "works on rows in natural order, not with positions"
         _refuse_kernel(implementation, "splash", "cudnn", what=what, fix="give rows in natural order")
@@ -121,16 +121,18 @@ def attention(
         return _shown(query, key, value, marks, rule)
     mesh = mesh_under_trace()
     axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
-    if axes:
-        over = functools.partial(_over_context, axes, rule, implementation, method)
-        return _on_each_device(over, query, key, value, marks)
-    if positions is not None:
-        ring = ring_of((), 1, query.shape[1], rule, natural=False)
-        return _on_each_device(functools.partial(ring_attention, ring), query, key, value, marks)
     chosen = implementation or _default(query)
-    if chosen == "xla":
+    if axes:
+        run = functools.partial(_over_context, axes, rule, implementation, method)
+    elif positions is not None:
+        run = functools.partial(ring_attention, ring_of((), 1, query.shape[1], rule, natural=False))
+    elif chosen == "xla":
         return _plain(query, key, value, marks, rule)
-    return _on_each_device(_kernel(chosen, rule), query, key, value, marks)
+    else:
+        run = _kernel(chosen, rule)
+    if axes or positions is not None or chosen == "cudnn":
+        run = _of_one_width(run)
+    return _on_each_device(run, query, key, value, marks)
 
 
 def _over_context(
@@ -219,6 +221,19 @@ def choose_method(
     return "all_to_all" if kv_heads % size == 0 and exchange <= ring else "ring"
 
 
+def _of_one_width(run: Callable[[Array, Array, Array, Marks], Array]) -> Callable[[Array, Array, Array, Marks], Array]:
+    """Return attention for values that are narrower than keys, of one for values as wide: zeros add what is cut off."""
+
+    def padded(query: Array, key: Array, value: Array, marks: Marks) -> Array:
+        width, wide = value.shape[3], query.shape[3]
+        if width == wide:
+            return run(query, key, value, marks)
+        value = jnp.pad(value, ((0, 0),) * 3 + ((0, wide - width),))
+        return run(query, key, value, marks)[..., :width]
+
+    return padded
+
+
 def _refuse_kernel(implementation: Implementation | None, *names: str, what: str, fix: str) -> None:
     if implementation in names:
         fix = f"leave implementation out, or {fix}."
@@ -264,9 +279,9 @@ def _mask(marks: Marks, rule: Rule, length: int) -> Bool[Array, "#B T T"]:
 def masked_attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B S G K"],
-    value: Float[Array, "B S G K"],
+    value: Float[Array, "B S G V"],
     mask: Bool[Array, "..."],
-) -> Float[Array, "B T H K"]:
+) -> Float[Array, "B T H V"]:
     """Return attention by plain XLA, where `mask` [1 or B, T, S] says which keys a query sees.
 
     The softmax is divided by its sum after the values are mixed: K numbers a query are divided then, not S, and nothing of
@@ -283,7 +298,7 @@ def masked_attention(
     mixed = jnp.einsum(f"b{h}ts,bs{g}k->bt{h}k", weights.astype(value.dtype), value, preferred_element_type=wide)
     mixed = checkpoint_name(mixed, NAME)  # before the division, whose gradient reads it
     mixed = mixed / jnp.einsum(f"b{h}ts->bt{h}", weights)[..., None]
-    return mixed.reshape(B, T, H, K).astype(value.dtype)
+    return mixed.reshape(B, T, H, value.shape[3]).astype(value.dtype)
 
 
 def visible(length: int, *, causal: bool, window: int | None) -> Bool[Array, "T T"]:
@@ -297,6 +312,7 @@ def visible(length: int, *, causal: bool, window: int | None) -> Bool[Array, "T 
 def _check(
     query: Array,
     key: Array,
+    value: Array,
     *,
     causal: bool,
     window: int | None,
@@ -307,6 +323,9 @@ def _check(
     if H % G:
         what = f"{H} heads of queries are not a multiple of {G} heads of keys and values."
         raise ValueError(format_error("attention", what, fix="give keys and values a number of heads that divides it."))
+    if value.shape[3] > query.shape[3]:
+        what = f"values are {value.shape[3]} wide, wider than the {query.shape[3]} of queries and keys."
+        raise ValueError(format_error("attention", what, fix="pad queries and keys with zeros, and scale the queries."))
     if window is not None:
         check_count("attention", "window", window, least=1)
         if not causal:

@@ -22,8 +22,9 @@ def grouped_product(
 ) -> Float[Array, "M F"]:
     """Return rows[i] @ weights[g(i)], where the first sizes[0] rows are of group 0, and so on; rows beyond the sum give 0.
 
-    Sums are taken in float32 at least. Kept for the backward pass are the arguments alone. `jax.lax.ragged_dot` is one kernel
-    on v5p; on other TPUs, where it is dense (flops times E), it is Pallas megablox, and on CPU a loop over tiles of rows.
+    Sums are taken in float32 at least and rounded once, also where the result is narrower: the kernels hold them in a core's
+    memory. Kept for the backward pass are the arguments alone. `jax.lax.ragged_dot` is one kernel on v5p; on other TPUs, where
+    it is dense (flops times E), it is Pallas megablox, and on CPU a loop over tiles of rows.
 
     Args:
       rows: [M, D], sorted by group.
@@ -47,8 +48,7 @@ def _product(how: Implementation, rows: Array, weights: Array, sizes: Array, *, 
         return _named(functools.partial(_product_in_tiles, transposed=transposed), rows, weights, sizes)
     if how == "ragged_dot":
         over = lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), [0], [0])
-        wide = wide_dtype(rows.dtype)
-        out = lax.ragged_dot_general(rows, weights, sizes, over, preferred_element_type=wide).astype(rows.dtype)
+        out = lax.ragged_dot_general(rows, weights, sizes, over, preferred_element_type=rows.dtype)
     else:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -59,18 +59,17 @@ def _product(how: Implementation, rows: Array, weights: Array, sizes: Array, *, 
 
 
 def _outer(how: Implementation, rows: Array, grads: Array, sizes: Array) -> Array:
-    """Return, for each group, the sum over its rows of the outer products of the two: [E, D, F]."""
-    wide = wide_dtype(rows.dtype)
+    """Return, for each group, the sum over its rows of the outer products of the two: [E, D, F], in the dtype of the rows."""
     if how == "blocks":
-        return _named(_outer_in_tiles, rows, grads, sizes)
+        return _named(_outer_in_tiles, rows, grads, sizes).astype(rows.dtype)
     if how == "ragged_dot":
         over = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=wide)
+        return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=rows.dtype)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = _tiles(rows.dtype, rows.shape[0], rows.shape[1], grads.shape[1])
     rows, grads = _padded(rows, tiles[0]), _padded(grads, tiles[0])
-    return tgmm(rows.swapaxes(0, 1), grads, sizes, wide, tiles)
+    return tgmm(rows.swapaxes(0, 1), grads, sizes, rows.dtype, tiles)
 
 
 def _forward(how: Implementation, rows: Array, weights: Array, sizes: Array) -> tuple[Array, tuple]:
@@ -80,7 +79,7 @@ def _forward(how: Implementation, rows: Array, weights: Array, sizes: Array) -> 
 def _backward(how: Implementation, kept: tuple[Array, Array, Array], grads: Array) -> tuple[Array, Array, None]:
     rows, weights, sizes = kept
     d_rows = _product(how, grads, weights, sizes, transposed=True)
-    return d_rows, _outer(how, rows, grads, sizes).astype(weights.dtype), None
+    return d_rows, _outer(how, rows, grads, sizes), None
 
 
 _run = jax.custom_vjp(_product, nondiff_argnums=(0,))

@@ -20,12 +20,12 @@ LANES = 128
 def splash_attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
+    value: Float[Array, "B T G V"],
     segments: Array | None,
     rule: Rule,
-) -> Float[Array, "B T H K"]:
+) -> Float[Array, "B T H V"]:
     """Return attention of whole rows in natural order."""
-    T, H, K = query.shape[1:]
+    T, H = query.shape[1:3]
     length = -(-T // LANES) * LANES
     if length != T and not rule.causal and segments is None:
         segments = jnp.zeros(query.shape[:2], jnp.int32)
@@ -35,7 +35,7 @@ def splash_attention(
     if segments is not None:  # what is padded is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
     mixed = _mapped(kernel, segments, segments)(*args)
-    return jnp.swapaxes(mixed, 1, 2)[:, :T, :, :K].astype(value.dtype)
+    return jnp.swapaxes(mixed, 1, 2)[:, :T, :, : value.shape[3]].astype(value.dtype)
 
 
 def absorb(

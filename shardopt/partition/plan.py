@@ -132,7 +132,9 @@ def plan_leaves(
     tables: Sequence[str] = (),
     expert_leaves: Sequence[str] = (),
 ) -> PyTree:
-    """Plan every leaf: rules place tensor, and data takes the largest dim it divides.
+    """Plan every leaf: rules place tensor, and data takes the largest dim it divides, of a leaf of experts the first one.
+
+    Kernels of grouped products read [E, D, F] as it lies: gathered along F, it would be transposed before each.
 
     Args:
       abstract_params: the parameters, of which only shape and dtype are read.
@@ -168,6 +170,8 @@ def plan_leaves(
         axes = every.without(EXPERT, mesh.shape) if path in experts else every
         taken = PartitionSpec(EXPERT, *spec[1:]) if path in experts else spec
         dim, reason = data_dim(shape, taken, axes, min_shard_elements)
+        if dim is not None and any(re.search(one, path) for one in expert_leaves):
+            dim = min(divisible_dims(shape, axes.size, tuple(entry is not None for entry in taken)))
         if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
             dim = COLUMNS
         plans.append(
@@ -190,8 +194,12 @@ def plan_leaves(
 
 def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
     """Return the largest free dim divisible by an axis size, the first of equals; None if there is none."""
-    free = [dim for dim, length in enumerate(shape) if length and length % size == 0 and not taken[dim]]
-    return max(free, key=lambda dim: shape[dim], default=None)
+    return max(divisible_dims(shape, size, taken), key=lambda dim: shape[dim], default=None)
+
+
+def divisible_dims(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> list[int]:
+    """Return the free dims divisible by an axis size."""
+    return [dim for dim, length in enumerate(shape) if length and length % size == 0 and not taken[dim]]
 
 
 def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, least: int) -> tuple[int | None, str]:

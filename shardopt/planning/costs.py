@@ -349,7 +349,7 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     """Return the bytes of gathered weights and their gradients, while the loss, one block, and embed are differentiated.
 
     Those that the loss reads stay gathered until it is differentiated; embed needs none again. Gradients are scattered
-    leaf by leaf, those of a block together: a bucket that travels joined stands beside its leaves, both ways. A pipeline
+    leaf by leaf, those of a block together but for experts, whose leaves wait for no other: a bucket that travels joined stands beside its leaves, both ways. A pipeline
     has the outer weights gathered throughout.
     """
     if not placed.shards.params or placed.layout.shards.size == 1:
@@ -361,7 +361,8 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
     largest = elements.largest_outer if _exchange(placed, rows) else max(elements.largest_outer, elements.tables)
     joined = sum(min(block * each, SMALL_BUCKET_BYTES) for each in (size, grad))
-    return loss, outer + block * (size + grad) + joined, outer + largest * grad
+    alone = (elements.at_experts - elements.largest_at_experts) * layout.pipeline / placed.workload.num_blocks
+    return loss, outer + block * size + (block - alone) * grad + joined, outer + largest * grad
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int) -> float:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -140,6 +141,8 @@ class Elements(NamedTuple):
       tables: of the outer leaves that data shards by columns, for lookups.
       experts: of blocks, in leaves of experts once the expert axis has cut them; data (and context) shards them.
       expert: size of that axis.
+      at_experts: of blocks, in leaves of experts that data shards, whether there is such an axis or not.
+      largest_at_experts: of the largest of these.
     """
 
     sharded_blocks: int
@@ -152,6 +155,8 @@ class Elements(NamedTuple):
     tables: int
     experts: int = 0
     expert: int = 1
+    at_experts: int = 0
+    largest_at_experts: int = 0
 
     def blocks(self, data: int = 1) -> float:
         """Return those of blocks on one of `data` devices, those of the expert axis among them."""
@@ -262,7 +267,7 @@ def place(
     return PlacedModel(
         workload=(workload.tiled if layout.context > 1 else workload).over_experts(layout.expert),
         layout=layout,
-        elements=_elements(plans, mesh, workload.loss_reads, tables),
+        elements=_elements(plans, mesh, workload, tables),
         params=held(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
         opt_state=held(opt_state, jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
@@ -270,7 +275,8 @@ def place(
     )
 
 
-def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...], tables: tuple[str, ...]) -> Elements:
+def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]) -> Elements:
+    of_experts = () if workload.experts is None else workload.experts.leaves
     sizes = {plan.path: math.prod(plan.shape) // shards(plan.spec(sharded=False), mesh) for plan in plans}
 
     def counts(*, stacked: bool, sharded: bool) -> list[int]:
@@ -282,7 +288,12 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...], ta
 
     looked_up = [plan.path for plan in plans if plan.path in tables and plan.dim == COLUMNS]
     others = [plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up]
-    at_loss = [sizes[plan.path] for plan in plans if plan.path in loss_reads and plan.dim is not None]
+    at_loss = [sizes[plan.path] for plan in plans if plan.path in workload.loss_reads and plan.dim is not None]
+    at_experts = [
+        sizes[plan.path]
+        for plan in plans
+        if plan.dim is not None and any(re.search(pattern, plan.path) for pattern in of_experts)
+    ]
     return Elements(
         sharded_blocks=sum(counts(stacked=True, sharded=True)),
         replicated_blocks=sum(counts(stacked=True, sharded=False)),
@@ -294,6 +305,8 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, loss_reads: tuple[str, ...], ta
         tables=sum(sizes[path] for path in looked_up),
         experts=sum(sizes[plan.path] for plan in plans if plan.experts),
         expert=mesh.shape.get("expert", 1),
+        at_experts=sum(at_experts),
+        largest_at_experts=max(at_experts, default=0),
     )
 
 

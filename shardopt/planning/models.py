@@ -24,7 +24,7 @@ RULES = (
 )
 """Columns then rows, so that each half of a block needs one sum over tensor (Shoeybi et al., 2019, section 3)."""
 _MORE_RULES = (
-    ("^blocks/experts_up$", P(None, None, None, "tensor")),
+    ("^blocks/experts_(gate|up)$", P(None, None, "tensor")),
     ("^blocks/experts_down$", P(None, "tensor", None)),
 )
 EXPERT_LEAVES = ("^blocks/experts_",)
@@ -163,11 +163,12 @@ class Transformer:
         else:
             q, kv, rope = self.latent
             blocks |= {"q_down": leaf(L, D, q), "q": leaf(L, q, H, K + rope), "kv_down": leaf(L, D, kv + rope)}
-            blocks |= {"kv": leaf(L, kv, G, 2 * K)}
+            blocks |= {"kv": leaf(L, kv, G, 2 * K), "latent_norms": leaf(L, q + kv)}
         if self.mlps:
             blocks |= {"up": leaf(L, D, 1 + self.gated, self.mlps * F), "down": leaf(L, self.mlps * F, D)}
         if E := self.num_experts:
-            blocks |= {"experts_up": leaf(L, E, D, 1 + self.gated, F), "experts_down": leaf(L, E, F, D)}
+            blocks |= {"experts_up": leaf(L, E, D, F), "experts_down": leaf(L, E, F, D)}
+            blocks |= {"experts_gate": leaf(L, E, D, F)} if self.gated else {}
             blocks["router"] = leaf(L, D, E)
         if not self.tied:
             params["head"] = leaf(self.vocab_size, D)

@@ -238,17 +238,19 @@ def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ())
     """Return how many sums over tensor the forward and the backward of a block need, by its rules.
 
     A weight that is sharded on its first dim, what it sums over, leaves partial results in the forward; one that is
-    sharded on any other dim leaves partial gradients of its input in the backward. The first dim of experts only counts them.
+    sharded on any other dim leaves partial gradients of its input in the backward. The first dim of experts only counts them,
+    and gradients of the input of all of them are summed at once.
     """
     leaves = leaves_with_paths(params)
     specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], who="plan")
     blocks = [
-        tuple(spec)[any(re.search(pattern, path) for pattern in expert_leaves) :]
+        (any(re.search(pattern, path) for pattern in expert_leaves), tuple(spec))
         for (path, _), spec in zip(leaves, specs, strict=True)
-        if path.startswith("blocks/")
+        if path.startswith("blocks/") and "tensor" in tuple(spec)
     ]
-    rows = sum(spec[:1] == ("tensor",) for spec in blocks)
-    return rows, sum("tensor" in spec for spec in blocks) - rows
+    rows = sum(spec[of_experts] == "tensor" for of_experts, spec in blocks)
+    columns = [of_experts for of_experts, spec in blocks if spec[of_experts] != "tensor"]
+    return rows, columns.count(False) + (True in columns)
 
 
 def trace(

@@ -48,7 +48,7 @@ def zero(
 
     **Placement**: parameters replicated (stages 1, 2) or sharded (3); gradients replicated (1) or sharded (2, 3)
     while they accumulate; optimizer state sharded. A leaf is sharded on its largest dim that the data axis divides and
-    tensor does not take. With fp32 Adam: 8 + 8/N, 4 + 12/N, 16/N bytes per parameter. Replicas hold copies.
+    tensor does not take, one of experts on the first such. With fp32 Adam: 8 + 8/N, 4 + 12/N, 16/N bytes per parameter. Replicas hold copies.
 
     **Communication** a step, per device, for Psi parameter bytes over N data devices: stages 1 and 2
     reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi; stage 1 after the last micro-batch, stage 2

@@ -1,0 +1,259 @@
+"""Mixtures of experts by the real TPU compiler, without a TPU: memory, bytes sent and flops beside what is stated.
+
+    python benchmarks/experts_pod.py [again] [WORDS ...] [--maxtext PYTHON]
+
+Mixtral 8x7B on 64 chips, its experts sharded by fsdp alone and over an expert axis, and DeepSeek-V3's blocks on 4096: a row of 4096
+tokens on each chip, fp32 masters, AdamW with clipping at 1, bfloat16 products, gathers and reduce-scatters, every block recomputed.
+`again` predicts again what has been compiled. With PYTHON (see beside_maxtext.py) MaxText compiles Mixtral beside: the same model,
+tokens and optimizer, its own mixture (`sparse_matmul`, megablox), dropless. WORDS choose rows by parts of their names. A program takes
+minutes to compile, and is kept in results/experts_pod.json as soon as it is there.
+
+Flops: of a chip and step. Dense products are counted in the compiled text, each kernel of experts as the rows that come where loads
+are equal (its grid has as many tiles as there are such rows, which the program reads when it runs), splash by its tiles. Stated are
+those of `so.planning`: of the experts that a token goes through, remat included.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from beside_maxtext import Row as MaxTextRow
+from beside_maxtext import commit, compile_maxtext, peak
+from common import write_json
+
+RESULTS = Path(__file__).parent / "results" / "experts_pod.json"
+LENGTH = 4096
+
+
+class Row(NamedTuple):
+    """What is compiled; a row of LENGTH tokens on each chip."""
+
+    model: str
+    topology: str
+    expert: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return it in words."""
+        return f"{self.model} {self.topology} expert={self.expert}"
+
+    @property
+    def beside(self) -> MaxTextRow:
+        """Return the row as beside_maxtext.py has it."""
+        return MaxTextRow(self.topology, LENGTH, 1, model=self.model)
+
+
+TABLE = (
+    Row("mixtral-8x7b", "v5p:4x4x4"),
+    Row("mixtral-8x7b", "v5p:4x4x4", 8),
+    Row("mixtral-8x7b", "v6e:8x8"),
+    Row("mixtral-8x7b", "v6e:8x8", 8),
+    Row("deepseek-v3", "v5p:16x16x16", 64),
+)
+
+
+def shape_of(row: Row):
+    """Return the sizes, as the planner has them."""
+    from shardopt.planning import find_model
+
+    return dataclasses.replace(find_model("experts_pod", row.model), length=LENGTH)
+
+
+def config_of(row: Row):
+    """Return the model of that shape."""
+    import jax.numpy as jnp
+
+    from shardopt.models import moe
+
+    shape = shape_of(row)
+    sizes = {name: getattr(shape, name) for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_experts")}
+    sizes |= {"hidden": shape.hidden, "top_k": shape.top_k, "chunk": shape.expert_chunk, "dtype": jnp.bfloat16}
+    if shape.latent is None:
+        return moe.MoEConfig(**sizes, num_kv_heads=shape.kv_heads, balance=None)
+    query, key, rope = shape.latent
+    latent = moe.Latent(query=query, key=key, nope=shape.width, rope=rope, value=shape.width)
+    router = {"score": "sigmoid", "groups": (8, 4), "scale": 2.5, "shared_hidden": shape.shared_experts * shape.hidden}
+    return moe.MoEConfig(**sizes, **router, latent=latent, balance="bias")
+
+
+def optimizer():
+    """Return AdamW as in beside_maxtext.py."""
+    import optax
+
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
+
+
+def compile_row(row: Row) -> dict[str, Any]:
+    """Return what the compiler says of the step."""
+    import jax
+    import jax.numpy as jnp
+
+    import shardopt as so
+    from shardopt.models import moe
+
+    config = config_of(row)
+    params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
+    batch = {"tokens": jax.ShapeDtypeStruct((row.beside.chips, LENGTH + 1), jnp.int32)}
+    half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
+    report = so.aot(
+        lambda mesh: so.fsdp(
+            optimizer(),
+            mesh,
+            moe.model(config, remat="full"),
+            **half,
+            expert_leaves=moe.expert_leaves,
+            frozen=moe.frozen,
+        ),
+        params,
+        batch,
+        topology=row.topology,
+        expert=row.expert,
+    )
+    if folder := os.environ.get("EXPERTS_POD_HLO"):
+        (Path(folder) / f"{row.name.replace(' ', '_')}.txt").write_text(report.text)
+    return {
+        "compile_seconds": report.compile_seconds,
+        "memory": report.memory._asdict(),
+        "hbm_bytes": report.hbm_bytes,
+        "dense_flops": report.flops,
+        "kernels": kernels(report.text, row),
+        "sent": sent(report, row),
+        "seconds": report.step_seconds.total,
+        "compute": report.step_seconds.compute,
+        "exposed": report.step_seconds.exposed,
+        "dearest": [one._asdict() for one in report.step_seconds.operations[:12]],
+        "mesh": report.mesh_shape,
+    }
+
+
+OF_EXPERTS = re.compile(r"t?gmm|ragged-dot-(?!metadata)")
+"""Names of kernels that multiply rows by experts."""
+
+
+def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
+    """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and the most they could be."""
+    from shardopt.audit.hlo_text import operands, parse
+    from shardopt.audit.walk import callees, trip_count
+    from shardopt.planning.schedule_actions import kernel_flops
+
+    shape, module, found = shape_of(row), parse(text), {}
+    tokens = min(LENGTH, shape.expert_chunk or LENGTH)
+
+    def walk(name: str, times: int) -> None:
+        lines = module.computations.get(name, ())
+        shapes = {line.name: line.shape for line in lines}
+        for line in lines:
+            if line.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in line.rest:
+                stem = re.sub(r"[.\d]+$", "", line.name)
+                of_experts = OF_EXPERTS.match(stem)
+                inputs = [shapes[one] for one in operands(line) if one in shapes]
+                most = kernel_flops(line, inputs)
+                each = 2.0 * tokens * shape.top_k * shape.dim * shape.hidden if of_experts else most
+                one = found.setdefault(stem, {"calls": 0, "flops": 0.0, "most": 0.0})
+                one["calls"] += times
+                one["flops"] += times * each
+                one["most"] += times * most
+            turns = (trip_count(module, name, line) or 1) if line.opcode == "while" else 1
+            for callee in callees(line):
+                walk(callee, times * turns)
+
+    walk(module.entry, 1)
+    return found
+
+
+def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stated beside what was compiled."""
+    import jax.numpy as jnp
+
+    from shardopt.planning import Layout, parse_topology, predict
+    from shardopt.planning.costs import step_flops
+    from shardopt.planning.layout import stored_bytes
+
+    chips = row.beside.chips
+    half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
+    layout = Layout(data=chips // row.expert, expert=row.expert, remat=True, **half)
+    work, chip = shape_of(row).workload(), parse_topology(row.topology)[0]
+    told = predict(work, layout, hardware=chip, batch_size=chips, tx=optimizer())
+    arguments = told.memory.params + told.memory.opt_state + stored_bytes((1, LENGTH + 1), 4)
+    flops = facts["dense_flops"] + sum(one["flops"] for one in facts["kernels"].values())
+    beyond = sum(one["most"] - one["flops"] for one in facts["kernels"].values())
+    stated = step_flops(work, layout, batch_size=chips)
+    return {
+        "arguments_ratio": arguments / facts["memory"]["arguments"],
+        "memory_ratio": told.memory.total / peak(facts),
+        "predicted_memory": told.memory._asdict(),
+        # the compiler's estimate counts kernels for all rows that could come
+        "seconds_at_equal_loads": facts["seconds"] - beyond / chip.flops,
+        "flops": flops,
+        "flops_ratio": flops / stated,
+        "predicted_seconds": told.time._asdict() | {"total": told.time.total},
+        "stated": {f"{one.kind}, {one.axis}, {one.what}": one.wire_bytes(told.mesh) for one in told.transfers},
+    }
+
+
+def sent(report, row: Row) -> dict[str, dict[str, float]]:
+    """Return calls and bytes that a chip sends, by kind and axes; of ragged exchanges those of as many rows from all chips."""
+    shape, found = shape_of(row), {}
+    rows = min(LENGTH, shape.expert_chunk or LENGTH) * shape.top_k
+    for one in report.collectives:
+        axes = [axis for axis in one.axes or () if report.mesh_shape[axis] > 1]
+        bytes_sent = one.wire_bytes
+        if one.kind == "ragged-all-to-all":
+            room = int(re.search(r"\[(\d+)", one.shapes[0])[1])
+            bytes_sent = bytes_sent * rows / room
+        into = found.setdefault(f"{one.kind} over {' x '.join(axes)}", {"calls": 0, "wire_bytes": 0.0})
+        into["calls"] += one.calls
+        into["wire_bytes"] += bytes_sent * one.calls
+    return found
+
+
+def main() -> None:
+    """Compile what is not there yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="again, or parts of the names of rows")
+    parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
+    parser.add_argument("--anew", action="store_true", help="compile what is there already, too")
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    words = [word for word in options.words if word != "again"]
+    results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    for row in TABLE:
+        if not all(word in row.name for word in words):
+            continue
+        found = results.setdefault(row.name, {})
+        if "shardopt" not in found or options.anew:
+            if "again" in options.words:
+                continue
+            found["shardopt"] = compile_row(row) | {"commit": commit()}
+        if options.maxtext and "mixtral" in row.name and ("maxtext" not in found or options.anew):
+            more = [f"ici_expert_parallelism={row.expert}"] if row.expert > 1 else []
+            found["maxtext"] = compile_maxtext(row.beside, options.maxtext, sparse_core=False, more=more)
+        found["shardopt"] |= compared(row, found["shardopt"])
+        results[row.name] = found
+        results = {one.name: results[one.name] for one in TABLE if one.name in results}
+        write_json(__file__, results, RESULTS)
+        print(told(row.name, found), flush=True)
+
+
+def told(name: str, found: dict[str, Any]) -> str:
+    """Return a row in words."""
+    one = found["shardopt"]
+    lines = [
+        f"{name}: {peak(one) / 1e9:.2f} GB (formula {one['memory_ratio']:.3f}, arguments {one['arguments_ratio']:.4f}), "
+        f"{one['flops'] / 1e12:.1f} Tflop ({one['flops_ratio']:.3f} of stated), {one['seconds_at_equal_loads']:.3f} s, "
+        f"{one['exposed']:.3f} exposed, compiled in {one['compile_seconds']:.0f} s"
+    ]
+    if "seconds" in found.get("maxtext", {}):
+        other = found["maxtext"]
+        lines.append(f"  MaxText: {peak(other) / 1e9:.2f} GB, {other['seconds']:.3f} s, {other['exposed']:.3f} exposed")
+    elif "maxtext" in found:
+        lines.append(f"  MaxText: {found['maxtext'].get('error')}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
