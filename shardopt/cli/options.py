@@ -81,6 +81,9 @@ class Pipeline:
     remat: bool = False
     """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more work."""
 
+    regather: bool = True
+    """Gather the weights of a block in every pass. --no-regather: once a step, which sends less and holds more."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Communication:

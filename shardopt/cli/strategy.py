@@ -119,6 +119,9 @@ def check_strategy(options: TrainOptions) -> None:
     check_model(options.model)
     check_communication(options)
     _check_gather_dtype(options)
+    if not options.pipeline.regather and options.placement not in _GATHER:
+        what = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."
+        raise ValueError(format_error("train", what, fix="leave it out, or choose --placement fsdp."))
     check_chunks("train", "--schedule", _schedule_name(pipeline), pipeline.chunks)
 
 
@@ -135,8 +138,10 @@ def _check_gather_dtype(options: TrainOptions) -> None:
 
 def _given(pipeline: Pipeline) -> list[str]:
     """Return the flags that say something else than nothing."""
-    values = dataclasses.asdict(pipeline)
-    return [f"--{name}" + ("" if value is True else f" {value}") for name, value in values.items() if value]
+    default = dataclasses.asdict(Pipeline())
+    values = {name: one for name, one in dataclasses.asdict(pipeline).items() if one != default[name]}
+    words = {True: "--{}", False: "--no-{}"}
+    return [words[x].format(name) if isinstance(x, bool) else f"--{name} {x}" for name, x in values.items()]
 
 
 def check_chunks(who: str, flag: str, schedule: str, chunks: int | None) -> None:
@@ -171,10 +176,10 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     chunks = options.pipeline.chunks or (_CHUNKS | _V).get(_schedule_name(options.pipeline), 1)
     parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, parts)
-    if layers % parts:
+    if layers < parts:
         cut = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {parts}"
-        what = f"--layers {layers} cannot be cut evenly into {cut}, remainder {layers % parts}."
-        fix = f"use --layers {_nearest(layers, parts)}, or another --mesh, --schedule or --chunks."
+        what = f"--layers {layers} are too few for {cut}."
+        fix = f"use --layers {parts} or more, or another --mesh, --schedule or --chunks."
         raise ValueError(format_error("train", what, fix=fix))
     return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
 
@@ -209,6 +214,7 @@ def make_base(
             placement=options.placement,
             gather_dtype=where.gather_dtype,
             remat=pipeline.remat,
+            regather=pipeline.regather,
             **arguments,
         )
     if where.strategy == "fsdp":

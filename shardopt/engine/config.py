@@ -121,6 +121,7 @@ class StrategyConfig(NamedTuple):
       scatter_dtype: what gradients are cast to before they are reduce-scattered; None for what the parameters are.
       frozen: regexes of key paths that are not trained.
       schedule: of a pipeline; None where micro-batches run one after another on every device.
+      blocks_per_stage: [V], how many blocks each virtual stage of a pipeline runs; None for as equally many as can be.
       remat: whether a pipeline keeps only the input of each chunk.
       regather: whether a pipeline gathers a block's weights in every pass, rather than once a step.
       reducer: how gradients cross the wire; None for an exact mean.
@@ -152,6 +153,7 @@ class StrategyConfig(NamedTuple):
     scatter_dtype: jax.typing.DTypeLike | None = None
     frozen: Sequence[str] = ()
     schedule: Schedule | None = None
+    blocks_per_stage: tuple[int, ...] | None = None
     remat: bool = False
     regather: bool = True
     reducer: Reducer | None = None

@@ -49,10 +49,12 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
             grads = all_reduce_grads(
                 grads, layout.trained, [axes.gradient(p, done=axes.summed) for p in layout.trained]
             )
+            if config.schedule is not None:  # residuals are kept as blocks are stored
+                grads = stored_order(config.schedule, layout, grads)
             # The mean over N devices of N times a device's part of the sum.
             grads = [scale(grad, rest * compression.size) for grad in grads]
             grads, reducer_state = compress_mean(compression, grads, reducer_state)
-        if config.schedule is not None:
+        if compression is None and config.schedule is not None:
             grads = stored_order(config.schedule, layout, grads)
         return *jax.tree.map(lambda x: _stacked(config, x), (grads, parts)), reducer_state
 

@@ -21,6 +21,7 @@ from shardopt.engine.compression import (
 from shardopt.engine.config import StrategyConfig
 from shardopt.partition import COLUMNS, LeafPlan, owned_by_blocks, plan_leaves, shard_axes, state_specs
 from shardopt.pipeline import Schedule
+from shardopt.pipeline.cut import Counts, cut_blocks, is_even
 
 _Leaf = TypeVar("_Leaf")
 
@@ -35,6 +36,7 @@ class Layout(NamedTuple):
       specs: the train state as `PartitionSpec`.
       compression: how gradients go through the config's reducer; None without one.
       tables: key paths of the leaves that are sharded by columns for `so.nn.embedding`, and not gathered.
+      counts: [V], how many blocks each virtual stage of a pipeline runs; none without one.
     """
 
     treedef: TreeDef
@@ -43,6 +45,7 @@ class Layout(NamedTuple):
     specs: TrainState
     compression: CompressionPlan | None = None
     tables: frozenset[str] = frozenset()
+    counts: Counts = ()
 
     @property
     def trained(self) -> tuple[LeafPlan, ...]:
@@ -64,8 +67,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     """Place a parameter structure as the config says; touches no device."""
     if as_block_model(config.loss_fn) is not None:
         _check_blocks(config, abstract_params)
-    if config.schedule is not None:
-        _check_stages(config, config.schedule, abstract_params)
+    counts = () if config.schedule is None else _cut(config, config.schedule, abstract_params)
     tables = _tables(config, abstract_params)
     plans = plan_leaves(
         abstract_params,
@@ -74,6 +76,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         rules=config.rules,
         stacked=as_block_model(config.loss_fn) is not None,
         pipelined=config.schedule is not None,
+        even=not counts or is_even(counts),
         min_shard_elements=config.min_shard_elements,
         tables=tables,
         expert_leaves=config.expert_leaves,
@@ -111,6 +114,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
         compression=compression,
         tables=frozenset(plan.path for plan in flat if plan.path in tables and plan.dim == COLUMNS),
+        counts=counts,
     )
 
 
@@ -159,17 +163,23 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
     return model.tables if shards and shard_axes(config.mesh.shape).size > 1 else ()
 
 
-def _check_stages(config: StrategyConfig, schedule: Schedule, params: PyTree) -> None:
+def _cut(config: StrategyConfig, schedule: Schedule, params: PyTree) -> Counts:
+    """Return how many blocks each virtual stage runs.
+
+    Raises:
+      ValueError: if blocks cannot be cut so, or matrices are to live on owners, which take equal stages.
+    """
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
-    stages, chunks = schedule.num_stages, schedule.num_chunks
     if num_blocks == 0:
-        what = f"there are no blocks to cut into {plural(stages, 'stage')}."
+        what = f"there are no blocks to cut into {plural(schedule.num_stages, 'stage')}."
         raise ValueError(format_error(config.strategy, what, fix="stack at least one block a stage and chunk."))
-    if num_blocks % (stages * chunks):
-        cut = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {stages * chunks}"
-        what = f"{plural(num_blocks, 'block')} cannot be cut evenly into {cut}, remainder {num_blocks % (stages * chunks)}."
-        fix = f"use a multiple of {stages * chunks} blocks, or another pipeline size or number of chunks."
+    counts = cut_blocks(config.strategy, schedule, num_blocks, config.blocks_per_stage)
+    if config.opt_state_layout == "matrices" and not is_even(counts):
+        what = f"opt_state_layout='matrices' takes stages of equally many blocks, and these have {', '.join(map(str, counts))}."
+        size = len(counts)
+        fix = f"use a multiple of {size} blocks in equal parts, or opt_state_layout='within'."
         raise ValueError(format_error(config.strategy, what, fix=fix))
+    return counts
 
 
 def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:

@@ -14,9 +14,9 @@ from shardopt.engine.loss import LossParts, all_gather_leaves, loss_parts, step_
 from shardopt.engine.micro_batches import cut
 from shardopt.engine.reductions import reduce_scatter_grads
 from shardopt.engine.rows import row_context, with_rows
-from shardopt.pipeline import Schedule
+from shardopt.pipeline import Schedule, messages, uneven
+from shardopt.pipeline.cut import is_even
 from shardopt.pipeline.executor import execute, forward_only
-from shardopt.pipeline.messages import to_model, to_schedule
 from shardopt.pipeline.stage import StageFns
 from shardopt.remat.gathered_block import leaves_like
 from shardopt.remat.split_backward import floating
@@ -45,6 +45,7 @@ def pipelined_gradients(
         schedule,
         fns,
         _stage_weights(config, layout, schedule, params),
+        layout.counts,
         remat=config.remat,
         block_specs=[layout.plans[i].tensor for i in trained_blocks],
         outer_specs=[layout.plans[i].tensor for i in trained_outer],
@@ -61,11 +62,15 @@ def pipelined_gradients(
 
 
 def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
-    """Return gradients, reduced, in the order in which blocks are stored: the model's."""
+    """Return gradients, reduced, as blocks are stored: in the model's order."""
     plans = layout.trained
     blocks = [i for i, plan in enumerate(plans) if plan.stacked]
-    result = list(grads)
-    moved = to_model(schedule, [grads[i] for i in blocks], [plans[i].tensor for i in blocks])
+    result, mine = list(grads), [grads[i] for i in blocks]
+    tensor = [plans[i].tensor for i in blocks]
+    if is_even(layout.counts):
+        moved = messages.to_model(schedule, mine, tensor)
+    else:
+        moved = uneven.to_model(schedule, layout.counts, mine, [plans[i].spread for i in blocks], tensor)
     for i, grad in zip(blocks, moved, strict=True):
         result[i] = grad
     return result
@@ -83,7 +88,7 @@ def pipelined_losses(
     schedule = config.schedule
     assert schedule is not None
     fns = _stage_fns(config, layout, params, batch, step, rng)
-    return forward_only(schedule, fns, _stage_weights(config, layout, schedule, params))
+    return forward_only(schedule, fns, _stage_weights(config, layout, schedule, params), layout.counts)
 
 
 def _stage_weights(
@@ -91,8 +96,11 @@ def _stage_weights(
 ) -> list[jax.Array]:
     """Return the blocks that this stage runs, stacked in the schedule's order; gathered if that is done once a step."""
     plans = [plan for plan in layout.plans if plan.stacked]
-    stored = [params[i] for i in _block_and_outer(layout)[0]]
-    weights = to_schedule(schedule, stored, [plan.tensor for plan in plans])
+    stored, tensor = [params[i] for i in _block_and_outer(layout)[0]], [plan.tensor for plan in plans]
+    if is_even(layout.counts):
+        weights = messages.to_schedule(schedule, stored, tensor)
+    else:
+        weights = uneven.to_schedule(schedule, layout.counts, stored, [plan.spread for plan in plans], tensor)
     return all_gather_leaves(config, weights, plans) if config.gathers_once else weights
 
 

@@ -67,6 +67,7 @@ class LeafPlan:
       stacked: whether dim 0 counts blocks.
       trainable: whether the optimizer updates it.
       pipelined: whether dim 0, which counts blocks, is sharded over the pipeline axis.
+      spread: the dim of a stacked leaf that is sharded over pipeline where stages have unequally many blocks; None if none is.
       axes: the axes that a placement shards over, as in a `PartitionSpec`; of a leaf of experts all but expert.
       experts: whether the first dim (of a block) counts experts and is sharded over the expert axis.
       owned: where optimizer state and update live if that is on whole matrices; None: where `spec` says.
@@ -84,6 +85,7 @@ class LeafPlan:
     axes: str | tuple[str, ...] = "data"
     experts: bool = False
     owned: PartitionSpec | None = None
+    spread: int | None = None
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -101,15 +103,16 @@ class LeafPlan:
     def of_block(self) -> "LeafPlan":
         """Return the plan of one block of a stacked leaf, without the stacked dim."""
         dim = None if self.dim is None else self.dim - 1
-        return dataclasses.replace(
-            self, shape=self.shape[1:], tensor=PartitionSpec(*self.tensor[1:]), dim=dim, stacked=False, pipelined=False
-        )
+        here = {"shape": self.shape[1:], "tensor": PartitionSpec(*self.tensor[1:]), "dim": dim}
+        return dataclasses.replace(self, **here, stacked=False, pipelined=False, spread=None)
 
     def data_spec(self, *, sharded: bool) -> PartitionSpec:
         """Return the spec over all but tensor, for the per-device view."""
         entries = [self.axes if sharded and dim == self.dim else None for dim in range(len(self.shape))]
         if self.pipelined:
             entries[0] = "pipeline"
+        if self.spread is not None:
+            entries[self.spread] = "pipeline"
         if self.experts:
             entries[int(self.stacked)] = EXPERT
         return PartitionSpec(*entries)
@@ -127,6 +130,7 @@ def plan_leaves(
     rules: Rules,
     stacked: bool,
     pipelined: bool = False,
+    even: bool = True,
     min_shard_elements: int,
     is_trainable: Callable[[str], bool],
     tables: Sequence[str] = (),
@@ -143,6 +147,7 @@ def plan_leaves(
       rules: see `match_rules`; for stacked leaves they speak of one block.
       stacked: whether the leaves of "blocks" are stacked along dim 0.
       pipelined: whether the stacked leaves are sharded over the pipeline axis.
+      even: whether its stages have equally many blocks; if not, it takes a free dim of a block, the largest that it divides.
       min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
       is_trainable: whether a floating leaf with this key path is trained.
       tables: key paths of leaves [V, D] of which data takes the columns, if it divides them and tensor does not take them.
@@ -174,6 +179,10 @@ def plan_leaves(
             dim = min(divisible_dims(shape, axes.size, tuple(entry is not None for entry in taken)))
         if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
             dim = COLUMNS
+        spread = None
+        if block and pipelined and not even and math.prod(shape) >= min_shard_elements:
+            used = tuple(entry is not None or at == dim for at, entry in enumerate(taken))
+            spread = largest_divisible_dim(shape, mesh.shape["pipeline"], used)
         plans.append(
             LeafPlan(
                 path=path,
@@ -184,9 +193,10 @@ def plan_leaves(
                 reason=reason,
                 stacked=block,
                 trainable=jnp.issubdtype(leaf.dtype, jnp.inexact) and is_trainable(path),
-                pipelined=block and pipelined,
+                pipelined=block and pipelined and even,
                 axes=axes.entry,
                 experts=path in experts,
+                spread=None if spread is None else spread + 1,
             )
         )
     return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)

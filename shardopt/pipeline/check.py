@@ -19,7 +19,8 @@ def check(who: str, ticks: Ticks, slots: Slots | None = None) -> None:
     if faults := list(_shape_faults(ticks, slots)):
         _refuse(who, faults, "give every table one row per virtual stage and one column per micro-batch.")
     if faults := [*_missing(ticks), *_too_early(ticks), *_clashes(ticks)]:
-        fix = "run each pass once, when its inputs are there; what is sent on a tick arrives on the next."
+        after = "the next" if ticks.message_ticks == 1 else "the next but one"
+        fix = f"run each pass once, when its inputs are there; what is sent on a tick arrives on {after}."
         _refuse(who, faults, fix)
     if slots and (faults := list(_slot_faults(ticks, slots))):
         _refuse(who, faults, "keep apart what is live at the same tick, or leave the slots to from_ticks.")

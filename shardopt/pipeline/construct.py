@@ -21,6 +21,7 @@ def from_ticks(
     weight: ArrayLike | None = None,
     *,
     stage_of: ArrayLike | None = None,
+    message_ticks: int = 1,
     name: str = "from_ticks",
 ) -> Schedule:
     """Make a schedule of tables that say at which tick each pass runs.
@@ -31,6 +32,7 @@ def from_ticks(
       backward: [V, M] integers: the tick of the backward pass.
       weight: [V, M] integers: the tick of the weight gradient; by default the backward pass computes it.
       stage_of: [V] integers: where each virtual stage lives; by default v on stage v % S.
+      message_ticks: after how many ticks a message can be used on another stage, 1 or 2; see `send_ahead`.
       name: what to call it in messages, prints and plots.
 
     Returns:
@@ -38,7 +40,7 @@ def from_ticks(
 
     Raises:
       TypeError: if a table does not consist of integers.
-      ValueError: if `num_stages` is below 1, the table too large, or for what `Schedule.validate` refuses.
+      ValueError: if `num_stages` is below 1, `message_ticks` neither 1 nor 2, the table too large, or for what `Schedule.validate` refuses.
 
     Example:
       >>> import shardopt as so
@@ -51,14 +53,17 @@ def from_ticks(
       stage 1  .   F0  F1  B0  .   B1  .
     """
     check_sizes(name, num_stages=num_stages)
-    tables = {"forward": forward, "backward": backward} | ({} if weight is None else {"weight": weight})
-    arrays = {kind: _integers(name, kind, table, 2) for kind, table in tables.items()}
+    given = {"forward": forward, "backward": backward} | ({} if weight is None else {"weight": weight})
+    arrays = {kind: _integers(name, kind, table, 2) for kind, table in given.items()}
     homes = np.arange(len(arrays["forward"])) % num_stages
     if stage_of is not None:
         homes = _integers(name, "stage_of", stage_of, 1)
     num_ticks = max((1 + int(array.max()) for array in arrays.values() if array.size), default=0)
     check_cells(name, int(num_stages), num_ticks)
-    ticks = Ticks(int(num_stages), tuple(homes.tolist()), **{kind: as_table(array) for kind, array in arrays.items()})
+    if message_ticks not in (1, 2):
+        raise ValueError(format_error(name, f"message_ticks must be 1 or 2, got {message_ticks!r}."))
+    tables = {kind: as_table(array) for kind, array in arrays.items()}
+    ticks = Ticks(int(num_stages), tuple(homes.tolist()), **tables, message_ticks=message_ticks)
     check(name, ticks)
     return Schedule(name, ticks, assign_slots(ticks))
 
@@ -90,7 +95,9 @@ class _Action(NamedTuple):
         return f"{LETTERS[self.kind]}{self.micro_batch}.{self.chunk}"
 
 
-def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name: str = "from_order") -> Schedule:
+def from_order(
+    orders: Sequence[str], *, stage_of: ArrayLike | None = None, message_ticks: int = 1, name: str = "from_order"
+) -> Schedule:
     """Make a schedule in which every stage does one thing per tick, in a given order, as soon as it can.
 
     Args:
@@ -98,6 +105,7 @@ def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name
         3, `B3` its backward, `W3` its weight gradient (where one is split off, all are); `F3.1` that of chunk 1.
         Idle dots are skipped.
       stage_of: [V] integers: where each virtual stage lives; by default v on stage v % S.
+      message_ticks: after how many ticks a message can be used on another stage, 1 or 2; see `send_ahead`.
       name: what to call it in messages, prints and plots.
 
     Returns:
@@ -131,7 +139,8 @@ def from_order(orders: Sequence[str], *, stage_of: ArrayLike | None = None, name
     if Counter(homes) != Counter([*range(len(orders))] * chunks):
         what = f"stage_of must name each of {plural(len(orders), 'stage')} once per chunk ({chunks}), got {homes}."
         raise ValueError(format_error(name, what))
-    return from_ticks(len(orders), **_as_soon_as_possible(name, lists, homes), stage_of=homes, name=name)
+    tables = _as_soon_as_possible(name, lists, homes, message_ticks)
+    return from_ticks(len(orders), **tables, stage_of=homes, message_ticks=message_ticks, name=name)
 
 
 def _read(who: str, orders: Sequence[str]) -> list[list[_Action]]:
@@ -172,20 +181,28 @@ def _check_complete(who: str, lists: list[list[_Action]]) -> None:
         raise ValueError(format_error(who, what, faults))
 
 
-def _as_soon_as_possible(who: str, lists: list[list[_Action]], homes: list[int]) -> dict[str, list[list[int]]]:
+def _as_soon_as_possible(
+    who: str, lists: list[list[_Action]], homes: list[int], message_ticks: int
+) -> dict[str, list[list[int]]]:
     """Return tables [V, M] of the ticks at which the actions run, one per stage and tick."""
     virtual = [[v for v, home in enumerate(homes) if home == stage] for stage in range(len(lists))]
     todo = [[(kind, virtual[s][chunk], m) for kind, chunk, m in reversed(line)] for s, line in enumerate(lists)]
     done: dict[tuple[str, int, int], int] = {}
-    tick = 0
+    tick, last = 0, 0  # the last on which something ran
+
+    def is_there(stage: int, needed: tuple[str, int, int] | None) -> bool:
+        if needed is None:
+            return True
+        return needed in done and tick >= done[needed] + (message_ticks if homes[needed[1]] != stage else 1)
+
     while any(todo):
         waits = {stage: source(*line[-1], len(homes)) for stage, line in enumerate(todo) if line}
-        ready = [stage for stage, needed in waits.items() if needed is None or needed in done]
-        if not ready:  # nothing is on its way either, so nothing ever will be
+        ready = [stage for stage, needed in waits.items() if is_there(stage, needed)]
+        if not ready and tick > last + message_ticks:  # nothing is on its way either, so nothing ever will be
             stuck = [f"stage {s}: {_name(todo[s][-1])} needs {_name(needed)}" for s, needed in waits.items() if needed]
-            raise ValueError(format_error(who, f"the stages wait for one another from tick {tick} on.", stuck))
+            raise ValueError(format_error(who, f"the stages wait for one another from tick {last + 1} on.", stuck))
         for stage in ready:
-            done[todo[stage].pop()] = tick
+            done[todo[stage].pop()] = last = tick
         tick += 1
     width = 1 + max(m for _, _, m in done)
     kinds = {kind for kind, _, _ in done}

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from shardopt.collectives import constrain_tensor
 from shardopt.core.types import PyTree
 from shardopt.pipeline import messages
+from shardopt.pipeline.cut import Counts
 from shardopt.pipeline.messages import PIPELINE, Index, add, make_buffers, make_filled, read_slot, write_slot
 from shardopt.pipeline.schedule import Schedule
 from shardopt.pipeline.stage import (
@@ -33,10 +34,15 @@ Row = dict[str, jax.Array]
 """A row of the schedule's table, for this stage."""
 
 
+_Forwards = tuple[Arrays, list[Arrays], Arrays, PyTree]
+"""What goes from tick to tick of forwards alone: what waits, what has arrived, what is still to be sent, the losses."""
+
+
 def execute(
     schedule: Schedule,
     fns: StageFns,
     weights: Arrays,
+    counts: Counts,
     *,
     remat: bool,
     block_specs: Sequence[PartitionSpec],
@@ -45,19 +51,22 @@ def execute(
 ) -> Sums:
     """Differentiate every micro-batch as the schedule says; call it in the per-device view.
 
-    On each tick a stage stores the messages that arrived, runs the passes that its row names, and sends what they made.
+    On each tick a stage stores the messages that arrived, runs the passes that its row names, and sends what they made;
+    or, where messages are sent ahead, what those of the tick before made, beside the passes.
     A pass without work is skipped by a branch; the permutes stand outside of branches, since every stage takes part.
 
     Args:
       schedule: the table.
       fns: the model.
-      weights: this stage's blocks, stacked [chunks * k, ...] in the order of `schedule.virtual_stages`.
+      weights: this stage's blocks, stacked [chunks * k, ...] in the order of `schedule.virtual_stages`, k the largest count.
+      counts: [V], how many blocks each virtual stage runs, in the order of the model.
       remat: keep the input of each chunk, and run its forward again in the backward pass, rather than what that needs.
       block_specs: how the gradient of each trained weight, stacked, lies over tensor.
       outer_specs: the same of the outer weights.
       idle: what an idle pass hands on and ring buffers begin with; NaN shows that nobody reads it.
     """
-    setup = prepare(schedule, fns, weights, remat=remat, idle=idle)
+    setup = prepare(schedule, fns, weights, counts, remat=remat, idle=idle)
+    ahead = schedule.ticks.message_ticks > 1
 
     def one(carry: Carry, row: Row) -> tuple[Carry, None]:
         carry = carry._replace(
@@ -73,8 +82,10 @@ def execute(
             outer=constrain_tensor(carry.sums.outer, outer_specs),
         )
         return carry._replace(
-            arrived=messages.send(schedule, "forward", y),
-            returned=messages.send(schedule, "backward", dx),
+            arrived=messages.send(schedule, "forward", y, carry.leaving),
+            returned=messages.send(schedule, "backward", dx, carry.leaving_back),
+            leaving=y if ahead else [],
+            leaving_back=dx if ahead else [],
             sums=sums,
         ), None
 
@@ -82,18 +93,18 @@ def execute(
     return carry.sums
 
 
-def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays) -> PyTree:
+def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts) -> PyTree:
     """Run the forward passes alone, on their ticks; what `loss` returned, [M, ...], zeros but on the last stage.
 
     It can be differentiated, at the price of keeping one input per tick and running each forward again.
     """
-    stage = make_stage(schedule, fns, weights)
+    stage, ahead = make_stage(schedule, fns, weights, counts), schedule.ticks.message_ticks > 1
     shapes = jax.eval_shape(fns.loss, jnp.int32(0), stage.x)
     totals = jax.tree.map(lambda x: jnp.zeros((schedule.num_micro_batches, *x.shape), x.dtype), shapes)
 
     @jax.checkpoint
-    def one(carry: tuple[Arrays, list[Arrays], PyTree], row: Row) -> tuple[tuple[Arrays, list[Arrays], PyTree], None]:
-        inputs, arrived, totals = carry
+    def one(carry: _Forwards, row: Row) -> tuple[_Forwards, None]:
+        inputs, arrived, leaving, totals = carry
         inputs = messages.store_message(inputs, arrived, row["forward_arrival"])
         m = row["forward_micro_batch"]
 
@@ -107,13 +118,14 @@ def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays) -> PyTree:
             )
 
         y, totals = jax.lax.cond(m >= 0, work, lambda totals: (make_filled(stage.x, 0.0), totals), totals)
-        return (inputs, messages.send(schedule, "forward", y), totals), None
+        return (inputs, messages.send(schedule, "forward", y, leaving), y if ahead else [], totals), None
 
     inputs = make_buffers(stage.x, schedule.num_input_slots, 0.0)
     arrived = [make_filled(stage.x, 0.0) for _ in schedule.forward_shifts]
     num_ticks = 1 + int(schedule.ticks.passes["forward"].max())
     rows = {name: column[:num_ticks] for name, column in _table(schedule).items() if name.startswith("forward")}
-    return jax.lax.scan(one, (inputs, arrived, totals), rows)[0][2]
+    leaving = make_filled(stage.x, 0.0) if ahead else []
+    return jax.lax.scan(one, (inputs, arrived, leaving, totals), rows)[0][3]
 
 
 def tick_forward(setup: Setup, carry: Carry, row: Row) -> tuple[Arrays, Carry]:

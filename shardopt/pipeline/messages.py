@@ -21,19 +21,26 @@ Index = jax.Array | int
 """A number of a slot, block, chunk or micro-batch, an int32 scalar that may be traced."""
 
 
-def send(schedule: Schedule, kind: str, leaves: Arrays) -> list[Arrays]:
-    """Send what a stage made this tick, by every shift of `forward_shifts` or `backward_shifts`.
+def send(schedule: Schedule, kind: str, leaves: Arrays, made_before: Arrays) -> list[Arrays]:
+    """Send what a stage made, by every shift of `forward_shifts` or `backward_shifts`.
 
     A stage from which nobody needs it by that shift sends nothing, and one to which nobody sends gets zeros.
+
+    Args:
+      schedule: the table.
+      kind: "forward" or "backward".
+      leaves: what it made on this tick.
+      made_before: what it made on the tick before, which travels now if messages are sent ahead.
     """
     stage = np.asarray(schedule.ticks.stage_of)
     sources, targets = (stage[:-1], stage[1:]) if kind == "forward" else (stage[1:], stage[:-1])
     shifts = schedule.forward_shifts if kind == "forward" else schedule.backward_shifts
     used = set(zip(sources.tolist(), targets.tolist(), strict=True))
+    travels = leaves if schedule.ticks.message_ticks == 1 else made_before
     sent = []
     for shift in shifts:
         pairs = sorted((s, t) for s, t in used if (t - s) % schedule.num_stages == shift)
-        sent.append(permute(leaves, pairs) if shift else list(leaves))
+        sent.append(permute(travels, pairs) if shift else list(leaves))
     return sent
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from shardopt.core.extras import require
 from shardopt.pipeline.ticks import Ticks
-from shardopt.pipeline.timing import Pace, PassTimes, own_pace, tick_times
+from shardopt.pipeline.timing import Pace, PassTimes, own_pace, program_begins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,14 +35,14 @@ def plot(
     require("matplotlib", extra="plot", who="plot")
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
 
-    lefts, ends = _lockstep(ticks, times) if pace == "lockstep" else _own(ticks, times)
+    lefts, ends = _program(ticks, times) if pace == "lockstep" else _own(ticks, times)
     # a pass of one unit is as wide on every picture
     unit = sum(map(sum, times.passes.values())) / (3 * len(ticks.stage_of)) or 1.0
     inches = (_UNIT if ticks.num_chunks == 1 else _CHUNK) * ends[-1] / unit
     width = float(np.clip(inches, *_WIDTHS))
     figure = Figure(figsize=(width + 0.9, 0.36 * ticks.num_stages + 1.4), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    _draw_ground(axes, ticks, ends, "tick" if pace == "lockstep" else "time")
+    _draw_ground(axes, ticks, ends, "tick" if len(ends) > 2 else "time")
     _draw_passes(axes, ticks, times, lefts, inches=width / ends[-1])
     axes.set_xlim(0, ends[-1])
     axes.set_ylim(ticks.num_stages - 0.5, -0.5)
@@ -58,15 +58,17 @@ def plot(
     return figure
 
 
-def _lockstep(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return where the boxes [V, M] of each kind begin, and where every tick does; within a tick one after another."""
-    starts = np.concatenate([[0], np.cumsum(tick_times(ticks, times))])
-    stage, lefts = np.asarray(ticks.stage_of)[:, None], {}
-    done = np.zeros((ticks.num_ticks, ticks.num_stages))
+def _program(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return where the boxes [V, M] of each kind begin, and where every tick does; within a tick one after another.
+
+    Where stages begin a tick at times of their own: the beginning and the end of it all.
+    """
+    begins, stage = program_begins(ticks, times), np.asarray(ticks.stage_of)[:, None]
+    lefts, done = {}, np.zeros((ticks.num_ticks, ticks.num_stages))
     for kind, when in ticks.passes.items():
-        lefts[kind] = starts[when] + done[when, stage]
+        lefts[kind] = begins[when, stage] + done[when, stage]
         np.add.at(done, (when, stage), np.broadcast_to(np.asarray(times.passes[kind])[:, None], when.shape))
-    return lefts, starts
+    return lefts, begins[:, 0] if ticks.message_ticks == 1 else np.asarray([0.0, begins[-1].max()])
 
 
 def _own(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:

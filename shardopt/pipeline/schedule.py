@@ -89,7 +89,7 @@ class Schedule:
           backward: as for `table_time`.
           weight: as for `table_time`.
           communication: as for `table_time`.
-          pace: "own": the share of `table_time`. "lockstep": of `program_time`.
+          pace: "own": the share of `table_time`. "lockstep": of `program_time`, the program.
 
         Example:
           >>> import shardopt as so
@@ -100,9 +100,7 @@ class Schedule:
           0.4
         """
         times = self._times(forward, backward, weight, communication)
-        total = (
-            sum(timing.tick_times(self.ticks, times)) if pace == "lockstep" else timing.table_time(self.ticks, times)
-        )
+        total = (timing.program_time if pace == "lockstep" else timing.table_time)(self.ticks, times)
         return float(timing.idle_fraction(self.ticks, times, total))
 
     def _times(self, forward: Times, backward: Times, weight: Times, communication: float) -> PassTimes:
@@ -190,12 +188,13 @@ class Schedule:
     def program_time(
         self, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
     ) -> float:
-        """Return the time of the lockstep program; arguments as for `table_time`.
+        """Return the time of the compiled program; arguments as for `table_time`.
 
-        Each tick takes as long as its busiest stage, and then the messages, which all stages send after their passes:
-        nothing of them is hidden.
+        In lockstep each tick takes as long as its busiest stage, and then the messages, which all stages send after their
+        passes: nothing of them is hidden. Of schedules that `send_ahead` made, a stage waits at the end of a tick for the
+        messages that its neighbours began to send at the beginning of theirs.
         """
-        return sum(timing.tick_times(self.ticks, self._times(forward, backward, weight, communication)))
+        return timing.program_time(self.ticks, self._times(forward, backward, weight, communication))
 
     def table(self) -> dict[str, np.ndarray]:
         """Return the schedule as int32 arrays with one row per tick; -1 wherever there is nothing.
@@ -251,7 +250,7 @@ class Schedule:
 
         Args:
           path: where to save the picture; the suffix chooses the format, PNG without one.
-          pace: "lockstep": every tick is as wide as it is long in the program. "own": as `table_time` counts.
+          pace: "lockstep": as the program runs, as `program_time` counts. "own": as `table_time` does.
           forward: as for `table_time`.
           backward: as for `table_time`.
           weight: as for `table_time`.
@@ -265,7 +264,8 @@ class Schedule:
         idle = self.bubble_rate(
             forward=forward, backward=backward, weight=weight, communication=communication, pace=pace
         )
-        how = plural(self.num_ticks, "tick") + " in lockstep" if pace == "lockstep" else "stages at their own pace"
+        program = " in lockstep" if self.ticks.message_ticks == 1 else ", messages sent ahead"
+        how = plural(self.num_ticks, "tick") + program if pace == "lockstep" else "stages at their own pace"
         most = plural(max(self.peak_activations), "activation")
         heading = self._sizes(), f"{how}, {idle:.1%} idle, at most {most} per stage"
         return plot(self.ticks, self._times(forward, backward, weight, communication), pace, heading, path)
@@ -280,7 +280,7 @@ class Schedule:
         numbers = [
             plural(self.num_ticks, "tick"),
             f"bubble {self.bubble_fraction:.1%}",
-            f"as a lockstep program {self.program_bubble_fraction:.1%}",
+            f"as {'a lockstep' if self.ticks.message_ticks == 1 else 'the'} program {self.program_bubble_fraction:.1%}",
             f"at most {plural(max(self.peak_activations), 'activation')} per stage ({peaks})",
         ]
         return "\n".join([self._sizes(), ", ".join(numbers), "", *_grid(self.ticks)])

@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from shardopt.pipeline.ahead import send_ahead
 from shardopt.pipeline.bent import dual_pipe_v, zero_bubble_v
 from shardopt.pipeline.check import check_groups, check_sizes
 from shardopt.pipeline.construct import from_order, from_ticks
+from shardopt.pipeline.cut import balance
 from shardopt.pipeline.orders import lockstep_ticks, stage_order
 from shardopt.pipeline.schedule import Schedule
 from shardopt.pipeline.search import search
@@ -12,6 +14,7 @@ from shardopt.pipeline.zero_bubbles import zero_bubble, zero_bubble_2, zero_bubb
 
 __all__ = [
     "Schedule",
+    "balance",
     "dual_pipe_v",
     "eager_one_f_one_b",
     "from_order",
@@ -21,6 +24,7 @@ __all__ = [
     "looped_breadth_first",
     "one_f_one_b",
     "search",
+    "send_ahead",
     "zero_bubble",
     "zero_bubble_2",
     "zero_bubble_lockstep",

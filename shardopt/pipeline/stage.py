@@ -5,8 +5,10 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardopt.core.types import PyTree, wide_dtype
+from shardopt.pipeline.cut import Counts, first_blocks, is_even
 from shardopt.pipeline.messages import PIPELINE, Index, add_to_slot, make_buffers, make_filled, read_slot, write_slot
 from shardopt.pipeline.schedule import Schedule
 from shardopt.remat.split_backward import Arrays, Passes, floating, rematerialised, split_backward
@@ -53,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick: ring buffers, the messages of the last tick, and the sums so far."""
+    """What goes from tick to tick: ring buffers, messages that have arrived or are still to be sent, and the sums so far."""
 
     inputs: Arrays
     activations: Arrays
@@ -62,6 +64,8 @@ class Carry(NamedTuple):
     deferred: Arrays
     arrived: list[Arrays]
     returned: list[Arrays]
+    leaving: Arrays
+    leaving_back: Arrays
     sums: Sums
 
 
@@ -69,12 +73,14 @@ class Chunk(NamedTuple):
     """The blocks of one chunk of one micro-batch, for the tick at hand.
 
     Attributes:
-      num_blocks: k, how many there are in a chunk.
+      num_blocks: k, how many there is room for.
+      size: how many there are; an array where chunks have unequally many.
       first: where the first of them lies in this stage's weights and gradients, [chunks * k, ...].
       given: `given(j)`: the weights and other arguments of block j of the chunk.
     """
 
     num_blocks: int
+    size: Index
     first: Index
     given: Callable[[Index], Arrays]
 
@@ -87,8 +93,9 @@ class Stage(NamedTuple):
       fns: the model.
       weights: of this stage's blocks, [chunks * k, ...].
       x: the shapes of what travels from block to block.
-      num_blocks: k, the blocks of a chunk.
-      virtual: [chunks], this stage's virtual stages.
+      num_blocks: k, the blocks of the largest chunk.
+      first_blocks: [chunks], the number in the model of each chunk's first block.
+      counts: [chunks], how many blocks each chunk has; None if all have k.
     """
 
     schedule: Schedule
@@ -96,12 +103,14 @@ class Stage(NamedTuple):
     weights: Arrays
     x: list[jax.ShapeDtypeStruct]
     num_blocks: int
-    virtual: jax.Array
+    first_blocks: jax.Array
+    counts: jax.Array | None
 
     def chunk(self, number: jax.Array, m: jax.Array) -> Chunk:
         """Return the blocks of a chunk of this stage, for micro-batch m."""
-        first, block = number * self.num_blocks, self.virtual[number] * self.num_blocks
-        return Chunk(self.num_blocks, first, lambda j: [*read_slot(self.weights, first + j), block + j, m])
+        first, block = number * self.num_blocks, self.first_blocks[number]
+        count = self.num_blocks if self.counts is None else self.counts[number]
+        return Chunk(self.num_blocks, count, first, lambda j: [*read_slot(self.weights, first + j), block + j, m])
 
 
 class Setup(NamedTuple):
@@ -133,21 +142,24 @@ class Setup(NamedTuple):
         return self.passes.weight_residuals if self.remat and self.stage.schedule.ticks.weight is not None else ()
 
 
-def make_stage(schedule: Schedule, fns: StageFns, weights: Arrays) -> Stage:
+def make_stage(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts) -> Stage:
     """Work out which blocks this stage runs."""
+    stage, virtual = jax.lax.axis_index(PIPELINE), np.asarray(schedule.virtual_stages)
+    of_stage = lambda values: jnp.asarray(np.asarray(values, np.int32)[virtual])[stage]  # noqa: E731
     return Stage(
         schedule=schedule,
         fns=fns,
         weights=weights,
         x=jax.eval_shape(fns.embed, jnp.int32(0)),
-        num_blocks=weights[0].shape[0] // schedule.num_chunks,
-        virtual=jnp.asarray(schedule.virtual_stages, jnp.int32)[jax.lax.axis_index(PIPELINE)],
+        num_blocks=max(counts),
+        first_blocks=of_stage(first_blocks(counts)),
+        counts=None if is_even(counts) else of_stage(counts),
     )
 
 
-def prepare(schedule: Schedule, fns: StageFns, weights: Arrays, *, remat: bool, idle: float) -> Setup:
+def prepare(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts, *, remat: bool, idle: float) -> Setup:
     """Work out which blocks this stage runs, and split the passes of a block."""
-    stage, m = make_stage(schedule, fns, weights), jnp.int32(0)
+    stage, m = make_stage(schedule, fns, weights, counts), jnp.int32(0)
     given = [*(jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights), m, m]
     passes = split_backward(fns.block, given, stage.x, trained=fns.trained)
     return Setup(stage, rematerialised(passes, stage.x) if fns.remat_blocks else passes, remat, idle)
@@ -158,6 +170,7 @@ def first_carry(setup: Setup) -> Carry:
     schedule, x, k, idle = setup.stage.schedule, setup.stage.x, setup.stage.num_blocks, setup.idle
     shapes, count = (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
     at_once = schedule.ticks.forward[-1] == schedule.ticks.backward[-1]  # nothing waits for the loss
+    ahead = schedule.ticks.message_ticks > 1
     deferred = [*setup.passes.deferred, *(setup.passes.residuals[i] for i in setup.residuals_for_weight)]
     return Carry(
         inputs=make_buffers(x, schedule.num_input_slots, idle),
@@ -167,6 +180,8 @@ def first_carry(setup: Setup) -> Carry:
         deferred=make_buffers(deferred, schedule.num_deferred_slots * k, idle),
         arrived=[make_filled(x, idle) for _ in schedule.forward_shifts],
         returned=[make_filled(setup.dx, idle) for _ in schedule.backward_shifts],
+        leaving=make_filled(x, idle) if ahead else [],
+        leaving_back=make_filled(setup.dx, idle) if ahead else [],
         sums=_zero_sums(setup.stage),
     )
 
@@ -195,8 +210,16 @@ class Place(NamedTuple):
 
 
 def chunk_forward(chunk: Chunk, block: Callable[[Arrays, Arrays], Arrays], x: Arrays) -> Arrays:
-    """Run the blocks, keeping nothing."""
-    return _over_blocks(chunk, x, lambda j, x: block(chunk.given(j), x))
+    """Run the blocks, keeping nothing; it can be differentiated, so where there are fewer than k the others are skipped."""
+
+    def one(j: Index, x: Arrays) -> Arrays:
+        return block(chunk.given(j), x)
+
+    def if_there(j: Index, x: Arrays) -> Arrays:
+        return jax.lax.cond(j < chunk.size, one, lambda _, x: x, j, x)
+
+    even = isinstance(chunk.size, int)
+    return _over_blocks(chunk._replace(size=chunk.num_blocks), x, one if even else if_there)
 
 
 def chunk_forward_keeping(chunk: Chunk, passes: Passes, x: Arrays, residuals: Place) -> tuple[Arrays, Arrays]:
@@ -259,5 +282,8 @@ def _read_block(chunk: Chunk, place: Place, j: Index) -> Arrays:
 
 
 def _over_blocks(chunk: Chunk, carry: C, one: Callable[[Index, C], C], *, reverse: bool = False) -> C:
+    count = chunk.size
+    if not isinstance(count, int):  # a loop that ends where the chunk does
+        return jax.lax.fori_loop(0, count, lambda i, carry: one(count - 1 - i if reverse else i, carry), carry)
     body = lambda carry, j: (one(j, carry), None)  # noqa: E731
-    return jax.lax.scan(body, carry, jnp.arange(chunk.num_blocks), reverse=reverse)[0]
+    return jax.lax.scan(body, carry, jnp.arange(count), reverse=reverse)[0]

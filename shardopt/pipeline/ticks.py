@@ -22,6 +22,8 @@ class Ticks(NamedTuple):
       forward: [V, M], the tick of each forward pass.
       backward: [V, M], the tick of each backward pass; of the gradient of the input alone where `weight` is given.
       weight: [V, M], the tick of each gradient of the weights; None where `backward` computes that as well.
+      message_ticks: after how many ticks a message can be used on another stage: 1 if all wait for it at the end of the
+        tick that made it, 2 if it is sent while the next tick runs.
     """
 
     num_stages: int
@@ -29,6 +31,12 @@ class Ticks(NamedTuple):
     forward: Table
     backward: Table
     weight: Table | None = None
+    message_ticks: int = 1
+
+    @property
+    def arrival_ticks(self) -> np.ndarray:
+        """[V - 1]: how long what goes on between virtual stages v and v + 1 takes, in either direction; 1 within a stage."""
+        return np.where(np.diff(self.stage_of) == 0, 1, self.message_ticks)[:, None]
 
     @property
     def num_micro_batches(self) -> int:
@@ -139,9 +147,9 @@ def lifetimes(ticks: Ticks) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """
     forward, backward = np.asarray(ticks.forward), np.asarray(ticks.backward)
     weight = None if ticks.weight is None else np.asarray(ticks.weight)
-    # a message sent on one tick arrives on the next; the ends of the model are sent none, and wait for none
-    input_arrival = np.concatenate([forward[:1], forward[:-1] + 1])
-    cotangent_arrival = np.concatenate([backward[1:] + 1, backward[-1:]])
+    # the ends of the model are sent no message, and wait for none
+    input_arrival = np.concatenate([forward[:1], forward[:-1] + ticks.arrival_ticks])
+    cotangent_arrival = np.concatenate([backward[1:] + ticks.arrival_ticks, backward[-1:]])
     return {
         "activation": (forward, backward if weight is None else weight),
         "input": (input_arrival, np.where(input_arrival < forward, forward, -1)),
@@ -188,7 +196,8 @@ def _messages(ticks: Ticks, kind: str, step: int, waiting: np.ndarray) -> dict[s
         if 0 <= sender < len(stage):
             came_by[v] = directions.index((stage[v] - stage[sender]) % ticks.num_stages)
             kept = waiting[v] >= 0
-            received[when[sender, kept] + 1, stage[v], came_by[v, 0]] = waiting[v, kept]
+            arrives = when[sender, kept] + ticks.arrival_ticks[min(v, sender), 0]
+            received[arrives, stage[v], came_by[v, 0]] = waiting[v, kept]
     return {
         f"{kind}_shift": _by_tick(ticks, when, np.where(waiting >= 0, -1, came_by)),
         f"{kind}_waited": _by_tick(ticks, when, waiting),

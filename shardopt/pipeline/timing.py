@@ -8,7 +8,7 @@ import numpy as np
 
 from shardopt.core.arguments import is_number
 from shardopt.core.errors import format_error, plural
-from shardopt.pipeline.ticks import LETTERS, Ticks, shifts, source
+from shardopt.pipeline.ticks import LETTERS, Ticks, source
 
 Times = float | Sequence[float]
 """How long a pass of one micro-batch takes: on every virtual stage, or [V], on each."""
@@ -112,16 +112,33 @@ def table_time(ticks: Ticks, times: PassTimes) -> float:
     return max(max(row) + times.passes[kind][v] for kind, rows in begins.items() for v, row in enumerate(rows))
 
 
-def tick_times(ticks: Ticks, times: PassTimes) -> list[float]:
-    """Return [num_ticks], how long each tick of the lockstep program takes: its busiest stage, then every message."""
-    load = np.zeros(
-        (ticks.num_ticks, ticks.num_stages), np.result_type(*(x for each in times.passes.values() for x in each))
-    )
+def program_begins(ticks: Ticks, times: PassTimes) -> np.ndarray:
+    """Return [num_ticks + 1, S], when each stage begins each tick of the compiled program, and when it has ended the last.
+
+    Messages that are used on the next tick are waited for by all: a tick takes as long as its busiest stage, then
+    every message. Those that travel during the next tick are waited for at its end, by the stages that get them.
+    """
+    numbers = [x for each in times.passes.values() for x in each]
+    load = np.zeros((ticks.num_ticks, ticks.num_stages), np.asarray(numbers).dtype)
     for kind, when in ticks.passes.items():
         cost = np.broadcast_to(np.asarray(times.passes[kind])[:, None], when.shape)
         np.add.at(load, (when, np.asarray(ticks.stage_of)[:, None]), cost)
-    sends = any(any(each) for each in shifts(ticks).values())
-    return [busiest + (times.communication if sends else 0) for busiest in load.max(axis=1).tolist()]
+    along = {(a, b) for a, b in zip(ticks.stage_of[:-1], ticks.stage_of[1:], strict=True) if a != b}
+    senders, stages = np.asarray([*along, *((b, a) for a, b in along)], int).reshape(-1, 2).T
+    begins = np.zeros((ticks.num_ticks + 1, ticks.num_stages), np.asarray([*numbers, times.communication]).dtype)
+    for tick, spent in enumerate(load):
+        if ticks.message_ticks == 1:
+            begins[tick + 1] = begins[tick] + spent.max() + (times.communication if along else 0)
+        else:
+            begins[tick + 1] = begins[tick] + spent
+            np.maximum.at(begins[tick + 1], stages, begins[tick, senders] + times.communication)
+    return begins
+
+
+def program_time(ticks: Ticks, times: PassTimes) -> float:
+    """Return the time of the compiled program."""
+    last = program_begins(ticks, times)[-1].max()
+    return last.item() if isinstance(last, np.generic) else last
 
 
 def idle_fraction(ticks: Ticks, times: PassTimes, time: float) -> Fraction:

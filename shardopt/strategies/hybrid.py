@@ -16,6 +16,7 @@ from shardopt.engine.config import PLACEMENTS, OptStateLayout, SequenceDims, Str
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes, read_mesh
 from shardopt.pipeline import Schedule, schedules
+from shardopt.pipeline.cut import check_counts
 from shardopt.reducers import Reducer
 
 
@@ -26,6 +27,7 @@ def hybrid(
     *,
     schedule: Schedule | Callable[[int, int], Schedule] = schedules.eager_one_f_one_b,
     micro_batches: int,
+    blocks_per_stage: Sequence[int] | None = None,
     placement: str = "fsdp",
     rules: Rules = (),
     min_shard_elements: int = 1024,
@@ -63,23 +65,32 @@ def hybrid(
     again), or with `remat` the input of the chunk alone: `schedule.num_slots` times that, which does not grow with M
     for any schedule but gpipe. Outer gradients are accumulated unsharded during the step, whatever the placement.
 
+    Where virtual stages have unequally many blocks, no mesh axis can cut the stack into them: it is sharded over pipeline on a
+    free dim of a block (below `min_shard_elements`, or where data and tensor take all dims that it divides, on none). During
+    the step a stage holds its own blocks whole, and has room for as many a chunk as the largest has, in weights, gradients
+    and slots; what it does not have it does not run.
+
     **Communication** a step, per device, for a stage's Psi gradient bytes and an activation of A bytes per micro-batch:
     on pipeline, one permute of A forwards and one backwards per tick (V-shaped placements have more, as
     `schedule.forward_shifts` says), and one all-reduce of the outer gradients (with data, where they are replicated over
     it); on data, what `ddp`, `zero` or `fsdp` say, of Psi: once, after the last micro-batch, for ddp and zero1; on
     tensor, what the partitioner puts inside the blocks. With several chunks per stage stores other blocks than it runs:
-    their parameters, as they are sharded over data, move once before and gradients once after the ticks.
+    their parameters, as they are sharded over data, move once before and gradients once after the ticks. Unequal stages do
+    so with one all-to-all each (an all-gather of gradients that are not sharded over pipeline).
 
     Args:
       tx: any optax transformation; see `ddp`.
       mesh: from `make_mesh(data=..., tensor=..., pipeline=...)`.
-      model: a `BlockModel`, whose number of blocks is a multiple of stages times chunks. Its `remat` says what is kept of
+      model: a `BlockModel`. Its `remat` says what is kept of
         a block: None, what its backward pass needs; "full", its input; "save:NAME,...", its input and the values of
         these names; or what a `jax.checkpoint` policy says. Under names and policies nothing is left for the weight passes of
         zero-bubble schedules. What travels between blocks may be any pytree; it is replicated over tensor there.
       schedule: from `so.schedules`: a builder `(num_stages, num_micro_batches) -> Schedule`, such as
         `functools.partial(so.schedules.interleaved, num_chunks=2)`, or a `Schedule` of these sizes, also one's own.
       micro_batches: M; divides the rows of each data device.
+      blocks_per_stage: [V] integers, how many blocks each virtual stage runs, in the model's order, 0 among them; by default
+        equally many, or where V does not divide them as nearly so as can be. `so.schedules.balance` counts embedding and
+        head as blocks' worth.
       placement: "ddp", "zero1", "zero2", "zero3" or "fsdp" (which is zero3): what is sharded over data.
       rules: see `ddp`.
       min_shard_elements: see `zero`.
@@ -111,7 +122,7 @@ def hybrid(
     Raises:
       TypeError: if an argument is of the wrong kind; `model` is not a `BlockModel`.
       ValueError: as `fsdp`; if the mesh has no pipeline axis, the placement is unknown, the schedule is of other sizes
-        or refuses them, blocks do not divide evenly over stages and chunks, `remat` offloads in a pipeline, or a block
+        or refuses them, there are fewer blocks than stages times chunks or `blocks_per_stage` does not add up to them, `remat` offloads in a pipeline, or a block
         changes the shape of what it is given; on CPU, if a block shifts or cuts a dim that is sharded over tensor, which
         makes stages wait for each other.
 
@@ -160,6 +171,11 @@ def hybrid(
     if not regather and num_stages == 1:
         what = "regather=False is for pipelines, and there is one stage."
         raise ValueError(format_error(who, what, fix="use a mesh with pipeline above 1, or leave regather out."))
+    if blocks_per_stage is not None and num_stages == 1:
+        what = "blocks_per_stage is for pipelines, and there is one stage."
+        raise ValueError(
+            format_error(who, what, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out.")
+        )
     if isinstance(remat, str):
         blocks = blocks._replace(remat=remat)
     elif num_stages == 1 and remat and blocks.remat is None:
@@ -187,6 +203,7 @@ def hybrid(
             opt_state_layout=opt_state_layout,
             offload=offload,
             schedule=table if num_stages > 1 else None,
+            blocks_per_stage=check_counts(who, blocks_per_stage),
             remat=remat is True,
             regather=regather,
             reducer=reducer,

@@ -68,7 +68,8 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
     assert 4.5 < last(folder)["val_loss"] < 5.6
     saved = json.loads((folder / "config.json").read_text())
     assert saved["model"]["layers"] == 4
-    assert saved["pipeline"] == {"placement": "zero2", "schedule": "interleaved", "chunks": None, "remat": False}
+    pipeline = {"placement": "zero2", "schedule": "interleaved", "chunks": None, "remat": False, "regather": True}
+    assert saved["pipeline"] == pipeline
 
 
 @pytest.mark.slow
@@ -101,9 +102,9 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
     ("words", "message"),
     [
         (
-            "--schedule gpipe --placement ddp --chunks 2 --remat",
-            "train: 4 options for --strategy hybrid; fsdp was asked for.\n"
-            "  --placement ddp\n  --schedule gpipe\n  --chunks 2\n  --remat\n"
+            "--schedule gpipe --placement ddp --chunks 2 --remat --no-regather",
+            "train: 5 options for --strategy hybrid; fsdp was asked for.\n"
+            "  --placement ddp\n  --schedule gpipe\n  --chunks 2\n  --remat\n  --no-regather\n"
             "Fix: leave out what is listed, or choose --strategy hybrid.",
         ),
         (
@@ -122,18 +123,23 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         ),
         (
             "--strategy hybrid --schedule interleaved --chunks 3",
-            "train: --layers 2 cannot be cut evenly into 2 stages x 3 chunks = 6, remainder 2.\n"
-            "Fix: use --layers 6, or another --mesh, --schedule or --chunks.",
+            "train: --layers 2 are too few for 2 stages x 3 chunks = 6.\n"
+            "Fix: use --layers 6 or more, or another --mesh, --schedule or --chunks.",
         ),
         (
-            "--strategy hybrid --mesh pipeline=8 --layers 20",
-            "train: --layers 20 cannot be cut evenly into 8 stages x 1 chunk = 8, remainder 4.\n"
-            "Fix: use --layers 16 or 24, or another --mesh, --schedule or --chunks.",
+            "--strategy hybrid --mesh pipeline=8 --layers 4",
+            "train: --layers 4 are too few for 8 stages x 1 chunk = 8.\n"
+            "Fix: use --layers 8 or more, or another --mesh, --schedule or --chunks.",
         ),
         (
             "--strategy hybrid --schedule interleaved --layers 4 --micro-batches 3 --batch-size 12",
             "interleaved: with 2 chunks per stage, micro-batches must be a multiple of the 2 stages, got 3.\n"
             "Fix: use 2 or 4 micro-batches, or num_chunks=1.",
+        ),
+        (
+            "--strategy hybrid --placement zero1 --no-regather",
+            "train: --no-regather is for placements that gather weights; --placement zero1 does not.\n"
+            "Fix: leave it out, or choose --placement fsdp.",
         ),
         (
             "--strategy hybrid --micro-batches 8",
@@ -195,6 +201,11 @@ def test_every_placement_is_the_one_asked_for(placement, remat):
     assert config.rules == gpt.rules
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_blocks_are_gathered_once_a_step_where_that_is_asked_for(again):
+    assert make(regather=again)[1].gathers_once is not again
+
+
 @pytest.mark.parametrize(
     ("mesh", "batch_size", "asked", "micro_batches"),
     [
@@ -221,6 +232,7 @@ def test_chunks_are_those_asked_for_and_decide_the_layers(chunks, layers):
 
 def test_layers_that_are_given_are_kept():
     assert make(layers=6)[0] == 6
+    assert make(layers=7)[0] == 7  # stages of 3 and 4
     assert make(Devices(), layers=3)[0] == 3
     assert make(Devices())[0] == 2
 

@@ -52,6 +52,7 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         "--schedule": "None",
         "--chunks": "None",
         "--remat": "False",
+        "--regather": "True",
         "--layers": "None",
         "--gather-dtype": "None",
         "--precision": "None",

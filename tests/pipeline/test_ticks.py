@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pipelines import v_shaped
+from support.pipelines import searched, v_shaped
 
 from shardopt.pipeline import schedules
 from shardopt.pipeline.ticks import as_table
@@ -30,7 +30,7 @@ def walk(schedule):
     ahead = buffers(len(schedule.forward_shifts))
     behind = buffers(len(schedule.backward_shifts))
     last = schedule.num_stages * schedule.num_chunks - 1
-    read = {}
+    read, made_before = {}, [[GARBAGE] * schedule.num_stages] * 2
 
     for t in range(schedule.num_ticks):
         sent_ahead, sent_behind = [GARBAGE] * schedule.num_stages, [GARBAGE] * schedule.num_stages
@@ -74,8 +74,16 @@ def walk(schedule):
                 if m >= 0:
                     assert ("weight", v, m) not in read
                     read["weight", v, m] = deferred[s][row["weight_deferred"]], activations[s][row["weight_slot"]]
-        ahead = [[sent_ahead[(s - by) % len(stages)] for by in schedule.forward_shifts] for s in stages]
-        behind = [[sent_behind[(s - by) % len(stages)] for by in schedule.backward_shifts] for s in stages]
+        made, leaving = [sent_ahead, sent_behind], made_before
+        made_before = made
+        if schedule.ticks.message_ticks == 1:
+            leaving = made
+        ahead, behind = (
+            [[(leaves if by else stays)[(s - by) % len(stages)] for by in shifts] for s in stages]
+            for shifts, leaves, stays in zip(
+                (schedule.forward_shifts, schedule.backward_shifts), leaving, made, strict=True
+            )
+        )
     return read
 
 
@@ -103,6 +111,9 @@ SCHEDULES = {
     "looped_breadth_first": lambda p, m, v: schedules.looped_breadth_first(p, m, v),
     "zero_bubble_lockstep": lambda p, m, v: schedules.zero_bubble_lockstep(p, m if v == 1 else p * -(-m // p), v),
     "v_shaped": lambda p, m, v: v_shaped(p, m),
+    "searched": lambda p, m, v: searched(p, m),
+    "interleaved, sent ahead": lambda p, m, v: schedules.send_ahead(SCHEDULES["interleaved"](p, m, v)),
+    "zero_bubble_v, sent ahead": lambda p, m, v: schedules.send_ahead(schedules.zero_bubble_v(p, m)),
 }
 
 
@@ -123,7 +134,7 @@ def late(draw):
     stages, chunks, m = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     stage_of = draw(st.permutations([*range(stages)] * chunks))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    split, size = draw(st.booleans()), stages * chunks
+    split, size, message_ticks = draw(st.booleans()), stages * chunks, draw(st.integers(1, 2))
     used, tables = set(), {kind: np.zeros((size, m), int) for kind in ("forward", "backward", "weight")}
 
     def put(kind, v, batch, earliest):
@@ -134,17 +145,20 @@ def late(draw):
         tables[kind][v, batch] = tick
         return tick
 
+    def takes(v, after):
+        return 1 if v < 0 or stage_of[v] == stage_of[after] else message_ticks
+
     for batch in rng.permutation(m):
         tick = -1
         for v in range(size):
-            tick = put("forward", v, batch, tick + 1)
+            tick = put("forward", v, batch, tick + takes(v - 1, v))
         tick -= 1
         for v in reversed(range(size)):
-            tick = put("backward", v, batch, tick + 1)
+            tick = put("backward", v, batch, tick + (takes(v, v + 1) if v < size - 1 else 1))
             put("weight", v, batch, tick)
     if not split:
         del tables["weight"]
-    return schedules.from_ticks(stages, **tables, stage_of=stage_of)
+    return schedules.from_ticks(stages, **tables, stage_of=stage_of, message_ticks=message_ticks)
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)

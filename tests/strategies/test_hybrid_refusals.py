@@ -159,6 +159,23 @@ CONSTRUCTION = [
         "Fix: use so.hybrid, or make the mesh with pipeline=1.",
     ),
     (
+        lambda: hybrid(blocks_per_stage=(2, -1, 2, 2)),
+        ValueError,
+        "hybrid: blocks_per_stage must not be negative, got -1.",
+    ),
+    (
+        lambda: hybrid(blocks_per_stage="2222"),
+        TypeError,
+        "hybrid: blocks_per_stage must be integers, one for each virtual stage, or None, got '2222'.\n"
+        "Fix: use so.schedules.balance(num_blocks, stages * chunks).",
+    ),
+    (
+        lambda: hybrid(on=mesh(data=8, pipeline=1), blocks_per_stage=(8,)),
+        ValueError,
+        "hybrid: blocks_per_stage is for pipelines, and there is one stage.\n"
+        "Fix: use a mesh with pipeline above 1, or leave blocks_per_stage out.",
+    ),
+    (
         lambda: hybrid(MODEL._replace(remat="all")),
         ValueError,
         "hybrid: BlockModel.remat must be None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy, "
@@ -187,8 +204,8 @@ def test_an_invalid_table_is_refused(no_compile):
 FIRST_PARAMETERS = [
     (
         lambda: hybrid().specs(params(2)),
-        "hybrid: 2 blocks cannot be cut evenly into 4 stages x 1 chunk = 4, remainder 2.\n"
-        "Fix: use a multiple of 4 blocks, or another pipeline size or number of chunks.",
+        "hybrid: 2 blocks are too few for 4 stages x 1 chunk = 4.\n"
+        "Fix: use 4 blocks or more, another pipeline size or number of chunks, or blocks_per_stage with zeros.",
     ),
     (
         lambda: hybrid().specs(params(0)),
@@ -196,8 +213,18 @@ FIRST_PARAMETERS = [
     ),
     (
         lambda: hybrid(schedule=functools.partial(so.schedules.interleaved, num_chunks=3)).specs(params(8)),
-        "hybrid: 8 blocks cannot be cut evenly into 4 stages x 3 chunks = 12, remainder 8.\n"
-        "Fix: use a multiple of 12 blocks, or another pipeline size or number of chunks.",
+        "hybrid: 8 blocks are too few for 4 stages x 3 chunks = 12.\n"
+        "Fix: use 12 blocks or more, another pipeline size or number of chunks, or blocks_per_stage with zeros.",
+    ),
+    (
+        lambda: hybrid(blocks_per_stage=(2, 2, 2)).specs(params(8)),
+        "hybrid: blocks_per_stage has 3 parts with 6 blocks in all; there are 4 stages x 1 chunk = 4 parts, and 8 blocks.\n"
+        "Fix: so.schedules.balance(8, 4) is such a cut; or leave it out.",
+    ),
+    (
+        lambda: hybrid(opt_state_layout="matrices").specs(params(7)),
+        "hybrid: opt_state_layout='matrices' takes stages of equally many blocks, and these have 1, 2, 2, 2.\n"
+        "Fix: use a multiple of 4 blocks in equal parts, or opt_state_layout='within'.",
     ),
     (
         lambda: hybrid().specs({"in": np.ones((4, 8))}),
