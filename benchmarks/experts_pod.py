@@ -130,10 +130,6 @@ def compile_row(row: Row) -> dict[str, Any]:
     }
 
 
-OF_EXPERTS = re.compile(r"t?gmm|ragged-dot-(?!metadata)")
-"""Names of kernels that multiply rows by experts."""
-
-
 def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
     """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and the most they could be."""
     from shardopt.audit.hlo_text import operands, parse
@@ -149,9 +145,9 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
         for line in lines:
             if line.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in line.rest:
                 stem = re.sub(r"[.\d]+$", "", line.name)
-                of_experts = OF_EXPERTS.match(stem)
                 inputs = [shapes[one] for one in operands(line) if one in shapes]
                 most = kernel_flops(line, inputs)
+                of_experts = most and "splash" not in stem  # megablox and ragged_dot, whose names jax and XLA choose
                 each = 2.0 * tokens * shape.top_k * shape.dim * shape.hidden if of_experts else most
                 one = found.setdefault(stem, {"calls": 0, "flops": 0.0, "most": 0.0})
                 one["calls"] += times
@@ -191,7 +187,10 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
         "flops": flops,
         "flops_ratio": flops / stated,
         "predicted_seconds": told.time._asdict() | {"total": told.time.total},
-        "stated": {f"{one.kind}, {one.axis}, {one.what}": one.wire_bytes(told.mesh) for one in told.transfers},
+        "stated": {
+            f"{one.kind} of {one.what} over {' x '.join((one.axis, *one.also))}": one.wire_bytes(told.mesh)
+            for one in told.transfers
+        },
     }
 
 
@@ -237,6 +236,24 @@ def main() -> None:
         results = {one.name: results[one.name] for one in TABLE if one.name in results}
         write_json(__file__, results, RESULTS)
         print(told(row.name, found), flush=True)
+
+
+def cells(name: str, one: dict[str, Any]) -> list[str]:
+    """Return the line of the table in docs/experts.md."""
+    summed = lambda kinds: sum(to["wire_bytes"] for key, to in one["sent"].items() if key.startswith(kinds))
+    gathered, exchanged = summed(("all-gather", "reduce-scatter", "all-reduce")), summed("ragged-all-to-all")
+    stated = sum(sent for key, sent in one["stated"].items() if "all-to-all" not in key)
+    tokens = one["stated"].get("all-to-all of tokens over expert", 0.0)
+    return [
+        name,
+        f"{peak(one) / 1e9:.2f} of {one['hbm_bytes'] / 1e9:.0f}",
+        f"{one['memory_ratio']:.3f}",
+        f"{one['flops'] / 1e12:.0f}",
+        f"{one['flops_ratio']:.3f}",
+        f"{gathered / 1e9:.1f} ({stated / gathered:.3f})",
+        f"{exchanged / 1e9:.2f} ({tokens / exchanged:.3f})" if exchanged else "",
+        f"{one['seconds_at_equal_loads'] * 1e3:.0f}",
+    ]
 
 
 def told(name: str, found: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """The figures in the pages are those of the results files, and of the schedules."""
 
+import importlib
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 
 import shardopt as so
@@ -188,3 +190,17 @@ def test_the_losses_of_experts_are_those_of_the_benchmark():
     worst = {name: max(run["imbalance"] for run in one["runs"]) for name, one in found["contenders"].items()}
     assert f"at most {worst['experts, biases']:.2f} times" in text
     assert f"up to {worst['experts, nothing']:.2f} times" in text
+
+
+def test_what_the_tpu_compiler_says_of_experts(monkeypatch):
+    found = results("experts_pod")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    cells = importlib.import_module("experts_pod").cells
+    for name in ("common", "beside_maxtext", "experts_pod"):
+        del sys.modules[name]
+    assert rows("experts.md", "compiled") == [cells(name, row["shardopt"]) for name, row in found.items()]
+    for name, row in found.items():
+        one = row["shardopt"]
+        assert abs(one["memory_ratio"] - 1) < 0.05, name
+        assert abs(one["arguments_ratio"] - 1) < 1e-4, name
+        assert one["flops_ratio"] < 1.05, name
