@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.parameter_server.async_sgd import check_not_shared
 from shardopt.parameter_server.clock import check_max_staleness
 from shardopt.parameter_server.optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
+from shardopt.parameter_server.ray_groups import on_this_process
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
@@ -43,6 +45,7 @@ def async_local_sgd(
     backend: str = "threads",
     nonfinite: str = "raise",
     devices: int = 1,
+    hosts_per_island: int = 1,
     address: str | None = None,
     max_restarts: int = 0,
 ) -> AsyncOptimizer:
@@ -71,9 +74,11 @@ def async_local_sgd(
       max_staleness: in pushes; None for no bound.
       rule: what to do about late changes, from `parameter_server.rules`.
       reducer: how changes are encoded on their way; as for `async_sgd`, like `backend`, `address` and `max_restarts`.
-      backend: "threads", islands in this process; or "ray", each a process of its own.
+      backend: "threads", islands in this process; or "ray", each a process of its own, or several.
       nonfinite: what to do about changes that are not finite: "raise", which ends the run, or "skip".
-      devices: on Ray, how many devices each island's process has.
+      devices: on Ray, how many devices each process of an island has.
+      hosts_per_island: on Ray, of how many processes an island is made, which join by `jax.distributed`; its function gets the
+        devices of all of them. The first alone talks to the server. An island that loses one is started again as a whole.
       address: of the Ray cluster.
       max_restarts: on Ray, for each island.
 
@@ -109,10 +114,15 @@ def async_local_sgd(
     check_optimizer(WHO, outer)
     check_backend(WHO, backend, address, max_restarts)
     check_count(WHO, "devices", devices, least=1)
+    check_count(WHO, "hosts_per_island", hosts_per_island, least=1)
+    if hosts_per_island > 1 and backend != "ray":
+        what = f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
+        raise ValueError(format_error(WHO, what, fix="use backend='ray', or leave hosts_per_island out."))
+    everywhere = devices * hosts_per_island
     if backend == "ray":
         members: Sequence[ShardedOptimizer | MakeIsland] = _check_makers(strategies)
         islands = _check_islands(
-            _islands_here(members, jax.local_devices()[:devices])
+            _islands_here(members, jax.local_devices()[:everywhere])
         )  # to check them, and for their meshes
     else:
         members = islands = _check_islands(strategies)
@@ -122,12 +132,13 @@ def async_local_sgd(
         WHO,
         len(islands),
         partial(make_server, outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer),
-        partial(_make_compute, members, devices, steps, codec),
+        partial(_make_compute, members, everywhere, steps, codec),
         {"local_steps": steps, **codec_header(codec)},
         backend,
         devices=[int(devices)] * len(islands),
         address=address,
         max_restarts=int(max_restarts),
+        hosts=int(hosts_per_island),
     )
     meshes = tuple(one.mesh for one in islands)
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, outer, max_staleness, rule, backend)
@@ -147,13 +158,13 @@ def _make_compute(
     key: np.ndarray,
     worker: int | None = None,
 ) -> Compute:
-    """Return islands that push theta - theta_i after H local steps: all, or one on all devices of its process."""
+    """Return islands that push theta - theta_i after H local steps: all, or one on all devices of its processes."""
     if worker is None:
         islands = dict(enumerate(_islands_here(strategies, jax.local_devices()[:devices])))
     else:
-        islands = dict(zip([worker], _islands_here([strategies[worker]], jax.local_devices()), strict=True))
+        islands = dict(zip([worker], _islands_here([strategies[worker]], jax.devices()), strict=True))
     streams, compressors = Streams(WHO, batches_of, local_steps), make_compressors(codec)
-    home = next(iter(islands.values())).mesh.devices.flat[0]
+    home = _first_here(next(iter(islands.values())))
     states: dict[int, TrainState | None] = {}
 
     def begin(worker: int, position: int) -> None:
@@ -167,20 +178,36 @@ def _make_compute(
             own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
             state = opt.init(_copy(params), jax.random.fold_in(own, clock))
         else:
-            placed = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-            state = state._replace(params=jax.device_put(_copy(params), placed))  # a copy: the next step donates it
+            state = state._replace(params=_placed(params, state.params))
         found = []
         for batch in batches:
             state, metrics = opt.step.with_kinds(state, batch)
             found.append(metrics)
         states[worker] = state
-        first = opt.mesh.devices.flat[0]
-        end, found = jax.device_put((state.params, found), first)
+        first = _first_here(opt)
+        end, found = jax.device_put(on_this_process((state.params, found)), first)
         change, unchanged = _change(jax.device_put(params, first), end, found)
         _check_frozen(opt, params, unchanged)
         return jax.block_until_ready(to_device(compressors.encode(worker, change._replace(rows=1)), home))
 
     return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
+
+
+def _first_here(opt: ShardedOptimizer) -> Any:
+    """Return the first device of an island that belongs to this process."""
+    return next(device for device in opt.mesh.devices.flat if device.process_index == jax.process_index())
+
+
+def _placed(params: PyTree, like: PyTree) -> PyTree:
+    """Return a copy of parameters, placed as others are: the next step takes over its memory."""
+    if jax.process_count() == 1:
+        return jax.device_put(_copy(params), jax.tree.map(lambda leaf: leaf.sharding, like))
+
+    def place(leaf: jax.Array | np.ndarray, other: jax.Array) -> jax.Array:
+        rows = np.asarray(leaf)
+        return jax.make_array_from_callback(rows.shape, other.sharding, lambda index: rows[index])
+
+    return jax.tree.map(place, params, like)
 
 
 @jax.jit

@@ -6,6 +6,7 @@ the two kinds of processes, each with a JAX runtime of its own.
 
 import contextlib
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -25,6 +26,7 @@ from shardopt.parameter_server.apply import PartPrograms
 from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator, Milestone, Task
 from shardopt.parameter_server.log import Log
+from shardopt.parameter_server.ray_groups import Failed, Follower, Gone, Leader, free_address
 from shardopt.parameter_server.ray_servers import TRIES, RayServers, RemoteParams, check_token
 from shardopt.parameter_server.run import (
     AsyncResult,
@@ -42,6 +44,7 @@ from shardopt.parameter_server.threads import settings_values, use_settings
 from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status, show_workers
 from shardopt.parameter_server.worker import Streams, no_compute, run_worker
+from shardopt.runtime.processes import initialize
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -59,7 +62,7 @@ class WorkersLostError(RuntimeError):
 def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     """Do a run, and leave nothing running."""
     Streams(spec.who, job.batches_of)  # checks it
-    with cluster(spec.who, spec.address, spec.num_workers + _more_processes(spec)) as ray:
+    with cluster(spec.who, spec.address, spec.num_workers * spec.hosts + _more_processes(spec)) as ray:
         job = job._replace(params=jax.device_put(job.params))
         found = callbacks.latest(spec.make_server(donate=False), job.params)
         callbacks.resumed_from = callbacks.saved = None if found is None else int(found.state.step)
@@ -128,13 +131,14 @@ def _connect(who: str, ray: ModuleType, address: str) -> None:
         raise ConnectionError(format_error(who, what, fix=fix)) from error
 
 
-def check_capacity(who: str, ray: ModuleType, num_workers: int, servers: int = 1) -> None:
+def check_capacity(who: str, ray: ModuleType, num_workers: int, servers: int = 1, hosts: int = 1) -> None:
     """Refuse a cluster on which the processes would wait for ever to be started."""
     there = ray.cluster_resources().get("CPU", 0)
-    needed = num_workers + 1 + (servers if servers > 1 else 0)
+    needed = num_workers * hosts + 1 + (servers if servers > 1 else 0)
     if there < needed:
         others = "a server" if servers == 1 else f"{servers} servers and their coordinator"
-        what = f"{num_workers} workers and {others} need {needed} CPUs, and the Ray cluster has {there:g}."
+        each = "" if hosts == 1 else f" of {hosts} processes each"
+        what = f"{num_workers} workers{each} and {others} need {needed} CPUs, and the Ray cluster has {there:g}."
         fix = "start it with more (ray.init(num_cpus=...)), or use fewer workers."
         raise ValueError(format_error(who, what, fix=fix))
 
@@ -147,18 +151,20 @@ class RayDriver:
     """The processes of a run, as the caller sees them."""
 
     def __init__(self, ray: ModuleType, spec: RunSpec, job: Job, callbacks: Callbacks):
-        check_capacity(spec.who, ray, spec.num_workers, spec.servers)
+        check_capacity(spec.who, ray, spec.num_workers, spec.servers, spec.hosts)
         self.token = secrets.token_hex()
         self.ray, self.spec, self.job, self.callbacks = ray, spec, job, callbacks
         self.settings = settings_values()
         self.work = ray.cloudpickle.dumps((spec.make_compute, job.batches_of, job.key))
         self.gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self.alive: dict[int, ActorHandle] = {}
+        self.alive: dict[
+            int, tuple[ActorHandle, ...]
+        ] = {}  # the processes of each worker; the first one asks the server
         self.restarts = dict.fromkeys(job.availability, spec.max_restarts)
         self.killed: list[int] = []
         self.seen, self.lost_updates = 0, 0
         self.server: Any = None
-        self.working: dict[ObjectRef, int] = {}
+        self.working: dict[ObjectRef, tuple[int, int]] = {}  # worker, and which of its processes
 
     def run(self, found: Snapshot | None) -> AsyncResult:
         """Train; whatever happens, `close` must be called."""
@@ -184,7 +190,8 @@ class RayDriver:
 
     def close(self) -> None:
         """Leave nothing running."""
-        for actor in [*self.alive.values(), *([] if self.server is None else [self.server])]:
+        workers = [actor for group in self.alive.values() for actor in group]
+        for actor in [*workers, *([] if self.server is None else [self.server])]:
             self.ray.kill(actor)
 
     def log(self) -> Log | None:
@@ -209,17 +216,27 @@ class RayDriver:
         self.incarnations = dict.fromkeys(self.job.availability, 0)
 
     def start_worker(self, worker: int) -> None:
-        """Start a worker's process."""
-        devices = self.spec.devices[worker]
-        process = self.ray.remote(WorkerProcess).options(num_cpus=1, num_gpus=devices if self.gpus else 0)
-        self.alive[worker] = process.remote(self.settings, self.token, devices, self.spec.servers)
+        """Start a worker's processes."""
+        devices, hosts = self.spec.devices[worker], self.spec.hosts
+        how: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices if self.gpus else 0}
+        if hosts > 1:  # one thread works, another hears what the first process tells the others
+            how |= {"max_concurrency": 2, "scheduling_strategy": "SPREAD"}
+        process = self.ray.remote(WorkerProcess).options(**how)
+        arguments = self.settings, self.token, devices, self.spec.servers
+        self.alive[worker] = tuple(process.remote(*arguments) for _ in range(hosts))
 
     def send_to_work(self) -> None:
         """Let every worker that is idle and alive work."""
-        for worker, actor in self.alive.items():
-            if worker not in self.working.values():
-                work = actor.work.remote(self.server, worker, self.incarnations[worker], self.work)
-                self.working[work] = worker
+        busy = {worker for worker, _ in self.working.values()}
+        for worker, group in self.alive.items():
+            if worker in busy:
+                continue
+            address = group[0].address.remote(self.token) if len(group) > 1 else ""
+            for rank, actor in enumerate(group):
+                others = group[1:] if rank == 0 else ()
+                place = address, len(group), rank, *others
+                work = actor.work.remote(self.server, worker, self.incarnations[worker], self.work, *place)
+                self.working[work] = worker, rank
 
     def stand_by(self) -> bool:
         """Look after the run until nobody works any more; say False if that is because the server is gone."""
@@ -228,7 +245,7 @@ class RayDriver:
             waiting = [*self.working] if server_lost else [*self.working, milestone]
             ready, _ = self.ray.wait(waiting, num_returns=1)
             if ready[0] in self.working:
-                server_lost |= self.ended(ready[0], self.working.pop(ready[0]))
+                server_lost |= self.ended(ready[0], *self.working.pop(ready[0]))
             else:
                 try:
                     self.reached(self.ray.get(milestone))
@@ -251,29 +268,32 @@ class RayDriver:
             if self.callbacks.handle(milestone):
                 self.call("finish_early")
 
-    def ended(self, reference: "ObjectRef", worker: int) -> bool:
-        """Take note of how a worker's work ended; say whether the server is gone."""
+    def ended(self, reference: "ObjectRef", worker: int, rank: int) -> bool:
+        """Take note of how the work of a worker's process ended; say whether the server is gone."""
         try:
             outcome = self.ray.get(reference)
         except self.ray.exceptions.RayActorError:
             self.died(worker)
             return False
-        if isinstance(outcome, ServerLost):
+        if isinstance(outcome, ServerLost):  # others than the first process are told by it
             self.seen = max(self.seen, outcome.version)
-            return True
+            return rank == 0
         if isinstance(outcome, Failed):
             at = self.ray.get(self.server.clock_of.remote(worker)) if self.server_alive() else None
             step = "" if at is None else f" at its step {at}"
             outcome.error.add_note(f"This happened in worker {worker} of {self.spec.who}{step}, a process of its own:")
             outcome.error.add_note(outcome.trace)
             raise outcome.error
-        self.tell("done", worker)
+        if rank == 0:
+            self.tell("done", worker)
         return False
 
     def died(self, worker: int) -> None:
-        """A worker was killed: the clock forgets it, and it is started again if it may."""
+        """A worker was killed, or one of its processes, and so all: the clock forgets it, and it is started again if it may."""
         self.killed.append(worker)
-        del self.alive[worker]
+        for actor in self.alive.pop(worker):
+            self.ray.kill(actor)
+        self.working = {work: where for work, where in self.working.items() if where[0] != worker}
         again = self.restarts[worker] > 0
         self.tell("worker_died", worker, expected=again)
         self.incarnations[worker] += 1
@@ -318,13 +338,6 @@ class RayDriver:
             return True
         except self.ray.exceptions.RayActorError:
             return False
-
-
-class Failed(NamedTuple):
-    """What a process says instead of a result: the error, and its traceback as text."""
-
-    error: BaseException
-    trace: str
 
 
 def programs_of(make_server: MakeServer) -> PartPrograms | None:
@@ -430,28 +443,50 @@ class ServerProcess:
 
 
 class WorkerProcess:
-    """A worker; its programs stay compiled when the server comes back."""
+    """A worker, or one process of it; its programs stay compiled when the server comes back."""
 
     def __init__(self, settings: dict[str, object], token: str, devices: int, servers: int):
         begin_process(settings, devices=devices)
         self.token, self.servers = token, servers
         self.compute: Compute | None = None
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def work(self, server: "ActorHandle", worker: int, incarnation: int, work: bytes) -> ServerLost | Failed | None:
-        """Work through a run; say what ended it, None for its end."""
+    def address(self, token: str) -> str:
+        """Return where the other processes of its group find this one."""
+        check_token(self.token, token)
+        return free_address()
+
+    def hear(self, token: str, answer: object) -> None:
+        """Take what the first process of the group was told."""
+        check_token(self.token, token)
+        self.heard.put(answer)
+
+    def work(
+        self,
+        server: "ActorHandle",
+        worker: int,
+        incarnation: int,
+        work: bytes,
+        address: str,
+        count: int,
+        rank: int,
+        *others: "ActorHandle",
+    ) -> ServerLost | Failed | None:
+        """Work through a run, as process `rank` of `count`; say what ended it, None for its end."""
         from ray import cloudpickle
 
-        coordinator = RemoteCoordinator(server, self.token, self.servers)
+        coordinator = RemoteCoordinator(server, self.token, self.servers) if rank == 0 else Follower(self.heard)
         try:
             compute = self.compute
             if compute is None:
+                if count > 1:
+                    initialize(address, count, rank)
                 make_compute, batches_of, key = cloudpickle.loads(work)
                 compute = self.compute = make_compute(batches_of, key, worker)
-            run_worker(coordinator, compute, worker, incarnation)
-        except _Gone:
-            return ServerLost(coordinator.version)
-        except _AtServer as error:
-            return error.failed
+            asks = Leader(coordinator, self.token, others) if others else coordinator
+            run_worker(asks, compute, worker, incarnation)
+        except Gone as error:
+            return error.failed or ServerLost(coordinator.version)
         except Exception as error:
             return Failed(error, traceback.format_exc())
         return None
@@ -499,7 +534,7 @@ class RemoteCoordinator:
             arrays = arrays._replace(grads=[self._put(part) for part in shard(arrays.grads, self.servers)])
         found = self._get(self.server.push.remote(self.token, worker, incarnation, arrays, version))
         if isinstance(found, Failed):
-            raise _AtServer(found)
+            raise Gone(found)
         self.version = max(self.version, found[1])
         return found[0]
 
@@ -515,17 +550,7 @@ class RemoteCoordinator:
         try:
             return ray.get(reference)
         except (RayActorError, ObjectLostError) as error:
-            raise _Gone from error
-
-
-class _Gone(Exception):  # noqa: N818
-    pass
-
-
-class _AtServer(Exception):  # noqa: N818
-    def __init__(self, failed: Failed):
-        super().__init__()
-        self.failed = failed
+            raise Gone from error
 
 
 def begin_process(settings: dict[str, object], *, devices: int, platform: str | None = None) -> None:

@@ -79,6 +79,7 @@ class RunSpec(NamedTuple):
       max_restarts: on Ray, how often each worker that was killed is started again.
       check_params: `check_params(who, params)` refuses parameters that cannot be trained so.
       servers: over how many servers the parameters are sharded.
+      hosts: on Ray, how many processes each worker has, each with `devices`.
     """
 
     who: str
@@ -92,6 +93,7 @@ class RunSpec(NamedTuple):
     max_restarts: int = 0
     check_params: Callable[[str, PyTree], None] = check_params
     servers: int = 1
+    hosts: int = 1
 
     def settings(self, key: np.ndarray) -> Header:
         """Return what the log of a run with this random key data keeps of its workers."""

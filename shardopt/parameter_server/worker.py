@@ -31,12 +31,10 @@ from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers.reducer import check_reducer
 
 if TYPE_CHECKING:
-    from shardopt.parameter_server.ray import RemoteCoordinator
+    from shardopt.parameter_server.ray_groups import Asks
 
 
-def run_worker(
-    coordinator: "Coordinator | RemoteCoordinator", compute: Compute, worker: int, incarnation: int = 0
-) -> None:
+def run_worker(coordinator: "Coordinator | Asks", compute: Compute, worker: int, incarnation: int = 0) -> None:
     """Work in every period of a worker's availability; `incarnation` counts how often it was started again."""
     while (position := coordinator.enter(worker, incarnation)) is not None:
         compute.begin(worker, position)

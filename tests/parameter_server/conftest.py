@@ -98,12 +98,13 @@ def message_of():
 
 
 @pytest.fixture(scope="module")
-def local_ray():
+def local_ray(request):
     """One Ray for all tests of a file: starting one takes as long as a test."""
     import ray
 
     # Data and losses of these tests are in modules that workers cannot import.
-    for module in [one for one in sys.modules.values() if one.__name__.split(".")[-1] in ("conftest", "problems")]:
+    shared = [one for one in sys.modules.values() if one.__name__.split(".")[-1] in ("conftest", "problems")]
+    for module in [*shared, request.module]:
         ray.cloudpickle.register_pickle_by_value(module)
     with warnings.catch_warnings():
         # what it forks is another program

@@ -1,0 +1,77 @@
+"""Islands of several processes: the same numbers as in one, also where one of their processes is killed."""
+
+import os
+import signal
+
+import optax
+import pytest
+from support.reference import same_bits
+
+import shardopt as so
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
+
+
+def make_island(loss_fn):
+    def make(devices):
+        assert len(devices) == 2
+        return so.fsdp(optax.adamw(0.01), so.make_mesh(devices=devices), loss_fn, min_shard_elements=1)
+
+    return make
+
+
+def islands(regression, count=2, **options):
+    makers = [make_island(regression.loss_fn)] * count
+    options = {"local_steps": 2, "backend": "ray", "hosts_per_island": 2} | options
+    return so.async_local_sgd(makers, outer=optax.sgd(0.5), **options)
+
+
+def test_islands_of_two_processes_are_those_of_one_with_two_devices(regression):
+    opt = islands(regression, max_staleness=0)
+    result = opt.run(regression.params, regression.batches_of(2), num_updates=4)
+    whole = islands(regression, max_staleness=0, hosts_per_island=1, devices=2)
+    same_bits(whole.run(regression.params, regression.batches_of(2), num_updates=4).params, result.params)
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_island_that_loses_a_process_is_started_again(rank, regression, tmp_path):
+    """In a process that is not the first the server knows nothing of it; the island goes on where it was in its data."""
+    mark, batches_of = tmp_path / "killed", regression.batches_of(2)
+
+    def doomed(worker):
+        for step, batch in enumerate(batches_of(worker)):
+            if worker == 1 and step == 5 and not mark.exists() and process_index() == rank:
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    opt = islands(regression, max_restarts=1)
+    result = opt.run(regression.params, doomed, num_updates=12)
+    assert mark.exists()
+    assert (result.metrics["updates"], result.metrics["killed"]) == (12, [1])
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
+
+
+def process_index():
+    import jax
+
+    return jax.process_index()
+
+
+def test_an_error_in_a_process_that_is_not_the_first_ends_the_run(regression):
+    batches_of = regression.batches_of(2)
+
+    def broken(worker):
+        for step, batch in enumerate(batches_of(worker)):
+            if step == 3 and process_index() == 1:
+                raise OSError("no data left")
+            yield batch
+
+    with pytest.raises(OSError, match="no data left"):
+        islands(regression).run(regression.params, broken, num_updates=12)
+
+
+def test_processes_need_ray(regression):
+    with pytest.raises(ValueError, match="hosts_per_island=2 needs processes, and backend='threads' has one"):
+        so.async_local_sgd([make_island(regression.loss_fn)], local_steps=1, hosts_per_island=2)
