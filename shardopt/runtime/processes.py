@@ -5,9 +5,11 @@ import ctypes
 import functools
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -29,6 +31,8 @@ _CLUSTER_VARIABLES = (
 )
 _PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """All that is to be known; `shardopt launch` sets it, and any other launcher can."""
+_PATIENCE = 20.0
+"""Seconds for which the address of process 0 is tried; jax then goes on trying, and says that it cannot be reached."""
 _PIPE = "SHARDOPT_FAILURES"
 """The descriptor of the pipe of `failures`, in the environment of each process."""
 
@@ -74,10 +78,24 @@ def initialize(
         progress.start_reports(int(os.environ["JAX_PROCESS_ID"]))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with progress.waiting("join"):
+        if coordinator_address is not None and process_id:
+            _wait_until_heard(coordinator_address)
         jax.distributed.initialize(coordinator_address, num_processes, process_id)
     if "SHARDOPT_LAUNCHED" in os.environ and threading.current_thread() is threading.main_thread():
         # jax has caught SIGTERM in C++, unknown to Python: what Python knows of is put back.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
+def _wait_until_heard(address: str) -> None:
+    """Wait, for a while, until process 0 listens: gRPC tries again only a second after it found nobody."""
+    host, _, port = address.rpartition(":")
+    latest = time.monotonic() + _PATIENCE
+    while time.monotonic() < latest:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+            return
+        except (OSError, ValueError):  # jax says what is wrong with an address
+            time.sleep(0.01)
 
 
 def _follow_launcher() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -27,6 +28,7 @@ def test_initialize_does_nothing_outside_a_launcher(monkeypatch):
 def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monkeypatch):
     asked = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *place: asked.append(place))
+    monkeypatch.setattr(processes, "_wait_until_heard", lambda address: asked.append(address))
     monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
@@ -35,7 +37,26 @@ def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monke
     so.initialize()
     so.initialize("10.0.0.2:1", 2, 0)
     gloo = ("jax_cpu_collectives_implementation", "gloo")
-    assert asked == [gloo, (None, None, None), gloo, ("10.0.0.1:1234", 4, 3), gloo, ("10.0.0.2:1", 2, 0)]
+    assert asked == [
+        gloo,
+        (None, None, None),
+        gloo,
+        "10.0.0.1:1234",
+        ("10.0.0.1:1234", 4, 3),
+        gloo,
+        ("10.0.0.2:1", 2, 0),
+    ]
+
+
+def test_a_process_asks_the_first_one_once_it_listens(monkeypatch):
+    """gRPC would try again a second later only."""
+    seen = []
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{first.getsockname()[1]}"
+        monkeypatch.setattr(processes.time, "sleep", lambda _: (seen.append("tried"), first.listen()))
+        processes._wait_until_heard(address)
+    assert seen == ["tried"]
 
 
 def test_initialize_ends_a_process_whose_launcher_died_before(monkeypatch):
