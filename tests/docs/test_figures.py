@@ -139,6 +139,16 @@ def test_asynchronous_runs():
         assert words in text, words
 
 
+def test_restarts():
+    found, text = results("restarts"), page("benchmarks.md")
+    step, lost = found["first new step"], found["steps lost"]
+    assert f"comes after {step['memory']:.1f} s from memory" in text
+    assert f"after {step['disk']:.1f} s from the disk" in text
+    assert f"ratio of {found['rounds']} pairs is {step['ratio, median']:.2f}" in text
+    assert f"{lost['memory']} steps are lost against {lost['disk']}" in text
+    assert f"at most {lost['largest, memory']} against {lost['largest, disk']}" in text
+
+
 def test_what_the_tpu_compiler_says():
     compiled, found = results("pod")["compiles"], rows("planning.md", "model")
     assert len(found) == 16

@@ -72,6 +72,32 @@ def test_the_slow_one_is_found(own, slow):
     assert find_slow(dict(enumerate(own)), step=0.3) == slow
 
 
+def test_a_slow_process_is_named_from_what_all_report_and_again_when_it_is_not(monkeypatch):
+    """Steps of a second; one process needs half of that for its data, first 20 steps long."""
+    now, said = [0.0], []
+    watch = Watch(3, 60, say=said.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch._window_began = 0.0
+
+    def report(steps, own):
+        now[0] = float(steps)
+        for rank, seconds in enumerate(own):
+            marks = {MAIN: Mark(steps, 0, "data", 0.0, 0.0, 7)}
+            watch._heard[rank] = now[0], Heard(0.0, marks, seconds, steps, 100, "here")
+        watch.check()
+
+    try:
+        for steps, slow in ((0, 0.0), (10, 5.0), (20, 10.0), (30, 10.2), (40, 10.4)):
+            report(steps, [0.02 * steps, 0.02 * steps, slow])
+    finally:
+        watch.close()
+    assert said == [
+        "launch: process 2 is slow: 0.5 s of its own in each step (drawing batches, logging), the others 0.02 s; "
+        "a step takes 1 s.",
+        "launch: process 2 is slow no more.",
+    ]
+
+
 STACKS = """Thread 0x0000000000000008 (most recent call first):
   File "a.py", line 1 in other
 
