@@ -225,7 +225,7 @@ class Stream:
                 raise ValueError(format_error("fit", what, fix="pass a fresh iterator over the same data."))
         if moved and _checksum_of_values(self._last) != position["values"]:
             before, now = plural(position["processes"], "process"), plural(jax.process_count(), "process")
-            what = f"{before} drew other rows in batch {count - 1} than {now} do: rows would be seen twice, or never."
+            what = f"{before} drew other rows in batch {count - 1} than {now}: rows would be seen twice, or never."
             fix = (
                 "let the rows of a global batch not depend on the number of processes: shuffle first, then let process p of n "
                 "take rows p, p + n, ... of each global batch; or let every process draw the whole global batch."

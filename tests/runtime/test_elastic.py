@@ -129,7 +129,7 @@ def test_data_that_depends_on_the_number_of_processes_is_refused(tmp_path):
     job.kill(3)
     said = job.end(code=1)
     assert "ValueError: fit: 4 processes drew other rows in batch " in said
-    assert " than 2 processes do: rows would be seen twice, or never.\n" in said
+    assert " than 2 processes: rows would be seen twice, or never.\n" in said
 
 
 def test_a_mesh_that_does_not_fit_is_refused_in_words(tmp_path):

@@ -174,11 +174,15 @@ def test_it_is_started_anew_as_often_as_it_may_be(job):
     [
         ({}, [4, 4]),
         ({"min_processes": 2}, [4, 3]),
+        ({"min_processes": 2, "spares": 1}, [4, 4]),  # which takes the place
         ({"min_processes": 1, "can_share": lambda count: 8 % count == 0}, [4, 2]),
         ({"min_processes": 3, "can_share": lambda count: 8 % count == 0}, [4, 4]),  # none fits: all again
     ],
 )
-def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, options, counts):
+def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatch, options, counts):
+    ready = options.get("spares", 0)
+    monkeypatch.setattr(sys.modules["shardopt.runtime.launch"]._Spares, "ready", lambda self: ready)
+    options = {name: value for name, value in options.items() if name != "spares"}
     script = (
         "print(os.environ['JAX_NUM_PROCESSES'], flush=True)\n"
         "if rank == 1 and not (here / 'killed').exists():\n"

@@ -5,12 +5,13 @@ import json
 import re
 
 import grain
+import jax
 import numpy as np
 import pytest
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.training import EarlyStopping, fit
+from shardopt.training import EarlyStopping, fit, resume
 from shardopt.training.resume import END, Stream
 
 
@@ -72,6 +73,45 @@ def test_too_few_batches():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         put_back(range(3), stream.position())
+
+
+class OfProcess:
+    """Batches of a process of its own: a state counts what it drew itself."""
+
+    def __init__(self, rows):
+        self.rows, self.drawn = rows, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.drawn += 1
+        rows = np.arange(12 * self.drawn, 12 * self.drawn + 12, dtype=np.float32)
+        return {"x": jax.device_put(self.rows(rows)), "epoch": np.int32(0)}
+
+    def get_state(self):
+        return self.drawn
+
+    def set_state(self, state):
+        raise AssertionError("another number of processes says nothing to this one")
+
+
+def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batch_is_checked(monkeypatch):
+    stream = Stream(OfProcess(lambda rows: rows))
+    draw(stream, 3)
+    assert stream.position() == {"drawn": 3, "state": {"json": 3}}  # all on this process
+    monkeypatch.setattr(resume, "_is_shared_out", lambda batch: True)
+    position = stream.position() | {"processes": 4}
+    restored, how = put_back(OfProcess(lambda rows: rows[::-1].reshape(3, 4)), position)  # in another order
+    assert (restored.drawn, how) == (3, "the data by drawing 3 batches")
+    message = (
+        "fit: 4 processes drew other rows in batch 2 than 1 process: rows would be seen twice, or never.\n"
+        "Fix: let the rows of a global batch not depend on the number of processes: shuffle first, then let process p of n "
+        "take rows p, p + n, ... of each global batch; or let every process draw the whole global batch."
+    )
+    for wrong in (lambda rows: rows[:6], lambda rows: rows + 1, lambda rows: np.tile(rows, 2)):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            put_back(OfProcess(wrong), position)
 
 
 class Stateful:
