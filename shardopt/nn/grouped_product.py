@@ -64,7 +64,9 @@ def _outer(how: Implementation, rows: Array, grads: Array, sizes: Array) -> Arra
         return _named(_outer_in_tiles, rows, grads, sizes).astype(rows.dtype)
     if how == "ragged_dot":
         over = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=rows.dtype)
+        # for results in half precision XLA of jax 0.10 and 0.11 has no kernel: flops times E
+        dtype = rows.dtype if jax.__version_info__ >= (0, 12) else wide_dtype(rows.dtype)
+        return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=dtype).astype(rows.dtype)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = _tiles(rows.dtype, rows.shape[0], rows.shape[1], grads.shape[1])
