@@ -29,20 +29,27 @@ def one_core() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def interleave(contenders: dict[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def interleave(
+    contenders: dict[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Time each contender once a round, in an order that turns every round; seconds a call.
 
-    Both see the same noise, so ratios within a round mean something where absolute times do not.
+    Both see the same noise, so ratios within a round mean something where absolute times do not. With
+    `time.process_time` as clock, seconds are those that cores worked for this process, whatever else runs on them.
     """
     import jax
 
     names, times = list(contenders), {name: [] for name in contenders}
     for turn in range(-warmup, rounds):
         for name in names if turn % 2 else names[::-1]:
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(contenders[name]())
             if turn >= 0:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 

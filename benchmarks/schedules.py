@@ -6,8 +6,9 @@ The step of a transformer of Llama 3 8B's width (2 blocks a chunk, 4 stages, 204
 bfloat16) is compiled for four chips of v5p with every schedule. Of each program are read the seconds of its passes by XLA's
 own cycle estimates (forward, input gradient, weight gradient, both at once; the loss and the embedding apart), what a
 tick takes beside them, what comes outside of the ticks, the flops of each pass, and the planned memory. Times of a step
-are the schedule's clock with these numbers, for 4 blocks a stage: lockstep, where every tick takes as long as its
-busiest stage, as the program does at worst; and every stage at its own pace, as a program a stage could at best.
+are the schedule's clock with these numbers, for 4 blocks a stage: that of the program, in lockstep, where every tick
+takes as long as its busiest stage, or sent ahead, where a stage waits for what its neighbours began; and every stage at
+its own pace, as a program a stage could at best.
 Nothing runs: these are estimates, good for comparing schedules and nothing else.
 """
 
@@ -40,6 +41,9 @@ def builders():
         "dual_pipe_v": S.dual_pipe_v,
         "zero_bubble_lockstep": S.zero_bubble_lockstep,
         "zero_bubble_lockstep, 2 chunks": functools.partial(S.zero_bubble_lockstep, num_chunks=2),
+        "zero_bubble_2, sent ahead": S.send_ahead(S.zero_bubble_2),
+        "zero_bubble_v, sent ahead": S.send_ahead(S.zero_bubble_v),
+        "dual_pipe_v, sent ahead": S.send_ahead(S.dual_pipe_v),
     }
 
 
@@ -73,7 +77,7 @@ def passes(text, schedule):
     from shardopt.audit.program import read_program
     from shardopt.audit.walk import callees
     from shardopt.planning.hardware import HARDWARE
-    from shardopt.planning.schedule_actions import Loop, Reader
+    from shardopt.planning.schedule_actions import Done, Loop, Reader, Start
 
     chip = HARDWARE["v5p"]
     program = read_program("schedules", text, (), mesh={"pipeline": STAGES})
@@ -103,9 +107,22 @@ def passes(text, schedule):
                 found["both"] = seconds + together
                 seconds += apart
         found[kind] = {"seconds": seconds, "flops": flops(text, work)}
+    actions = reader.read(loop.computation)
+    found["permutes"] = sum(one.seconds for one in actions if isinstance(one, Start))
+    found["permutes_beside_passes"] = _beside_passes(actions, Start, Done)
     found["tick"] = reader.cost(loop.computation) - sum(max(costs.values()) for _, costs in all_branches)
     found["outside"] = reader.cost(program.module.entry) - loop.turns * reader.cost(loop.computation)
     return found
+
+
+def _beside_passes(actions, start, done):
+    """How many permutes of a tick begin before its first branch and are waited for after its last one."""
+    kinds = [type(one).__name__ for one in actions]
+    if "Branch" not in kinds:
+        return 0
+    first, last = kinds.index("Branch"), len(kinds) - 1 - kinds[::-1].index("Branch")
+    begun = {one.key for one in actions[:first] if isinstance(one, start)}
+    return len(begun & {one.key for one in actions[last:] if isinstance(one, done)})
 
 
 def flops(text, computation):
@@ -126,8 +143,13 @@ def times(make, found, micro_batches):
     backward = [B + found["embedding"], *[B] * (size - 2), B + found["loss"]]
     numbers = {"forward": F, "backward": backward, "weight": W}
     saved = B + W - scale * found.get("both", 0.0)
+    if schedule.ticks.message_ticks > 1:  # permutes travel beside the passes, copies do not
+        rest = schedule.num_ticks * (found["tick"] - found["permutes"])
+        program = schedule.program_time(**numbers, communication=found["permutes"]) + rest
+    else:
+        program = lockstep(schedule, numbers, saved) + schedule.num_ticks * found["tick"]
     return {
-        "lockstep": lockstep(schedule, numbers, saved) + schedule.num_ticks * found["tick"],
+        "program": program,
         "own_pace": schedule.table_time(**numbers),
         "activations": max(schedule.peak_activations) / schedule.num_chunks,
     }
@@ -153,19 +175,38 @@ def lockstep(schedule, numbers, saved):
 
 
 def pictures(folder):
-    """Draw every schedule as the lockstep program runs it, in few colours, which makes small files."""
-    from PIL import Image
+    """Draw every schedule as the program runs it, in few colours, which makes small files."""
+    import shardopt as so
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make in builders().items():
-        path = folder / f"{name.replace(', 2 chunks', '_2_chunks')}.png"
-        make(4, 8).plot(path)
-        Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
+    known = {name: (make, {}) for name, make in builders().items() if "sent ahead" not in name}
+    longer = {"backward": 1.5}
+    known["zero_bubble_v lockstep"] = so.schedules.zero_bubble_v, longer
+    known["zero_bubble_v, sent ahead"] = so.schedules.send_ahead(so.schedules.zero_bubble_v), longer
+    for name, (make, times) in known.items():
+        _draw(folder / f"{name.replace(', ', '_').replace(' ', '_')}.png", make(4, 8), **times)
+    cut = so.schedules.balance(10, 4, head=2)
+    backward = [n + 3 * 2 * (v == 3) for v, n in enumerate(cut)]  # the loss is differentiated there
+    _draw(
+        folder / "unequal_stages.png",
+        so.schedules.eager_one_f_one_b(4, 8),
+        forward=list(cut),
+        backward=backward,
+        weight=list(cut),
+    )
+
+
+def _draw(path, schedule, **times):
+    from PIL import Image
+
+    schedule.plot(path, **times)
+    Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="compile this schedule, and keep what is known of the others")
+    parser.add_argument("--keep", type=Path, help="write the text of the compiled program here")
     parser.add_argument("--pictures", type=Path, help="draw the schedules into this folder, and compile nothing")
     options = parser.parse_args()
     if options.pictures:
@@ -175,6 +216,8 @@ def main():
     for name, make in builders().items():
         if options.only in (None, name):
             report = compiled(make)
+            if options.keep:
+                options.keep.write_text(report.text)
             rows[name] = {
                 "passes": passes(report.text, make(STAGES, MICRO_BATCHES)),
                 "temporary_bytes": report.temp_bytes,

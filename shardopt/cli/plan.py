@@ -17,6 +17,7 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.pipeline import Schedule
 from shardopt.planning import Plans, find_model, parse_topology
+from shardopt.planning.layout import CHUNKED, IN_LOCKSTEP, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +91,26 @@ def as_text(plans: Plans, top: int) -> str:
     layout = best.layout
     words = [f'placement="{layout.placement}"', f"micro_batches={layout.micro_batches}"]
     if layout.schedule is not None:
-        builder = f"so.schedules.{layout.schedule}"
-        many = layout.chunks > 1
-        words.append(
-            f"schedule=functools.partial({builder}, num_chunks={layout.chunks})" if many else f"schedule={builder}"
-        )
+        words.append(f"schedule={_builder_text(layout)}")
     words += [f"remat={layout.remat!r}".replace("'", '"')] if layout.remat else []
+    words += [] if layout.regather else ["regather=False"]
     words += ["rules=rules"] if layout.tensor > 1 else []
     words += ["gather_dtype=jnp.bfloat16"] if layout.placement == "fsdp" else []
     lines = [plans.table(top), "", "the first of them:", f"  mesh = so.make_mesh({sizes})"]
     return "\n".join([*lines, f"  opt = so.hybrid(tx, mesh, model, {', '.join(words)})"])
+
+
+def _builder_text(layout: Layout) -> str:
+    """Return `layout.builder()` as one would type it."""
+    text = f"so.schedules.{layout.schedule}"
+    arguments: dict[str, object] = {}
+    if layout.searched is not None:
+        arguments = layout.searched._asdict()
+    elif layout.chunks > 1 and layout.schedule in CHUNKED:
+        arguments = {"num_chunks": layout.chunks}
+    if arguments:
+        text = f"functools.partial({text}, {', '.join(f'{name}={value}' for name, value in arguments.items())})"
+    return text if layout.schedule in IN_LOCKSTEP else f"so.schedules.send_ahead({text})"
 
 
 def as_json(plans: Plans, top: int) -> str:

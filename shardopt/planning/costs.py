@@ -61,7 +61,7 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
 
     - ddp: one all-reduce of Psi over data. zero1: a reduce-scatter and an all-gather. zero2: a reduce-scatter per
       micro-batch. fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one of the
-      outer parameters, and a reduce-scatter; in a pipeline outer parameters once per step. Leaves replicated over data
+      outer parameters, and a reduce-scatter; in a pipeline outer parameters once per step, and blocks too without regather. Leaves replicated over data
       are all-reduced once. Then one all-reduce over replica, of shards where there are shards. Gathers are in
       `gather_dtype`, reduce-scatters in `scatter_dtype`, all else as the parameters are. Tables that `so.nn.embedding`
       reads under fsdp are not gathered where it sends fewer bytes to exchange their rows.
@@ -131,13 +131,17 @@ def _sums(placed: PlacedModel, over: tuple[str, ...]) -> list[Transfer]:
             ),
             Transfer("all-gather", "data", "weights", size * sharded, 1, also=over),
         ]
-    blocks, gathered = placed.num_blocks, placed.gathered_itemsize
-    each, passes = elements.sharded_blocks / blocks, 3 if pipelined and layout.remat else 2
-    outer = elements.sharded_outer - elements.tables
+    # a pass gathers each block of a micro-batch, or the step all blocks of the stage before its ticks
+    blocks, again = placed.num_blocks, layout.regather
+    passes = 3 if pipelined and layout.remat else 2
+    each, calls = (elements.sharded_blocks / blocks, blocks * m) if again else (elements.sharded_blocks, 1)
+    gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
     return [
         rest,
-        Transfer("all-gather", "data", "weights", gathered * each, passes * blocks * m, hidden=True, also=over),
-        Transfer("reduce-scatter", "data", "gradients", scattered * each, blocks * m, hidden=True, also=over),
+        Transfer(
+            "all-gather", "data", "weights", gathered * each, passes * calls if again else 1, hidden=again, also=over
+        ),
+        Transfer("reduce-scatter", "data", "gradients", scattered * each, calls, hidden=again, also=over),
         Transfer("all-gather", "data", "outer weights", gathered * outer, once, also=over),
         Transfer("reduce-scatter", "data", "outer gradients", scattered * outer, once, also=over),
     ]
@@ -270,8 +274,8 @@ class Footprint(NamedTuple):
         return sum(self)
 
 
-def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
-    """Return the bytes on a device.
+def footprint(placed: PlacedModel, *, batch_size: int, more_slots: int = 0) -> Footprint:
+    """Return the bytes on a device; in a pipeline with so many more slots than the schedule has.
 
     With k blocks on a stage, r rows in a micro-batch, and activations sharded over tensor as the workload says:
 
@@ -306,7 +310,7 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
         opt_state=placed.opt_state,
         gradients=_gradients(placed),
         activations=_activations(
-            placed, boundary, boundary + saved if layout.remat else residuals, residuals, deferred
+            placed, boundary, boundary + saved if layout.remat else residuals, residuals, deferred, more_slots
         ),
         gathered=gathered + _reordered(placed),
         working=working,
@@ -317,7 +321,7 @@ def _gradients(placed: PlacedModel) -> float:
     elements, shards, data = placed.elements, placed.shards, placed.layout.shards.size
     scattered = elements.total(data)
     if placed.layout.pipeline > 1:
-        blocks = elements.blocks(data if shards.grads else 1)
+        blocks = elements.blocks(data if shards.grads and placed.layout.regather else 1)
         # the branch of a tick makes its new sums beside the old ones
         return _WIDE * (2 * (blocks + elements.outer()) + (scattered if shards.opt_state else 0))
     several = placed.layout.micro_batches > 1
@@ -326,16 +330,19 @@ def _gradients(placed: PlacedModel) -> float:
     return _WIDE * (scattered if shards.params else elements.total()) * (2 if several else 1)
 
 
-def _activations(placed: PlacedModel, boundary: float, kept: float, residuals: float, deferred: float) -> float:
+def _activations(
+    placed: PlacedModel, boundary: float, kept: float, residuals: float, deferred: float, more_slots: int
+) -> float:
     layout, table = placed.layout, placed.layout.table()
     if table is None:
         return placed.num_blocks * kept
     k = placed.workload.num_blocks // (layout.pipeline * layout.chunks)
-    waiting = table.num_input_slots + table.num_cotangent_slots + 2
-    left = table.num_deferred_slots * k * deferred
+    waiting = table.num_input_slots + table.num_cotangent_slots + 2 * table.ticks.message_ticks
+    split = table.ticks.weight is not None
+    left, slots = (table.num_deferred_slots + more_slots * split) * k * deferred, table.num_slots + more_slots
     if layout.remat:
-        return (table.num_slots + waiting) * boundary + k * residuals + left
-    return table.num_slots * k * residuals + waiting * boundary + left
+        return (slots + waiting) * boundary + k * residuals + left
+    return slots * k * residuals + waiting * boundary + left
 
 
 def _reordered(placed: PlacedModel) -> float:
@@ -355,12 +362,15 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     if not placed.shards.params or placed.layout.shards.size == 1:
         return 0.0, 0.0, 0.0
     elements, layout, size = placed.elements, placed.layout, placed.gathered_itemsize
-    block = (elements.sharded_blocks + elements.experts) * layout.pipeline / placed.workload.num_blocks
+    every = elements.sharded_blocks + elements.experts
+    block = every * layout.pipeline / placed.workload.num_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
     grad = _WIDE if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
     largest = elements.largest_outer if _exchange(placed, rows) else max(elements.largest_outer, elements.tables)
     joined = sum(min(block * each, SMALL_BUCKET_BYTES) for each in (size, grad))
+    if not layout.regather:  # the stage has its blocks gathered throughout
+        return loss + every * size, outer + every * size, outer + every * size + largest * grad
     alone = (elements.at_experts - elements.largest_at_experts) * layout.pipeline / placed.workload.num_blocks
     return loss, outer + block * size + (block - alone) * grad + joined, outer + largest * grad
 
@@ -412,9 +422,10 @@ def step_time(
     activations, which takes their bytes / bandwidth. A backward is twice that, and with remat what the forward has to
     run again. The loss writes and reads its logits. Gradients of a micro-batch are written and read in fp32, and where there
     are several so is their sum. Transfers that can hide, on chips that move such beside the products, run beside the
-    computation, and what is longer counts. In a pipeline each tick takes as long as its busiest stage, the loss included.
+    computation, and what is longer counts. In a pipeline a tick takes as long as its busiest stage, the loss included; of
+    schedules whose messages are sent ahead, stages wait for their neighbours alone.
     """
-    workload, layout = placed.workload, placed.layout
+    layout = placed.layout
     times = {one: seconds(one, layout, hardware, slices=slices) for one in transfers}
     beside = {one for one in transfers if one.hidden and one.kind in hardware.hides}
     hidden = sum(times[one] for one in beside)
@@ -423,28 +434,74 @@ def step_time(
     pipeline = sum(time for one, time in times.items() if one.axis == "pipeline")
     context = sum(time for one, time in times.items() if one not in beside and one.axis == "context")
     expert = sum(time for one, time in times.items() if one.axis == "expert")
-    micro, rows = layout.micro_batches, batch_size / layout.pieces
-    forward = _forward(placed, hardware, rows)
-    logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
-    ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops + logits
-    grads, outer_grads = _gradient_seconds(placed, hardware)
-    recompute = placed.recompute
-    again = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
+    passes = pass_seconds(placed, transfers, hardware, batch_size=batch_size, slices=slices)
     # state and parameters are read and written, gradients (fp32) read
     moved = 2 * (placed.params + placed.opt_state) + _WIDE * placed.params / placed.itemsize
     # of the ends each stage does its share, and idles while the last one does the rest
-    ends += outer_grads
-    compute, bubble = micro * (3 * forward + again + grads) + micro * ends / layout.pipeline, 0.0
+    compute, bubble = layout.micro_batches * passes.compute, 0.0
     if (table := layout.table()) is not None:
-        share, waiting = 1 / layout.chunks, tensor / (micro * layout.chunks) / 3
-        spent = table.program_time(
-            forward=forward * share + waiting,
-            backward=(forward + again) * share + ends + waiting,
-            weight=(forward + grads) * share + waiting,
-        )
+        size, share = len(table.ticks.stage_of), 1 / layout.chunks
+        numbers = {
+            "forward": passes.forward * share,
+            "backward": [*[passes.backward * share] * (size - 1), passes.backward * share + passes.ends],
+            "weight": passes.weight * share,
+        }
+        ahead = table.ticks.message_ticks > 1
+        if ahead:  # messages are on their way beside the passes: what they are waited for is idle time
+            pipeline -= sum(time for one, time in times.items() if _is_message(one))
+        spent = table.program_time(**numbers, communication=passes.communication if ahead else 0.0)
         bubble = max(spent - compute - tensor, 0.0)
     data, update = exposed + max(hidden - compute, 0.0), moved / hardware.memory_bandwidth
     return StepTime(compute, tensor, data, pipeline, bubble, update, context, expert)
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of what a stage of a pipeline (or a device without one) does for a micro-batch.
+
+    Attributes:
+      forward: of all its blocks.
+      backward: the gradient of its input, with what the forward has to run again.
+      weight: the gradient of its weights.
+      ends: of the loss and the outer gradients, which the last stage has besides.
+      communication: a message from one stage to the next.
+      compute: all of it without sums over tensor, the ends shared out over the stages.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    ends: float
+    communication: float
+    compute: float
+
+
+def pass_seconds(
+    placed: PlacedModel, transfers: tuple[Transfer, ...], hardware: Hardware, *, batch_size: int, slices: int = 1
+) -> PassSeconds:
+    """Return the times that `so.schedules.search` wants, as `step_time` predicts them."""
+    workload, layout = placed.workload, placed.layout
+    rows = batch_size / layout.pieces
+    tensor = sum(seconds(one, layout, hardware, slices=slices) for one in transfers if one.axis == "tensor")
+    waiting = tensor / layout.micro_batches / 3
+    forward = _forward(placed, hardware, rows)
+    logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
+    grads, outer_grads = _gradient_seconds(placed, hardware)
+    ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops + logits + outer_grads
+    recompute = placed.recompute
+    again = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
+    message = [one._replace(calls=1) for one in transfers if _is_message(one)]
+    return PassSeconds(
+        forward=forward + waiting,
+        backward=forward + again + waiting,
+        weight=forward + grads + waiting,
+        ends=ends,
+        communication=sum(seconds(one, layout, hardware, slices=slices) for one in message),
+        compute=3 * forward + again + grads + ends / layout.pipeline,
+    )
+
+
+def _is_message(transfer: Transfer) -> bool:
+    return transfer.axis == "pipeline" and transfer.what == "activations"
 
 
 def _forward(placed: PlacedModel, hardware: Hardware, rows: float) -> float:

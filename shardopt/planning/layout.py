@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from shardopt.core.errors import plural
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS, Placement
 from shardopt.mesh import spec_axes
@@ -21,8 +22,32 @@ from shardopt.partition.report import shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.planning.workload import Recompute, Workload
 
-CHUNKED = ("interleaved", "zero_bubble_lockstep")
+CHUNKED = ("interleaved", "looped_breadth_first", "zero_bubble", "zero_bubble_lockstep")
 """Schedules that take several chunks a stage."""
+
+ON_A_V = ("zero_bubble_v", "dual_pipe_v")
+"""Schedules that have two chunks a stage, on a V."""
+
+IN_LOCKSTEP = ("gpipe", "eager_one_f_one_b", "interleaved", "looped_breadth_first", "zero_bubble_lockstep")
+"""Schedules that put the same passes on all stages in a tick; the others send their messages ahead."""
+
+
+class Searched(NamedTuple):
+    """What `so.schedules.search` is told.
+
+    Attributes:
+      forward: seconds of a stage's forward of a micro-batch, [S].
+      backward: of the gradient of its input, [S].
+      weight: of the gradient of its weights, [S].
+      communication: of a message.
+      memory: the most activations on a stage.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    communication: float
+    memory: int
 
 
 class Layout(NamedTuple):
@@ -42,6 +67,8 @@ class Layout(NamedTuple):
       scatter_dtype: dtype in which all but ddp reduce-scatter gradients; None is that of the weights.
       context: devices that share the positions of every row.
       expert: devices that share the experts, and have rows each.
+      searched: what the schedule "search" is found for; None for any other.
+      regather: whether fsdp in a pipeline gathers a block in every pass, rather than once a step.
     """
 
     replica: int = 1
@@ -57,6 +84,8 @@ class Layout(NamedTuple):
     scatter_dtype: DTypeLike | None = None
     context: int = 1
     expert: int = 1
+    searched: Searched | None = None
+    regather: bool = True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -84,17 +113,19 @@ class Layout(NamedTuple):
         """Return the schedule's table; None without a pipeline."""
         if self.schedule is None:
             return None
-        return _table(self.schedule, self.pipeline, self.micro_batches, self.chunks)
+        return _table(self.schedule, self.pipeline, self.micro_batches, self.chunks, self.searched)
 
     def builder(self) -> Callable[[int, int], Schedule]:
         """Return what `so.hybrid` takes as schedule."""
-        return _builder(self.schedule or "eager_one_f_one_b", self.chunks)
+        return _builder(self.schedule or "eager_one_f_one_b", self.chunks, self.searched)
 
     def strategy(self, rules: Rules, expert_leaves: Sequence[str] = ()) -> dict[str, Any]:
         """Return keyword arguments of `so.hybrid`, with the tensor rules and leaves of experts where these axes are above 1."""
         wire: dict[str, Any] = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
         if self.scatter_dtype is not None:
             wire["scatter_dtype"] = self.scatter_dtype
+        if not self.regather:
+            wire["regather"] = False
         if self.expert > 1:
             wire["expert_leaves"] = tuple(expert_leaves)
         return {
@@ -109,22 +140,30 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         """Return `data=64 tensor=8, fsdp, 4 micro-batches, remat`."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one chip"
-        words = [axes, self.placement]
+        words = [axes, self.placement + ("" if self.regather else " gathered once")]
         if self.schedule is not None:
-            words.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))
+            words.append(
+                self.schedule + (f" x {self.chunks}" if self.chunks > 1 and self.schedule not in ON_A_V else "")
+            )
+            words += [f"at most {plural(self.searched.memory, 'activation')}"] if self.searched is not None else []
+            words += ["sent ahead"] if self.schedule not in IN_LOCKSTEP else []
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
         return ", ".join([*words, *(["remat" if self.remat is True else self.remat] if self.remat else [])])
 
 
 @functools.lru_cache(maxsize=512)
-def _table(name: str, num_stages: int, num_micro_batches: int, chunks: int) -> Schedule:
-    return _builder(name, chunks)(num_stages, num_micro_batches)
+def _table(name: str, num_stages: int, num_micro_batches: int, chunks: int, searched: Searched | None) -> Schedule:
+    return _builder(name, chunks, searched)(num_stages, num_micro_batches)
 
 
-def _builder(name: str, chunks: int) -> Callable[[int, int], Schedule]:
+def _builder(name: str, chunks: int, searched: Searched | None) -> Callable[[int, int], Schedule]:
     make = getattr(schedules, name)
-    return functools.partial(make, num_chunks=chunks) if name in CHUNKED else make
+    if searched is not None:
+        make = functools.partial(make, **searched._asdict())
+    elif name in CHUNKED:
+        make = functools.partial(make, num_chunks=chunks)
+    return make if name in IN_LOCKSTEP else schedules.send_ahead(make)
 
 
 class Elements(NamedTuple):

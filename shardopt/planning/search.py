@@ -1,7 +1,7 @@
 """`plan`: every layout of a model on a machine, those that do not fit dropped, the rest ranked."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,13 +12,16 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS
+from shardopt.pipeline import schedules as known_schedules
 from shardopt.planning.costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning.layout import CHUNKED, Layout, abstract_opt_state, place
+from shardopt.planning.layout import CHUNKED, ON_A_V, Layout, PlacedModel, abstract_opt_state, place
 from shardopt.planning.models import Transformer, find_model
+from shardopt.planning.searched import fill_in
 from shardopt.planning.workload import Workload
 
-SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep")
+SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep", "zero_bubble_v", "search")
+"""Of the others none is predicted to be faster than all of these with as much memory."""
 
 
 class Prediction(NamedTuple):
@@ -150,7 +153,10 @@ def plan(
       tx: any optax transformation, for the bytes of its state; by default `optax.adamw`.
       slices: pods that the chips are spread over evenly, joined by the data-centre network.
       placements: among "ddp", "zero1", "zero2" and "fsdp".
-      schedules: names of `so.schedules`, for layouts with a pipeline.
+      schedules: names of `so.schedules`, for layouts with a pipeline. "search" is `so.schedules.search` for the predicted times
+        of passes and messages and the activations that fit beside all else, tried where another schedule is fastest or nearly
+        fits. Schedules that do not run in lockstep are
+        predicted as `so.schedules.send_ahead` makes them.
       remat: what backward passes may run again: False nothing, True all, "save:NAME,..." all but the values of these
         names. By default each of these, with the names of the model's blocks, those first that spare most flops a byte; the
         fastest is then what recomputes least of what fits. Names are not tried in pipelines, nor is offloading at all.
@@ -177,7 +183,7 @@ def plan(
     """
     workload = model if isinstance(model, Workload) else find_model("plan", model).workload()
     chip = find_hardware("plan", hardware)
-    _check(chips, batch_size, slices, placements, headroom)
+    _check(chips, batch_size, slices, placements, schedules, headroom)
     opt_state = abstract_opt_state(workload, tx)
     limit = chip.memory_bytes * (1 - headroom)
     fitting, dropped = [], []
@@ -185,17 +191,39 @@ def plan(
     for one in choices:
         workload.recompute(one)  # refuses names that blocks do not have
     dtypes = gather_dtype, scatter_dtype
-    for layout in _layouts(workload, chips, batch_size, slices, placements, schedules, choices, dtypes):
-        try:
-            found = predict(workload, layout, hardware=chip, batch_size=batch_size, opt_state=opt_state, slices=slices)
-        except ValueError as error:  # a dim that tensor does not divide
-            dropped.append(Dropped(layout, str(error).splitlines()[0].removeprefix("plan: "), 0.0))
-            continue
-        if found.memory.total > limit:
-            missing = found.memory.total - limit
-            dropped.append(Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a chip has", missing))
-        else:
-            fitting.append(found)
+    asked = {"hardware": chip, "batch_size": batch_size, "slices": slices}
+    known: dict[object, PlacedModel] = {}
+
+    def placed_as(layout: Layout) -> PlacedModel:
+        """Schedule, micro-batches and remat do not move parameters."""
+        key = layout.placement, *layout.sizes.items()
+        if key not in known:
+            known[key] = place(workload, layout, opt_state, tiled=chip.torus_dims > 0)
+        return known[key]._replace(layout=layout)
+
+    def rank(layouts: Iterable[Layout]) -> None:
+        for layout in layouts:
+            try:
+                if layout.schedule == "search":
+                    layout = fill_in(placed_as(layout), **asked, limit=limit)
+                found = predict(workload, layout, **asked, placed=placed_as(layout))
+            except ValueError as error:  # a dim that tensor does not divide
+                dropped.append(Dropped(layout, str(error).splitlines()[0].removeprefix("plan: "), 0.0))
+                continue
+            if found.memory.total > limit:
+                missing = found.memory.total - limit
+                dropped.append(Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a chip has", missing))
+            else:
+                fitting.append(found)
+
+    named = [name for name in schedules if name != "search"]
+    rank(_layouts(workload, chips, batch_size, slices, placements, named or SCHEDULES[:1], choices, dtypes))
+    # what is tried where it may help, rather than everywhere
+    if "search" in schedules:
+        rank(_to_search(fitting, dropped))
+    rank(_gathered_once(fitting))
+    if not named:
+        fitting = [one for one in fitting if one.layout.schedule in (None, "search")]
     dropped.sort(key=lambda one: one.missing_bytes or float("inf"))
     fitting.sort(key=lambda one: (one.time.total, one.memory.total))
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
@@ -204,7 +232,57 @@ def plan(
     return plans
 
 
-def _check(chips: int, batch_size: int, slices: int, placements: Sequence[str], headroom: float) -> None:
+_NAMES = tuple(
+    name
+    for name in known_schedules.__all__
+    if name not in ("Schedule", "balance", "from_order", "from_ticks", "send_ahead")
+)
+
+
+_TRIES = 6
+
+
+def _to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]) -> list[Layout]:
+    """Return the pipelines for which a schedule is searched: those that are fastest with another, or nearest to fitting."""
+    short = sorted((one for one in dropped if one.missing_bytes), key=lambda one: one.missing_bytes)
+    several = ([one.layout for one in some if one.layout.schedule] for some in (_fastest(fitting), short))
+    bases = ([one._replace(schedule="search", chunks=1) for one in layouts] for layouts in several)
+    return [layout for some in bases for layout in list(dict.fromkeys(some))[:_TRIES]]
+
+
+def _gathered_once(fitting: Sequence[Prediction]) -> list[Layout]:
+    """Return the fastest pipelines of fsdp, that gather blocks once a step."""
+    layouts = [one.layout for one in _fastest(fitting) if one.layout.pipeline > 1 and one.layout.placement == "fsdp"]
+    return [layout._replace(regather=False) for layout in layouts[:_TRIES]]
+
+
+def _fastest(fitting: Sequence[Prediction]) -> list[Prediction]:
+    return sorted(fitting, key=lambda one: one.time.total)
+
+
+_NAMES = tuple(
+    name
+    for name in known_schedules.__all__
+    if name not in ("Schedule", "balance", "from_order", "from_ticks", "send_ahead")
+)
+
+
+_SEARCHES = 12
+
+
+def _to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]) -> list[Layout]:
+    """Return the pipelines for which a schedule is searched: those that are fastest with another, or nearest to fitting."""
+    fastest = sorted((one for one in fitting if one.layout.schedule), key=lambda one: one.time.total)
+    nearest = sorted(
+        (one for one in dropped if one.missing_bytes and one.layout.schedule), key=lambda one: one.missing_bytes
+    )
+    bases = ([one.layout._replace(schedule="search", chunks=1) for one in some] for some in (fastest, nearest))
+    return [layout for some in bases for layout in list(dict.fromkeys(some))[:_SEARCHES]]
+
+
+def _check(
+    chips: int, batch_size: int, slices: int, placements: Sequence[str], schedules: Sequence[str], headroom: float
+) -> None:
     for name, value in {"chips": chips, "batch_size": batch_size, "slices": slices}.items():
         check_count("plan", name, value)
     if chips % slices:
@@ -213,6 +291,9 @@ def _check(chips: int, batch_size: int, slices: int, placements: Sequence[str], 
     if unknown := [name for name in placements if name not in PLACEMENTS]:
         fix = f"use some of {', '.join(PLACEMENTS)}."
         raise ValueError(format_error("plan", f"unknown placement {', '.join(map(repr, unknown))}.", fix=fix))
+    if unknown := [name for name in schedules if name not in _NAMES]:
+        fix = f"use some of {', '.join(_NAMES)}."
+        raise ValueError(format_error("plan", f"unknown schedule {', '.join(map(repr, unknown))}.", fix=fix))
     if not 0 <= headroom < 1:
         raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}.")
 
@@ -296,10 +377,12 @@ def _divisors(count: int, most: int, small: int = 8) -> list[int]:
 
 
 def _chunks(workload: Workload, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
+    if schedule in ON_A_V:
+        return [2] if workload.num_blocks % (2 * pipeline) == 0 else []
     if schedule not in CHUNKED:
         return [1]
     several = [2] if workload.num_blocks % (2 * pipeline) == 0 and micro_batches % pipeline == 0 else []
-    return several if schedule == "interleaved" else [1, *several]
+    return several if schedule in ("interleaved", "looped_breadth_first") else [1, *several]
 
 
 def predict(
@@ -311,6 +394,7 @@ def predict(
     tx: optax.GradientTransformation | None = None,
     opt_state: PyTree = None,
     slices: int = 1,
+    placed: PlacedModel | None = None,
 ) -> Prediction:
     """Return what one layout is predicted to need.
 
@@ -322,6 +406,7 @@ def predict(
       tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
       opt_state: its abstract state, if it is known already.
       slices: pods that the chips are spread over evenly.
+      placed: the layout's placement, if it is known already.
 
     Raises:
       ValueError: if a tensor rule does not divide the parameters, the schedule refuses the sizes, or `layout.remat` names
@@ -337,8 +422,9 @@ def predict(
     if isinstance(layout.remat, str) and layout.pipeline > 1:
         what = f"what remat={layout.remat!r} keeps in a pipeline is not predicted."
         raise ValueError(format_error("plan", what, fix="use remat=True or False there."))
-    state = abstract_opt_state(workload, tx) if opt_state is None else opt_state
-    placed = place(workload, layout, state, tiled=hardware.torus_dims > 0)
+    if placed is None:
+        state = abstract_opt_state(workload, tx) if opt_state is None else opt_state
+        placed = place(workload, layout, state, tiled=hardware.torus_dims > 0)
     sent = traffic(placed, batch_size=batch_size)
     time = step_time(placed, sent, hardware, batch_size=batch_size, slices=slices)
     return Prediction(

@@ -1,5 +1,6 @@
 """The commands that need no device: `shardopt plan`, `audit` and `schedule`: tables, JSON, pictures, and refusals."""
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 import shardopt as so
 from shardopt.audit import inner_product_flops
 from shardopt.cli import main
-from shardopt.planning import find_model
+from shardopt.cli.plan import _builder_text
+from shardopt.planning import Layout, find_model
+from shardopt.planning.layout import Searched
 
 GPT2 = ["plan", "--model", "gpt2", "--hardware", "a100", "--chips", "4"]
 
@@ -35,6 +38,26 @@ def test_what_to_type_is_python(capsys):
     _, out, _ = run(capsys, "plan", "--model", "llama2-70b", "--chips", "64", "--batch-size", "64")
     for line in out.splitlines()[-2:]:
         compile(line.strip(), "plan", "exec")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipeline=4, micro_batches=8, schedule="eager_one_f_one_b"),
+        Layout(pipeline=4, micro_batches=8, schedule="interleaved", chunks=2),
+        Layout(pipeline=4, micro_batches=8, schedule="zero_bubble_v", chunks=2),
+        Layout(
+            pipeline=2,
+            micro_batches=4,
+            schedule="search",
+            searched=Searched((0.15, 0.15), (0.15, 0.218), (0.163, 0.163), 0.000336, 2),
+        ),
+    ],
+    ids=lambda layout: layout.schedule,
+)
+def test_the_schedule_to_type_is_that_of_the_layout(layout):
+    found = eval(_builder_text(layout), {"so": so, "functools": functools})(layout.pipeline, layout.micro_batches)
+    assert (found.name, found.ticks) == (layout.table().name, layout.table().ticks)
 
 
 def test_plan_as_json(capsys):

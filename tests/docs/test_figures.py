@@ -44,7 +44,7 @@ def test_the_times_of_schedules_are_those_of_their_compiled_passes():
     assert [name for name, *_ in found] == list(known)
     for name, *told, kept in found:
         step = known[name]["step"]
-        assert told == [f"{1e3 * step[m][pace]:.0f}" for m in ("8", "32") for pace in ("lockstep", "own_pace")], name
+        assert told == [f"{1e3 * step[m][pace]:.0f}" for m in ("8", "32") for pace in ("program", "own_pace")], name
         assert float(kept) == step["8"]["activations"]
     split, whole = (known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b"))
     told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["seconds"]]

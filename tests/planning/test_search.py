@@ -44,7 +44,7 @@ def test_plans_are_ranked_by_time_and_fit():
     assert {one.layout for one in plans.ranked}.isdisjoint(one.layout for one in plans.dropped)
     kinds = {(one.layout.placement, one.layout.schedule, one.layout.remat) for one in plans.ranked}
     assert {placement for placement, _, _ in kinds} == {"zero1", "zero2", "fsdp", "ddp"}
-    assert {schedule for _, schedule, _ in kinds} == {None, "eager_one_f_one_b", "interleaved", "zero_bubble_lockstep"}
+    assert {schedule for _, schedule, _ in kinds} == {None, *so.planning.search.SCHEDULES}
 
 
 def test_the_fastest_recomputes_least_of_what_fits():
@@ -174,6 +174,46 @@ def test_a_pipeline_idles_as_its_schedule_says():
     assert time.bubble / time.total == pytest.approx(layout.table().program_bubble_fraction)
 
 
+def test_a_searched_schedule_keeps_what_fits_and_is_what_a_user_runs():
+    """On a chip that has no room for a fourth activation the search is told so."""
+    work, chip = find_model("test", "gpt2").workload(), HARDWARE["v5p"]
+    layout = Layout(pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble")
+    known = predict(work, layout, hardware=chip, batch_size=8)
+    each = known.memory.activations / (layout.table().num_slots + 1)  # and what waits
+    how = {
+        "chips": 4,
+        "batch_size": 8,
+        "placements": ["ddp"],
+        "schedules": ["search"],
+        "remat": [False],
+        "headroom": 0.0,
+    }
+
+    def of(plans):
+        (one,) = [x for x in plans.ranked if x.mesh == layout.sizes and x.layout.micro_batches == 8]
+        return one, one.layout.table()
+
+    small = dataclasses.replace(chip, memory_bytes=int(known.memory.total - each))
+    (tight, few), (free, many) = (of(so.plan(work, hardware=one, **how)) for one in (small, chip))
+    assert tight.memory.total <= small.memory_bytes
+    assert few.num_slots <= tight.layout.searched.memory < 4 < many.num_slots
+    assert free.time.total <= tight.time.total
+    assert tight.strategy["schedule"](4, 8).ticks == few.ticks
+    assert few.ticks.message_ticks == 2
+    bound = tight.layout.searched.memory
+    assert str(tight.layout) == f"pipeline=4, ddp, search, at most {bound} activations, sent ahead, 8 micro-batches"
+
+
+def test_messages_that_are_sent_ahead_hide_behind_passes():
+    layout = Layout(pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble_v", chunks=2)
+    found = predict(WORK, layout, hardware=CHIP, batch_size=8)
+    each = {one: seconds(one, layout, CHIP) for one in found.transfers if one.axis == "pipeline"}
+    messages = sum(time for one, time in each.items() if one.what == "activations")
+    assert found.time.pipeline == pytest.approx(sum(each.values()) - messages)
+    fast = predict(WORK, layout, hardware=dataclasses.replace(CHIP, link_bandwidth=1e30), batch_size=8)
+    assert 0 < found.time.bubble - fast.time.bubble < messages / 2
+
+
 def test_unknown_names_list_the_known_ones():
     known = "a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x"
     message = f"plan: unknown hardware 'v9'.\nFix: use one of {known}, or describe the chip with so.planning.Hardware."
@@ -182,6 +222,12 @@ def test_unknown_names_list_the_known_ones():
     with refused(TypeError, "plan: hardware must be a name or a Hardware, got 7.\n"
         "Fix: pass a name such as 'v5p', or a so.planning.Hardware."):  # fmt: skip
         so.plan("gpt2", hardware=7, chips=8, batch_size=8)
+    names = (
+        "dual_pipe_v, eager_one_f_one_b, gpipe, interleaved, looped_breadth_first, one_f_one_b, search, zero_bubble, "
+    )
+    names += "zero_bubble_2, zero_bubble_lockstep, zero_bubble_v"
+    with refused(ValueError, f"plan: unknown schedule 'two_f'.\nFix: use some of {names}."):
+        so.plan("gpt2", hardware="v5p", chips=8, batch_size=8, schedules=["two_f"])
     message = "plan: unknown placement 'zero9'.\nFix: use some of ddp, zero1, zero2, zero3, fsdp."
     with refused(ValueError, message):
         so.plan("gpt2", hardware="v5p", chips=8, batch_size=8, placements=["zero9"])

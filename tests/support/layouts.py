@@ -49,6 +49,18 @@ LAYOUTS = {
     ),
     "1f1b": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8), 64),
     "1f1b, remat": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, remat=True), 64),
+    "1f1b, gathered once": (
+        Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, regather=False),
+        64,
+    ),
+    "interleaved, gathered once, remat": (
+        Layout(data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True, regather=False),
+        64,
+    ),
+    "zero bubble on a V, sent ahead": (
+        Layout(data=2, pipeline=4, placement="zero1", schedule="zero_bubble_v", chunks=2, micro_batches=8),
+        64,
+    ),
     "1f1b, ddp, remat": (
         Layout(data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4, remat=True),
         64,
