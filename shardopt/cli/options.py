@@ -78,6 +78,9 @@ class Pipeline:
     """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2), zero_bubble and
     zero_bubble_lockstep (1)."""
 
+    send_ahead: bool = False
+    """Send messages while the next tick runs: stages that do different things at a time then keep their own pace."""
+
     remat: bool = False
     """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more work."""
 

@@ -141,7 +141,8 @@ def _given(pipeline: Pipeline) -> list[str]:
     default = dataclasses.asdict(Pipeline())
     values = {name: one for name, one in dataclasses.asdict(pipeline).items() if one != default[name]}
     words = {True: "--{}", False: "--no-{}"}
-    return [words[x].format(name) if isinstance(x, bool) else f"--{name} {x}" for name, x in values.items()]
+    flags = {name: name.replace("_", "-") for name in values}
+    return [words[x].format(flags[name]) if isinstance(x, bool) else f"--{name} {x}" for name, x in values.items()]
 
 
 def check_chunks(who: str, flag: str, schedule: str, chunks: int | None) -> None:
@@ -153,10 +154,11 @@ def check_chunks(who: str, flag: str, schedule: str, chunks: int | None) -> None
         raise ValueError(format_error(who, what, fix=fix))
 
 
-def schedule_builder(name: str, chunks: int | None) -> Callable[[int, int], Schedule]:
+def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:
     """Return the function of `so.schedules`, of stages and micro-batches, with as many chunks as asked."""
     make = getattr(so.schedules, name)
-    return functools.partial(make, num_chunks=chunks or _CHUNKS[name]) if name in _CHUNKS else make
+    make = functools.partial(make, num_chunks=chunks or _CHUNKS[name]) if name in _CHUNKS else make
+    return so.schedules.send_ahead(make) if send_ahead else make
 
 
 def _schedule_name(pipeline: Pipeline) -> str:
@@ -209,7 +211,7 @@ def make_base(
             tx,
             mesh,
             model,
-            schedule=schedule_builder(_schedule_name(pipeline), pipeline.chunks),
+            schedule=schedule_builder(_schedule_name(pipeline), pipeline.chunks, send_ahead=pipeline.send_ahead),
             reducer=reducer,
             placement=options.placement,
             gather_dtype=where.gather_dtype,

@@ -68,7 +68,8 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
     assert 4.5 < last(folder)["val_loss"] < 5.6
     saved = json.loads((folder / "config.json").read_text())
     assert saved["model"]["layers"] == 4
-    pipeline = {"placement": "zero2", "schedule": "interleaved", "chunks": None, "remat": False, "regather": True}
+    pipeline = {"placement": "zero2", "schedule": "interleaved", "chunks": None, "send_ahead": False}
+    pipeline |= {"remat": False, "regather": True}
     assert saved["pipeline"] == pipeline
 
 
@@ -201,6 +202,10 @@ def test_every_placement_is_the_one_asked_for(placement, remat):
     assert config.rules == gpt.rules
 
 
+def test_messages_are_sent_ahead_where_that_is_asked_for():
+    assert make(schedule="zero_bubble_v", send_ahead=True)[1].schedule.name == "zero_bubble_v, sent ahead"
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_blocks_are_gathered_once_a_step_where_that_is_asked_for(again):
     assert make(regather=again)[1].gathers_once is not again
@@ -255,7 +260,7 @@ def test_a_pipeline_of_one_stage_has_no_schedule_and_no_picture(tmp_path):
     ],
 )
 def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(strategy, schedule, kept):
-    before = TrainOptions(where=HYBRID, pipeline=Pipeline("zero1", "interleaved", 4, True))
+    before = TrainOptions(where=HYBRID, pipeline=Pipeline("zero1", "interleaved", 4, remat=True))
     now = dataclasses.replace(
         before,
         where=dataclasses.replace(HYBRID, strategy=strategy),

@@ -53,6 +53,7 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         "--chunks": "None",
         "--remat": "False",
         "--regather": "True",
+        "--send-ahead": "False",
         "--layers": "None",
         "--gather-dtype": "None",
         "--precision": "None",

@@ -10,7 +10,7 @@ from support.reference import relative_difference, train
 import shardopt as so
 from shardopt.core.types import Weighted
 from shardopt.engine import gradients, pipelined
-from shardopt.pipeline import executor, messages, stage
+from shardopt.pipeline import executor, messages, stage, uneven
 
 pytestmark = pytest.mark.slow  # the contract is broken on purpose
 
@@ -39,7 +39,7 @@ def swap_the_directions(patch):
 
 
 def forget_to_reorder_the_blocks(patch):
-    patch.setattr(pipelined, "to_schedule", lambda schedule, leaves, specs: list(leaves))
+    patch.setattr(messages, "to_schedule", lambda schedule, leaves, specs: list(leaves))
 
 
 def forget_to_put_gradients_back(patch):
@@ -131,10 +131,27 @@ def start_from_sums_that_are_not_zero(patch):
 def keep_half_a_message(patch):
     send = messages.send
 
-    def half(schedule, kind, leaves):
-        return send(schedule, kind, [x.at[: x.shape[0] // 2].set(0) if kind == "backward" else x for x in leaves])
+    def half(schedule, kind, leaves, before):
+        kept = [x.at[: x.shape[0] // 2].set(0) if kind == "backward" else x for x in leaves]
+        return send(schedule, kind, kept, before)
 
     patch.setattr(messages, "send", half)
+
+
+def send_what_was_made_now(patch):
+    send = messages.send
+    patch.setattr(messages, "send", lambda schedule, kind, leaves, before: send(schedule, kind, leaves, leaves))
+
+
+def run_blocks_that_are_not_there(patch):
+    patch.setattr(stage, "is_even", lambda counts: True)
+
+
+def forget_which_blocks_are_whose(patch):
+    rows = uneven.stage_rows
+    patch.setattr(
+        uneven, "stage_rows", lambda schedule, counts: (rows(schedule, counts)[0][::-1], rows(schedule, counts)[1])
+    )
 
 
 MUTATIONS = {
@@ -155,12 +172,16 @@ MUTATIONS = {
     sum_for_mean: ["eager_one_f_one_b"],
     start_from_sums_that_are_not_zero: ["eager_one_f_one_b"],
     keep_half_a_message: ["zero_bubble"],
+    send_what_was_made_now: ["zero_bubble_v_ahead"],
+    run_blocks_that_are_not_there: ["eager_one_f_one_b, 10 blocks"],
+    forget_which_blocks_are_whose: ["eager_one_f_one_b, 10 blocks"],
 }
 CASES = [(mutate, schedule) for mutate, schedules in MUTATIONS.items() for schedule in schedules]
 
 
 def difference(schedule, mesh):
-    case = block_problem("pytree", weighted=True, num_blocks=8, rows=16, steps=2)
+    schedule, _, blocks = schedule.partition(", ")
+    case = block_problem("pytree", weighted=True, num_blocks=10 if blocks else 8, rows=16, steps=2)
     tx = optax.sgd(0.05, momentum=0.9)
     opt = so.hybrid(
         tx, mesh, case.loss_fn, schedule=SCHEDULES[schedule], micro_batches=4, placement="zero1", min_shard_elements=8
