@@ -260,26 +260,6 @@ def _fastest(fitting: Sequence[Prediction]) -> list[Prediction]:
     return sorted(fitting, key=lambda one: one.time.total)
 
 
-_NAMES = tuple(
-    name
-    for name in known_schedules.__all__
-    if name not in ("Schedule", "balance", "from_order", "from_ticks", "send_ahead")
-)
-
-
-_SEARCHES = 12
-
-
-def _to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]) -> list[Layout]:
-    """Return the pipelines for which a schedule is searched: those that are fastest with another, or nearest to fitting."""
-    fastest = sorted((one for one in fitting if one.layout.schedule), key=lambda one: one.time.total)
-    nearest = sorted(
-        (one for one in dropped if one.missing_bytes and one.layout.schedule), key=lambda one: one.missing_bytes
-    )
-    bases = ([one.layout._replace(schedule="search", chunks=1) for one in some] for some in (fastest, nearest))
-    return [layout for some in bases for layout in list(dict.fromkeys(some))[:_SEARCHES]]
-
-
 def _check(
     chips: int, batch_size: int, slices: int, placements: Sequence[str], schedules: Sequence[str], headroom: float
 ) -> None:
