@@ -217,10 +217,15 @@ def test_what_the_tpu_compiler_says_of_experts(monkeypatch):
         assert one["weights_ratio"] < 1.05, name
     text, rest = page("experts.md"), [row["shardopt"]["flops_ratio"] for row in found.values()]
     assert f"{rest[0]:.2f} (Mixtral) and {rest[-1]:.2f} (DeepSeek-V3) times the stated flops" in text
-    other = found["mixtral-8x7b v5p:4x4x4 expert=1"]["maxtext"]
-    memory = other["memory"]
-    peak = memory["arguments"] + memory["temporary"] + memory["outputs"] - memory["aliased"]
-    assert f"to {other['seconds'] * 1e3:.0f} ms by the same estimates and {peak / 1e9:.2f} GB" in text
+    fsdp, over = (found[f"mixtral-8x7b v5p:4x4x4 expert={size}"] for size in (1, 8))
+    memory = [
+        one["memory"]["arguments"] + one["memory"]["temporary"] + one["memory"]["outputs"] - one["memory"]["aliased"]
+        for one in (fsdp["maxtext"], over["maxtext"])
+    ]
+    assert f"to {fsdp['maxtext']['seconds'] * 1e3:.0f} ms by the same estimates and {memory[0] / 1e9:.2f} GB" in text
+    seconds = over["maxtext"]["seconds"] * 1e3, over["shardopt"]["seconds"] * 1e3
+    told = f"{memory[1] / 1e9:.2f} GB, and by estimates that count all rows {seconds[0]:.0f} ms where shardopt's are"
+    assert f"{told} {seconds[1]:.0f}." in text
 
 
 def test_what_uneven_experts_cost():

@@ -119,6 +119,12 @@ def test_refusals(how, message):
     assert str(caught.value) == message
 
 
+def test_values_wider_than_keys_are_refused():
+    query, key, value = drawn(8)
+    with pytest.raises(ValueError, match=f"^attention: values are {K} wide, wider than the 3 of queries and keys."):
+        so.nn.attention(query[..., :3], key[..., :3], value)
+
+
 def test_heads_that_tensor_does_not_divide_are_refused(mesh_of):
     args = drawn(8, groups=1)
     mesh = mesh_of(data=4, tensor=2)
