@@ -12,6 +12,8 @@ _SPARSE_CORE = tuple(
     _OFFLOAD + kind
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "2d_all_gather", "3d_all_gather", "nd_reduce_scatter")
 )
+_FAILS_FROM = 4096
+"""Chips from which on libtpu 0.0.52 divides by zero while it compiles with scatters over several axes ("nd_reduce_scatter")."""
 _WITH_SPARSE_CORE = ("TPU v5", "TPU v6 lite", "TPU7x")
 """Kinds of chips whose SparseCore moves collectives; v5p calls itself "TPU v5"."""
 
@@ -21,7 +23,8 @@ def compiler_options(mesh: Mesh) -> CompilerOptions:
 
     - **TPU v5p, v6e and 7x**: gathers, scatters and reductions run on the SparseCore, beside the TensorCore, and scatters
       over several axes of the torus stay scatters instead of becoming all-reduces. Llama 3 8B with fsdp on v5p:4x4x4,
-      2048 tokens per chip, by the compiler's own estimates: 624 ms a step without them, 472 with; 92.8 GB sent, 61.2 with.
+      2048 tokens per chip, by the compiler's own estimates: 624 ms a step without them, 472 with; 92.8 GB sent, 61.2 with. From
+      4096 chips on scatters over several axes are left out: libtpu 0.0.52 dies of a division by zero (SIGFPE) there.
     - GPU: none. XLA's latency-hiding scheduler is on by itself. Compiled for 64 H100s, Llama 3 8B with fsdp, loops unrolled
       twice (`xla_gpu_enable_while_loop_double_buffering`) or collectives joined up to 1 GiB change neither the memory of
       5.28 GB nor which gathers have products beside them; `xla_gpu_enable_pipelined_all_gather` is no longer an option.
@@ -47,4 +50,5 @@ def compiler_options(mesh: Mesh) -> CompilerOptions:
     kind = getattr(mesh.devices.flat[0], "device_kind", "")
     if kind not in _WITH_SPARSE_CORE or jax.__version_info__ < (0, 11):
         return {}
-    return dict.fromkeys(_SPARSE_CORE, True)
+    many = mesh.devices.size >= _FAILS_FROM
+    return {name: True for name in _SPARSE_CORE if not (many and name.endswith("nd_reduce_scatter"))}

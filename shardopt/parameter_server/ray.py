@@ -143,6 +143,8 @@ def check_capacity(who: str, ray: ModuleType, num_workers: int, servers: int = 1
         raise ValueError(format_error(who, what, fix=fix))
 
 
+_LULL_SECONDS = 10.0
+"""How long the death of a process may come to light after the failure of another that missed it."""
 _POLL_SECONDS = 0.5
 """How long the caller waits for a milestone before it looks after the workers again."""
 
@@ -279,6 +281,9 @@ class RayDriver:
             self.seen = max(self.seen, outcome.version)
             return rank == 0
         if isinstance(outcome, Failed):
+            if self.lost_a_process(worker):  # which is why this one failed
+                self.died(worker)
+                return False
             at = self.ray.get(self.server.clock_of.remote(worker)) if self.server_alive() else None
             step = "" if at is None else f" at its step {at}"
             outcome.error.add_note(f"This happened in worker {worker} of {self.spec.who}{step}, a process of its own:")
@@ -286,6 +291,17 @@ class RayDriver:
             raise outcome.error
         if rank == 0:
             self.tell("done", worker)
+        return False
+
+    def lost_a_process(self, worker: int) -> bool:
+        """Say whether another process of a worker has died, or dies shortly after one has failed."""
+        others = [work for work, (of, _) in self.working.items() if of == worker]
+        ended, _ = self.ray.wait(others, num_returns=len(others), timeout=_LULL_SECONDS) if others else ([], [])
+        for work in ended:
+            try:
+                self.ray.get(work)
+            except self.ray.exceptions.RayActorError:
+                return True
         return False
 
     def died(self, worker: int) -> None:

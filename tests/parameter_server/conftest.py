@@ -13,6 +13,9 @@ from support.problems import problem
 
 import shardopt as so
 
+CPUS = 9
+"""Of the Ray of a file of tests: four islands of two processes and a server."""
+
 
 class Regression(NamedTuple):
     """`batches_of(worker)` gives the worker's rows of `batches`, over and over."""
@@ -20,6 +23,7 @@ class Regression(NamedTuple):
     params: Any
     loss_fn: Any
     batches_of: Any
+    batches: Any
 
 
 def batches_cut(batches, num_workers, rounds=1):
@@ -49,7 +53,9 @@ def regression():
         return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
 
     params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
-    return Regression(params, loss_fn, lambda num_workers, rounds=1000: batches_cut(batches, num_workers, rounds))
+    return Regression(
+        params, loss_fn, lambda num_workers, rounds=1000: batches_cut(batches, num_workers, rounds), batches
+    )
 
 
 @pytest.fixture
@@ -109,7 +115,7 @@ def local_ray(request):
     with warnings.catch_warnings():
         # what it forks is another program
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
-        ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
 
@@ -121,6 +127,6 @@ def no_process_left(local_ray):
 
     yield
     deadline = time.monotonic() + 60
-    while ray.is_initialized() and ray.available_resources().get("CPU") != 6:
+    while ray.is_initialized() and ray.available_resources().get("CPU") != CPUS:
         assert time.monotonic() < deadline, "a process of the run still holds its CPU"
         time.sleep(0.1)

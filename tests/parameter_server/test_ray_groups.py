@@ -1,8 +1,10 @@
 """Islands of several processes: the same numbers as in one, also where one of their processes is killed."""
 
 import os
+import random
 import signal
 
+import numpy as np
 import optax
 import pytest
 from support.reference import same_bits
@@ -12,16 +14,16 @@ import shardopt as so
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
 
 
-def make_island(loss_fn):
+def make_island(loss_fn, rate=0.01):
     def make(devices):
         assert len(devices) == 2
-        return so.fsdp(optax.adamw(0.01), so.make_mesh(devices=devices), loss_fn, min_shard_elements=1)
+        return so.fsdp(optax.adamw(rate), so.make_mesh(devices=devices), loss_fn, min_shard_elements=1)
 
     return make
 
 
-def islands(regression, count=2, **options):
-    makers = [make_island(regression.loss_fn)] * count
+def islands(regression, count=2, rate=0.01, **options):
+    makers = [make_island(regression.loss_fn, rate)] * count
     options = {"local_steps": 2, "backend": "ray", "hosts_per_island": 2} | options
     return so.async_local_sgd(makers, outer=optax.sgd(0.5), **options)
 
@@ -57,6 +59,37 @@ def process_index():
     import jax
 
     return jax.process_index()
+
+
+def test_a_drawn_schedule_of_kills_stops_and_joins(regression, tmp_path):
+    """Four islands of two processes, 15 kills and 15 stops and joins: each example once, and as good in the end."""
+    rng, batches_of, islands_many, updates = random.Random(0), regression.batches_of(4), 4, 90
+    kills = {worker: rng.sample(range(1, 9), 4 if worker < 3 else 3) for worker in range(islands_many)}
+    ranks = {(worker, at): rng.randrange(2) for worker, some in kills.items() for at in some}
+    assert len(ranks) == 15
+    availability = {}
+    for worker in range(1, islands_many):  # one island is there throughout
+        times = sorted(rng.sample(range(2, updates - 20), 5))
+        availability[worker] = [(times[0], times[1]), (times[2], times[3]), (times[4], float("inf"))]
+
+    def doomed(worker):
+        for step, batch in enumerate(batches_of(worker)):
+            mark = tmp_path / f"{worker}-{step}"
+            if process_index() == ranks.get((worker, step)) and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    opt = islands(regression, islands_many, rate=0.05, local_steps=1, max_restarts=15, max_staleness=3)
+    result = opt.run(regression.params, doomed, num_updates=updates, availability=availability)
+    assert result.metrics["updates"] == updates
+    assert len(result.metrics["killed"]) == len(list(tmp_path.iterdir())) >= 12
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
+    undisturbed = opt.run(regression.params, batches_of, num_updates=updates)
+    whole = {name: np.concatenate([batch[name] for batch in regression.batches]) for name in ("x", "y")}
+    losses = [float(regression.loss_fn(one.params, whole)) for one in (result, undisturbed)]
+    start = float(regression.loss_fn(regression.params, whole))
+    assert abs(losses[0] - losses[1]) <= 0.01 * start
 
 
 def test_an_error_in_a_process_that_is_not_the_first_ends_the_run(regression):
