@@ -183,7 +183,7 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
     table = placed.layout.table()
     if table is None:
         return []
-    permutes = table.num_ticks * (len(table.forward_shifts) + len(table.backward_shifts))
+    permutes = table.num_ticks * sum(shift > 0 for shift in (*table.forward_shifts, *table.backward_shifts))
     shards, elements, data = placed.shards, placed.elements, placed.layout.shards.size
     # blocks that a stage stores and another runs, and their gradients on the way back
     chunk = placed.itemsize / placed.layout.chunks

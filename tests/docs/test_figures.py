@@ -46,6 +46,11 @@ def test_the_times_of_schedules_are_those_of_their_compiled_passes():
         step = known[name]["step"]
         assert told == [f"{1e3 * step[m][pace]:.0f}" for m in ("8", "32") for pace in ("program", "own_pace")], name
         assert float(kept) == step["8"]["activations"]
+        # of messages sent ahead every permute starts before the first pass of a tick and ends after the last
+        if "permutes_beside_passes" in known[name]["passes"]:
+            permutes = 4 if "_v" in name else 2
+            expected = permutes if "sent ahead" in name else 0
+            assert known[name]["passes"]["permutes_beside_passes"] == expected, name
     split, whole = (known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b"))
     told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["seconds"]]
     assert rows("schedules.md", "a pass")[0][1:] == [f"{1e3 * seconds:.1f}" for seconds in told]
