@@ -71,13 +71,13 @@ def pieces_of(snapshot, count):
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 3), (4, 1)])
 def test_pieces_of_some_processes_become_the_state_of_others(before, after):
-    """Whatever the order; a piece that is missing is noticed, and one that is not needed is not read."""
+    """Whatever the order, and how often one comes; a piece that is missing is noticed, and one that is not needed is not read."""
     wide = {"w": np.arange(96, dtype=np.float32).reshape(12, 8), "b": np.float32(0.5)}
     old, new = make(before), make(after)
     state = old.init(wide, jax.random.key(7))
     new.init(wide, jax.random.key(8))
     pieces = list(pieces_of(unpack(bytes(pack(state, 7, {}))), before))
-    for order in (pieces, pieces[::-1]):
+    for order in (pieces, pieces[::-1], [pieces[0], *pieces]):  # replicas hold the same
         whole, problem = assemble(order, new.abstract_state())
         assert problem == ""
         assert whole.extra == order[0].extra
