@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import optax
@@ -90,6 +91,41 @@ def test_a_drawn_schedule_of_kills_stops_and_joins(regression, tmp_path):
     losses = [float(regression.loss_fn(one.params, whole)) for one in (result, undisturbed)]
     start = float(regression.loss_fn(regression.params, whole))
     assert abs(losses[0] - losses[1]) <= 0.01 * start
+
+
+def test_a_killed_server_comes_back_and_no_process_waits_for_it(regression, tmp_path):
+    """The first process tells the others that the server is gone; all go on from its checkpoint."""
+    marks, killed = tmp_path / "servers", []
+    marks.mkdir()
+
+    def note_process(params):
+        (marks / str(os.getpid())).touch()
+        return ()
+
+    def kill_the_server(params):
+        if not killed:
+            killed.extend(int(one.name) for one in marks.iterdir() if int(one.name) != os.getpid())
+            os.kill(killed[0], signal.SIGKILL)
+        return {}
+
+    def slow(worker):
+        for batch in regression.batches_of(2)(worker):
+            time.sleep(0.02)
+            yield batch
+
+    opt = islands(regression, rule=so.parameter_server.rules.Rule("spy", {}, init=note_process))
+    with so.Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
+        result = opt.run(
+            regression.params,
+            slow,
+            num_updates=30,
+            checkpoints=checkpoints,
+            evaluate=kill_the_server,
+            evaluate_every=11,
+        )
+    assert len(killed) == 1
+    assert (result.metrics["stopped"], result.metrics["updates"], result.metrics["killed"]) == ("completed", 30, [])
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
 
 
 def test_an_error_in_a_process_that_is_not_the_first_ends_the_run(regression):
