@@ -389,12 +389,20 @@ def _balance_terms(config: MoEConfig, routed: Routed) -> list[Float[Array, " B"]
         means = routed.load, routed.more["probability"]
         if config.balance == "loss":
             means = [
-                jnp.broadcast_to(mean[None], each.shape) for mean, each in zip(batch_mean(means), means, strict=True)
+                jnp.broadcast_to(mean[None], each.shape) for mean, each in zip(_over_batch(means), means, strict=True)
             ]
         terms.append(config.rate * jnp.mean(nn.load_balancing_loss(*means), axis=1))
     if config.z_loss:
         terms.append(config.z_loss * jnp.mean(routed.more["z_loss"], axis=1))
     return terms
+
+
+def _over_batch(x: PyTree) -> PyTree:
+    try:
+        return batch_mean(x)
+    except ValueError as error:
+        remedy = "or balance='bias', which needs no other rows"
+        raise ValueError(f"{str(error).removesuffix('.')}, {remedy}.") from error
 
 
 def _with_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> Array | Weighted:
