@@ -23,8 +23,8 @@ def grouped_product(
     """Return rows[i] @ weights[g(i)], where the first sizes[0] rows are of group 0, and so on; rows beyond the sum give 0.
 
     Sums are taken in float32 at least and rounded once, also where the result is narrower: the kernels hold them in a core's
-    memory. Kept for the backward pass are the arguments alone. `jax.lax.ragged_dot` is one kernel on v5p; on other TPUs, where
-    it is dense (flops times E), it is Pallas megablox, and on CPU a loop over tiles of rows.
+    memory. Kept for the backward pass are the arguments alone. `jax.lax.ragged_dot` is one kernel on v5p from jax 0.12 on;
+    on other TPUs, where it is dense (flops times E), it is Pallas megablox, and on CPU a loop over tiles of rows.
 
     Args:
       rows: [M, D], sorted by group.
@@ -38,7 +38,8 @@ def _implementation() -> Implementation:
     kind = device_kind_or_default()
     if kind == "cpu":
         return "blocks"
-    dense = kind.startswith("TPU") and kind not in ("TPU v5", "TPU v5p")
+    # before jax 0.12 its gradient of the weights is dense on v5p, too
+    dense = kind.startswith("TPU") and (kind not in ("TPU v5", "TPU v5p") or jax.__version_info__ < (0, 12))
     return "megablox" if dense else "ragged_dot"
 
 
@@ -64,9 +65,7 @@ def _outer(how: Implementation, rows: Array, grads: Array, sizes: Array) -> Arra
         return _named(_outer_in_tiles, rows, grads, sizes).astype(rows.dtype)
     if how == "ragged_dot":
         over = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        # for results in half precision XLA of jax 0.10 and 0.11 has no kernel: flops times E
-        dtype = rows.dtype if jax.__version_info__ >= (0, 12) else wide_dtype(rows.dtype)
-        return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=dtype).astype(rows.dtype)
+        return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=rows.dtype)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = _tiles(rows.dtype, rows.shape[0], rows.shape[1], grads.shape[1])
