@@ -27,7 +27,7 @@ from shardopt.engine.inputs import (
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.metrics import values
 from shardopt.engine.optimizer import InitFn, Metrics, ShardedOptimizer, not_a_transformation
-from shardopt.engine.owned_update import owners_of
+from shardopt.engine.owned_update import layout_bytes, owners_of
 from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
 from shardopt.mesh import on_mesh
@@ -142,9 +142,9 @@ def build(
             min_shard_elements=config.min_shard_elements,
         )
         spec = config.home.spec
-        owners = on_mesh(config.mesh, owners_of)(config, layout)
         return found._replace(
-            owners=owners,
+            owners=on_mesh(config.mesh, owners_of)(config, layout),
+            layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
             rows=tuple(row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in found.rows),
         )
 

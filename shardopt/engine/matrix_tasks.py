@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeGuard
 
 import jax.extend.core as jex
 
-from shardopt.core.jaxprs import within
+from shardopt.core.jaxprs import called, within
 from shardopt.core.trace import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
 
 OPAQUE = "shardopt_value_fn"
@@ -92,6 +92,24 @@ def is_heavy(eqn: jex.JaxprEqn, least: int) -> bool:
         return one.primitive.name in _DECOMPOSITIONS
 
     return any(map(heavy, within(eqn)))
+
+
+def gathered_bytes(jaxpr: jex.Jaxpr, least: int) -> int:
+    """Return the bytes of what products and decompositions would gather if matrices were sharded within, at least.
+
+    Of each the smallest large value that it reads or makes; what a loop does once for each turn that it is known to take.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        if is_opaque(eqn):
+            continue
+        if inner := called(eqn):
+            found = [gathered_bytes(one, least) for one in inner]
+            total += eqn.params.get("length", 1) * (max(found) if eqn.primitive.name == "cond" else sum(found))
+        elif is_heavy(eqn, least):
+            sizes = [bytes_of(var) for var in (*eqn.invars, *eqn.outvars) if math.prod(shape_of(var).shape) >= least]
+            total += min(sizes, default=0)
+    return total
 
 
 def find_tasks(trace: Trace, groups: Groups) -> list[Task]:

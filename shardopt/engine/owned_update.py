@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from shardopt.core.trace import Trace, part_of, slice_of
 from shardopt.core.types import PyTree, abstract
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.layout import Layout
-from shardopt.engine.matrix_tasks import OPAQUE
+from shardopt.engine.layout import Layout, make_layout
+from shardopt.engine.matrix_tasks import OPAQUE, gathered_bytes
 from shardopt.engine.owned_stage import run_stage, stage_bytes
-from shardopt.engine.owned_tasks import owner_axes, plan_stages, trace_update
+from shardopt.engine.owned_tasks import LEAST, owner_axes, plan_stages, trace_update
 from shardopt.engine.owners import moved_bytes
 from shardopt.engine.transformation import Asked, update_of
 from shardopt.mesh import spec_axes
-from shardopt.partition import Owned, Owners
+from shardopt.partition import LayoutBytes, Owned, Owners
 
 
 def owned_update(
@@ -47,11 +47,11 @@ def owned_update(
     for stage in stages:
         tasks = (*stage.tasks, *stage.here)
         reads = [[*one.task.inputs, *one.task.given] for one in tasks]
-        _evaluate(trace, values, [var for some in reads for var in some])
+        evaluate(trace, values, [var for some in reads for var in some])
         made = run_stage(config, stage, again, [[values[var] for var in some] for some in reads])
         for one, outputs in zip(tasks, made, strict=True):
             values |= dict(zip(one.task.outputs, outputs, strict=True))
-    _evaluate(trace, values, trace.jaxpr.outvars)
+    evaluate(trace, values, trace.jaxpr.outvars)
     found = [var.val if isinstance(var, jex.Literal) else values[var] for var in trace.jaxpr.outvars]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
@@ -82,6 +82,22 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     staged = [stage_bytes(config, stage) for stage in stages]
     sent = sum(one for one, _ in staged) + sum(moved_bytes(config, plan) for plan in layout.trained)
     return Owners((*rows, *left), count, imbalance, sent, sum(padding for _, padding in staged))
+
+
+def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
+    """Return what an update sends for its work on matrices with either layout; None where there is none, or nothing to send."""
+    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    if not config.placement.opt_state or count == 1:
+        return None
+    trace = trace_again(config, layout, jax.ShapeDtypeStruct((), jnp.float32), single=False)
+    gathered = gathered_bytes(trace.jaxpr, max(LEAST, config.min_shard_elements))
+    if not gathered:
+        return None
+    config = config._replace(opt_state_layout="matrices")
+    shapes = layout.treedef.unflatten([jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in layout.plans])
+    owners = owners_of(config, make_layout(config, shapes))
+    assert owners is not None
+    return LayoutBytes(gathered * (count - 1) // count, owners.bytes_sent)
 
 
 def trace_again(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, *, single: bool) -> Trace:
@@ -118,7 +134,7 @@ def _opaque(asked: Asked) -> Asked:
     return asked._replace(value_fn=named(asked.value_fn), grad_fn=named(asked.grad_fn))
 
 
-def _evaluate(trace: Trace, values: dict[jex.Var, jax.Array], wanted: Sequence[jex.Var | jex.Literal]) -> None:
+def evaluate(trace: Trace, values: dict[jex.Var, jax.Array], wanted: Sequence[jex.Var | jex.Literal]) -> None:
     """Add to the values what `wanted` needs, equation by equation."""
     equations, _ = slice_of(trace, wanted, stop=set(values))
     for i in sorted(equations):

@@ -68,20 +68,21 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         on_host(config, layout.abstract, where)
         for where in (config.home.shardings(layout.specs), shardings(config.mesh, layout.specs))
     )
-    on_device = shardings(config.mesh, layout.specs.opt_state)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         def value_fn(params: PyTree) -> jax.Array:
             return loss(params, batch, state.step, state.rng)[0]
 
-        opt_state = to_device(config, state.opt_state, on_device)
-        opt_state, reducer_state = opt_state if compression is not None else (opt_state, None)
+        opt_state, reducer_state = state.opt_state if compression is not None else (state.opt_state, None)
+        if compression is not None:
+            on_device = shardings(config.mesh, layout.specs.opt_state.reducer)
+            reducer_state = to_device(config, reducer_state, on_device)
         found = gradients(state.params, batch, state.step, state.rng, reducer_state)
         params, opt_state = apply_update(config, layout, state.params, opt_state, found, value_fn)
         params = all_gather_params(config, layout, params)
         if compression is not None:
-            opt_state = CompressedOptState(opt_state, found.reducer)
-        opt_state = to_host(config, opt_state, on_entry.opt_state)
+            reducer_state = to_host(config, found.reducer, on_entry.opt_state.reducer)
+            opt_state = CompressedOptState(opt_state, reducer_state)
         metrics = {"loss": found.loss, "grad_norm": gradient_norm(config, layout, found.grads), **found.metrics}
         return TrainState(state.step + 1, params, opt_state, state.rng), metrics
 

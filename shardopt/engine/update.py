@@ -14,8 +14,10 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import Gradients
+from shardopt.engine.offload import host_shardings
 from shardopt.engine.owned_update import owned_update
 from shardopt.engine.owners import from_owners, to_owners
+from shardopt.engine.streamed_update import streamed_update
 from shardopt.engine.transformation import Asked, update_of
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
@@ -29,7 +31,7 @@ def apply_update(
     found: Gradients,
     value_fn: Callable[[PyTree], jax.Array],
 ) -> tuple[PyTree, PyTree]:
-    """Return (new params, new optimizer state), the params as `all_gather_params` takes them.
+    """Return (new params, new optimizer state), the params as `all_gather_params` takes them, the state where it waits.
 
     Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own shard,
     or the whole matrices that it owns.
@@ -59,6 +61,11 @@ def apply_update(
     new = layout.merge(frozen, jax.tree.leaves(shards))
     new = _replace_updated(config, layout, new, found.updates)
     opt_specs = layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer
+    if "opt_state" in config.offload:
+        abstract_state = (
+            layout.abstract.opt_state if layout.compression is None else layout.abstract.opt_state.optimizer
+        )
+        return new, jax.device_put(opt_state, host_shardings(abstract_state, shardings(config.mesh, opt_specs)))
     return new, place(opt_state, opt_specs)
 
 
@@ -88,9 +95,14 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
 def _update(
     config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, asked: Asked
 ) -> tuple[PyTree, PyTree]:
-    if config.opt_state_layout == "matrices":
-        return owned_update(config, layout, grads, opt_state, params, asked)
-    return update_of(config.tx, grads, opt_state, params, asked)
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        if config.opt_state_layout == "matrices":
+            return owned_update(config, layout, grads, opt_state, params, asked)
+        return update_of(config.tx, grads, opt_state, params, asked)
+
+    if "opt_state" in config.offload:
+        return streamed_update(config, layout, (grads, opt_state, params), asked, update)
+    return update(grads, opt_state, params)
 
 
 def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]) -> PyTree:

@@ -2,11 +2,12 @@
 
 from shardopt.partition.owners import owned_by_blocks
 from shardopt.partition.plan import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
-from shardopt.partition.report import Owned, Owners, Report, report
+from shardopt.partition.report import LayoutBytes, Owned, Owners, Report, report
 from shardopt.partition.rules import match_rules, rules_from_logical_axes
 
 __all__ = [
     "COLUMNS",
+    "LayoutBytes",
     "LeafPlan",
     "Owned",
     "Owners",

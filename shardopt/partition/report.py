@@ -85,6 +85,31 @@ class Owners(NamedTuple):
         return [*found, f"{total}{share}; the busiest has {self.imbalance:.1%} more flops than the mean"]
 
 
+class LayoutBytes(NamedTuple):
+    """What an optimizer's work on matrices sends in a step, per device, beside what one of elements alone would.
+
+    Attributes:
+      within: with `opt_state_layout="within"`, about: each product or decomposition gathers the smallest of what it reads and
+        makes, loops multiplied in where they say how often they turn.
+      matrices: with `opt_state_layout="matrices"`.
+    """
+
+    within: int
+    matrices: int
+
+    @property
+    def recommended(self) -> str:
+        """The layout that sends less."""
+        return "matrices" if self.matrices < self.within else "within"
+
+    def __str__(self) -> str:
+        """Return a line."""
+        sent = (
+            f"'within' sends about {self.within:,} bytes per device and step for matrices, 'matrices' {self.matrices:,}"
+        )
+        return f"opt_state_layout: {sent}; recommended: {self.recommended!r}"
+
+
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Write (0, 1, 2, 2, 5) as "0-2, 5"."""
     found: list[list[int]] = []
@@ -105,6 +130,7 @@ class Report(NamedTuple):
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
       owners: how work on matrices is shared out, with `opt_state_layout="matrices"`.
+      layouts: what each `opt_state_layout` sends; None if the optimizer works on no matrices, or its state is replicated.
     """
 
     rows: tuple[ReportRow, ...]
@@ -112,6 +138,7 @@ class Report(NamedTuple):
     params_bytes: int
     opt_state_bytes: int
     owners: Owners | None = None
+    layouts: LayoutBytes | None = None
 
     @property
     def replicated(self) -> tuple[ReportRow, ...]:
@@ -138,6 +165,7 @@ class Report(NamedTuple):
             for one in self.replicated_state
         ]
         lines += [] if self.owners is None else self.owners.lines()
+        lines += [] if self.layouts is None else [str(self.layouts)]
         total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
         return "\n".join(line.rstrip() for line in [*lines, total])
 

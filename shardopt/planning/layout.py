@@ -13,11 +13,14 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from shardopt.core.block_model import BlockModel
 from shardopt.core.errors import plural
 from shardopt.core.types import PyTree, Rules
-from shardopt.engine.config import PLACEMENTS, Placement
+from shardopt.engine.config import PLACEMENTS, Placement, StrategyConfig
+from shardopt.engine.layout import make_layout
+from shardopt.engine.owned_update import layout_bytes
 from shardopt.mesh import spec_axes
-from shardopt.partition import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
+from shardopt.partition import COLUMNS, LayoutBytes, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
 from shardopt.partition.report import shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.planning.workload import Recompute, Workload
@@ -312,6 +315,25 @@ def place(
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
     )
+
+
+def state_layout_bytes(
+    workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int = 1024
+) -> LayoutBytes | None:
+    """Return what an optimizer's work on matrices sends with either `opt_state_layout`; None where there is none to send."""
+    model = BlockModel(*[lambda *args: args[-1]] * 3)  # of which nothing is run
+    config = StrategyConfig(
+        "plan",
+        tx,
+        cast(Mesh, _Sizes(layout.sizes)),
+        model,
+        PLACEMENTS[layout.placement],
+        rules=workload.rules if layout.tensor > 1 else (),
+        min_shard_elements=min_shard_elements,
+        expert_leaves=() if workload.experts is None else workload.experts.leaves,
+        schedule=layout.table(),
+    )
+    return layout_bytes(config, make_layout(config, workload.params))
 
 
 def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]) -> Elements:

@@ -12,10 +12,11 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules
 from shardopt.engine.config import PLACEMENTS
+from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.planning.costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning.layout import CHUNKED, ON_A_V, Layout, PlacedModel, abstract_opt_state, place
+from shardopt.planning.layout import CHUNKED, ON_A_V, Layout, PlacedModel, abstract_opt_state, place, state_layout_bytes
 from shardopt.planning.models import Transformer, find_model
 from shardopt.planning.searched import fill_in
 from shardopt.planning.workload import Workload
@@ -100,6 +101,8 @@ class Plans(NamedTuple):
       chips: how many.
       batch_size: rows of the global batch.
       limit: bytes of a chip's memory that may be used.
+      state_layouts: what work on matrices sends under the fastest with either `opt_state_layout`, and which is recommended; None
+        if the optimizer has none.
     """
 
     ranked: tuple[Prediction, ...]
@@ -109,6 +112,7 @@ class Plans(NamedTuple):
     chips: int
     batch_size: int
     limit: float
+    state_layouts: LayoutBytes | None = None
 
     @property
     def best(self) -> Prediction:
@@ -150,7 +154,7 @@ def plan(
       hardware: a name such as "v5p", or a `so.planning.Hardware`.
       chips: how many there are.
       batch_size: rows (sequences) of the global batch.
-      tx: any optax transformation, for the bytes of its state; by default `optax.adamw`.
+      tx: any optax transformation, for the bytes of its state, and of its work on matrices; by default `optax.adamw`.
       slices: pods that the chips are spread over evenly, joined by the data-centre network.
       placements: among "ddp", "zero1", "zero2" and "fsdp".
       schedules: names of `so.schedules`, for layouts with a pipeline. "search" is `so.schedules.search` for the predicted times
@@ -229,7 +233,9 @@ def plan(
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
     if not fitting:
         raise ValueError(_nothing_fits(plans))
-    return plans
+    if tx is None:
+        return plans
+    return plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
 
 
 _NAMES = tuple(
@@ -467,6 +473,7 @@ def _table(plans: Plans, count: int) -> str:
             *([f"... and {rest} more that fit"] if rest > 0 else []),
             f"{plural(tight, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per chip may be used)",
             *([f"{plural(uneven, 'layout')} dropped for sizes that do not divide"] if uneven else []),
+            *([] if plans.state_layouts is None else [str(plans.state_layouts)]),
         ]
     )
 

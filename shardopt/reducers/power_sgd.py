@@ -136,7 +136,7 @@ def _power_iteration(
     wire = [dtype if q is None else value.dtype for value, dtype, q in zip(values, dtypes, factors, strict=True)]
     means, lefts = mean_of(first, wire, axis_name)
     low_rank = [i for i, q in enumerate(factors) if q is not None]
-    bases = {i: jnp.linalg.qr(means[i])[0] for i in low_rank}
+    bases = {i: _basis(means[i]) for i in low_rank}
     second, _ = mean_of(
         [_product("lac,lar->lcr", matrices[i], bases[i]) for i in low_rank],
         [values[i].dtype for i in low_rank],
@@ -160,7 +160,7 @@ def _write_factors(values: Values, dtypes: Dtypes, state: PowerSGDState) -> tupl
             message.append(value.astype(dtype))
             continue
         matrices = _as_matrices(value, q)
-        base = jnp.linalg.qr(_product("lac,lcr->lar", matrices, q))[0]
+        base = _basis(_product("lac,lcr->lar", matrices, q))
         new[i] = _product("lac,lar->lcr", matrices, base)
         message.append((base, new[i]))
     return message, PowerSGDState(treedef.unflatten(new))
@@ -196,6 +196,15 @@ def _start(key: jax.Array, view: Matrices, dtype: np.dtype) -> jax.Array:
 def _as_matrices(value: jax.Array, q: jax.Array) -> jax.Array:
     layers, columns, _ = q.shape
     return value.reshape(layers, -1, columns)
+
+
+def _basis(x: jax.Array) -> jax.Array:
+    """Return orthonormal columns for each [rows, rank] of [layers, rows, rank].
+
+    On CPU one after another: LAPACK shares out a batch to the threads on which other simulated devices wait in collectives.
+    """
+    one = lambda m: jnp.linalg.qr(m)[0]  # noqa: E731
+    return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.map(one, x), default=one)
 
 
 def _product(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:

@@ -85,8 +85,9 @@ def fsdp(
         L: gradients, and parameters where the optimizer reads them, go there by an all-to-all, new parameters back by
         another. Of other leaves the products and decompositions alone go to owners, a matrix or block each, shared out by
         flops; state stays within. Either way (N-1)/N^2 Psi each. What has no such work sends nothing more.
-      offload: ("opt_state",) keeps optimizer state in host memory between steps, 8/N bytes per parameter with fp32 Adam that
-        the device then holds only while it updates. Values are the same. A step copies the state to the device and back.
+      offload: ("opt_state",) keeps optimizer state in host memory between steps, 8/N bytes per parameter with fp32 Adam. Values
+        are the same. A step copies it to the device and back: of a `BlockModel` block by block, if the optimizer treats these
+        apart and does not ask for the loss; all of it at once otherwise, in pipelines, and with `opt_state_layout="matrices"`.
 
     Returns:
       A `ShardedOptimizer`.

@@ -140,6 +140,29 @@ def test_muon_sends_little_more_than_adam(name, mesh_of):
     assert sent(muon(), "matrices") < 1.15 * adam < 1.4 * adam < sent(muon(), "within")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("blocks", "least", "most"), [(0, 1.7, 1.9), (6, 4, 7), (8, 1, 1.13)])
+def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least, most, mesh_of):
+    """The figures of docs/matrices.md, for eight squares and for blocks."""
+    draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = {f"w{i}": draw(64, 64) for i in range(8)}
+    loss = lambda params, batch: jnp.mean(sum(jnp.tanh(batch @ one) for one in params.values()) ** 2)  # noqa: E731
+    if blocks:
+        params = {"blocks": {"up": draw(blocks, 64, 256), "down": draw(blocks, 256, 64)}, "scale": draw()}
+        loss = so.BlockModel(
+            embed=lambda outer, batch: batch * outer["scale"],
+            block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
+            loss=lambda outer, x, batch: jnp.mean(x**2),
+        )
+    soap = so.optimizers.soap(1e-2, matrices=[("up|down|w", so.optimizers.Matrix())])
+    for name in ("zero1", "fsdp"):
+        sent = []
+        for tx, one in ((optax.adam(1e-2), "within"), (soap, "matrices")):
+            opt = STRATEGIES[name](tx, mesh_of(data=8), loss, opt_state_layout=one)
+            sent.append(audit(opt.step, opt.abstract_state(params), draw(8, 64)).total_wire_bytes)
+        assert least <= sent[1] / sent[0] <= most
+
+
 def test_what_is_not_a_layout_is_refused(mesh_of):
     with pytest.raises(ValueError, match=r"^fsdp: unknown opt_state_layout 'rows'\.\nFix: use 'within'"):
         so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state_layout="rows")
@@ -189,6 +212,35 @@ def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
     same_bits(back, state)
     (batch,) = batches(1)
     same_bits(owned.step(back, batch), owned.step(state, batch))
+
+
+FORMS = {
+    "within, 8": ("fsdp", {"data": 8}, {}),
+    "within, 4 x 2": ("zero1", {"data": 4, "tensor": 2}, {}),
+    "matrices, 8": ("zero2", {"data": 8}, {"opt_state_layout": "matrices"}),
+    "matrices, 2 x 2": ("fsdp", {"data": 2, "tensor": 2}, {"opt_state_layout": "matrices"}),
+    "offload, 4": ("fsdp", {"data": 4}, {"offload": ("opt_state",)}),
+    "both, 8": ("zero1", {"data": 8}, {"opt_state_layout": "matrices", "offload": ("opt_state",)}),
+    "one device": ("ddp", {"data": 1}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("layers", [6, 8])
+def test_checkpoints_of_every_form_are_restored_into_every_other(layers, bits, mesh_of, tmp_path):
+    tx = muon() if bits == 32 else so.transforms.eight_bit(muon(), block_size=16, min_elements=64)
+    params = model_params(layers, jnp.float32)
+    forms = {name: strategy(one, tx, mesh_of(**sizes), **given) for name, (one, sizes, given) in FORMS.items()}
+    state = forms["within, 8"].init(params)
+    for batch in batches(2, jnp.float32):
+        state, _ = forms["within, 8"].step(state, batch)
+    assert any(x.dtype == jnp.uint8 for x in jax.tree.leaves(state.opt_state)) is (bits == 8)
+    so.save(tmp_path / "first", state)
+    for name, form in forms.items():
+        so.save(tmp_path / name, so.restore(tmp_path / "first", form, abstract_params=params))
+        for other in forms.values():
+            same_bits(so.restore(tmp_path / name, other, abstract_params=params), state)
 
 
 # Gradients of few bits, so that sums over any number of devices are exact: what differs is Newton-Schulz alone.
@@ -276,3 +328,21 @@ def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
         opt = so.local_sgd(inner, sync_every=2)
         states.append(jax.device_get(after(opt, params, 3).params))
     assert relative_difference(*states) < 1e-10
+
+
+def test_the_report_recommends_a_layout(mesh_of):
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
+    within, owned, adam = (
+        so.fsdp(tx, mesh_of(data=8), flat_loss, opt_state_layout=one).config.report(shapes)
+        for tx, one in (
+            (optax.contrib.muon(1e-2), "within"),
+            (optax.contrib.muon(1e-2), "matrices"),
+            (optax.adamw(1e-2), "within"),
+        )
+    )
+    nbytes = 8 * 64 * 64 * 4
+    # fifteen products, each of which gathers; or momentum there and the update back
+    assert within.layouts == owned.layouts == (15 * nbytes * 7 // 8, 2 * nbytes * 7 // 64)
+    assert within.layouts.recommended == "matrices"
+    assert str(within).count("recommended: 'matrices'") == 1
+    assert adam.layouts is None

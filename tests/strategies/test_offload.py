@@ -2,13 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from support.problems import problem
 from support.reference import same_bits
 from support.table import STRATEGIES
+from support.tiers import tiered
 
 import shardopt as so
+from shardopt.engine import streamed_update
 
 CASE = problem("odd", weighted=True, steps=3, dtype=jnp.float32)
 
@@ -40,6 +43,54 @@ def test_state_waits_on_the_host_and_values_are_the_same(strategy, mesh_of, tmp_
     again = so.restore(tmp_path / "again", plain)
     assert kinds(again.opt_state) == {"device"}
     same_bits(again, plain.step(states[0], CASE.batches[0])[0])
+
+
+BLOCKS = so.BlockModel(
+    embed=lambda outer, batch: batch @ outer["in"],
+    block=lambda w, x: x + jnp.tanh(x @ w["kernel"] + w["bias"][None]),
+    loss=lambda outer, x, batch: jnp.mean(x**2),
+)
+
+
+def clipped():
+    return optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
+    )
+
+
+# whether blocks are updated apart: what does that, and what takes a norm of all blocks after its moments
+STREAMS = {
+    "clipped": (clipped, True),
+    "8 bits": (lambda: so.transforms.eight_bit(clipped(), block_size=16, min_elements=64), True),
+    "muon": (lambda: optax.contrib.muon(1e-2), True),
+    "lamb": (lambda: optax.lamb(1e-2), False),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    tiered([(one, name) for one in ("fsdp", "zero1") for name in STREAMS], lambda row: row == ("fsdp", "clipped")),
+)
+def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, monkeypatch):
+    draw, (make, streams) = np.random.default_rng(0), STREAMS[name]
+    shapes = {"blocks": {"kernel": (3, 32, 32), "bias": (3, 32)}, "in": (8, 32)}
+    params = jax.tree.map(
+        lambda shape: jnp.asarray(0.3 * draw.normal(size=shape), jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    plain, offloaded = (
+        STRATEGIES[strategy](make(), mesh_of(data=8), BLOCKS, offload=offload) for offload in ((), ("opt_state",))
+    )
+    looped = []
+    loop = streamed_update._loop
+    monkeypatch.setattr(streamed_update, "_loop", lambda *args: looped.append(args[0].blocks) or loop(*args))
+    states = plain.init(params), offloaded.init(params)
+    for _ in range(3):
+        batch = draw.normal(size=(16, 8)).astype(np.float32)
+        states = plain.step(states[0], batch)[0], offloaded.step(states[1], batch)[0]
+    same_bits(*states)
+    assert looped == [3] * streams
 
 
 def test_what_cannot_wait_there_is_refused(mesh_of):
