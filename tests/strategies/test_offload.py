@@ -58,11 +58,12 @@ def clipped():
     )
 
 
+KERNELS = so.optimizers.muon_dimension_numbers([("kernel", so.optimizers.Matrix())])
 # whether blocks are updated apart: what does that, and what takes a norm of all blocks after its moments
 STREAMS = {
     "clipped": (clipped, True),
-    "8 bits": (lambda: so.transforms.eight_bit(clipped(), block_size=16, min_elements=64), True),
-    "muon": (lambda: optax.contrib.muon(1e-2), True),
+    "8 bits": (lambda: so.transforms.eight_bit(clipped(), block_size=16, min_elements=512), True),
+    "muon": (lambda: optax.contrib.muon(1e-2, muon_weight_dimension_numbers=KERNELS), True),
     "lamb": (lambda: optax.lamb(1e-2), False),
 }
 
