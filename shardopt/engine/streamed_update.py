@@ -1,6 +1,6 @@
 """An update whose state waits in host memory: blocks come to the device one at a time, and go back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,7 +80,9 @@ def streamed_update(
     outs = [*stream.updates, *(len(given) + i for i in stream.state)]
     homes = {jaxpr.invars[len(given) + i]: on_device[i] for i in stream.state}
     starts = [_like(given[i], shape_of(jaxpr.outvars[i])) for i in stream.updates]
-    made = _loop(stream, values, homes, starts, [kept[i] for i in stream.state], [jaxpr.outvars[i] for i in outs])
+    made = _loop(
+        stream, values, homes, starts, [kept[i] for i in stream.state], _variables(jaxpr.outvars[i] for i in outs)
+    )
     read = lambda atom: atom.val if isinstance(atom, jex.Literal) else values[atom]  # noqa: E731
     results = {i: read(jaxpr.outvars[i]) for i in others} | dict(zip(outs, made, strict=True))
     found = [results[i] for i in range(len(results))]
@@ -106,7 +108,7 @@ def plan_stream(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStr
 
     updates = [i for i in range(count) if counts(outvars[i]) is not None]
     state = [i for i in states if counts(outvars[count + i]) is not None]
-    ends = [*(outvars[i] for i in updates), *(outvars[count + i] for i in state)]
+    ends = _variables([*(outvars[i] for i in updates), *(outvars[count + i] for i in state)])
     alike = state == [i for i in states if counts(invars[count + i]) is not None]
     if not state or not alike or any(counts(one) != 0 or shape_of(same[one]).shape[0] != 1 for one in ends):
         return None
@@ -159,6 +161,11 @@ def _loop(
         return [put(x, one) for x, one in zip(carried, [*new[: len(starts)], *back], strict=True)]
 
     return jax.lax.fori_loop(0, stream.blocks, block, [*starts, *kept])
+
+
+def _variables(atoms: Iterable[Atom]) -> list[jex.Var]:
+    """Return atoms that are all variables."""
+    return [one for one in atoms if not isinstance(one, jex.Literal)]
 
 
 def _like(grad: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:

@@ -321,7 +321,8 @@ def state_layout_bytes(
     workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int = 1024
 ) -> LayoutBytes | None:
     """Return what an optimizer's work on matrices sends with either `opt_state_layout`; None where there is none to send."""
-    model = BlockModel(*[lambda *args: args[-1]] * 3)  # of which nothing is run
+    nothing = lambda *args: args[-1]  # noqa: E731
+    model = BlockModel(nothing, nothing, nothing)  # it is not run
     config = StrategyConfig(
         "plan",
         tx,

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from support.problems import problem
-from support.reference import same_bits
+from support.reference import relative_difference, same_bits
 from support.table import STRATEGIES
 from support.tiers import tiered
 
@@ -90,7 +90,10 @@ def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, mo
     for _ in range(3):
         batch = draw.normal(size=(16, 8)).astype(np.float32)
         states = plain.step(states[0], batch)[0], offloaded.step(states[1], batch)[0]
-    same_bits(*states)
+    if name == "muon":  # its products are of a block, not of all at once
+        assert relative_difference(*states) < 1e-5
+    else:
+        same_bits(*states)
     assert looped == [3] * streams
 
 
