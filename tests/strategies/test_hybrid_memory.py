@@ -63,9 +63,8 @@ def row_bytes(table):
     ],
 )
 def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, mesh_of):
-    """With 4 micro-batches the pipeline never fills: fewer slots are taken than from 8 on."""
     mesh = mesh_of(data=1, pipeline=STAGES)
-    counts = (4, 8, 16, 32, 64) if schedule == "gpipe" else (4, 8, 64)
+    counts = (8, 16, 32, 64) if schedule == "gpipe" else (8, 64)
     found = {count: compiled(schedule, count, mesh, remat) for count in counts}
     # the table itself has a row a tick
     temporary = {
@@ -77,11 +76,9 @@ def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, 
         growth = [(temporary[2 * m] - temporary[m]) / m for m in (8, 16, 32)]
         np.testing.assert_allclose(growth, slot_bytes(remat=True), rtol=0.2)
     else:
-        assert slots[8] == slots[64] >= slots[4]
+        assert slots[8] == slots[64]
         flat = [temporary[count] for count in (8, 64)]
         assert max(flat) <= 1.05 * min(flat), temporary
-        if schedule != "searched":  # for 4 it finds another order
-            assert temporary[4] <= 1.05 * min(flat)
     texts = {count: len(one.as_text()) for count, (one, _) in found.items()}
     assert texts[64] <= 1.15 * texts[8], texts
 
