@@ -122,7 +122,7 @@ def test_a_stage_runs_its_own_blocks_and_no_others(mesh_of):
     assert seen == Counter({s: 2 * MICRO_BATCHES * n for s, n in enumerate(counts) if n})
 
 
-OPTIMIZER = {"momentum": lambda: optax.sgd(0.1, momentum=0.9), "line search": lambda: optax.lbfgs(memory_size=2)}
+OPTIMIZER = {"momentum": lambda: optax.sgd(0.003, momentum=0.9), "line search": lambda: optax.lbfgs(memory_size=2)}
 
 
 @pytest.mark.parametrize("optimizer", tiered(OPTIMIZER, lambda name: name == "momentum"))
