@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import median_ratio, write_json
+from common import write_json
 
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "runtime" / "worker_with_snapshots.py"
@@ -95,7 +95,11 @@ def main(rounds):
         columns = {way: [one[key] for one in found[way]] for way in WAYS}
         results[key] = {way: round(statistics.median(column), 3) for way, column in columns.items()}
         results[key] |= {f"largest, {way}": round(max(column), 3) for way, column in columns.items()}
-        results[key]["ratio, median"] = round(median_ratio(columns["memory"], columns["disk"]), 3)
+        ratios = [a / b for a, b in zip(columns["memory"], columns["disk"], strict=True)]
+        results[key] |= {
+            "ratio, median": round(statistics.median(ratios), 3),
+            "ratios": [round(one, 3) for one in ratios],
+        }
     holds = (
         results["first new step"]["ratio, median"] < 1 / 3 and results["steps lost"]["largest, memory"] <= MEMORY_EVERY
     )
