@@ -142,9 +142,8 @@ def plan_stages(
             if not matched:
                 matched.append(_matched(whole, trace_single()))
             cut = _cut_into_blocks(task, whole, matched[0], of[0].shape[0])
-        if owner := next(
-            iter(at - {None}), None
-        ):  # on its owner already; a task of several blocks is left to the partitioner
+        owner = next(iter(at - {None}), None)
+        if owner:  # on its owner already; a task of several blocks is left to the partitioner
             if cut is not None:
                 here.setdefault(task.stage, []).append(_owned(config, task, of, whole, cut, owner))
             continue
