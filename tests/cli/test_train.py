@@ -89,6 +89,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another_model(train, folder
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_other_devices_another_mesh_and_another_strategy(start, folder):
     words = "--resume --steps 12 --devices 4 --mesh data=2,context=2 --strategy zero1"
     process = start("--run-dir", folder, *words.split())

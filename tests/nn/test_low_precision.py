@@ -91,7 +91,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("precision", "name", "sizes", "options"), tiered(ROWS, lambda row: row in ROWS[:2], ids=str))
+@pytest.mark.parametrize(("precision", "name", "sizes", "options"), tiered(ROWS, lambda row: row in ROWS[:1], ids=str))
 def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, x64):
     rng = np.random.default_rng(0)
     batches = [{"tokens": rng.integers(0, 32, (16, 8)), "targets": rng.integers(0, 32, (16, 8))} for _ in range(2)]

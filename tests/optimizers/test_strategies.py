@@ -23,7 +23,7 @@ OPTIMIZERS = {
         1e-2, muon_weight_dimension_numbers=so.optimizers.muon_dimension_numbers(rules)
     ),
 }
-QUICK = [("soap", "fsdp", 1, "gpt"), ("shampoo", "zero1", 3, "odd")]
+QUICK = [("shampoo", "zero1", 3, "odd")]
 ROWS = QUICK + [
     (optimizer, strategy, i % 4, ("gpt", "odd", "nnx")[(i + j) % 3])
     for j, optimizer in enumerate(OPTIMIZERS)

@@ -81,6 +81,7 @@ def test_a_table_and_json():
     assert json.loads(json.dumps(plans.best.to_json()))["layout"]["data"] * 1 >= 1
 
 
+@pytest.mark.slow
 def test_slices_hold_a_copy_each_or_share_one():
     plans = so.plan("llama3-8b", hardware="v6e", chips=512, slices=2, batch_size=512, placements=("fsdp",))
     assert {one.layout.replica for one in plans.ranked} == {1, 2}
@@ -294,6 +295,7 @@ def test_scatter_dtype_is_for_all_that_scatter():
     assert half.time.total <= wide.time.total
 
 
+@pytest.mark.slow
 def test_long_rows_are_split_over_context_where_rows_are_few():
     """A row of 131,072 tokens: eight rows on 64 chips leave eight chips to each, which tensor or context share."""
     shape = dataclasses.replace(find_model("test", "llama3-8b"), length=131_072)

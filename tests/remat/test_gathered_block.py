@@ -42,6 +42,7 @@ def temporary(model, mesh, num_blocks, batch, params=None):
     return opt.step.lower(opt.abstract_state(shapes), batch).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_weights_that_a_block_casts_are_not_kept_whole(mesh_of):
     """Of a cast weight a policy by primitives keeps the whole: half as much again as the whole model for every step."""
     held = {}

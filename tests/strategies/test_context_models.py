@@ -109,6 +109,7 @@ def test_a_model_that_forgets_them_is_another(broken, mesh_of, x64):
     assert relative_difference(state.params, final) > 1e-6
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_context_sizes(mesh_of, tmp_path, x64):
     """Saved with context=4, restored with context=2 and without: the same trajectory."""
     case = sequences("ring", steps=3)
