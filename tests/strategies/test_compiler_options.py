@@ -42,11 +42,11 @@ def test_which_chips_have_a_sparse_core(kind, offloads):
     assert all("sparse_core" in name for name in found)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax gets no options")
 @pytest.mark.parametrize(("chips", "scattered"), [(2048, True), (4096, False)])
 def test_what_the_compiler_dies_of_is_left_out(chips, scattered):
     """so.aot of a pod of v5p:16x16x16 ended in SIGFPE."""
     devices = np.array([types.SimpleNamespace(device_kind="TPU v5")] * chips)
     found = so.compiler_options(types.SimpleNamespace(devices=devices))
-    assert any("nd_reduce_scatter" in name for name in found) is scattered
-    assert any("offload_reduce_scatter" in name for name in found)
+    has_options = jax.__version_info__ >= (0, 11)
+    assert any("nd_reduce_scatter" in name for name in found) is (scattered and has_options)
+    assert any("offload_reduce_scatter" in name for name in found) is has_options
