@@ -67,8 +67,8 @@ def forget_a_micro_batch(patch):
 def scatter_in_the_wrong_order(patch):
     move = shards._where_sharded
 
-    def rolled(collective, leaves, dims, specs):
-        moved = move(collective, leaves, dims, specs)
+    def rolled(collective, leaves, dims, *others):
+        moved = move(collective, leaves, dims, *others)
         return [x if dim is None else jnp.roll(x, 1, axis=dim) for x, dim in zip(moved, dims, strict=True)]
 
     patch.setattr(shards, "_where_sharded", rolled)
