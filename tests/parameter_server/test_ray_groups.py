@@ -64,13 +64,13 @@ def process_index():
 
 def test_a_drawn_schedule_of_kills_stops_and_joins(regression, tmp_path):
     """Four islands of two processes, 15 kills and 15 stops and joins: each example once, and as good in the end."""
-    rng, batches_of, islands_many, updates = random.Random(0), regression.batches_of(4), 4, 90
+    rng, batches_of, islands_many, updates = random.Random(0), regression.batches_of(4), 4, 240
     kills = {worker: rng.sample(range(1, 9), 4 if worker < 3 else 3) for worker in range(islands_many)}
     ranks = {(worker, at): rng.randrange(2) for worker, some in kills.items() for at in some}
     assert len(ranks) == 15
     availability = {}
     for worker in range(1, islands_many):  # one island is there throughout
-        times = sorted(rng.sample(range(2, updates - 20), 5))
+        times = sorted(rng.sample(range(2, 70), 5))
         availability[worker] = [(times[0], times[1]), (times[2], times[3]), (times[4], float("inf"))]
 
     def doomed(worker):
