@@ -7,11 +7,10 @@ import itertools
 import math
 
 import jax
-import numpy as np
 import pytest
 from support.pairwise import all_pairs, lighten
 from support.pipelines import BLOCK_MODELS, MICRO_BATCHES, SCHEDULES, block_problem, micro_batches
-from support.reference import OPTIMIZERS, relative_difference, train
+from support.reference import OPTIMIZERS, trains_as_one_device
 from support.tiers import tiered
 
 import shardopt as so
@@ -79,16 +78,7 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
         min_shard_elements=8,
         remat=row["remat"],
     )
-    expected, final = train(tx, case.reference, case.params, case.batches)
-    state = opt.init(case.params)
-    loss = opt.evaluate(state, case.batches[0])["loss"]
-    np.testing.assert_allclose(loss, expected[0][0], rtol=1e-10)
-    found = []
-    for batch in case.batches:
-        state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    assert relative_difference(state.params, final) <= 1e-10
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    trains_as_one_device(opt, case, tx)
 
 
 def test_the_rows_cover_every_pair():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.pipelines import SCHEDULES, block_problem
-from support.reference import OPTIMIZERS, relative_difference, train
+from support.reference import OPTIMIZERS, relative_difference, trains_as_one_device
 from support.tiers import tiered
 
 import shardopt as so
@@ -48,15 +48,7 @@ def test_equals_one_device(model, blocks, schedule, counts, sizes, placement, op
         min_shard_elements=8,
         **options,
     )
-    expected, final = train(tx, case.reference, case.params, case.batches)
-    state = opt.init(case.params)
-    np.testing.assert_allclose(opt.evaluate(state, case.batches[0])["loss"], expected[0][0], rtol=1e-10)
-    found = []
-    for batch in case.batches:
-        state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    assert relative_difference(state.params, final) <= 1e-10
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    trains_as_one_device(opt, case, tx)
 
 
 WIDTH, BLOCKS, MICRO_BATCHES = 16, 7, 4

@@ -61,6 +61,19 @@ def relative_difference(found, expected) -> float:
     return float(worst)
 
 
+def trains_as_one_device(opt, case, tx):
+    """Evaluate and train a strategy on a problem, and compare losses, norms and parameters with one device at 1e-10."""
+    expected, final = train(tx, case.reference, case.params, case.batches)
+    state = opt.init(case.params)
+    np.testing.assert_allclose(opt.evaluate(state, case.batches[0])["loss"], expected[0][0], rtol=1e-10)
+    found = []
+    for batch in case.batches:
+        state, metrics = opt.step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert relative_difference(state.params, final) <= 1e-10
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
 def same_bits(a, b):
     """Assert that two trees have the same leaves, bit for bit."""
     for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
