@@ -55,20 +55,15 @@ def as_stored(
             changes[path] = Change(dims, leaf)
             leaf = _with_sizes(leaf, stored[path].shape, dims)
         leaves.append(leaf)
-    if tied:
-        what = f"{what} has state that belongs to its device, which cannot be carried to another number of devices."
-        fix = (
-            "restore on as many devices as it was saved from; or start the optimizer again on its parameters: "
-            "new_opt.init(restore(directory, old_opt).params)."
-        )
-        raise CheckpointError(format_error(who, what, tied, fix=fix))
-    if codes:
-        what = f"{what} has moments in 8 bits of each replica, and there is no mean of codes."
-        fix = (
-            "restore with as many replicas as it was saved from; or start the optimizer again on its parameters: "
-            "new_opt.init(restore(directory, old_opt).params)."
-        )
-        raise CheckpointError(format_error(who, what, codes, fix=fix))
+    tied_to = "has state that belongs to its device, which cannot be carried to another number of devices."
+    no_mean = "has moments in 8 bits of each replica, and there is no mean of codes."
+    for where, why, instead in (
+        (tied, tied_to, "restore on as many devices as it was saved from"),
+        (codes, no_mean, "restore with as many replicas as it was saved from"),
+    ):
+        if where:
+            again = "or start the optimizer again on its parameters: new_opt.init(restore(directory, old_opt).params)."
+            raise CheckpointError(format_error(who, f"{what} {why}", where, fix=f"{instead}; {again}"))
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 
 
