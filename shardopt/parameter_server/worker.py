@@ -20,7 +20,6 @@ from shardopt.engine.config import DDP, StrategyConfig, check_config
 from shardopt.engine.inputs import check_batch, check_keys, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
 from shardopt.mesh import make_mesh, on_mesh
-from shardopt.parameter_server.coordinator import Coordinator
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from shardopt.parameter_server.ray_groups import Asks
 
 
-def run_worker(coordinator: "Coordinator | Asks", compute: Compute, worker: int, incarnation: int = 0) -> None:
+def run_worker(coordinator: "Asks", compute: Compute, worker: int, incarnation: int = 0) -> None:
     """Work in every period of a worker's availability; `incarnation` counts how often it was started again."""
     while (position := coordinator.enter(worker, incarnation)) is not None:
         compute.begin(worker, position)

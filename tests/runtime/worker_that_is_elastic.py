@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import small_job
 
 import shardopt as so
 
 folder, steps, every, memory_every, tensor = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 EXAMPLES, ROWS, SEED = 16 * steps, 16, 3
-jax.config.update("jax_num_cpu_devices", 1)
-so.initialize()
+small_job.begin()
 
 
 def loss_fn(params, batch):
@@ -82,6 +82,4 @@ with where as checkpoints:
         agree_every=5,
         progress=False,
     )
-params = jax.jit(lambda params: params, out_shardings=jax.NamedSharding(opt.mesh, jax.P()))(result.state.params)
-if jax.process_index() == 0 and result.stopped == "completed":
-    np.savez(folder / "params.npz", **{name: np.asarray(leaf.addressable_data(0)) for name, leaf in params.items()})
+small_job.leave_params(folder, opt, result)
