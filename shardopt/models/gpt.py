@@ -211,7 +211,7 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
 
 def embed_tokens(config: GPTConfig, outer: Params, tokens: Tokens) -> Float[Array, "B T D"]:
     """Return the embedding of every token; NaN for an id outside the vocabulary."""
-    return nn.embedding(_cast(outer["embedding"], config), jnp.asarray(tokens, jnp.int32))
+    return nn.embedding(layers.cast(outer["embedding"], config.dtype), jnp.asarray(tokens, jnp.int32))
 
 
 def apply_block(
@@ -226,7 +226,10 @@ def apply_block(
     order: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], layers.KVCache | None]:
     """Add the attention branch, then the mlp branch; return x and the cache as `layers.attention` leaves it."""
-    attention, mlp = _cast(one_block["attention"], config), _cast(one_block["mlp"], config)
+    attention, mlp = (
+        layers.cast(one_block["attention"], config.dtype),
+        layers.cast(one_block["mlp"], config.dtype),
+    )
     normed = layers.rms_norm(x, attention["norm"])
     mixed, cache = layers.attention(
         attention,
@@ -251,7 +254,7 @@ def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Flo
 
 
 def _normed_and_head(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-    norm, head = _cast((outer["norm"], outer["embedding" if config.tied else "head"]), config)
+    norm, head = layers.cast((outer["norm"], outer["embedding" if config.tied else "head"]), config.dtype)
     return layers.rms_norm(x, norm), head
 
 
@@ -341,7 +344,3 @@ def _sample(
 
     _, added = jax.lax.scan(add_one, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
     return jnp.concatenate([prompt, added.T], axis=1)
-
-
-def _cast(tree: PyTree, config: GPTConfig) -> PyTree:
-    return tree if config.dtype is None else jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)

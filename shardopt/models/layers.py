@@ -4,16 +4,19 @@ Suffixes: B sequences, T positions, S cached positions, D width, H heads, K widt
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt import nn
 from shardopt.nn.attention import masked_attention
 from shardopt.nn.low_precision import Precision
+
+Tree = TypeVar("Tree")
 
 
 class KVCache(NamedTuple):
@@ -26,6 +29,11 @@ class KVCache(NamedTuple):
 
     key: Array
     value: Array
+
+
+def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
+    """Return weights in the dtype that a model computes in; None keeps each in its own."""
+    return tree if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
 @jax.checkpoint

@@ -308,7 +308,7 @@ def _embed(config: MoEConfig, outer: Params, batch: Batch) -> Routed:
 
 
 def _start(config: MoEConfig, outer: Params, tokens: Tokens) -> Routed:
-    x = nn.embedding(_cast(outer["embedding"], config), jnp.asarray(tokens, jnp.int32))
+    x = nn.embedding(layers.cast(outer["embedding"], config.dtype), jnp.asarray(tokens, jnp.int32))
     B, L, E = x.shape[0], config.num_layers, config.num_experts
     wide = jnp.promote_types(x.dtype, jnp.float32)
     kept = {"probability": config.balance in ("loss", "sequence_loss"), "z_loss": bool(config.z_loss)}
@@ -326,7 +326,7 @@ def _bias(config: MoEConfig, outer: Params) -> Array | None:
 
 
 def _block(config: MoEConfig, weights: Params, routed: Routed) -> Routed:
-    attention = _cast(weights["attention"], config)
+    attention = layers.cast(weights["attention"], config.dtype)
     normed = layers.rms_norm(routed.x, attention["norm"], config.norm_epsilon)
     marks = {"segment_ids": routed.segment_ids, "positions": routed.positions, "order": routed.order}
     how = {"rope_base": config.rope_base, **marks}
@@ -334,9 +334,9 @@ def _block(config: MoEConfig, weights: Params, routed: Routed) -> Routed:
         x = routed.x + layers.grouped_attention(attention, normed, **how)
     else:
         x = routed.x + latent_attention(attention, normed, config.latent, epsilon=config.norm_epsilon, **how)
-    normed = layers.rms_norm(x, _cast(weights["router"]["norm"], config), config.norm_epsilon)
+    normed = layers.rms_norm(x, layers.cast(weights["router"]["norm"], config.dtype), config.norm_epsilon)
     mixed, statistics = nn.mixture_of_experts(
-        _cast(weights["experts"], config),
+        layers.cast(weights["experts"], config.dtype),
         normed,
         weights["router"]["kernel"],
         top_k=config.top_k,
@@ -346,7 +346,7 @@ def _block(config: MoEConfig, weights: Params, routed: Routed) -> Routed:
         bias=None if routed.bias is None else routed.bias[0],
         groups=config.groups,
         scale=config.scale,
-        shared=_cast(weights["shared"], config) if "shared" in weights else None,
+        shared=layers.cast(weights["shared"], config.dtype) if "shared" in weights else None,
         chunk=config.chunk,
     )
     return routed._replace(
@@ -417,7 +417,7 @@ def _with_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> 
 
 
 def _normed_and_head(config: MoEConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-    norm, head = _cast((outer["norm"], outer["embedding" if config.tied else "head"]), config)
+    norm, head = layers.cast((outer["norm"], outer["embedding" if config.tied else "head"]), config.dtype)
     return layers.rms_norm(x, norm, config.norm_epsilon), head
 
 
@@ -497,7 +497,3 @@ def _sample(
         return jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, axis=1)
 
     return jax.lax.fori_loop(prompt.shape[1], prompt.shape[1] + num_tokens, add_one, tokens)
-
-
-def _cast(tree: PyTree, config: MoEConfig) -> PyTree:
-    return tree if config.dtype is None else jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)

@@ -18,7 +18,7 @@ from shardopt.core.types import PyTree, Weighted
 from shardopt.mesh import mesh_under_trace
 from shardopt.models.gpt import Batch, Params
 from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
-from shardopt.models.layers import grouped_attention, places, rms_norm
+from shardopt.models.layers import cast, grouped_attention, places, rms_norm
 from shardopt.nn.low_precision import Precision, check_precision
 from shardopt.planning import Transformer
 
@@ -76,7 +76,7 @@ def model(
         inputs = read_inputs("transformer", batch)
         x = nn.embedding(outer["embedding"].astype(shape.dtype), inputs.tokens, mode="clip")
         if shape.positions:
-            table, T = _cast(outer["positions"], shape), x.shape[1]
+            table, T = cast(outer["positions"], shape.dtype), x.shape[1]
             if {"targets", "positions", "order"} & set(batch):  # positions may be split over devices
                 x = x + jnp.take(table, jnp.atleast_2d(places(T, inputs.positions, inputs.order)), axis=0)
             else:
@@ -86,7 +86,7 @@ def model(
     def run(
         weights: Params, x: Array, segment_ids: Array | None, positions: Array | None, order: Array | None
     ) -> Array:
-        weights = jax.tree.map(lambda leaf: _cast(leaf, shape), weights)
+        weights = cast(weights, shape.dtype)
         normed = whole(rms_norm(x, weights["norms"][0]))
         marks = {"segment_ids": segment_ids, "positions": positions, "order": order}
         base = None if shape.positions else 500_000.0
@@ -97,8 +97,8 @@ def model(
 
     def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
         inputs = read_inputs("transformer", batch)
-        head = _cast(outer["embedding" if shape.tied else "head"], shape)
-        normed = whole(rms_norm(bare(x), _cast(outer["norm"], shape)))
+        head = cast(outer["embedding" if shape.tied else "head"], shape.dtype)
+        normed = whole(rms_norm(bare(x), cast(outer["norm"], shape.dtype)))
         return mean_loss(nn.cross_entropy(normed, head, inputs.targets, chunk=chunk), inputs)
 
     return BlockModel(embed, block_of(run), loss, remat, tables=() if shape.tied else ("embedding",))
@@ -165,7 +165,3 @@ def _over_tensor(x: Array, spec: PartitionSpec) -> Array:
         fix = f"choose a length that {tensor} divides, or leave sequence_parallel out."
         raise ValueError(format_error("transformer", what, fix=fix))
     return constrain_tensor([x], [spec])[0]
-
-
-def _cast(leaf: Array, shape: Transformer) -> Array:
-    return leaf.astype(shape.dtype)
