@@ -38,7 +38,7 @@ from shardopt.runtime.processes import initialize
 from shardopt.runtime.progress import report_progress
 from shardopt.runtime.watchdog import watchdog
 from shardopt.strategies import ddp, fsdp, hybrid, zero
-from shardopt.training import EarlyStopping, FitResult, fit, hyperparams, with_hyperparams
+from shardopt.training import EarlyStopping, FirstState, FitResult, fit, hyperparams, with_hyperparams
 
 __all__ = [
     "Axes",
@@ -48,6 +48,7 @@ __all__ = [
     "Checkpoints",
     "DamagedCheckpointError",
     "EarlyStopping",
+    "FirstState",
     "FitResult",
     "Max",
     "Min",

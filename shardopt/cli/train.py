@@ -54,7 +54,8 @@ def train(options: TrainOptions) -> None:
         training.optimizer, learning_rate=training.learning_rate, steps=training.steps, clip=training.clip
     )
     opt = make_strategy(options, tx, mesh, trained.block_model)
-    state = opt.init(trained.init, jax.random.key(training.seed))
+    first = so.FirstState(trained.init, jax.random.key(training.seed))
+    opt.specs(first.shapes())  # of which what is shown speaks
     display.show_run(screen, options, opt, trained.size, windows, held_out)
     display.show_placement(screen, options, opt)
     if run.resume:
@@ -84,7 +85,7 @@ def train(options: TrainOptions) -> None:
             write_schedule(opt.config.schedule, run.run_dir / SCHEDULE)
         result = so.fit(
             opt,
-            state,
+            first,
             batches,
             num_steps=training.steps,
             evaluate=so.training.evaluation(opt, held_out_batches),

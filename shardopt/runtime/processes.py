@@ -16,6 +16,7 @@ from types import TracebackType
 import jax
 
 from shardopt.runtime import progress
+from shardopt.runtime.compiled import share_compiled_programs
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -74,6 +75,7 @@ def initialize(
         return
     if "SHARDOPT_LAUNCHED" in os.environ:
         _follow_launcher()
+        share_compiled_programs()
     if "JAX_PROCESS_ID" in os.environ:
         progress.start_reports(int(os.environ["JAX_PROCESS_ID"]))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -6,9 +6,11 @@ from shardopt.training.fit import FitResult, fit
 from shardopt.training.goodput import Goodput
 from shardopt.training.hyperparams import hyperparams, with_hyperparams
 from shardopt.training.loggers import jsonl, tensorboard
+from shardopt.training.resume import FirstState
 
 __all__ = [
     "EarlyStopping",
+    "FirstState",
     "FitResult",
     "Goodput",
     "evaluation",

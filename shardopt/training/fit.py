@@ -23,11 +23,13 @@ from shardopt.training.metrics import Meter, check_state
 from shardopt.training.resume import (
     END,
     SIGNALS,
+    FirstState,
     Stream,
     begin,
     catch_signals,
     common_verdict,
     pack,
+    step_of,
     written_out,
 )
 
@@ -55,7 +57,7 @@ class FitResult(NamedTuple):
 
 def fit(
     opt: ShardedOptimizer,
-    state: TrainState,
+    state: TrainState | FirstState,
     batches: Iterable[PyTree],
     *,
     num_steps: int,
@@ -92,7 +94,8 @@ def fit(
 
     Args:
       opt: a strategy such as `so.ddp` or `so.fsdp`, or `so.local_sgd` or `so.diloco` of one.
-      state: the state to start from; its memory goes to the next state.
+      state: the state to start from; its memory goes to the next state. `so.FirstState(params)`, or of a function and a
+        key, is made only where no checkpoint is restored: a restart is sooner by the time that it takes.
       batches: an iterable of batches, pytrees with leaves [global batch, ...]; drawn one at a time, never ahead.
       num_steps: the step count, as in `state.step`, to train to: from step 40 to 100 there are 60 steps to take.
       evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`; runs on every process
@@ -148,7 +151,7 @@ def fit(
         write = cleanup.enter_context(open_log(log))
         ledger = Ledger(_folder(checkpoints))
         cleanup.callback(ledger.enter, "")  # after what is still being written
-        ledger.enter("begin", int(state.step))
+        ledger.enter("begin", step_of(state))
         cleanup.enter_context(written_out(checkpoints))
 
         stream, meter, history = Stream(batches), Meter(checkpoints), []
@@ -173,6 +176,7 @@ def fit(
             display.evaluate(done, total)
 
         def check(metrics: dict[str, float]) -> None:
+            assert not isinstance(state, FirstState)
             check_state(state, metrics, step=step - 1, position=stream.drawn - 1, checkpoints=checkpoints)
 
         def save(metrics: dict[str, float]) -> None:
@@ -262,10 +266,12 @@ def _folder(checkpoints: Checkpoints | None) -> Path | None:
     return None if checkpoints is None or jax.process_index() else Path(checkpoints.directory)
 
 
-def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState) -> None:
+def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | FirstState) -> None:
     if not (callable(getattr(opt, "step", None)) and callable(getattr(opt, "init", None))):
         fix = "pass what so.ddp, so.zero or so.fsdp returns."
         raise TypeError(format_error("fit", f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
+    if isinstance(state, FirstState):
+        return
     if not all(hasattr(state, field) for field in ("step", "params", "opt_state")):
         what = f"state must be a so.TrainState, got {type(state).__name__}."
         raise TypeError(format_error("fit", what, fix="pass opt.init(params)."))

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,42 @@ from shardopt.core.early_stopping import EarlyStopping, StoppingState
 from shardopt.core.errors import CheckpointError, NonFiniteLossError, format_error, plural
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batches import as_arrays
+from shardopt.engine.inputs import is_init_fn
 from shardopt.engine.optimizer import ShardedOptimizer
+
+
+class FirstState(NamedTuple):
+    """What `opt.init` takes, for `fit` to call it with: only where no checkpoint or snapshot is restored.
+
+    A run that starts again then computes no parameters and no optimizer state that what is restored would replace, and
+    never holds both. Its shapes alone are worked out.
+
+    Attributes:
+      params: the parameters, or a function of a random key that makes them.
+      rng: the random key.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: ((batch * params["w"] - 3) ** 2).mean()
+      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn)
+      >>> first = so.FirstState(lambda rng: {"w": jax.random.normal(rng)}, jax.random.key(0))
+      >>> so.fit(opt, first, [np.ones(4, np.float32)] * 5, num_steps=5, progress=False).step
+      5
+    """
+
+    params: PyTree
+    rng: jax.Array | None = None
+
+    def shapes(self) -> PyTree:
+        """Return the parameters as shapes; nothing is computed."""
+        if not is_init_fn(self.params):
+            return jax.eval_shape(lambda params: params, self.params)
+        return jax.eval_shape(self.params, jax.random.key(0) if self.rng is None else self.rng)
 
 
 def begin(
     opt: ShardedOptimizer,
-    state: TrainState,
+    state: TrainState | FirstState,
     stream: "Stream",
     rule: EarlyStopping | None,
     checkpoints: Checkpoints | None,
@@ -41,26 +71,29 @@ def begin(
     A checkpoint is restored if `checkpoints.resume` is set and it is newer than the state, whose memory is freed first.
     What is done is said.
     """
-    if checkpoints is None:
-        return state, StoppingState()
-    latest, snapshot = checkpoints.latest(), None
-    if checkpoints.memory_every is not None and (snapshot := checkpoints.newest_in_memory(opt)) is not None:
-        latest = snapshot.step
-    if latest is None:
-        return state, StoppingState()
+    if isinstance(state, FirstState):
+        opt.abstract_state(state.shapes())  # of which it speaks from here on
+    latest, snapshot = None, None
+    if checkpoints is not None:
+        latest = checkpoints.latest()
+        if checkpoints.memory_every is not None and (snapshot := checkpoints.newest_in_memory(opt)) is not None:
+            latest = snapshot.step
+    if checkpoints is None or latest is None:
+        return _made(opt, state), StoppingState()
     if not checkpoints.resume:
         what = f"{checkpoints.directory} already has checkpoints, the last of step {latest}."
         fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
         raise ValueError(format_error("fit", what, fix=fix))
-    step = int(state.step)
+    step = step_of(state)
     if latest <= step:
         say(f"Going on from the state given (step {step}); the last checkpoint, of step {latest}, is not newer.")
-        return state, StoppingState()
-    _free(state)
+        return _made(opt, state), StoppingState()
+    if not isinstance(state, FirstState):
+        _free(state)
     if snapshot is not None:
-        state, extra = place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
+        restored, extra = place_snapshot(snapshot, opt.abstract_state()), snapshot.extra
     else:
-        state, extra = checkpoints.restore(opt, step=latest)
+        restored, extra = checkpoints.restore(opt, step=latest)
     position, saved = extra.get("batches"), extra.get("early_stopping")
     how = "the data from its beginning: the checkpoint holds no position"
     if position is not None:
@@ -73,7 +106,16 @@ def begin(
     seen = None if rule is None or saved is None else stopping.from_json(rule, saved)
     if rule is not None and seen is None:
         say(f"Early stopping starts counting again: the checkpoint knows nothing of {rule.metric!r} ({rule.mode}).")
-    return state, seen or StoppingState()
+    return restored, seen or StoppingState()
+
+
+def step_of(state: TrainState | FirstState) -> int:
+    """Return the steps that were taken."""
+    return 0 if isinstance(state, FirstState) else int(state.step)
+
+
+def _made(opt: ShardedOptimizer, state: TrainState | FirstState) -> TrainState:
+    return opt.init(state.params, state.rng) if isinstance(state, FirstState) else state
 
 
 def _free(state: TrainState) -> None:

@@ -52,6 +52,7 @@ def test_each_process_holds_only_its_shards(run):
 def test_both_processes_see_the_same(run):
     folder, first, second = run
     for found in (first, second):
+        assert found["exchanged"] == [[3, 4], [510, 511], [0, 4000]]
         assert found["again"] == [True, {"position": 7}, [5, 6, 7]]
         assert found["moved"] is True
         assert found["blob"] is True

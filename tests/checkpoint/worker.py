@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes, write
+from shardopt.checkpoint.multihost import exchange
 
 
 def loss_fn(params, batch):
@@ -91,7 +92,9 @@ def fail_while_writing(rank, folder, state):
 
 
 def main(rank, folder):
-    found = {}
+    found = {
+        "exchanged": [[len(text) for text in exchange("ä" * size)] for size in (3 + rank, 510 + rank, 4000 * rank)]
+    }
     opt = make_opt()
     # what one process with four devices saved, and on from there
     state = restore(folder / "alone", opt)

@@ -25,9 +25,14 @@ def batch_of(step, rows=16):
     return np.random.default_rng(step).normal(size=(rows, 9)).astype(np.float32)
 
 
-def strategy_and_state(width=32):
+def strategy_and_params(width=32):
     opt = so.fsdp(optax.adam(0.01), so.make_mesh(), loss_fn, min_shard_elements=1)
-    return opt, opt.init({"up": np.eye(8, width, dtype=np.float32), "down": np.ones(width, np.float32)})
+    return opt, {"up": np.eye(8, width, dtype=np.float32), "down": np.ones(width, np.float32)}
+
+
+def strategy_and_state(width=32):
+    opt, params = strategy_and_params(width)
+    return opt, opt.init(params)
 
 
 def leave_params(folder: Path, opt, result):

@@ -14,7 +14,8 @@ import shardopt as so
 
 folder, steps, memory_every, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 small_job.begin()
-opt, state = small_job.strategy_and_state()
+opt, params = small_job.strategy_and_params()
+state = so.FirstState(params) if memory_every else opt.init(params)
 
 
 def note(step, metrics):
