@@ -1,7 +1,7 @@
-"""jax's primitives that act element by element, by name, in all releases that are supported.
+"""jax's primitives that act element by element, and those that decompose matrices, by name, in all releases that are supported.
 
-Each element of the result is made of the elements at its place, and of nothing else; an operand has the shape of the
-result, or is one number. What knows more of some of them (what they do to zeros, to sums, in what way they grow) says so
+Of the former each element of the result is made of the elements at its place, and of nothing else; an operand has the
+shape of the result, or is one number. What knows more of some of them (what they do to zeros, to sums, in what way they grow) says so
 where it is needed.
 """
 
@@ -29,3 +29,9 @@ IDENTITIES = _names("copy layout_constraint name pvary reshard sharding_constrai
 
 ELEMENTWISE = ARITHMETIC | SPECIAL | IDENTITIES | {"bitcast_convert_type"}
 """Between widths `bitcast_convert_type` makes several elements of one, or one of several."""
+
+DECOMPOSITIONS = _names(
+    "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product triangular_solve "
+    "tridiagonal tridiagonal_solve"
+)
+"""Of the last two dims: all others count matrices."""

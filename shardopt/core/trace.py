@@ -93,6 +93,12 @@ def part_of(
 
 def min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> list[tuple[int, int]]:
     """Return the edges of the minimum cut nearest to the sink."""
+    reaches_sink = sink_side(edges, size, source, sink)
+    return [(a, b) for a, b in edges if a not in reaches_sink and b in reaches_sink]
+
+
+def sink_side(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> set[int]:
+    """Return the nodes on the sink's side of that cut."""
     from scipy.sparse import csr_array  # 20 MB and a fifth of a second of import
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -100,8 +106,7 @@ def min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int
     capacity = csr_array((np.array(list(edges.values()), np.int32), (ends[:, 0], ends[:, 1])), shape=(size, size))
     left = capacity - maximum_flow(capacity, source, sink).flow
     left.eliminate_zeros()
-    reaches_sink = set(breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist())
-    return [(a, b) for a, b in edges if a not in reaches_sink and b in reaches_sink]
+    return set(breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist())
 
 
 def bytes_of(var: Atom) -> int:

@@ -12,15 +12,10 @@ import jax.extend.core as jex
 import numpy as np
 
 from shardopt.core.jaxprs import called
-from shardopt.core.primitives import ELEMENTWISE
+from shardopt.core.primitives import DECOMPOSITIONS, ELEMENTWISE
 from shardopt.core.trace import Atom, shape_of
 from shardopt.engine.matrix_tasks import is_opaque
 
-_LEADING = frozenset(
-    """cholesky eig eigh hessenberg householder_product lu qr geqrf schur svd triangular_solve tridiagonal
-    tridiagonal_solve""".split()  # noqa: SIM905
-)
-"""Decompositions of the last two dims: all others count matrices."""
 _ALONG = {
     "sort": "dimension",
     "cumsum": "axis",
@@ -113,7 +108,7 @@ def _is_apart(eqn: jex.JaxprEqn, single: jex.JaxprEqn, same: Mapping[jex.Var, je
         return None not in ins and outs[0] != params["dimension"]
     if name == "dot_general":
         return _is_apart_in_product(ins, params["dimension_numbers"])
-    if name in _LEADING:
+    if name in DECOMPOSITIONS:
         ranks = [len(shape_of(var).shape) for var in eqn.invars if not isinstance(var, jex.Literal)]
         return all(dim is None or dim < rank - 2 for dim, rank in zip(ins, ranks, strict=True))
     return name in _FREE or name.startswith(_OVER_OTHERS)

@@ -12,16 +12,13 @@ from typing import NamedTuple, TypeGuard
 import jax.extend.core as jex
 
 from shardopt.core.jaxprs import called, within
+from shardopt.core.primitives import DECOMPOSITIONS
 from shardopt.core.trace import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
 
 OPAQUE = "shardopt_value_fn"
 """The name of the jitted loss that an update may ask for: it is sharded already."""
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_DECOMPOSITIONS = frozenset(
-    """cholesky eig eigh hessenberg householder_product geqrf lu ormqr qr schur svd symmetric_product triangular_solve
-    tridiagonal tridiagonal_solve geqp3""".split()  # noqa: SIM905
-)
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
 
 
@@ -89,7 +86,7 @@ def is_heavy(eqn: jex.JaxprEqn, least: int) -> bool:
     def heavy(one: jex.JaxprEqn) -> bool:
         if one.primitive.name in _PRODUCTS:
             return math.prod(shape_of(one.outvars[0]).shape) >= least
-        return one.primitive.name in _DECOMPOSITIONS
+        return one.primitive.name in DECOMPOSITIONS
 
     return any(map(heavy, within(eqn)))
 

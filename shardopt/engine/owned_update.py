@@ -8,14 +8,15 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from shardopt.core.trace import Trace, part_of, slice_of
+from shardopt.core.trace import Atom, Trace, part_of, shape_of, slice_of
 from shardopt.core.types import PyTree, abstract
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout, make_layout
 from shardopt.engine.matrix_tasks import OPAQUE, gathered_bytes
+from shardopt.engine.owned_sides import Sides, plan_sides
 from shardopt.engine.owned_stage import run_stage, stage_bytes
-from shardopt.engine.owned_tasks import LEAST, owner_axes, plan_stages, trace_update
-from shardopt.engine.owners import moved_bytes
+from shardopt.engine.owned_tasks import LEAST, OwnedStage, owner_axes, plan_stages, trace_update
+from shardopt.engine.owners import move, moved_bytes
 from shardopt.engine.transformation import Asked, update_of
 from shardopt.mesh import spec_axes
 from shardopt.partition import LayoutBytes, Owned, Owners
@@ -26,9 +27,11 @@ def owned_update(
 ) -> tuple[PyTree, PyTree]:
     """Return what `update_of` returns, in the global view but for products and decompositions of matrices.
 
-    These are units, a matrix or stacked block each, run alone by its owner, so that its bits do not depend on how many
-    devices there are. Where state does not live there the owner gets all of what the unit reads, and sends back to every device
-    its shard of the result: for Psi bytes that go and come, (N-1)/N^2 Psi per device each way.
+    Gradients, parameters and updates are sharded as the placement shards them; what of an update needs state that lives at
+    owners runs there, see `plan_sides`. Products and decompositions are units, a matrix or stacked block each, run alone by
+    its owner, so that its bits do not depend on how many devices there are. Where state does not live there the owner gets
+    all of what the unit reads, and sends back to every device its shard of the result: for Psi bytes that go and come,
+    (N-1)/N^2 Psi per device each way.
     """
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
@@ -39,21 +42,45 @@ def owned_update(
     trace, shapes = trace_update(update, *args)
     again = functools.partial(trace_again, config, layout, abstract(asked.value))
     stages, _ = plan_stages(config, layout, trace, functools.partial(again, single=True))
-    if not stages:
+    sides = _sides(config, layout, trace, stages)
+    if not stages and not sides.moves:
         return update_of(config.tx, grads, opt_state, params, asked)
     leaves = jax.tree.leaves(args)
     values = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
     values |= dict(zip(trace.jaxpr.invars, leaves, strict=True))
+    moved: dict[jex.Var, jax.Array] = {}
+
+    def read(var: jex.Var, *, owned: bool) -> jax.Array:
+        way = sides.moves.get(var)
+        if way is None or way.there is not owned:
+            return values[var]
+        if var not in moved:
+            moved[var] = move(config, way.plan, values[var], there=owned)
+        return moved[var]
+
+    def make(wanted: Sequence[Atom]) -> None:
+        evaluate(trace, values, wanted, lambda var, i: read(var, owned=i in sides.owned))
+
     for stage in stages:
         tasks = (*stage.tasks, *stage.here)
         reads = [[*one.task.inputs, *one.task.given] for one in tasks]
-        evaluate(trace, values, [var for some in reads for var in some])
-        made = run_stage(config, stage, again, [[values[var] for var in some] for some in reads])
-        for one, outputs in zip(tasks, made, strict=True):
+        make([var for some in reads for var in some])
+        there = [False] * len(stage.tasks) + [True] * len(stage.here)
+        args = [[read(var, owned=owned) for var in some] for some, owned in zip(reads, there, strict=True)]
+        for one, outputs in zip(tasks, run_stage(config, stage, again, args), strict=True):
             values |= dict(zip(one.task.outputs, outputs, strict=True))
-    evaluate(trace, values, trace.jaxpr.outvars)
-    found = [var.val if isinstance(var, jex.Literal) else values[var] for var in trace.jaxpr.outvars]
+    make(trace.jaxpr.outvars)
+    found = [
+        var.val if isinstance(var, jex.Literal) else read(var, owned=i >= len(layout.trained))
+        for i, var in enumerate(trace.jaxpr.outvars)
+    ]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def _sides(config: StrategyConfig, layout: Layout, trace: Trace, stages: Sequence[OwnedStage]) -> Sides:
+    devices = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    tasks = {i for stage in stages for one in stage.here for i in one.task.equations}
+    return plan_sides(layout, trace, max(LEAST, config.min_shard_elements), tasks, devices)
 
 
 def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
@@ -62,7 +89,8 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     if config.opt_state_layout != "matrices" or count == 1:
         return None
     again = functools.partial(trace_again, config, layout, jax.ShapeDtypeStruct((), jnp.float32))
-    stages, left = plan_stages(config, layout, again(single=False), functools.partial(again, single=True))
+    trace = again(single=False)
+    stages, left = plan_stages(config, layout, trace, functools.partial(again, single=True))
     rows, loads = [], [0.0] * count
     for plan in layout.trained:
         if plan.owned is not None:
@@ -80,7 +108,9 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
             loads[owner] += cost
     imbalance = max(loads) * count / sum(loads) - 1 if sum(loads) else 0.0
     staged = [stage_bytes(config, stage) for stage in stages]
-    sent = sum(one for one, _ in staged) + sum(moved_bytes(config, plan) for plan in layout.trained)
+    moves = _sides(config, layout, trace, stages).moves
+    sent = sum(one for one, _ in staged)
+    sent += sum(moved_bytes(config, one.plan, shape_of(var).dtype) for var, one in moves.items())
     return Owners((*rows, *left), count, imbalance, sent, sum(padding for _, padding in staged))
 
 
@@ -134,11 +164,24 @@ def _opaque(asked: Asked) -> Asked:
     return asked._replace(value_fn=named(asked.value_fn), grad_fn=named(asked.grad_fn))
 
 
-def evaluate(trace: Trace, values: dict[jex.Var, jax.Array], wanted: Sequence[jex.Var | jex.Literal]) -> None:
-    """Add to the values what `wanted` needs, equation by equation."""
+def evaluate(
+    trace: Trace,
+    values: dict[jex.Var, jax.Array],
+    wanted: Sequence[Atom],
+    read: Callable[[jex.Var, int], jax.Array] | None = None,
+) -> None:
+    """Add to the values what `wanted` needs, equation by equation.
+
+    Args:
+      trace: the equations.
+      values: what is known, and becomes known.
+      wanted: variables.
+      read: what an equation of this number reads of a variable that is known; None: its value.
+    """
     equations, _ = slice_of(trace, wanted, stop=set(values))
     for i in sorted(equations):
         eqn = trace.jaxpr.eqns[i]
         reads = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
-        made = part_of(trace, {i}, reads, eqn.outvars)(*(values[var] for var in reads))
+        given = [values[var] if read is None else read(var, i) for var in reads]
+        made = part_of(trace, {i}, reads, eqn.outvars)(*given)
         values |= dict(zip(eqn.outvars, made, strict=True))

@@ -16,11 +16,9 @@ from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.loss import Gradients
 from shardopt.engine.offload import host_shardings
 from shardopt.engine.owned_update import owned_update
-from shardopt.engine.owners import from_owners, to_owners
 from shardopt.engine.streamed_update import streamed_update
 from shardopt.engine.transformation import Asked, update_of
 from shardopt.mesh import spec_axes
-from shardopt.partition import LeafPlan
 
 
 def apply_update(
@@ -33,31 +31,26 @@ def apply_update(
 ) -> tuple[PyTree, PyTree]:
     """Return (new params, new optimizer state), the params as `all_gather_params` takes them, the state where it waits.
 
-    Gradients and parameters are constrained to where the optimizer state lives, so each device updates its own shard,
-    or the whole matrices that it owns.
+    Gradients and parameters are constrained to where a placement shards optimizer state, so each device updates its own
+    shard. What has its state at owners of whole matrices goes there, and its update comes back, see `owned_update`.
     The wrapped transformation sees global arrays, so norms, factored moments and orthogonalisation mean what they
     always do. It may ask for the loss of this batch at other parameters (line searches, sophia), or its gradient (sam).
     """
     sharded = config.placement.opt_state
-    home, where = (
-        layout.merge([None] * len(layout.plans), [spec(plan, sharded=sharded) for plan in layout.trained])
-        for spec in (LeafPlan.spec, LeafPlan.state_spec)
-    )
+    home = layout.merge([None] * len(layout.plans), [plan.spec(sharded=sharded) for plan in layout.trained])
     place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))  # noqa: E731
-    to_update = lambda tree: place(to_owners(config, layout, place(tree, home)), where)  # noqa: E731
-    grads, shards = to_update(found.grads), to_update(layout.trainable(params))
+    grads, shards = place(found.grads, home), place(layout.trainable(params), home)
     frozen = layout.treedef.flatten_up_to(params)
 
     def loss_at(trained: PyTree) -> jax.Array:
         return value_fn(layout.merge(frozen, jax.tree.leaves(trained)))
 
     def grad_at(trained: PyTree, _: int = 0) -> PyTree:  # the number of a step of sam
-        return to_update(jax.grad(loss_at)(trained))
+        return place(jax.grad(loss_at)(trained), home)
 
     asked = Asked(found.loss, grads, loss_at, grad_at)
     updates, opt_state = _update(config, layout, grads, opt_state, shards, asked)
-    shards = optax.apply_updates(shards, updates)
-    shards = place(from_owners(config, layout, place(shards, where)), home)
+    shards = place(optax.apply_updates(shards, updates), home)
     new = layout.merge(frozen, jax.tree.leaves(shards))
     new = _replace_updated(config, layout, new, found.updates)
     opt_specs = layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer

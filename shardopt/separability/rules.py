@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from shardopt.core.primitives import DECOMPOSITIONS
 from shardopt.separability.arithmetic import ENTRYWISE, elementwise, known, not_linear
 from shardopt.separability.contractions import along, conv, dot_general, reduce, reduce_sum, top_k, window
 from shardopt.separability.folding import fold
@@ -111,7 +112,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["scatter", "scatter-add", "scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max"], scatter),
     "dynamic_update_slice": dynamic_update_slice,
     **dict.fromkeys(["random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed", "random_clone"], _random),
-    **dict.fromkeys(["cholesky", "eigh", "qr", "svd", "lu", "triangular_solve", "householder_product", "geqrf", "lu_pivots_to_permutation", "tridiagonal_solve", "eig", "schur"], _batched),
+    **dict.fromkeys([*DECOMPOSITIONS, "lu_pivots_to_permutation"], _batched),
     "fft": _fft,
     **dict.fromkeys(["optimization_barrier", "device_put"], _keep),
     "iota": _iota,

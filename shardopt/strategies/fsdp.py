@@ -82,9 +82,10 @@ def fsdp(
       opt_state_layout: "within" shards optimizer state as the parameters are. "matrices" has each matrix worked on by one
         device, its owner, without collectives inside, for optimizers of matrices (Muon, Shampoo). Stacked blocks [L, ...]
         whose number data divides (times pipeline, and tensor where a rule splits the leaf) have state and update sharded over
-        L: gradients and parameters go there by an all-to-all each, new parameters back by another: 3 (N-1)/N^2 Psi. Of
-        other leaves the products and decompositions alone go to owners, a matrix or block each, shared out by flops; state
-        stays within, and each array that goes or comes costs (N-1)/N^2 Psi. What has no such work sends nothing more.
+        L: gradients go there by an all-to-all, updates back by another, 2 (N-1)/N^2 Psi; terms of the parameter (weight
+        decay) are added where it lives, and if the state itself needs it, it goes along. Of other leaves the products and
+        decompositions alone go to owners, a matrix or block each, shared out by flops; state stays within, and each array
+        that goes or comes costs (N-1)/N^2 Psi. What has no such work sends nothing more.
       offload: ("opt_state",) keeps optimizer state in host memory between steps, 8/N bytes per parameter with fp32 Adam. Values
         are the same. A step copies it to the device and back: of a `BlockModel` block by block, if the optimizer treats these
         apart and does not ask for the loss; all of it at once otherwise, in pipelines, and with `opt_state_layout="matrices"`.

@@ -109,9 +109,7 @@ def test_at_most_an_eighth_more_than_adam_is_sent(topology, kind, name, strategy
         return compiled(topology, make, PROBLEMS[topology, kind]())
 
     adam, other = step(ADAM, "within"), step(OPTIMIZERS[name], "matrices")
-    # XLA:TPU merges both gathers of so small a model, so that Adam sends 2 Psi in place of 3, and 3/N Psi are more of that
-    few = (topology, kind, strategy) == ("v5e:2x4", "stacked", "fsdp")
-    assert other.audit.total_wire_bytes < (1.19 if few else 1.15) * adam.audit.total_wire_bytes
+    assert other.audit.total_wire_bytes <= 1.15 * adam.audit.total_wire_bytes
     if (kind, name) == ("stacked", "muon"):
         # five times X X^T, its square, and their product with X, once in the whole job
         devices = math.prod(map(int, topology.partition(":")[2].split("x")))

@@ -47,10 +47,15 @@ def blocks_as_matrices(params):
 
 
 def muon():
-    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=blocks_as_matrices)
+    return optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=blocks_as_matrices)
 
 
-OWNED = {**OPTIMIZERS, "muon": muon}
+def schedule_free():
+    """Its state is a second set of parameters, beside which it reads the first."""
+    return optax.contrib.schedule_free_adamw(1e-2, eps=1e-4, weight_decay=1e-2)
+
+
+OWNED = {**OPTIMIZERS, "muon": muon, "schedule_free": schedule_free}
 PIPELINE = {"data": 2, "tensor": 2, "pipeline": 2}
 
 
@@ -119,7 +124,7 @@ QUICK_UNEVEN = [
 )
 def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes, mesh_of, x64):
     params, model = (flat_params(), flat_loss) if layers is None else (model_params(layers), MODEL)
-    make = OPTIMIZERS[one] if layers is None else OWNED[one]
+    make = ((OWNED | OPTIMIZERS) if layers is None else OWNED)[one]
     opt = strategy(name, make(), mesh_of(**sizes), model, opt_state_layout="matrices")
     _, expected = train(make(), model if layers is None else MODEL.loss_fn, params, batches(3))
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
@@ -182,8 +187,31 @@ def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
         ("blocks/down",): (tuple(range(8)), True),
     }
     assert "matrices of blocks/up are at owners 0-7, with their optimizer state\n" in str(report)
-    # gradient and parameter there, parameter back: 7/8 of a shard of an eighth, of both leaves
-    assert report.owners.bytes_sent == 3 * 2 * (8 * 16 * 32 * 4) * 7 // 64
+    # gradient there, update back: 7/8 of a shard of an eighth, of both leaves
+    assert report.owners.bytes_sent == 2 * 2 * (8 * 16 * 32 * 4) * 7 // 64
+
+
+@pytest.mark.parametrize(
+    ("one", "arrays"),
+    [
+        ("adamw", 2),
+        ("lamb", 2),
+        ("clip_adamw", 2),
+        ("muon", 2),
+        ("schedule_free", 3),  # parameters as well: state is made of them
+        ("soap", 2),
+        ("eight_bit", 2),
+    ],
+)
+def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
+    """Parameters stay, although weight decay reads them."""
+    more = {
+        "soap": lambda: so.optimizers.soap(1e-2, weight_decay=1e-2, matrices=[("up|down", so.optimizers.Matrix())]),
+        "eight_bit": lambda: so.transforms.eight_bit(muon(), block_size=16, min_elements=64),
+    }
+    opt = so.fsdp((OWNED | more)[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    sent = opt.config.report(model_params(dtype=jnp.float32)).owners.bytes_sent
+    assert sent == arrays * 2 * (8 * 16 * 32 * 4) * 7 // 64
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("fsdp", {"data": 8}), ("zero1", {"data": 4, "tensor": 2})], ids=str)
