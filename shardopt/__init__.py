@@ -34,6 +34,7 @@ from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
 from shardopt.partition import rules_from_logical_axes
 from shardopt.pipeline import schedules
 from shardopt.planning import aot, plan
+from shardopt.runtime.probe import probe_devices
 from shardopt.runtime.processes import initialize
 from shardopt.runtime.progress import report_progress
 from shardopt.runtime.watchdog import watchdog
@@ -87,6 +88,7 @@ __all__ = [
     "parameter_server",
     "plan",
     "planning",
+    "probe_devices",
     "reducers",
     "report_progress",
     "restore",

@@ -65,6 +65,8 @@ _usual: dict[tuple[str, str], tuple[int, float]] = {}
 """How often a phase of a lane ended, and what it may well take."""
 _own: float = 0.0
 _steps: int = 0
+_devices: tuple[int, list[float]] = (0, [])
+"""How often the devices were probed, and the seconds that each needed last."""
 _sending = threading.Lock()
 _reported, _ending = threading.Event(), threading.Event()
 
@@ -118,6 +120,12 @@ def _note_duration(lane: str, phase: str, seconds: float) -> None:
     _usual[lane, phase] = (times + 1, usual)
 
 
+def report_devices(seconds: list[float]) -> None:
+    """Note how long each device of this process took for what takes equal devices equally long."""
+    global _devices
+    _devices = (_devices[0] + 1, seconds)
+
+
 @contextlib.contextmanager
 def waiting(phase: str) -> Iterator[None]:
     """Mark that this thread waits for the other processes, and then that it goes on with what it did.
@@ -141,7 +149,8 @@ def current() -> dict[str, object]:
     """Return what is reported: JSON."""
     now = time.monotonic()
     lanes = {name: one._replace(at=now - one.at) for name, one in list(_lanes.items())}
-    return {"pid": os.getpid(), "host": socket.gethostname(), "lanes": lanes, "own": _own, "steps": _steps}
+    found = {"pid": os.getpid(), "host": socket.gethostname(), "lanes": lanes, "own": _own, "steps": _steps}
+    return {**found, "devices": _devices}
 
 
 def start_reports(rank: int, environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:

@@ -1,6 +1,6 @@
 """Who hangs: what the processes of a job report, which of them lags behind, and which is slow.
 
-`Watch` listens; `find_hang` and `find_slow` are functions of what was heard. A rank hangs when it has begun nothing new for
+`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of what was heard. A rank hangs when it has begun nothing new for
 longer than the timeout *and no rank is behind it*: those that wait for it in a collective have come further. A rank that is
 not heard at all is stopped, cut off, or in native code that keeps the interpreter. Messages are JSON, from connections
 that have proved (HMAC, both ways) that they know the run's token.
@@ -51,6 +51,8 @@ class Heard(NamedTuple):
       steps: taken since it began.
       pid: its process on its host.
       host: the name of its host.
+      probes: how often its devices were probed.
+      devices: seconds that each of them needed last.
     """
 
     ago: float
@@ -59,6 +61,8 @@ class Heard(NamedTuple):
     steps: int
     pid: int
     host: str
+    probes: int = 0
+    devices: tuple[float, ...] = ()
 
 
 class Hang(NamedTuple):
@@ -128,6 +132,24 @@ def find_slow(own: Mapping[int, float], step: float) -> list[int]:
     return slow
 
 
+def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
+    """Return the ranks with a device that needs half as long again as the slowest of the others, by the median of these.
+
+    Args:
+      devices: by rank, seconds that each of its devices needs for the same work.
+
+    Example:
+      >>> find_slow_devices({0: [0.010, 0.011], 1: [0.010, 0.018], 2: [0.010, 0.010]})
+      [1]
+    """
+    slow = []
+    for rank, mine in devices.items():
+        others = [max(theirs) for other, theirs in devices.items() if other != rank]
+        if others and max(mine) > 1.5 * statistics.median(others):
+            slow.append(rank)
+    return slow
+
+
 class Watch:
     """Listens to the processes of one attempt, on threads, until `close`.
 
@@ -143,6 +165,7 @@ class Watch:
         self._connections: dict[int, Connection] = {}
         self._window: dict[int, tuple[float, int]] = {}
         self._window_began, self._slow, self._told = self._began, [], False
+        self._probes, self._suspects, self._slow_devices = 0, [], []
         self.stacks: dict[int, str] = {}
         token = secrets.token_hex(16)
         self._server = Server(self._listen, token, host=host, port=port)
@@ -154,6 +177,7 @@ class Watch:
     def check(self) -> Hang | None:
         """Return why the job stands still, if it does; name who makes the others wait."""
         self._check_speed()
+        self._check_devices()
         started = time.monotonic() - self._began
         heard = self.heard()
         if started > NEW * self._timeout and not self._told and heard and all(map(_is_starting, heard.values())):
@@ -219,6 +243,27 @@ class Watch:
                 self._say(f"launch: process {' and '.join(map(str, self._slow))} is slow no more.")
         self._window, self._window_began, self._slow = now, time.monotonic(), slow
 
+    def _check_devices(self) -> None:
+        """Name who was slow in two probes of all, one after the other."""
+        heard = {rank: one for rank, one in self.heard().items() if one is not None and one.devices}
+        if len(heard) < len(self._heard) or min((one.probes for one in heard.values()), default=0) <= self._probes:
+            return
+        self._probes = max(one.probes for one in heard.values())
+        seconds = {rank: one.devices for rank, one in heard.items()}
+        suspects = find_slow_devices(seconds)
+        slow = [rank for rank in suspects if rank in self._suspects]
+        for rank in [rank for rank in slow if rank not in self._slow_devices]:
+            longest = max(seconds[rank])
+            usual = statistics.median(max(theirs) for other, theirs in seconds.items() if other != rank)
+            self._say(
+                f"launch: process {rank} computes slowly: its device {seconds[rank].index(longest)} on {heard[rank].host} needs "
+                f"{longest:.2g} s for products that take the others {usual:.2g} s. All wait for it in each step."
+            )
+        for rank in [rank for rank in self._slow_devices if rank not in suspects]:
+            self._say(f"launch: process {rank} computes slowly no more.")
+        kept = [rank for rank in self._slow_devices if rank in suspects]
+        self._suspects, self._slow_devices = suspects, sorted({*slow, *kept})
+
 
 def _is_starting(heard: Heard | None) -> bool:
     return heard is None or all(mark.phase == START for mark in heard.lanes.values())
@@ -229,7 +274,9 @@ def _read(message: Mapping) -> Heard:
     for name, (step, nth, phase, at, usual, thread) in message["lanes"].items():
         lanes[str(name)] = Mark(int(step), int(nth), str(phase), float(at), float(usual), int(thread))
     own, steps = float(message["own"]), int(message["steps"])
-    return Heard(0.0, lanes, own, steps, int(message["pid"]), str(message["host"]))
+    probes, devices = message["devices"]
+    about = int(message["pid"]), str(message["host"]), int(probes), tuple(map(float, devices))
+    return Heard(0.0, lanes, own, steps, *about)
 
 
 def describe(

@@ -16,6 +16,8 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.runtime.probe import probe_devices
+from shardopt.runtime.progress import is_reported
 from shardopt.training.evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training.goodput import Goodput, Ledger
 from shardopt.training.loggers import Log, as_loggers, open_log, show_progress
@@ -233,6 +235,9 @@ def fit(
             due = evaluating or step % agree_every == 0
             ledger.enter("agree")
             stopped = common_verdict(received(), out_of_patience(early_stopping, seen), due=due)
+            if step % (_PROBE * agree_every) == 0 and jax.process_count() > 1 and is_reported():
+                ledger.enter("agree")  # no step is under way: all have just asked each other
+                probe_devices()
 
         ledger.enter("agree")
         stopped = common_verdict(received(), stopped, due=True) or "completed"
@@ -252,6 +257,9 @@ def fit(
     ledger.write(ended_well=True)
     return FitResult(last, step, stopped, history, best(early_stopping, seen), ledger.total())
 
+
+_PROBE = 10
+"""After how often they agree processes that are watched measure their devices."""
 
 _REASON = {
     "exhausted": "there are no more batches",

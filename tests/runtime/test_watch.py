@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import shardopt.runtime.watch as watch_module
 from shardopt.runtime import progress
 from shardopt.runtime.launch import launch
 from shardopt.runtime.progress import MAIN, SAVING, START, Mark
@@ -96,6 +97,65 @@ def test_a_slow_process_is_named_from_what_all_report_and_again_when_it_is_not(m
         "a step takes 1 s.",
         "launch: process 2 is slow no more.",
     ]
+
+
+def test_a_process_whose_device_is_slow_in_two_probes_is_named():
+    """In lockstep all steps are equally long: only what no other process takes part in tells."""
+    said = []
+    watch = Watch(3, 60, say=said.append)
+    count = [0]
+
+    def report(*seconds):
+        count[0] += 1
+        for rank, slowest in enumerate(seconds):
+            message = {"rank": rank, **progress.current(), "devices": (count[0], [0.01, slowest])}
+            watch._heard[rank] = time.monotonic(), watch_module._read(json.loads(json.dumps(message)))
+        watch.check()
+        watch.check()  # of the same probe: says nothing new
+
+    try:
+        report(0.011, 0.012, 0.02)  # one that is not repeated
+        for slowest in (0.011, 0.03, 0.03, 0.03, 0.012):
+            report(0.011, 0.012, slowest)
+    finally:
+        watch.close()
+    host = socket.gethostname()
+    assert said == [
+        f"launch: process 2 computes slowly: its device 1 on {host} needs 0.03 s for products that take the others 0.011 s. "
+        "All wait for it in each step.",
+        "launch: process 2 computes slowly no more.",
+    ]
+
+
+SHARED = """
+import os, subprocess, sys
+rank, cores = int(os.environ["JAX_PROCESS_ID"]), sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[rank]})
+burn = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * rank)]
+import time, shardopt as so
+so.initialize()
+for step in range(6):
+    so.report_progress(step)
+    so.probe_devices()
+    time.sleep(1)
+so.report_progress(6, "")
+for one in burn: one.kill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores")
+def test_a_process_that_shares_its_core_with_others_is_named(tmp_path):
+    script, said = tmp_path / "job.py", []
+    script.write_text(SHARED)
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        options = {"processes": 2, "log_dir": tmp_path / "logs", "hang_timeout": 60.0, "say": said.append}
+        assert launch(lambda attempt: [sys.executable, str(script)], **options) == 0
+    assert said
+    assert re.match(r"launch: process 1 computes slowly: its device 0 on \S+ needs .* s for products", said[0])
 
 
 STACKS = """Thread 0x0000000000000008 (most recent call first):
