@@ -28,6 +28,7 @@ def all_gather(
     dtypes: Sequence[DTypeLike | None] | None = None,
     scatter_dtypes: Sequence[DTypeLike | None] | None = None,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
+    cast_in_place: bool = False,
 ) -> list[jax.Array]:
     """Gather local shards along mesh axes; the backward pass reduce-scatters their gradients.
 
@@ -41,6 +42,7 @@ def all_gather(
       scatter_dtypes: see `dtypes` of `reduce_scatter`, of the gradients.
       bucket_bytes: gathered bytes of leaves that may share a collective, where that pays; they are then gathered at the
         same time, and so are their gradients.
+      cast_in_place: whether float32 is cast to bfloat16 right here on a TPU, and nowhere before.
 
     Returns:
       The gathered leaves. The gradient of a sharded leaf is the sum over its axes; that of a replicated one stays local.
@@ -52,7 +54,8 @@ def all_gather(
     differentiable = [i for i, one in enumerate(stored) if jnp.issubdtype(one, jnp.inexact)]
 
     def forward(xs):
-        cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, travels, strict=True)]
+        narrow = _cast_in_place if cast_in_place else lambda x, dtype: x if x.dtype == dtype else x.astype(dtype)
+        cast = [narrow(x, dtype) for x, dtype in zip(xs, travels, strict=True)]
         move = functools.partial(all_gather_buckets, gather=_all_gather, bucket_bytes=bucket_bytes)
         return _where_sharded(move, cast, dims, axes, specs)
 
@@ -146,6 +149,18 @@ def all_to_all(x: jax.Array, axis: MeshAxes, split: int, concat: int) -> jax.Arr
 
 def _all_gather(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
     return _as_bits_on_cpu(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), x)
+
+
+def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Cast; on a TPU float32 to bfloat16 so that XLA does not do it before the loop that the shard is a slice in.
+
+    It would move the cast up to the stack of all blocks (`xla_jf_bf16_propagation`), which is then held once more for the
+    whole step, half as large. No pass moves a rounding.
+    """
+    half = x.dtype == jnp.float32 and dtype == jnp.bfloat16
+    if half and (device_kind() or "").startswith("TPU"):
+        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _as_bits_on_cpu(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

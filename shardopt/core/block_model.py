@@ -77,13 +77,16 @@ def run_blocks(
     *,
     gather_outer: Callable[[PyTree], PyTree] = lambda outer: outer,
     run_block: Callable[..., PyTree] | None = None,
+    before_loss: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None,
 ) -> Loss:
     """Run embed, a scan over the blocks, and loss; a strategy's hooks gather what it keeps sharded.
 
-    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and applies its `remat`.
+    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and applies its `remat`;
+    `before_loss(outer, x)` gives what the loss is called with.
     """
     blocks = params[BLOCKS]
-    outer = gather_outer({name: value for name, value in params.items() if name != BLOCKS})
+    kept = {name: value for name, value in params.items() if name != BLOCKS}
+    outer = gather_outer(kept)
     num_blocks, run = jax.tree.leaves(blocks)[0].shape[0], run_block or plain_block(model)
 
     def body(x, block_and_index):
@@ -92,6 +95,8 @@ def run_blocks(
 
     x = call(model.embed, rng, num_blocks, outer, batch)
     x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
+    if before_loss is not None:
+        outer, x = before_loss(kept, x)
     return call(model.loss, rng, num_blocks + 1, outer, x, batch)
 
 

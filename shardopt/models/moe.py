@@ -64,6 +64,7 @@ class MoEConfig:
       scale: what these weights are multiplied with.
       capacity_factor: None drops no token.
       chunk: tokens of a device that are dispatched at a time; None is all.
+      loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
       balance: "bias", without a loss, by `so.nn.update_router_bias`; "loss", over the global batch, which micro-batches and
         pipelines do not see; "sequence_loss", of each row by itself, which a context axis splits; None does nothing.
       balance_rate: of the biases, or the factor of the loss; None is 0.001 for biases, 0.01 for the loss and 0.0001 for that of
@@ -101,6 +102,7 @@ class MoEConfig:
     scale: float = 1.0
     capacity_factor: float | None = None
     chunk: int | None = None
+    loss_chunk: int | None = None
     balance: Balance | None = "bias"
     balance_rate: float | None = None
     z_loss: float = 0.0
@@ -364,7 +366,8 @@ def _appended(old: Array, new: Array) -> Array:
 
 def _loss(config: MoEConfig, outer: Params, routed: Routed, batch: Batch) -> Loss:
     inputs = read_inputs("moe", batch)
-    cross_entropy = mean_loss(nn.cross_entropy(*_normed_and_head(config, outer, routed.x), inputs.targets), inputs)
+    nats = nn.cross_entropy(*_normed_and_head(config, outer, routed.x), inputs.targets, chunk=config.loss_chunk)
+    cross_entropy = mean_loss(nats, inputs)
     loads = outer["router_load"]
     updates = {"router_load": jnp.mean(routed.load, axis=0).astype(loads.dtype)}
     bias = _bias(config, outer)
