@@ -6,11 +6,13 @@ Mixtral 8x7B on 64 chips, its experts sharded by fsdp alone and over an expert a
 tokens on each chip, fp32 masters, AdamW with clipping at 1, bfloat16 products, gathers and reduce-scatters, every block recomputed.
 `again` predicts again what has been compiled. With PYTHON (see beside_maxtext.py) MaxText compiles Mixtral beside: the same model,
 tokens and optimizer, its own mixture (`sparse_matmul`, megablox), dropless. WORDS choose rows by parts of their names. A program takes
-minutes to compile, and is kept in results/experts_pod.json as soon as it is there.
+minutes to compile, and is kept in results/experts_pod.json as soon as it is there. "left_to_xla" there are the same steps before
+strategies kept XLA from casting all blocks before its loops, and from scattering the gradients of the head last.
 
 Flops: of a chip and step. Dense products are counted in the compiled text, each kernel of experts as the rows that come where loads
-are equal (its grid has as many tiles as there are such rows, which the program reads when it runs), splash by its tiles. Stated are
-those of `so.planning`: of the experts that a token goes through, remat included.
+are equal (its grid has as many tiles as there are such rows, which the program reads when it runs; tiles that two experts share are
+`tile_overlap`), splash by its tiles. Stated are those of `so.planning`: of the experts that a token goes through, remat included,
+attention as splash computes it; active are the same with attention as it is defined.
 """
 
 import argparse
@@ -168,7 +170,7 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     """Return what is stated beside what was compiled."""
     import jax.numpy as jnp
 
-    from shardopt.planning import Layout, parse_topology, predict
+    from shardopt.planning import Layout, parse_topology, predict, tile_overlap
     from shardopt.planning.costs import step_flops
     from shardopt.planning.layout import stored_bytes
 
@@ -180,17 +182,21 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     arguments = told.memory.params + told.memory.opt_state + stored_bytes((1, LENGTH + 1), 4)
     splash = sum(one["flops"] for name, one in facts["kernels"].items() if "splash" in name)
     flops = facts["dense_flops"] + sum(one["flops"] for one in facts["kernels"].values())
-    stated, shape = step_flops(work, layout, batch_size=chips), shape_of(row)
-    # causal, forwards twice and backwards
-    widths = 2 * shape.width + (0 if shape.latent is None else shape.latent.rope)
-    attention = 4 * shape.num_layers * LENGTH**2 * shape.num_heads * widths
+    stated = step_flops(work, layout, batch_size=chips, hardware=chip)
+    active, shape = step_flops(work, layout, batch_size=chips), shape_of(row)
+    attention = 4 * work.num_blocks * work.attention.flops  # forwards twice and backwards
+    tokens = row.expert * min(LENGTH, shape.expert_chunk or LENGTH)
+    tile = 128 if row.topology.startswith("v5p") else 512  # of ragged_dot and of megablox
+    sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "devices": row.expert}
     return {
         "arguments_ratio": arguments / facts["memory"]["arguments"],
         "memory_ratio": told.memory.total / peak(facts),
         "predicted_memory": told.memory._asdict(),
         "flops": flops,
         "flops_ratio": flops / stated,
-        "weights_ratio": (flops - splash) / (stated - attention),
+        "active_ratio": flops / active,
+        "weights_ratio": (flops - splash) / (active - attention),
+        "tile_overlap": tile_overlap(tokens, **sizes, tile=tile),
         "predicted_seconds": told.time._asdict() | {"total": told.time.total},
         "stated": {
             f"{one.kind} of {one.what} over {' x '.join((one.axis, *one.also))}": one.wire_bytes(told.mesh)
@@ -255,6 +261,7 @@ def cells(name: str, one: dict[str, Any]) -> list[str]:
         f"{one['memory_ratio']:.3f}",
         f"{one['flops'] / 1e12:.0f} ({1 / one['flops_ratio']:.3f})",
         f"{one['weights_ratio']:.3f}",
+        f"{one['tile_overlap']:.2f}",
         f"{gathered / 1e9:.1f} ({stated / gathered:.3f})",
         f"{exchanged / 1e9:.2f} ({tokens / exchanged:.3f})" if exchanged else "",
         "" if exchanged else f"{one['seconds'] * 1e3:.0f}",

@@ -53,7 +53,7 @@ def _product(how: Implementation, rows: Array, weights: Array, sizes: Array, *, 
     else:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-        tiles = _tiles(rows.dtype, rows.shape[0], rows.shape[1], weights.shape[1 if transposed else 2])
+        tiles = _tiles(rows.dtype, rows.shape[0], sizes.shape[0], rows.shape[1], weights.shape[1 if transposed else 2])
         padded = _padded(rows, tiles[0])
         out = gmm(padded, weights, sizes, rows.dtype, tiles, transpose_rhs=transposed)[: rows.shape[0]]
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes), out, 0)
@@ -68,7 +68,7 @@ def _outer(how: Implementation, rows: Array, grads: Array, sizes: Array) -> Arra
         return lax.ragged_dot_general(rows, grads, sizes, over, preferred_element_type=rows.dtype)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tiles = _tiles(rows.dtype, rows.shape[0], rows.shape[1], grads.shape[1])
+    tiles = _tiles(rows.dtype, rows.shape[0], sizes.shape[0], rows.shape[1], grads.shape[1])
     rows, grads = _padded(rows, tiles[0]), _padded(grads, tiles[0])
     return tgmm(rows.swapaxes(0, 1), grads, sizes, rows.dtype, tiles)
 
@@ -87,11 +87,14 @@ _run = jax.custom_vjp(_product, nondiff_argnums=(0,))
 _run.defvjp(_forward, _backward)
 
 
-def _tiles(dtype: jnp.dtype, rows: int, inner: int, outer: int) -> tuple[int, int, int]:
-    """Return tiles of rows, of the contracted dim and of the other that fit in the memory of a core."""
+def _tiles(dtype: jnp.dtype, rows: int, groups: int, inner: int, outer: int) -> tuple[int, int, int]:
+    """Return tiles of rows, of the contracted dim and of the other that fit in the memory of a core.
+
+    A tile that several groups share is multiplied for each of them: it has no more rows than a group has on average.
+    """
     most = 2048 // jnp.dtype(dtype).itemsize
     up = lambda size, most: min(most, -(-size // 128) * 128)  # noqa: E731
-    return up(rows, 512), up(inner, most), up(outer, most)
+    return up(-(-rows // groups), 512), up(inner, most), up(outer, most)
 
 
 def _padded(rows: Array, tile: int) -> Array:

@@ -4,7 +4,7 @@ from shardopt.planning.aot import AotReport, aot
 from shardopt.planning.compiled_time import Operation, Span, StepSeconds, step_seconds
 from shardopt.planning.costs import Footprint, StepTime, Transfer
 from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
-from shardopt.planning.expert_loads import Imbalance, expected_imbalance, imbalance, plot_expert_loads
+from shardopt.planning.expert_loads import Imbalance, expected_imbalance, imbalance, plot_expert_loads, tile_overlap
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning.layout import Layout
 from shardopt.planning.models import MODELS, Transformer, find_model
@@ -53,6 +53,7 @@ __all__ = [
     "plot_traffic",
     "predict",
     "step_seconds",
+    "tile_overlap",
     "topology_devices",
     "trace",
 ]

@@ -204,7 +204,7 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
         return []
     keys, queries = 2 * found.keys * rows / layout.tensor, 2 * found.queries * rows / layout.tensor
     sums, calls = keys * _WIDE / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
-    kept = isinstance(layout.remat, str) and "attention" in layout.remat.removeprefix("save:").split(",")
+    kept = isinstance(layout.remat, str) and "attention" in _saved(layout.remat)
     forwards = 1 if layout.remat is False or kept else 2
     each = found.kv_heads / layout.tensor
     heads = {"heads": each * queries / keys, "kv_heads": each, "itemsize": placed.workload.itemsize}
@@ -228,7 +228,7 @@ def _over_expert(placed: PlacedModel, rows: float) -> list[Transfer]:
     found, layout = placed.workload.experts, placed.layout
     if found is None or layout.expert == 1:
         return []
-    kept = isinstance(layout.remat, str) and "dispatched" in layout.remat.removeprefix("save:").split(",")
+    kept = isinstance(layout.remat, str) and "dispatched" in _saved(layout.remat)
     forwards = 2 if layout.remat is False or kept else 3  # there and back; what comes back is not needed again
     calls = placed.num_blocks * layout.micro_batches
     return [Transfer("all-to-all", "expert", "tokens", found.top_k * found.tokens * rows, (forwards + 2) * calls)]
@@ -356,8 +356,8 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     """Return the bytes of gathered weights and their gradients, while the loss, one block, and embed are differentiated.
 
     Those that the loss reads stay gathered until it is differentiated; embed needs none again. Gradients are scattered
-    leaf by leaf, those of a block together but for experts, whose leaves wait for no other: a bucket that travels joined stands beside its leaves, both ways. A pipeline
-    has the outer weights gathered throughout.
+    leaf by leaf, those of a block together but for experts, each of which takes the place of its weight: a bucket that travels
+    joined stands beside its leaves, both ways. A pipeline has the outer weights gathered throughout.
     """
     if not placed.shards.params or placed.layout.shards.size == 1:
         return 0.0, 0.0, 0.0
@@ -371,16 +371,30 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
     joined = sum(min(block * each, SMALL_BUCKET_BYTES) for each in (size, grad))
     if not layout.regather:  # the stage has its blocks gathered throughout
         return loss + every * size, outer + every * size, outer + every * size + largest * grad
-    alone = (elements.at_experts - elements.largest_at_experts) * layout.pipeline / placed.workload.num_blocks
+    alone = elements.at_experts * layout.pipeline / placed.workload.num_blocks
     return loss, outer + block * size + (block - alone) * grad + joined, outer + largest * grad
 
 
-def step_flops(workload: Workload, layout: Layout, *, batch_size: int) -> float:
-    """Return the flops of inner products of one device in a step, on average over the stages of a pipeline."""
+def step_flops(workload: Workload, layout: Layout, *, batch_size: int, hardware: Hardware | None = None) -> float:
+    """Return the flops of inner products of one device in a step, on average over the stages of a pipeline.
+
+    With `hardware` of TPUs those of attention are what splash attention computes (`splash_flops`): whole tiles of the causal
+    mask, heads padded to 128 components, and the scores again in both of its backward kernels. Over context they are as without.
+    """
     again = workload.recompute(layout.remat)
     block = 3 * workload.block_flops + (0 if again is None else again.flops)
+    found = workload.attention
+    if found is not None and hardware is not None and hardware.torus_dims and layout.context == 1:
+        forward, backward = found.kernel_flops
+        kept = again is None or (isinstance(layout.remat, str) and "attention" in _saved(layout.remat))
+        passes = 1 if kept else 2
+        block += passes * forward + backward - (passes + 2) * found.flops
     row = workload.num_blocks * block + 3 * workload.ends_flops
     return batch_size * row / layout.num_chips
+
+
+def _saved(remat: str) -> list[str]:
+    return remat.removeprefix("save:").split(",")
 
 
 class StepTime(NamedTuple):

@@ -62,6 +62,38 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
     return 1 + math.sqrt(2 * math.log(devices) * variance) / mean
 
 
+def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 1, tile: int = 128) -> float:
+    """Return the expected flops of the kernels of experts over those of their rows: 1 where no tile is multiplied twice.
+
+    Kernels take tiles of m rows, and one in which an expert ends and another begins is multiplied with the weights of both. On a
+    device are N K / X rows of E / X experts, whose E / X - 1 bounds are multiples of m by chance alone:
+
+        1 + (E / X - 1) (m - 1) X / (N K)
+
+    Args:
+      tokens: N, of all devices of the axis, that are dispatched at a time: with `chunk` X times that.
+      num_experts: E.
+      top_k: K.
+      devices: X.
+      tile: m; 128 of `jax.lax.ragged_dot` on v5p, at most 512 of megablox.
+
+    Raises:
+      TypeError: if a count is not an integer.
+      ValueError: if a number is not positive, or devices do not divide the experts.
+
+    Example:
+      >>> round(tile_overlap(4096, num_experts=8, top_k=2), 3)
+      1.109
+    """
+    who = "tile_overlap"
+    for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices, "tile": tile}.items():
+        check_count(who, name, value, least=1)
+    if tokens <= 0 or num_experts % devices:
+        what = f"tokens={tokens} must be positive, and num_experts={num_experts} divisible by devices={devices}."
+        raise ValueError(format_error(who, what))
+    return 1 + (num_experts // devices - 1) * (tile - 1) * devices / (tokens * top_k)
+
+
 def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int = 0) -> Imbalance:
     """Return what a trace of loads costs on an expert axis, also if the hottest experts had copies on other devices.
 

@@ -184,7 +184,6 @@ class Elements(NamedTuple):
       experts: of blocks, in leaves of experts once the expert axis has cut them; data (and context) shards them.
       expert: size of that axis.
       at_experts: of blocks, in leaves of experts that data shards, whether there is such an axis or not.
-      largest_at_experts: of the largest of these.
     """
 
     sharded_blocks: int
@@ -198,7 +197,6 @@ class Elements(NamedTuple):
     experts: int = 0
     expert: int = 1
     at_experts: int = 0
-    largest_at_experts: int = 0
 
     def blocks(self, data: int = 1) -> float:
         """Return those of blocks on one of `data` devices, those of the expert axis among them."""
@@ -307,7 +305,7 @@ def place(
     )
     held = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)
     return PlacedModel(
-        workload=(workload.tiled if layout.context > 1 else workload).over_experts(layout.expert),
+        workload=(workload.tiled if layout.context > 1 else workload).over_experts(layout.expert, layout.tensor),
         layout=layout,
         elements=_elements(plans, mesh, workload, tables),
         params=held(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
@@ -368,7 +366,6 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tup
         experts=sum(sizes[plan.path] for plan in plans if plan.experts),
         expert=mesh.shape.get("expert", 1),
         at_experts=sum(at_experts),
-        largest_at_experts=max(at_experts, default=0),
     )
 
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules, leaves_with_paths
+from shardopt.planning.attention_kernels import BACKWARD, FORWARD, splash_flops
 from shardopt.planning.workload import Attention, Bytes, Experts, NamedValue, Workload, tensor_sums
 
 RULES = (
@@ -204,16 +205,25 @@ class Transformer:
             attention += 2 * T * T * H * self.latent.rope
         arrived, hidden = chosen * token * D, chosen * token * (1 + gate) * F
         kept = (0, 0) if self.expert_chunk is not None else (arrived, hidden)
-        experts = None
+        scores = 0 if self.fused_attention else wide * H * T * T
+        # cotangents of the widest point of a block, and of the scores
+        experts, working = None, Bytes(token * 2 * D, token * 2 * mlps * F + scores)
         if self.num_experts:
             share = 1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / T)
             buffers = Bytes(share * arrived, share * hidden)
             passing = Bytes(share * arrived, share * (hidden + 2 * chosen * token * F))
+            # rows, their gradients and the gradients of rows, each as it travels and as products take it
+            exchanged = Bytes(6 * share * arrived).plus(buffers, -1)
             whole = self.expert_chunk is None
-            experts = Experts(EXPERT_LEAVES, self.num_experts, self.top_k, token * D, buffers, passing, whole)
-        block = weights + attention / (2 if self.fused_attention else 1)
+            experts = Experts(
+                EXPERT_LEAVES, self.num_experts, self.top_k, token * D, buffers, passing, exchanged, kept=whole
+            )
+            working = working.plus(passing).plus(Bytes() if whole else buffers)
+        attention_flops = attention / (2 if self.fused_attention else 1)
+        block = weights + attention_flops
+        widths = {"keys": K + (0 if self.latent is None else self.latent.rope), "values": K}
+        kernels = [splash_flops(*products, heads=H, length=T, **widths) for products in (FORWARD, BACKWARD)]
         head = 2 * T * D * self.vocab_size
-        scores = 0 if self.fused_attention else wide * H * T * T
         return Workload(
             name=self.name,
             params=params,
@@ -224,14 +234,13 @@ class Transformer:
             ends_flops=head,
             boundary_bytes=token * D,
             residuals=Bytes(
-                token * 4 * D + kept[0], token * (2 * H * K + 2 * G * K + (5 + gate) * mlps * F) + 2 * kept[1] + scores
+                token * 4 * D + kept[0], token * (2 * H * K + 2 * G * K + (5 + gate) * mlps * F) + kept[1] + scores
             ),
             stage_residuals=Bytes(
                 token * 2 * D + kept[0], token * (2 * H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1] + scores
             ),
             deferred=Bytes(token * 2 * D + kept[0], token * (H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1]),
-            # cotangents of the widest point of a block, and of the scores; of experts also what goes into their last product
-            working=Bytes(token * 2 * D + arrived, token * 2 * mlps * F + hidden + 2 * chosen * token * F + scores),
+            working=working,
             # logits in fp32, which their gradient overwrites
             ends_working=Bytes(sharded=wide * T * self.vocab_size),
             tensor_sums=tensor_sums(params, self.rules, EXPERT_LEAVES),
@@ -241,7 +250,7 @@ class Transformer:
             tables=() if self.tied else ("embedding",),
             table_ids=0.0 if self.tied else float(T),
             table_numbers=0.0 if self.tied else float(T * D),
-            attention=Attention(token * H * K, token * G * K, G, scores),
+            attention=Attention(token * H * K, token * G * K, G, scores, attention_flops, (kernels[0], kernels[1])),
             experts=experts,
             named=(
                 NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),

@@ -22,6 +22,7 @@ from shardopt.audit.walk import (
     with_collectives,
 )
 from shardopt.pipeline import Schedule
+from shardopt.planning.attention_kernels import KERNELS, splash_flops
 from shardopt.planning.costs import torus_axes
 from shardopt.planning.hardware import Hardware
 
@@ -216,8 +217,7 @@ class Reader:
 def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     """Return the flops of a Pallas kernel: those that it states, or of splash attention those of a causal mask; else 0.
 
-    With n blocks of 512 to a row, n (n + 1) / 2 of n^2 are computed. Forward has a product of the width of keys and one of that
-    of values; the gradient of queries two and one, of keys and values two and two, all at once three and two.
+    See `splash_flops`; what it is given is padded already.
     """
     if stated := _STATED_FLOPS.search(line.rest):
         return float(stated[1])
@@ -227,14 +227,12 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     if not sizes:
         return 0.0
     *heads, length, width = max(sizes, key=math.prod)
-    blocks = max(length // 512, 1)
     of_values = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
-    keys, values = next((count for word, count in _PRODUCTS.items() if word in line.name), (2, 2))
-    widths = keys * width + values * min(of_values, width)
-    return 2.0 * widths * math.prod(heads) * length**2 * (blocks + 1) / (2 * blocks)
+    products = next((count for word, count in KERNELS.items() if word in line.name), (2, 2))
+    widths = {"keys": width, "values": min(of_values, width)}
+    return splash_flops(*products, heads=math.prod(heads), length=length, **widths)
 
 
-_PRODUCTS = {"fwd": (1, 1), "_dq": (2, 1), "fused": (3, 2), "_dkv": (2, 2)}
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**62
 _STATED_FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')

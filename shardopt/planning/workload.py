@@ -40,6 +40,10 @@ class Bytes(NamedTuple):
         """Return the bytes on one of `tensor` devices."""
         return self.replicated + self.sharded / tensor
 
+    def plus(self, other: "Bytes", times: float = 1.0) -> "Bytes":
+        """Return the sum of both, the other so many times."""
+        return Bytes(self.replicated + times * other.replicated, self.sharded + times * other.sharded)
+
 
 class NamedValue(NamedTuple):
     """What `remat="save:NAME"` keeps of one block and one row, and what it spares.
@@ -79,12 +83,16 @@ class Attention(NamedTuple):
       keys: bytes of the keys, as many as of the values.
       kv_heads: heads of keys and values.
       scores: bytes of them that a block keeps, of its `residuals`; over context, which goes tile by tile, none.
+      flops: its part of `block_flops`, 0 if nothing is known.
+      kernel_flops: those of splash attention instead, forwards and backwards, see `splash_flops`.
     """
 
     queries: float
     keys: float
     kv_heads: int
     scores: float = 0.0
+    flops: float = 0.0
+    kernel_flops: tuple[float, float] = (0.0, 0.0)
 
 
 class Experts(NamedTuple):
@@ -96,8 +104,9 @@ class Experts(NamedTuple):
       top_k: K, experts of a token.
       tokens: bytes of the tokens that are sent to experts, each once.
       buffers: what a block holds of tokens at their experts, where each device gets as many: of all tokens, or of a chunk.
-      passing: what comes and goes there while it is differentiated.
-      kept: whether `buffers` are of what a block keeps for its backward pass, or come and go.
+      passing: what comes and goes there while it is differentiated, of `working`.
+      exchanged: what is there with `buffers` instead while gradients travel over an expert axis.
+      kept: whether `buffers` are of what a block keeps for its backward pass, or of `working`.
     """
 
     leaves: tuple[str, ...]
@@ -106,6 +115,7 @@ class Experts(NamedTuple):
     tokens: float
     buffers: Bytes = Bytes()
     passing: Bytes = Bytes()
+    exchanged: Bytes = Bytes()
     kept: bool = True
 
 
@@ -186,17 +196,17 @@ class Workload(NamedTuple):
         parts = cut(self.residuals), cut(self.stage_residuals), cut(self.working)
         return self._replace(residuals=parts[0], stage_residuals=parts[1], working=parts[2])
 
-    def over_experts(self, devices: int) -> "Workload":
+    def over_experts(self, devices: int, tensor: int = 1) -> "Workload":
         """Return the same over an expert axis: a device has room for all tokens that could come, X min(K, E/X) / K times as many."""
         found = self.experts
         if found is None or devices == 1:
             return self
-        more = min(found.top_k, found.num_experts // devices) * devices / found.top_k - 1
-        add = lambda to, what: Bytes(*(a + more * b for a, b in zip(to, what, strict=True)))  # noqa: E731
-        working = add(self.working, found.passing)
+        times = min(found.top_k, found.num_experts // devices) * devices / found.top_k
+        passing = max(found.passing, found.exchanged, key=lambda what: what.on(tensor))
+        working = self.working.plus(passing, times).plus(found.passing, -1)
         if not found.kept:
-            return self._replace(working=add(working, found.buffers))
-        kept = [add(to, found.buffers) for to in (self.residuals, self.stage_residuals, self.deferred)]
+            return self._replace(working=working.plus(found.buffers, times - 1))
+        kept = [what.plus(found.buffers, times - 1) for what in (self.residuals, self.stage_residuals, self.deferred)]
         return self._replace(residuals=kept[0], stage_residuals=kept[1], deferred=kept[2], working=working)
 
     def recompute(self, remat: bool | str) -> Recompute | None:

@@ -1,11 +1,16 @@
 """A mixture of experts by the real TPU compiler: flops of the active experts alone, bytes of the exchanges as stated."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardopt as so
+from shardopt.models import moe
+from shardopt.nn.grouped_product import _tiles
 from shardopt.planning import topology_devices
 
 pytestmark = pytest.mark.slow
@@ -60,3 +65,31 @@ def test_four_ragged_exchanges_of_rows_and_two_of_weights(topology):
 def test_chunks_bound_what_is_received():
     whole, part = (compiled("v6e:2x4", 4, chunk=chunk)[0].memory_analysis() for chunk in (None, LENGTH // 8))
     assert part.temp_size_in_bytes < whole.temp_size_in_bytes / 2
+
+
+def test_tiles_are_no_larger_than_groups():
+    of = lambda rows, groups: _tiles(jnp.dtype(jnp.bfloat16), rows, groups, 4096, 14336)  # noqa: E731
+    assert of(8192, 8) == (512, 1024, 1024)
+    assert of(4096, 64)[0] == 128
+    assert of(300, 2)[0] == 256  # 150 to whole lanes
+
+
+def test_what_a_step_does_not_hold():
+    """No stack of blocks in the dtype of gathers, and no gradient of the loss beside the blocks."""
+    config = moe.MoEConfig(1024, 512, 3, 4, hidden=1024, dtype=jnp.bfloat16)
+    params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
+    lowered = []
+
+    def make(mesh):
+        how = {"gather_dtype": jnp.bfloat16, "expert_leaves": moe.expert_leaves, "frozen": moe.frozen}
+        opt = so.fsdp(optax.sgd(0.1), mesh, moe.model(config, remat="full"), **how)
+        lowered.append(opt.step.lower(opt.abstract_state(params), batch).as_text())
+        return opt
+
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 513), jnp.int32)}
+    report = so.aot(make, params, batch, topology="v5p:2x2x2", expert=4)
+    entry = report.text[report.text.index("\nENTRY") :]
+    assert not re.search(r"= bf16\[3,\S+ convert\(", entry)
+    # the gradient of what blocks give waits for that of the head, scattered
+    barriers = re.findall(r"optimization_barrier .*: (.*)", lowered[0])
+    assert any("tensor<128x512xf32>" in one and "tensor<1x512x512xbf16>" in one for one in barriers)

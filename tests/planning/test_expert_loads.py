@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from shardopt.planning import expected_imbalance, imbalance, plot_expert_loads
+from shardopt.planning import expected_imbalance, imbalance, plot_expert_loads, tile_overlap
 
 
 def test_the_busiest_device_is_waited_for():
@@ -41,6 +41,20 @@ def test_chance_is_as_uneven_as_said():
     assert expected_imbalance(1, num_experts=4, top_k=4, devices=2) == 1
 
 
+def test_tiles_that_experts_share_are_as_many_as_said():
+    """Tiles that a grid visits: of each expert from the one in which its rows begin to that in which they end."""
+    draw = np.random.default_rng(0)
+    tokens, experts, top_k, devices, tile = 16384, 32, 2, 4, 128
+    rows, visits = tokens * top_k // devices, []
+    for _ in range(200):
+        inner = np.sort(draw.choice(rows - 1, experts // devices - 1, replace=False) + 1)
+        bounds = np.concatenate([[0], inner, [rows]])
+        visits.append(np.sum(-(-bounds[1:] // tile) - bounds[:-1] // tile))
+    said = tile_overlap(tokens, num_experts=experts, top_k=top_k, devices=devices, tile=tile)
+    assert said - 1 == pytest.approx(np.mean(visits) * tile / rows - 1, rel=0.02)
+    assert tile_overlap(8, num_experts=4, top_k=2, devices=4) == 1
+
+
 def test_a_picture_has_a_strip_for_each_layer(tmp_path):
     loads = np.random.default_rng(0).random((20, 3, 8))
     figure = plot_expert_loads(loads, devices=4, path=tmp_path / "loads.png")
@@ -56,11 +70,13 @@ def test_a_picture_has_a_strip_for_each_layer(tmp_path):
     [
         (lambda: imbalance(np.ones((2, 2, 6)), 4), "imbalance: loads must be [steps, layers, experts] with experts divisible by "
          "devices=4, got (2, 2, 6).\nFix: choose a divisor of the experts."),
+        (lambda: tile_overlap(8, num_experts=6, top_k=1, devices=4),
+         "tile_overlap: tokens=8 must be positive, and num_experts=6 divisible by devices=4."),
         (lambda: expected_imbalance(8, num_experts=2, top_k=3, devices=2),
          "expected_imbalance: tokens=8 must be positive, and top_k=3 at most num_experts=2."),
         (lambda: plot_expert_loads(np.ones((2, 6))), "plot_expert_loads: loads must be [steps, layers, experts], got (2, 6)."),
     ],
-    ids=["uneven", "too many", "two dims"],
+    ids=["uneven", "not shared out", "too many", "two dims"],
 )  # fmt: skip
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=re.escape(message) + "$"):

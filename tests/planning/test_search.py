@@ -369,4 +369,9 @@ def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():
     # each of 4 devices could get min(2, 2) copies of all tokens where 2 come: 4 times the rows and hidden units
     more = place(work, shared.layout, {}).workload.residuals.on(1) - work.residuals.on(1)
     assert more == 3 * 2 * 2 * 256 * (4096 + 2 * 1024)
+    # hidden units are wide here; where they are narrow, rows that travel are what is most, in chunks too
+    narrow = dataclasses.replace(EXPERTS, hidden=64, expert_chunk=64).workload()
+    more = narrow.over_experts(4).working.on(1) - narrow.working.on(1)
+    held = 2 * 2 * 64 * (2 * 4096 + 6 * 64)  # 2 of width D and 6 of width F of 64 tokens, 2 copies each
+    assert more == 4 * 6 * 2 * 2 * 64 * 4096 - held
     assert "expert" in str(so.plan(EXPERTS, hardware="v5e", chips=8, batch_size=16)).splitlines()[1]

@@ -1,5 +1,6 @@
 """What a model costs: closed forms against traces, published sizes, refusals."""
 
+import dataclasses
 import math
 import re
 
@@ -10,7 +11,8 @@ from support.layouts import SHAPE
 
 import shardopt as so
 from shardopt.models import gpt, transformer
-from shardopt.planning import MODELS, Transformer, count_flops, find_model, trace
+from shardopt.planning import HARDWARE, MODELS, Layout, Transformer, count_flops, find_model, trace
+from shardopt.planning.costs import step_flops
 from shardopt.planning.models import RULES
 
 
@@ -77,6 +79,23 @@ def test_experts_are_counted_as_published():
     dense = 3 * (deepseek.num_parameters / 58 - 3 * 7168 * 2048 * 257 + 3 * 7168 * 18432 - 2 * 129280 * 7168 / 58)
     assert round((deepseek.num_parameters + dense) / 1e9) == 671
     assert round((deepseek.active_parameters + dense - 129280 * 7168) / 1e9) == 37  # less the table of the embedding
+
+
+def test_attention_on_a_tpu_is_what_splash_computes():
+    """Products of 512 x 512 tiles, 36 of 64: 1 and 1 forwards, 2 and 1 for queries, 2 and 2 for keys and values; 192 dims are 256."""
+    for name, keys in (("mixtral-8x7b", 128), ("deepseek-v3", 256)):
+        shape = dataclasses.replace(MODELS[name], length=4096)
+        each = 2 * shape.num_heads * 36 * 512**2
+        forward, backward = each * (keys + 128), each * (4 * keys + 3 * 128)
+        exact = (
+            3 * 2 * shape.num_heads * 4096**2 // 2 * (shape.width + (shape.latent.rope if shape.latent else 0) + 128)
+        )
+        for remat, passes in ((False, 1), ("save:attention", 1), (True, 2), ("save:qkv", 2)):
+            work, layout = shape.workload(), Layout(data=8, remat=remat)
+            plain, found = (step_flops(work, layout, batch_size=8, hardware=on) for on in (None, HARDWARE["v5p"]))
+            assert step_flops(work, layout, batch_size=8, hardware=HARDWARE["h100"]) == plain
+            spared = exact + (exact / 3 if passes == 2 else 0)
+            assert found - plain == pytest.approx(shape.num_layers * (passes * forward + backward - spared), rel=1e-9)
 
 
 def test_experts_are_traced():
