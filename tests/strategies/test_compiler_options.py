@@ -33,13 +33,21 @@ def test_options_are_a_dict(mesh_of):
 
 
 @pytest.mark.parametrize(
-    ("kind", "offloads"), [("TPU v5", True), ("TPU v6 lite", True), ("TPU v5 lite", False), ("cpu", False)]
+    ("kind", "offloads", "large_tiles"),
+    [
+        ("TPU v5", True, True),
+        ("TPU v6 lite", True, True),
+        ("TPU7x", True, False),
+        ("TPU v5 lite", False, True),
+        ("cpu", False, False),
+    ],
 )
-def test_which_chips_have_a_sparse_core(kind, offloads):
+def test_what_chips_are_told(kind, offloads, large_tiles):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
     found = so.compiler_options(types.SimpleNamespace(devices=devices))
-    assert bool(found) is (offloads and jax.__version_info__ >= (0, 11))
-    assert all("sparse_core" in name for name in found)
+    has_options = jax.__version_info__ >= (0, 11)
+    assert any("sparse_core" in name for name in found) is (offloads and has_options)
+    assert any("vmem" in name for name in found) is (large_tiles and has_options)
 
 
 @pytest.mark.parametrize(("chips", "scattered"), [(2048, True), (4096, False)])
