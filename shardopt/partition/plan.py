@@ -173,9 +173,14 @@ def plan_leaves(
     plans, every = [], shard_axes(mesh.shape)
     for (path, leaf), shape, spec, block in zip(leaves, shapes, specs, is_stacked, strict=True):
         axes = every.without(EXPERT, mesh.shape) if path in experts else every
+        of_experts = any(re.search(one, path) for one in expert_leaves)
+        if of_experts and mesh.shape.get("tensor", 1) == 1:
+            spec = PartitionSpec(
+                *[None] * len(shape)
+            )  # one device splits nothing, and its dim may be the first that is free
         taken = PartitionSpec(EXPERT, *spec[1:]) if path in experts else spec
         dim, reason = data_dim(shape, taken, axes, min_shard_elements)
-        if dim is not None and any(re.search(one, path) for one in expert_leaves):
+        if dim is not None and of_experts:
             dim = min(divisible_dims(shape, axes.size, tuple(entry is not None for entry in taken)))
         if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
             dim = COLUMNS

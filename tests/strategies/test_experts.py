@@ -155,6 +155,8 @@ def test_experts_live_on_their_devices_and_are_sharded_over_data_besides(mesh_of
     assert rows["first/experts/up"] == EXPERTS * WIDTH * HIDDEN * 4 // 8
     blocks = strategy("fsdp", mesh_of(data=2, expert=4), MODEL).specs(shapes(MODEL)).params["blocks"]
     assert blocks["experts"]["up"] == P(None, "expert", "data", None)
+    ruled = strategy("fsdp", mesh_of(data=2, expert=4), weighted, rules=[("experts/down$", P(None, "tensor"))])
+    assert ruled.specs(shapes(weighted)).params["first"]["experts"] == own, "a rule for tensor=1 takes a dim from data"
     replicated = strategy("ddp", mesh_of(data=2, expert=4), weighted).specs(shapes(weighted)).params
     assert replicated["first"] == {"experts": dict.fromkeys(own, P("expert", None, None)), "router": P(None, None)}
 
