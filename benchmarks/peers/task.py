@@ -11,6 +11,9 @@ import numpy as np
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
 """AdamW, the same for all, on every leaf."""
 
+MUON_RATE, MUON_MOMENTUM = 1e-2, 0.95
+"""Muon, the same for all, on the products of blocks; the rest goes to AdamW."""
+
 
 class Config(NamedTuple):
     """The shape of the GPT, of the global batch [batch, length + 1], and how it is computed.

@@ -101,7 +101,8 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     for stage in stages:
         for i, one in enumerate(stage.tasks):
             mine = [owner for (task, _), owner in zip(stage.units, stage.owners, strict=True) if task == i]
-            rows.append(Owned(one.paths, tuple(mine)))
+            there, back = (sum(moved.moves for moved in some) for some in (one.inputs, one.outputs))
+            rows.append(Owned(one.paths, tuple(mine), arrays=(there, back)))
         even = sum(one.cost * one.blocks for one in stage.here)
         loads = [load + even for load in loads]
         for cost, owner in zip(stage.costs, stage.owners, strict=True):

@@ -45,12 +45,14 @@ class Owned(NamedTuple):
       owners: of each matrix or block, the number of its owner along the axes; empty where the partitioner gathers instead.
       because: why there are no owners.
       state: whether optimizer state lives there as well.
+      arrays: if it does not, how many large arrays of each matrix go there in a step, and come back.
     """
 
     paths: tuple[str, ...]
     owners: tuple[int, ...]
     because: str = ""
     state: bool = False
+    arrays: tuple[int, int] = (0, 0)
 
 
 class Owners(NamedTuple):
@@ -78,8 +80,10 @@ class Owners(NamedTuple):
             if row.because:
                 found.append(f"matrices of {names} are gathered for their products: {row.because}")
                 continue
-            with_state = ", with their optimizer state" if row.state else ""
-            found.append(f"matrices of {names} are at owners {_ranges(row.owners)}{with_state}")
+            there, back = row.arrays
+            moved = f"; their optimizer state is not: {there} arrays of each go there, {back} come back"
+            moved = ", with their optimizer state" if row.state else moved
+            found.append(f"matrices of {names} are at owners {_ranges(row.owners)}{moved}")
         total = f"{self.bytes_sent:,} bytes sent per device and step to {self.num_owners} owners and back"
         share = f", {self.padding / self.bytes_sent:.1%} of them padding" if self.padding else ""
         return [*found, f"{total}{share}; the busiest has {self.imbalance:.1%} more flops than the mean"]

@@ -111,6 +111,29 @@ def test_optimizers_of_matrices():
     assert f"on {muon:.2f} (Muon) and {soap:.2f} (SOAP) of the tokens" in told
 
 
+def test_muon_beside_torch():
+    found, text = results("peers_muon")["sizes"], page("benchmarks.md")
+    names = {"AdamW, fsdp": "fsdp", "matrices": "muon", "within": "muon_within", "bf16": "muon", "fp32": "muon_fp32"}
+    for who, how, *told in rows("benchmarks.md", "fsdp + Muon"):
+        name = f"{who} {names[how]}"
+        expected = []
+        for size in found.values():
+            expected += [f"{1e3 * size['seconds_a_step'][name]:.0f}", f"{size['bytes_a_step'][name] / 1e6:.1f}"]
+        assert told == expected, name
+    ratios = [size["ratios"] for size in found.values()]
+    ours, theirs, both = (
+        [f"{one[key]:.2f}" for one in ratios]
+        for key in ("shardopt muon / shardopt fsdp", "torch muon / torch fsdp", "shardopt muon / torch muon")
+    )
+    assert f"{ours[0]} and {ours[1]} times its AdamW's, torch's {theirs[0]} and {theirs[1]} times" in text
+    assert f"shardopt's takes {both[0]} and {both[1]} of torch's" in text
+    assert f"takes {both[0]} to {both[1]} of one with torch's" in page("matrices.md")
+    agree = max(size["differences"]["torch muon_fp32"]["loss"] for size in found.values())
+    assert agree < 1e-6
+    assert max(size["differences"]["torch muon"]["loss"] for size in found.values()) < 1e-3
+    assert f"of torch {results('peers_muon')['torch'].partition('+')[0]}" in text
+
+
 def test_moments_in_8_bits():
     found = results("eight_bit")["runs"]
     rounded, plain = found["8 bits"], found["fp32"]

@@ -12,7 +12,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import audit
+from shardopt.audit import audit, inner_product_flops
 from shardopt.engine import layout, owned_stage, owners
 
 LAYERS, WIDTH, INPUTS = 8, 16, 8
@@ -55,7 +55,16 @@ def schedule_free():
     return optax.contrib.schedule_free_adamw(1e-2, eps=1e-4, weight_decay=1e-2)
 
 
-OWNED = {**OPTIMIZERS, "muon": muon, "schedule_free": schedule_free}
+RULES_OF_MATRICES = [("up|down", so.optimizers.Matrix())]
+OWNED = {
+    **OPTIMIZERS,
+    "muon": muon,
+    "schedule_free": schedule_free,
+    "soap": lambda: so.optimizers.soap(
+        1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=2, matrices=RULES_OF_MATRICES
+    ),
+    "shampoo": lambda: so.optimizers.shampoo(1e-2, eps=1e-4, ridge=1e-4, interval=2, matrices=RULES_OF_MATRICES),
+}
 PIPELINE = {"data": 2, "tensor": 2, "pipeline": 2}
 
 
@@ -146,7 +155,22 @@ def test_muon_sends_little_more_than_adam(name, mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("blocks", "least", "most"), [(0, 1.7, 1.9), (6, 4, 7), (8, 1, 1.13)])
+@pytest.mark.parametrize("one", ["muon", "soap", "shampoo"])
+@pytest.mark.parametrize("layers", [8, 16])
+def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
+    """The products of an update with matrices, in the whole job, are those of one device: nothing is computed twice."""
+    params, (batch,) = model_params(layers, jnp.float32), batches(1, jnp.float32)
+
+    def flops(tx, devices):
+        opt = so.fsdp(tx, mesh_of(data=devices), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+        return inner_product_flops(opt.step.lower(opt.abstract_state(params), batch).compile())
+
+    whole, share = (flops(OWNED[one](), devices) - flops(optax.sgd(1e-2), devices) for devices in (1, 8))
+    assert share == whole / 8 > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("blocks", "least", "most"), [(0, 1.7, 1.9), (6, 4, 7), (8, 1, 1.09)])
 def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least, most, mesh_of):
     """The figures of docs/matrices.md, for eight squares and for blocks."""
     draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
@@ -205,11 +229,8 @@ def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
 )
 def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
     """Parameters stay, although weight decay reads them."""
-    more = {
-        "soap": lambda: so.optimizers.soap(1e-2, weight_decay=1e-2, matrices=[("up|down", so.optimizers.Matrix())]),
-        "eight_bit": lambda: so.transforms.eight_bit(muon(), block_size=16, min_elements=64),
-    }
-    opt = so.fsdp((OWNED | more)[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    tx = so.transforms.eight_bit(muon(), block_size=16, min_elements=64) if one == "eight_bit" else OWNED[one]()
+    opt = so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
     sent = opt.config.report(model_params(dtype=jnp.float32)).owners.bytes_sent
     assert sent == arrays * 2 * (8 * 16 * 32 * 4) * 7 // 64
 
@@ -225,6 +246,7 @@ def test_the_bytes_reported_are_those_of_the_all_to_alls(name, sizes, mesh_of):
     # twelve blocks of one size: four devices have two
     assert sorted(owner for row in report.owners.rows for owner in row.owners)[:4] == [0, 0, 1, 1]
     assert report.owners.imbalance == pytest.approx(1 / 3, abs=0.01)
+    assert report.owners.padding == report.owners.bytes_sent / 4
 
 
 def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):

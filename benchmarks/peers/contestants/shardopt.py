@@ -5,7 +5,7 @@ import optax
 import shardopt as so
 from shardopt.models import gpt
 
-from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Task, gpt_config
+from ..task import B1, B2, EPS, LEARNING_RATE, MUON_MOMENTUM, MUON_RATE, WEIGHT_DECAY, Task, gpt_config
 
 
 def ddp(task: Task):
@@ -39,6 +39,41 @@ def fsdp(task: Task):
     for tokens in task.batches():
         state, metrics = opt.step(state, {"tokens": tokens})
         yield float(metrics["loss"]), float(metrics["grad_norm"])
+
+
+WHOLE = (
+    ("^blocks/attention/qkv$", so.optimizers.Matrix(rows=1, columns=(2, 3, 4))),
+    ("^blocks/attention/out$", so.optimizers.Matrix(rows=(1, 2), columns=3)),
+    ("^blocks/mlp/up$", so.optimizers.Matrix(rows=1, columns=(2, 3))),
+    ("^blocks/mlp/down$", so.optimizers.Matrix(rows=1, columns=2)),
+)
+"""The matrices of torch's GPT: queries, keys and values are one there."""
+
+
+def muon(task: Task, layout: str = "matrices"):
+    so.initialize()
+    model = gpt.model(gpt_config(task.config))
+    tx = optax.contrib.muon(
+        MUON_RATE,
+        beta=MUON_MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        nesterov=False,
+        eps=EPS,
+        adam_learning_rate=LEARNING_RATE,
+        adam_b1=B1,
+        adam_b2=B2,
+        adam_weight_decay=WEIGHT_DECAY,
+        muon_weight_dimension_numbers=so.optimizers.muon_dimension_numbers(WHOLE),
+    )
+    opt = so.fsdp(tx, so.make_mesh(), model, opt_state_layout=layout)
+    state = opt.init(task.params())
+    for tokens in task.batches():
+        state, metrics = opt.step(state, {"tokens": tokens})
+        yield float(metrics["loss"]), float(metrics["grad_norm"])
+
+
+def muon_within(task: Task):
+    yield from muon(task, layout="within")
 
 
 LINES = {"ddp": (ddp,), "zero1": (zero1,), "fsdp": (fsdp,)}

@@ -9,7 +9,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
+from ..task import B1, B2, EPS, LEARNING_RATE, MUON_MOMENTUM, MUON_RATE, WEIGHT_DECAY, Config, Task
 
 ADAMW = {"lr": LEARNING_RATE, "betas": (B1, B2), "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
 
@@ -145,6 +145,47 @@ def fsdp(task: Task):
         loss = loss.detach() / task.processes
         dist.all_reduce(loss)
         yield loss.item(), norm.item()
+
+
+def muon(task: Task):
+    dist.init_process_group("gloo")
+    model = load(GPT(task.config), task.params())
+    mesh = dist.init_device_mesh("cpu", (task.processes,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    parameters = dict(model.named_parameters())
+    matrices = {name for name, one in parameters.items() if name.startswith("blocks.") and one.ndim == 2}
+    chosen, others = ([parameters[name] for name in parameters if (name in matrices) is one] for one in (True, False))
+    options = {"lr": MUON_RATE, "momentum": MUON_MOMENTUM, "weight_decay": WEIGHT_DECAY, "nesterov": False}
+    optimizers = torch.optim.Muon(chosen, **options), torch.optim.AdamW(others, **ADAMW)
+    for tokens in task.local_batches():
+        model.zero_grad()
+        loss = model(torch.from_numpy(tokens).long())
+        loss.backward()
+        norm = get_total_norm([parameter.grad for parameter in model.parameters()]).full_tensor()
+        for optimizer in optimizers:
+            optimizer.step()
+        loss = loss.detach() / task.processes
+        dist.all_reduce(loss)
+        yield loss.item(), norm.item()
+
+
+def muon_fp32(task: Task):
+    """The same, its Newton-Schulz in fp32 as optax's is, where torch's is always in bf16."""
+    from torch.optim import _muon
+
+    def newton_schulz(grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float):
+        a, b, c = coefficients
+        x = grad.T if grad.size(0) > grad.size(1) else grad
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if grad.size(0) > grad.size(1) else x
+
+    _muon._zeropower_via_newtonschulz = newton_schulz
+    yield from muon(task)
 
 
 def alone(task: Task):
