@@ -61,6 +61,7 @@ class Mathematics(NamedTuple):
       apply: `apply(params, opt_state, rule_state, updates, pulled, delay) -> Applied`.
       copy: `copy(params, opt_state, rule_state)`: copies that the next update leaves alone, for a checkpoint.
       programs: what one of several servers does.
+      part: `part(update, params)`: the parameters that an update speaks of, where these are not all.
     """
 
     begin: Callable[[PyTree], tuple[PyTree, PyTree, PyTree]]
@@ -71,6 +72,7 @@ class Mathematics(NamedTuple):
     apply: Callable[[PyTree, PyTree, PyTree, Sequence[Any], PyTree, int], Applied]
     copy: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
     programs: PartPrograms | None = None
+    part: Callable[[Update, PyTree], PyTree] = lambda update, params: params
 
 
 def on_one_server(

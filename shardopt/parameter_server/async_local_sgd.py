@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from shardopt.core.arguments import check_count, is_integer
+from shardopt.core.block_model import as_block_model
 from shardopt.core.errors import format_error
 from shardopt.core.types import Metric, PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
 from shardopt.engine.config import check_optimizer
@@ -18,13 +19,22 @@ from shardopt.engine.metrics import combined
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.parameter_server.async_sgd import check_not_shared
 from shardopt.parameter_server.clock import check_max_staleness
+from shardopt.parameter_server.fragments import Fragments, Part, check_fragments
 from shardopt.parameter_server.optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
 from shardopt.parameter_server.ray_groups import on_this_process
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
-from shardopt.parameter_server.updates import Update, finiteness, trained
-from shardopt.parameter_server.worker import Streams, check_codec, codec_header, make_compressors, to_device
+from shardopt.parameter_server.streaming import Island, Streaming, check_streaming
+from shardopt.parameter_server.updates import Update, check_params, finiteness, trained
+from shardopt.parameter_server.worker import (
+    Streams,
+    WorkerCompressors,
+    check_codec,
+    codec_header,
+    make_compressors,
+    to_device,
+)
 from shardopt.reducers import Compressor, Reducer
 
 WHO = "async_local_sgd"
@@ -42,6 +52,9 @@ def async_local_sgd(
     max_staleness: int | None = None,
     rule: Rule | None = None,
     reducer: Reducer | None = None,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 0.0,
     backend: str = "threads",
     nonfinite: str = "raise",
     devices: int = 1,
@@ -55,13 +68,19 @@ def async_local_sgd(
     Delta_i = theta - theta_i; the server does theta' <- theta' + outer.update(rule(Delta_i)) with the theta' that it has
     by then. The island keeps its optimizer state and goes on from what it pulls next.
 
+    With P fragments, a delay or a mix it is Streaming DiLoCo: push k of an island, after every H / P steps, is of fragment
+    f = k mod P alone, dealt out as by `diloco`. The island goes on while that travels, and `delay` steps later takes the
+    fragment as the server has it by then, theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has an outer
+    optimizer state of its own. A pull then brings one fragment too, but for the first, which brings all.
+
     **Equivalence**: with max_staleness=0, where the changes of a round are averaged and applied once, equal to `diloco`
-    with `sync_every=local_steps`, up to summation order. Otherwise equal to its own event log, replayed, bit for bit.
+    with `sync_every=local_steps` and the same fragments, delay and mix, up to summation order. Otherwise equal to its own event log, replayed, bit for bit.
 
     **Placement**: on an island as its strategy says. The server keeps parameters and the outer optimizer's state,
     replicated, on the first device of the first island.
 
-    **Communication** for each push, once every H steps: the parameters one way, the change the other.
+    **Communication** for each push, once every H / P steps: a fragment of the parameters one way, its change the other,
+    both during the next `delay` steps.
 
     Args:
       strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on devices of its own. They train the same
@@ -73,6 +92,9 @@ def async_local_sgd(
       local_steps: H, or one for each island, for instance from `rules.dynamic_local_steps`.
       max_staleness: in pushes; None for no bound.
       rule: what to do about late changes, from `parameter_server.rules`.
+      fragments: P, how many parts the parameters are pushed in, one after another; divides H.
+      delay: steps that an island takes while a push and its answer travel; below H / P. It waits only for what takes longer.
+      mix: the share of its own parameters that an island keeps when it takes the server's, from 0 to 1.
       reducer: how changes are encoded on their way; as for `async_sgd`, like `backend`, `address` and `max_restarts`.
       backend: "threads", islands in this process; or "ray", each a process of its own, or several.
       nonfinite: what to do about changes that are not finite: "raise", which ends the run, or "skip".
@@ -83,7 +105,7 @@ def async_local_sgd(
       max_restarts: on Ray, for each island.
 
     Returns:
-      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes, of which each takes H of the global batches that
+      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes, of which each takes H / P of the global batches that
       `batches_of(worker)` gives. An island that joins again begins with a fresh optimizer state. A loss with `rng`
       draws from a key of the island and of the clock at which it joined. `metrics["history"]` has the means over H
       steps of all that the strategies' steps return; `so.Sum` adds up over them, `so.Max` and `so.Min` take the largest
@@ -91,8 +113,8 @@ def async_local_sgd(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if there are no islands, two share devices, a number is out of range, the backend unknown, or the
-        reducer cannot be encoded by one sender.
+      ValueError: if there are no islands, two share devices, a number is out of range, the backend unknown, the
+        reducer cannot be encoded by one sender, or there are more fragments than blocks and leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -107,7 +129,8 @@ def async_local_sgd(
 
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024; Douillard et al., "DiLoCo: Distributed
-      Low-Communication Training of Language Models", 2023.
+      Low-Communication Training of Language Models", 2023; Douillard et al., "Streaming DiLoCo with overlapping
+      communication", 2025.
     """
     check_max_staleness(WHO, max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -128,16 +151,31 @@ def async_local_sgd(
         members = islands = _check_islands(strategies)
         check_not_shared(WHO, [one.mesh for one in islands], "island")
     steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(WHO, reducer)
+    check_streaming(WHO, steps, fragments, delay, mix)
+    streaming = None
+    if (fragments, delay, mix) != (1, 0, 0):
+        config = islands[0].config
+        dealt = Fragments(int(fragments), as_block_model(config.loss_fn) is not None, tuple(config.frozen))
+        streaming = Streaming(dealt, int(delay), float(mix))
     spec = RunSpec(
         WHO,
         len(islands),
-        partial(make_server, outer, max_staleness=max_staleness, rule=rule, nonfinite=nonfinite, reducer=reducer),
-        partial(_make_compute, members, everywhere, steps, codec),
-        {"local_steps": steps, **codec_header(codec)},
+        partial(
+            make_server,
+            outer,
+            max_staleness=max_staleness,
+            rule=rule,
+            nonfinite=nonfinite,
+            reducer=reducer,
+            fragments=None if streaming is None else streaming.fragments,
+        ),
+        partial(_make_compute, members, everywhere, steps, codec, streaming),
+        {"local_steps": steps, **codec_header(codec), **({} if streaming is None else streaming.header())},
         backend,
         devices=[int(devices)] * len(islands),
         address=address,
         max_restarts=int(max_restarts),
+        check_params=check_params if streaming is None else partial(check_fragments, streaming.fragments),
         hosts=int(hosts_per_island),
     )
     meshes = tuple(one.mesh for one in islands)
@@ -154,6 +192,7 @@ def _make_compute(
     devices: int,
     local_steps: Sequence[int],
     codec: Compressor | None,
+    streaming: Streaming | None,
     batches_of: BatchesOf,
     key: np.ndarray,
     worker: int | None = None,
@@ -163,8 +202,17 @@ def _make_compute(
         islands = dict(enumerate(_islands_here(strategies, jax.local_devices()[:devices])))
     else:
         islands = dict(zip([worker], _islands_here([strategies[worker]], jax.devices()), strict=True))
-    streams, compressors = Streams(WHO, batches_of, local_steps), make_compressors(codec)
-    home = _first_here(next(iter(islands.values())))
+    fragments = 1 if streaming is None else streaming.fragments.count
+    streams = Streams(WHO, batches_of, [steps // fragments for steps in local_steps])
+    compressors, home = make_compressors(codec), _first_here(next(iter(islands.values())))
+
+    def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
+        own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
+        return islands[worker].init(_copy(params), jax.random.fold_in(own, clock))
+
+    if streaming is not None:
+        there = {worker: Island(opt, streaming, _first_here(opt)) for worker, opt in islands.items()}
+        return _streaming_compute(streaming, there, first_state, streams, compressors, home)
     states: dict[int, TrainState | None] = {}
 
     def begin(worker: int, position: int) -> None:
@@ -175,8 +223,7 @@ def _make_compute(
     def update(worker: int, params: PyTree, batches: Sequence[PyTree], clock: int) -> Update:
         opt, state = islands[worker], states[worker]
         if state is None:
-            own = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
-            state = opt.init(_copy(params), jax.random.fold_in(own, clock))
+            state = first_state(worker, params, clock)
         else:
             state = state._replace(params=_placed(params, state.params))
         found = []
@@ -191,6 +238,45 @@ def _make_compute(
         return jax.block_until_ready(to_device(compressors.encode(worker, change._replace(rows=1)), home))
 
     return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home))
+
+
+def _streaming_compute(
+    streaming: Streaming,
+    islands: dict[int, Island],
+    first_state: Callable[[int, PyTree, int], TrainState],
+    streams: Streams,
+    compressors: WorkerCompressors,
+    home: Any,
+) -> Compute:
+    """Return islands that push fragment k mod P in their round k, and take that of the round before in the midst of it."""
+    count = streaming.fragments.count
+
+    def begin(worker: int, position: int) -> None:
+        streams.begin(worker, position)
+        for number in range(count):
+            compressors.begin((worker, number))
+        islands[worker].leave()
+
+    def ahead(worker: int, batches: Sequence[PyTree]) -> None:
+        if islands[worker].state is not None:
+            islands[worker].step(batches[: streaming.delay])
+
+    def update(worker: int, params: PyTree, batches: Sequence[PyTree], clock: int) -> Update:
+        island, number = islands[worker], clock % count
+        if island.state is None:
+            island.join(first_state(worker, params, clock), params)
+        else:
+            island.step(batches[len(island.found) : streaming.delay])  # in a replay, where nothing was done ahead
+            island.merge((clock - 1) % count, params)
+        island.step(batches[len(island.found) :])
+        (start, frozen), (end, still), found = island.ends(number)
+        if changed := [path for path in frozen if not jnp.array_equal(frozen[path], still[path])]:
+            _refuse_updated(changed)
+        change, _ = _change(start, end, found)
+        encoded = compressors.encode((worker, number), change._replace(rows=1))
+        return jax.block_until_ready(to_device(encoded._replace(grads=Part(encoded.grads, number)), home))
+
+    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, home), ahead)
 
 
 def _first_here(opt: ShardedOptimizer) -> Any:
@@ -244,8 +330,12 @@ def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax
         if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(re.search(pattern, path) for pattern in frozen)
     ]
     if changed := [path for path, index in paths if not unchanged[index]]:
-        what = "loss_fn returns so.Updated, for which islands have no common value."
-        raise ValueError(format_error(WHO, what, changed, "train such leaves with ddp, zero, fsdp or diloco."))
+        _refuse_updated(changed)
+
+
+def _refuse_updated(changed: list[str]) -> NoReturn:
+    what = "loss_fn returns so.Updated, for which islands have no common value."
+    raise ValueError(format_error(WHO, what, changed, "train such leaves with ddp, zero, fsdp or diloco."))
 
 
 def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[ShardedOptimizer]:

@@ -25,6 +25,7 @@ from shardopt.core.types import PyTree
 from shardopt.parameter_server.apply import PartPrograms
 from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator, Milestone, Task
+from shardopt.parameter_server.fragments import Part
 from shardopt.parameter_server.log import Log
 from shardopt.parameter_server.ray_groups import Failed, Follower, Gone, Leader, free_address
 from shardopt.parameter_server.ray_servers import TRIES, RayServers, RemoteParams, check_token
@@ -39,8 +40,8 @@ from shardopt.parameter_server.run import (
     restore_run,
     snapshot,
 )
+from shardopt.parameter_server.settings import settings_values, use_settings
 from shardopt.parameter_server.sharded import merged, shard, unshard
-from shardopt.parameter_server.threads import settings_values, use_settings
 from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status, show_workers
 from shardopt.parameter_server.worker import Streams, no_compute, run_worker
@@ -386,12 +387,14 @@ class ServerProcess:
         if found is not None:
             restore_run(spec.who, run, found)
         self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
-        self.shared: tuple[int, ObjectRef | None] = (-1, None)
+        self.shared: tuple[int, dict[int | None, ObjectRef]] = (-1, {})
+        self.fresh: set[int] = set()  # who is to get all parameters, not a fragment
         self.sharing = threading.Lock()
 
     def enter(self, token: str, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
         check_token(self.token, token)
+        self.fresh.add(worker)
         return self.coordinator.enter(worker, incarnation)
 
     def pull(self, token: str, worker: int, incarnation: int, ready: bool) -> Task | None:
@@ -399,7 +402,7 @@ class ServerProcess:
         check_token(self.token, token)
         task = self.coordinator.begin_step(worker, incarnation, ready)
         if task is None or self.servers is None:
-            return None if task is None else task._replace(params=self._share(task))
+            return None if task is None else task._replace(params=self._share(task, worker))
         self.given[worker] = task.params
         return task
 
@@ -449,13 +452,22 @@ class ServerProcess:
         kept = jax.device_get(snapshot(run)) if keep else None
         return result._replace(params=jax.device_get(result.params)), kept
 
-    def _share(self, task: Task) -> list["ObjectRef | None"]:
+    def _share(self, task: Task, worker: int) -> "list[ObjectRef]":
+        """Return a reference to the parameters; of fragments to that which the worker pushed last, once it has all."""
         import ray
 
+        fragments, params, number = self.coordinator.run.server.fragments, task.params, None
         with self.sharing:
+            if fragments is not None and worker not in self.fresh:
+                number = (task.clock - 1) % fragments.count
+                params = Part(fragments.take(params, number), number)
+            self.fresh.discard(worker)
             if self.shared[0] != task.version:
-                self.shared = (task.version, ray.put(jax.device_get(task.params)))
-            return [self.shared[1]]  # in a list, or Ray would send the parameters themselves
+                self.shared = (task.version, {})
+            references = self.shared[1]
+            if number not in references:
+                references[number] = ray.put(jax.device_get(params))
+            return [references[number]]  # in a list, or Ray would send the parameters themselves
 
 
 class WorkerProcess:

@@ -40,12 +40,15 @@ class Compute(NamedTuple):
       next_batch: `next_batch(worker) -> batch`, or None where there are no more.
       update: `update(worker, params, batch, clock) -> Update`, finished, on the device of the server.
       on_server: `on_server(tree) -> tree`, moved to the device of the server: the first of the first worker.
+      ahead: `ahead(worker, batch)`: do what of a round needs nothing that is pulled for it, while that and the push before
+        it travel. None where all does.
     """
 
     begin: Callable[[int, int], None]
     next_batch: Callable[[int], PyTree | None]
     update: Callable[[int, PyTree, PyTree, int], Update | None]
     on_server: Callable[[PyTree], PyTree]
+    ahead: Callable[[int, PyTree], None] | None = None
 
 
 class MakeServer(Protocol):

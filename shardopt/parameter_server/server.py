@@ -14,6 +14,7 @@ from shardopt.engine.config import check_optimizer
 from shardopt.parameter_server import clock as clocks
 from shardopt.parameter_server.apply import Mathematics, PartPrograms, copied, on_one_server
 from shardopt.parameter_server.clock import Clock, PersistentMap
+from shardopt.parameter_server.fragments import Fragments, on_fragments
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.sharded import Devices, on_servers
@@ -90,6 +91,7 @@ class Server(NamedTuple):
       adopt: `adopt(state) -> state`, from a checkpoint: every part where it belongs.
       copy: `copy(state) -> (params, opt_state, rule_state)` for a checkpoint, which the next update leaves alone.
       programs: what one of several servers does.
+      fragments: how parameters are dealt out, where they are pushed and pulled in fragments.
     """
 
     init: Callable[[PyTree], ServerState]
@@ -108,6 +110,7 @@ class Server(NamedTuple):
     adopt: Callable[[ServerState], ServerState] = lambda state: state
     copy: Callable[[ServerState], tuple[PyTree, PyTree, PyTree]] = lambda state: copied(*state[:3])
     programs: PartPrograms | None = None
+    fragments: Fragments | None = None
 
 
 def make_server(
@@ -121,6 +124,7 @@ def make_server(
     servers: int = 1,
     devices: Devices = (),
     mathematics: Mathematics | None = None,
+    fragments: Fragments | None = None,
 ) -> Server:
     """Make a parameter server: a state machine without threads, clocks of the wall, or chance.
 
@@ -151,6 +155,7 @@ def make_server(
       servers: n, over how many servers leaves are sharded; see `so.async_sgd`.
       devices: where the servers are, in turn; by default where `init` finds the parameters.
       mathematics: servers that are elsewhere, in other processes.
+      fragments: what one push updates, of one server; by default all parameters.
 
     Returns:
       A `Server`.
@@ -200,6 +205,7 @@ def make_server(
             if servers == 1
             else on_servers(tx, rule, servers, donate=donate, devices=devices)
         )
+        mathematics = mathematics if fragments is None else on_fragments(mathematics, fragments)
 
     def init(params: PyTree) -> ServerState:
         if mathematics is None:
@@ -259,7 +265,8 @@ def make_server(
 
     def _refused(state: ServerState, worker: int, at: int, update: Update | None) -> bool:
         assert mathematics is not None
-        found = faults(mathematics.check(update, state.params, worker), trained(mathematics.like(state.params)))
+        checked = mathematics.check(update, state.params, worker)
+        found = faults(checked, trained(mathematics.part(update, mathematics.like(state.params))))
         if max_staleness == 0:  # rows of weight 0 count for nothing beside others
             found = [fault for fault in found if fault != NO_WEIGHT]
         return _judge(worker, at, found)
@@ -279,7 +286,8 @@ def make_server(
         ordered = sorted(state.waiting, key=lambda one: one.worker)
         updates, state = [one.update for one in ordered], state._replace(waiting=())
         weightless = mathematics is not None and all(
-            NO_WEIGHT in faults(update, trained(mathematics.like(state.params))) for update in updates
+            NO_WEIGHT in faults(update, trained(mathematics.part(update, mathematics.like(state.params))))
+            for update in updates
         )
         if weightless and _judge(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
             return state
@@ -327,4 +335,5 @@ def make_server(
         adopt,
         copy,
         mathematics and mathematics.programs,
+        fragments,
     )

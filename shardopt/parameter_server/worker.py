@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
+from shardopt.parameter_server.settings import settings_here
 from shardopt.parameter_server.sharded import Devices, check_shardable
 from shardopt.parameter_server.sparse import check_matches, is_rows, shrink
 from shardopt.parameter_server.updates import Update, check_params, finiteness, merge, trained
@@ -30,11 +32,15 @@ from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers.reducer import check_reducer
 
 if TYPE_CHECKING:
+    from shardopt.parameter_server.coordinator import Task
     from shardopt.parameter_server.ray_groups import Asks
 
 
 def run_worker(coordinator: "Asks", compute: Compute, worker: int, incarnation: int = 0) -> None:
     """Work in every period of a worker's availability; `incarnation` counts how often it was started again."""
+    if compute.ahead is not None:
+        run_ahead(coordinator, compute, compute.ahead, worker, incarnation)
+        return
     while (position := coordinator.enter(worker, incarnation)) is not None:
         compute.begin(worker, position)
         goes_on = True
@@ -45,6 +51,40 @@ def run_worker(coordinator: "Asks", compute: Compute, worker: int, incarnation: 
                 break
             update = compute.update(worker, task.params, batch, task.clock)
             goes_on = coordinator.push(worker, incarnation, update, task.version)
+
+
+def run_ahead(
+    coordinator: "Asks", compute: Compute, ahead: Callable[[int, PyTree], None], worker: int, incarnation: int
+) -> None:
+    """Work as `run_worker`, but take the first steps of a round while the push before it and its pull travel."""
+    wire, settings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}"), settings_here()
+
+    def send(update: Update | None, version: int) -> bool:
+        with settings():
+            return coordinator.push(worker, incarnation, update, version)
+
+    def pull(pushed: "Future[bool] | None", ready: bool) -> "Task | None":
+        if pushed is not None and not pushed.result():  # which has ended: one thing travels at a time
+            return None
+        with settings():
+            return coordinator.pull(worker, incarnation, ready)
+
+    try:
+        while (position := coordinator.enter(worker, incarnation)) is not None:
+            compute.begin(worker, position)
+            pushed = None
+            while True:
+                batch = compute.next_batch(worker)
+                asked = wire.submit(pull, pushed, batch is not None)
+                if batch is not None:
+                    ahead(worker, batch)
+                task = asked.result()
+                if task is None:
+                    break
+                update = compute.update(worker, task.params, batch, task.clock)
+                pushed = wire.submit(send, update, task.version)
+    finally:
+        wire.shutdown(wait=False)  # after an error the server may never answer
 
 
 def sgd_spec(
@@ -282,12 +322,12 @@ class WorkerCompressors(NamedTuple):
     """How workers write their updates, each with error feedback of its own, on the device of its gradient.
 
     Attributes:
-      begin: `begin(worker)`, at each join: nothing is remembered.
+      begin: `begin(worker)`, at each join: nothing is remembered; of fragments worker and number.
       encode: `encode(worker, update) -> update` with a message in place of the gradient.
     """
 
-    begin: Callable[[int], None]
-    encode: Callable[[int, Update], Update]
+    begin: Callable[[Hashable], None]
+    encode: Callable[[Hashable, Update], Update]
 
 
 def check_codec(who: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
@@ -311,13 +351,13 @@ def make_compressors(codec: Compressor | None) -> WorkerCompressors:
     """Return what encodes the updates of workers; without a codec they travel as they are."""
     if codec is None:
         return WorkerCompressors(lambda worker: None, lambda worker, update: update)
-    memories: dict[int, CompressorState] = {}
+    memories: dict[Hashable, CompressorState] = {}
     start, write = _codec_programs(codec)
 
-    def begin(worker: int) -> None:
+    def begin(worker: Hashable) -> None:
         memories.pop(worker, None)
 
-    def encode(worker: int, update: Update) -> Update:
+    def encode(worker: Hashable, update: Update) -> Update:
         memory = memories.pop(worker, None)
         memory = start(update.grads) if memory is None else memory
         found, memories[worker] = write(update._replace(rows=None), memory)

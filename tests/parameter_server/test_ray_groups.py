@@ -5,6 +5,7 @@ import random
 import signal
 import time
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -37,8 +38,30 @@ def test_islands_of_two_processes_are_those_of_one_with_two_devices(regression):
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
 
 
+STREAMING = {
+    "local_steps": 4,
+    "fragments": 2,
+    "delay": 1,
+    "mix": 0.25,
+    "reducer": so.reducers.error_feedback(so.reducers.int8()),
+}
+
+
+def test_fragments_of_islands_of_two_processes_are_those_of_threads(regression):
+    """Streaming DiLoCo, quantised: pushes travel between processes while these go on, and every bit is as in one process."""
+    opt = islands(regression, max_staleness=0, **STREAMING)
+    result = opt.run(regression.params, regression.batches_of(2), num_updates=6)
+    meshes = [so.make_mesh(devices=jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
+    made = [so.fsdp(optax.adamw(0.01), mesh, regression.loss_fn, min_shard_elements=1) for mesh in meshes]
+    threads = so.async_local_sgd(made, outer=optax.sgd(0.5), max_staleness=0, **STREAMING)
+    same_bits(threads.run(regression.params, regression.batches_of(2), num_updates=6).params, result.params)
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
+    assert not np.array_equal(result.params["w"], regression.params["w"])
+
+
+@pytest.mark.parametrize("options", [{}, STREAMING], ids=["whole", "fragments"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_island_that_loses_a_process_is_started_again(rank, regression, tmp_path):
+def test_an_island_that_loses_a_process_is_started_again(rank, options, regression, tmp_path):
     """In a process that is not the first the server knows nothing of it; the island goes on where it was in its data."""
     mark, batches_of = tmp_path / "killed", regression.batches_of(2)
 
@@ -49,7 +72,7 @@ def test_an_island_that_loses_a_process_is_started_again(rank, regression, tmp_p
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
-    opt = islands(regression, max_restarts=1)
+    opt = islands(regression, max_restarts=1, **options)
     result = opt.run(regression.params, doomed, num_updates=12)
     assert mark.exists()
     assert (result.metrics["updates"], result.metrics["killed"]) == (12, [1])
@@ -57,8 +80,6 @@ def test_an_island_that_loses_a_process_is_started_again(rank, regression, tmp_p
 
 
 def process_index():
-    import jax
-
     return jax.process_index()
 
 

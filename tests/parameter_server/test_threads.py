@@ -17,7 +17,8 @@ from shardopt.parameter_server import Log, NonFiniteUpdateError, make_server, ru
 from shardopt.parameter_server import worker as compute
 from shardopt.parameter_server.coordinator import Coordinator, SavePolicy
 from shardopt.parameter_server.run import Run
-from shardopt.parameter_server.threads import run_threads, settings_here
+from shardopt.parameter_server.settings import settings_here
+from shardopt.parameter_server.threads import run_threads
 from shardopt.parameter_server.worker import no_compute
 
 
