@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ class Job:
         self.folder = folder
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JOB": str(folder)}
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")  # by the first of all draws
         command = [sys.executable, "-m", "shardopt.cli", "launch", *options, "--log-dir", str(folder / "logs"), "--"]
         command += [str(WORKER), str(folder), str(STEPS), str(EVERY), str(memory_every), str(tensor), draws]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -122,6 +124,44 @@ def test_the_disk_has_it_where_too_much_memory_is_lost(one_device, tmp_path):
     assert f"Resuming from step {EVERY} in {tmp_path}" in said
     assert "the data by drawing 20 batches" in said  # the state of one of four says nothing to one of two
     assert_equal_to_one_device(job, one_device)
+
+
+def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(one_device, tmp_path):
+    """No launcher: processes with the three variables, as schedulers start them. Two of four are lost, and the rest ended."""
+
+    def start(count):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+        command = [sys.executable, str(WORKER), str(tmp_path), str(STEPS), str(EVERY), "0", "1", "shared"]
+        places = [{"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank)} for rank in range(count)]
+        return [subprocess.Popen(command, env=environment | place) for place in places]
+
+    def steps():
+        return [int(line.split()[2]) for line in (tmp_path / "steps").read_text().splitlines()]
+
+    processes = start(4)
+    try:
+        while not (tmp_path / "steps").exists() or max(steps(), default=0) < EVERY + 5:
+            assert all(one.poll() is None for one in processes)
+            time.sleep(0.05)
+        for one in processes[2:] + processes[:2]:
+            one.kill()
+        processes += start(2)
+        assert [one.wait(200) for one in processes[4:]] == [0, 0]
+    finally:
+        for one in processes:
+            one.kill()
+    with np.load(tmp_path / "params.npz") as found:
+        params = dict(found)
+    np.testing.assert_array_equal(params["seen"], -np.ones(16 * STEPS))
+    for name in ("up", "down"):
+        np.testing.assert_allclose(params[name], one_device[name], rtol=0, atol=2e-5)
+    taken = steps()
+    assert taken.count(EVERY) == 1  # it went on behind the checkpoint
+    assert taken.count(EVERY + 1) == 2
 
 
 def test_data_that_depends_on_the_number_of_processes_is_refused(tmp_path):

@@ -22,7 +22,8 @@ def run(folder, fault, victim, step):
     """Return what a job said in which one process hangs at a step, and the parameters at its end."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    options = ["--processes", str(PROCESSES), "--max-restarts", "1", "--hang-timeout", "6"]
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")  # by the first of all draws
+    options = ["--processes", str(PROCESSES), "--max-restarts", "1", "--hang-timeout", "4"]
     command = [sys.executable, "-m", "shardopt.cli", "launch", *options, "--log-dir", str(folder / "logs"), "--"]
     command += [str(WORKER), str(folder), fault, str(victim), str(step)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -39,6 +39,7 @@ def run(folder, *, at=None, victim=0, lost=(), spares=0):
     """Run the job; at a step kill a process and the vaults of some hosts. Return what was said, parameters, steps."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JOB": str(folder)}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")  # by the first of all draws
     options = ["--processes", "4", "--max-restarts", "1", "--spares", str(spares), "--log-dir", str(folder / "logs")]
     command = [sys.executable, "-m", "shardopt.cli", "launch", *options, "--", str(WORKER), str(folder), str(STEPS)]
     command += [str(MEMORY_EVERY), str(EVERY), "0.03"]
