@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import AuthenticationError
@@ -70,7 +71,7 @@ class MemoryWriter:
     """Sends snapshots of this process to its two vaults, one at a time, on a thread."""
 
     def __init__(self, who: str):
-        """Find the vaults in the environment, where `shardopt launch` puts them.
+        """Find the vaults in the environment, where `shardopt launch` puts them. With several processes all must call it.
 
         Raises:
           ValueError: if there are none.
@@ -80,11 +81,17 @@ class MemoryWriter:
             what = (
                 "memory_every needs a process on each host that outlives training and keeps snapshots; there is none."
             )
-            fix = "start the job with shardopt launch --max-restarts 3, or leave memory_every out."
+            fix = (
+                "start the job with shardopt launch --max-restarts 3; of several hosts, shardopt vault on each and its "
+                f"environment with {vault.ADDRESSES}; or leave memory_every out."
+            )
             raise ValueError(format_error(who, what, fix=fix))
         self._who, self._vaults, self._token = who, addresses.split(","), os.environ[vault.TOKEN]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
+        self._attempt = os.environ.get(RESTART, "0")
+        if "SHARDOPT_LAUNCHED" not in os.environ:  # nobody counts attempts
+            self._attempt = exchange(str(time.time_ns()))[0]
 
     def save(self, state: PyTree, step: int, extra: dict[str, Json]) -> None:
         """Copy this process's shards to the host and send them in the background; wait for the one before, for a while.
@@ -124,7 +131,7 @@ class MemoryWriter:
 
     def _send(self, data: bytearray, step: int) -> None:
         digest, rank = vault.digest(data), jax.process_index()
-        group = f"{os.environ.get(RESTART, '0')}/{jax.process_count()}"
+        group = f"{self._attempt}/{jax.process_count()}"
         for address in self._mine():
             try:
                 vault.put(address, self._token, rank, step, group, data, digest)

@@ -1,4 +1,4 @@
-"""The command line: `shardopt train`, `launch`, `plan`, `audit` and `schedule`."""
+"""The command line: `shardopt train`, `launch`, `vault`, `plan`, `audit` and `schedule`."""
 
 import sys
 from collections.abc import Sequence

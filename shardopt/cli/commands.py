@@ -1,6 +1,7 @@
 """From the words on the command line to an exit code, and `shardopt launch`: several processes of one job."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardopt.cli.run_folder import CHECKPOINTS, read_options
 from shardopt.core.errors import format_error
 from shardopt.runtime.launch import launch as run_processes
 from shardopt.runtime.processes import end_at_once
+from shardopt.runtime.vault import TOKEN, keep_snapshots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +56,24 @@ imports. Each takes the memory of an interpreter with jax."""
     """Folder for the log of each process. By default logs in the run's folder for train, else runs/launch."""
 
 
-Options = TrainOptions | LaunchOptions | PlanOptions | AuditOptions | ScheduleOptions
+@dataclasses.dataclass(frozen=True)
+class VaultOptions:
+    """Keep snapshots of the train state in this host's memory, for a job of several hosts: once on each, beside the job.
+
+    The job finds them by SHARDOPT_VAULTS=host0:8477,host1:8477, in the order of its processes, and so.Checkpoints(memory_every=20).
+    Whoever asks has to know SHARDOPT_VAULT_TOKEN, which must be set here and there. Under shardopt launch none of it is needed.
+    """
+
+    port: int = 8477
+    """Where it listens, over the network of the job."""
+
+
+Options = TrainOptions | LaunchOptions | VaultOptions | PlanOptions | AuditOptions | ScheduleOptions
 
 _COMMANDS: dict[str, type[Options]] = {
     "train": TrainOptions,
     "launch": LaunchOptions,
+    "vault": VaultOptions,
     "plan": PlanOptions,
     "audit": AuditOptions,
     "schedule": ScheduleOptions,
@@ -78,6 +93,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
                 _train(words, options)
             case LaunchOptions():
                 return launch(options, command)
+            case VaultOptions():
+                keep(options)
             case PlanOptions():
                 plan(options)
             case AuditOptions():
@@ -169,6 +186,16 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         spares=options.spares,
         can_share=lambda count: count in counts and (training is None or training.where.devices % count == 0),
     )
+
+
+def keep(options: VaultOptions) -> None:
+    """Keep snapshots until this process is ended."""
+    if not os.environ.get(TOKEN):
+        what = f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
+        raise ValueError(
+            format_error("vault", what, fix=f"export {TOKEN}=$(openssl rand -hex 16), here and for the job.")
+        )
+    keep_snapshots(options.port, os.environ[TOKEN])
 
 
 def parse_processes(text: str, least: int | None = None) -> Sequence[int]:

@@ -15,6 +15,10 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 """What reading a message of another form raises; its connection is closed."""
 
 
+_PATIENCE = 5.0
+"""Seconds that another host has to answer."""
+
+
 class Server:
     """Hands each connection that knows the token to `handle`, on a thread of its own, until `close`.
 
@@ -56,4 +60,6 @@ def connect(address: str, token: str) -> Connection:
       multiprocessing.AuthenticationError: if the token is not the server's.
     """
     host, _, port = address.rpartition(":")
+    if host != "127.0.0.1":  # a host that is gone does not say so; the system would wait for minutes
+        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
     return Client((host, int(port)), authkey=token.encode())

@@ -143,6 +143,17 @@ class Vaults:
             stop_vault(one)
 
 
+def keep_snapshots(port: int, token: str) -> None:
+    """Keep snapshots of a job of several hosts until this process is ended: `shardopt vault`, once on each host.
+
+    Raises:
+      OSError: if the port is taken.
+    """
+    server = Server(Blobs().serve, token, host="0.0.0.0", port=port)
+    print(f"vault: keeps snapshots on port {server.port}.", flush=True)
+    threading.Event().wait()
+
+
 def put(address: str, token: str, rank: int, step: int, group: str, data: bytes | bytearray, found: str) -> None:
     """Give a vault a snapshot of a rank.
 

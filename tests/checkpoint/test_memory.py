@@ -133,7 +133,8 @@ def test_snapshots_need_somewhere_to_go(tmp_path, monkeypatch):
     monkeypatch.delenv(vault.ADDRESSES, raising=False)
     text = (
         "Checkpoints: memory_every needs a process on each host that outlives training and keeps snapshots; there is none.\n"
-        "Fix: start the job with shardopt launch --max-restarts 3, or leave memory_every out."
+        "Fix: start the job with shardopt launch --max-restarts 3; of several hosts, shardopt vault on each and its environment "
+        "with SHARDOPT_VAULTS; or leave memory_every out."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         so.Checkpoints(tmp_path / "run", every=2, keep=1, memory_every=1)

@@ -224,3 +224,9 @@ def test_the_command_begins_after_the_first_dashes():
         ["a", "--", "b"],
     )
     assert split_words(["train", "--steps", "3"]) == (["train", "--steps", "3"], [])
+
+
+def test_a_vault_that_anybody_could_read_is_refused(monkeypatch, capsys):
+    monkeypatch.delenv("SHARDOPT_VAULT_TOKEN", raising=False)
+    assert main(["vault"]) == 2
+    assert "vault: SHARDOPT_VAULT_TOKEN is not set: anybody could read" in capsys.readouterr().err
