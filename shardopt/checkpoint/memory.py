@@ -89,6 +89,7 @@ class MemoryWriter:
         self._who, self._vaults, self._token = who, addresses.split(","), os.environ[vault.TOKEN]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
+        self._lost: set[str] = set()
         self._attempt = os.environ.get(RESTART, "0")
         if "SHARDOPT_LAUNCHED" not in os.environ:  # nobody counts attempts
             self._attempt = exchange(str(time.time_ns()))[0]
@@ -135,9 +136,12 @@ class MemoryWriter:
         for address in self._mine():
             try:
                 vault.put(address, self._token, rank, step, group, data, digest)
+                self._lost.discard(address)
             except (OSError, EOFError, AuthenticationError) as error:
                 text = "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another holds it."
-                _LOG.warning(text, self._who, step, address, type(error).__name__, error)
+                if address not in self._lost:  # once; the next ones will not either
+                    _LOG.warning(text, self._who, step, address, type(error).__name__, error)
+                self._lost.add(address)
 
     def _held(self) -> list[tuple[str, int, int, str]]:
         return [(address, *one) for address in self._vaults for one in vault.held(address, self._token)]

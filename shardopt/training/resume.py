@@ -305,14 +305,14 @@ def _is_shared_out(batch: PyTree) -> bool:
 
 def _checksum_of_values(batch: PyTree) -> int:
     """Return a number that tells the values of the global batch apart, in whatever order; all processes must call it."""
-    found = np.uint64(0)
+    found = 0
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:
                     values = np.ascontiguousarray(shard.data).view(f"u{leaf.dtype.itemsize}").astype(np.uint64)
                     mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
-                    found += np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64)
+                    found += int(np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64))
     return sum(int(one) for one in exchange(str(found))) % 2**64
 
 

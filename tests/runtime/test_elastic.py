@@ -169,6 +169,7 @@ def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_dev
     finally:
         for one in processes + vaults:
             one.kill()
+            one.communicate()
     with np.load(tmp_path / "params.npz") as found:
         params = dict(found)
     np.testing.assert_array_equal(params["seen"], -np.ones(16 * STEPS))
