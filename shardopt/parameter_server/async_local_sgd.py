@@ -202,7 +202,7 @@ def _make_compute(
         islands = dict(enumerate(_islands_here(strategies, jax.local_devices()[:devices])))
     else:
         islands = dict(zip([worker], _islands_here([strategies[worker]], jax.devices()), strict=True))
-    fragments = 1 if streaming is None else streaming.fragments.count
+    fragments = 1 if streaming is None else streaming.fragments.num_fragments
     streams = Streams(WHO, batches_of, [steps // fragments for steps in local_steps])
     compressors, home = make_compressors(codec), _first_here(next(iter(islands.values())))
 
@@ -249,7 +249,7 @@ def _streaming_compute(
     home: Any,
 ) -> Compute:
     """Return islands that push fragment k mod P in their round k, and take that of the round before in the midst of it."""
-    count = streaming.fragments.count
+    count = streaming.fragments.num_fragments
 
     def begin(worker: int, position: int) -> None:
         streams.begin(worker, position)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,12 +34,12 @@ class Fragments(NamedTuple):
     """How parameters are dealt out to fragments, as `diloco` does: blocks f, f + P, f + 2P, ..., other leaves in turn.
 
     Attributes:
-      count: P.
+      num_fragments: P.
       stacked: whether the leaves of "blocks" are stacked along dim 0.
       frozen: regexes of the leaves that are not trained.
     """
 
-    count: int
+    num_fragments: int
     stacked: bool
     frozen: tuple[str, ...]
 
@@ -51,7 +52,7 @@ class Fragments(NamedTuple):
             elif self.stacked and path.split("/")[0] == BLOCKS:
                 numbers.append(-1)
             else:
-                numbers.append(turn % self.count)
+                numbers.append(turn % self.num_fragments)
                 turn += 1
         return numbers
 
@@ -60,7 +61,7 @@ class Fragments(NamedTuple):
 
         def one(leaf: jax.Array, of: int | None) -> jax.Array | None:
             if of == -1:
-                return leaf[number :: self.count] if number < leaf.shape[0] else None
+                return leaf[number :: self.num_fragments] if number < leaf.shape[0] else None
             return leaf if of == number else None
 
         leaves, treedef = jax.tree.flatten(params)
@@ -74,7 +75,7 @@ class Fragments(NamedTuple):
         def one(leaf: jax.Array, of: int | None, new: jax.Array | None) -> jax.Array:
             if new is None:
                 return leaf
-            return leaf.at[number :: self.count].set(new) if of == -1 else new
+            return leaf.at[number :: self.num_fragments].set(new) if of == -1 else new
 
         return treedef.unflatten(map(one, leaves, self.numbers(params), parts))
 
@@ -96,8 +97,8 @@ def check_fragments(fragments: Fragments, who: str, params: PyTree) -> None:
     numbers, leaves = fragments.numbers(params), jax.tree.leaves(params)
     blocks = max((leaf.shape[0] for leaf, of in zip(leaves, numbers, strict=True) if of == -1), default=0)
     most = max(blocks, sum(of is not None and of >= 0 for of in numbers))
-    if fragments.count > most:
-        what = f"fragments={fragments.count}, but {most} blocks or leaves can be dealt out."
+    if fragments.num_fragments > most:
+        what = f"fragments={fragments.num_fragments}, but {most} blocks or leaves can be dealt out."
         raise ValueError(format_error(who, what, fix=f"use at most {most}."))
 
 
@@ -112,7 +113,7 @@ def on_fragments(inner: Mathematics, fragments: Fragments) -> Mathematics:
     put = jax.jit(fragments.put, static_argnums=1)
 
     def begin(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        begun = [inner.begin(fragments.take(params, number))[1:] for number in range(fragments.count)]
+        begun = [inner.begin(fragments.take(params, number))[1:] for number in range(fragments.num_fragments)]
         return (
             jax.tree.map(own, params),
             tuple(opt_state for opt_state, _ in begun),
@@ -123,13 +124,14 @@ def on_fragments(inner: Mathematics, fragments: Fragments) -> Mathematics:
         if not (isinstance(update, Update) and isinstance(update.grads, Part)):
             what = f"worker {worker} must push an Update of a fragment, got {type(update).__name__}."
             raise TypeError(format_error("parameter_server", what))
-        return inner.check(_of_tree(update), part(update, params), worker)
+        inner.check(_of_tree(update), part(update, params), worker)
+        return update
 
     def part(update: Update, params: PyTree) -> PyTree:
         return take(params, update.grads.number)
 
     def apply(
-        params: PyTree, opt_state: PyTree, rule_state: PyTree, updates: list[Update], pulled: PyTree, delay: int
+        params: PyTree, opt_state: PyTree, rule_state: PyTree, updates: Sequence[Update], pulled: PyTree, delay: int
     ) -> Applied:
         number = updates[0].grads.number
         kept = None if pulled is None else take(pulled, number)

@@ -459,7 +459,7 @@ class ServerProcess:
         fragments, params, number = self.coordinator.run.server.fragments, task.params, None
         with self.sharing:
             if fragments is not None and worker not in self.fresh:
-                number = (task.clock - 1) % fragments.count
+                number = (task.clock - 1) % fragments.num_fragments
                 params = Part(fragments.take(params, number), number)
             self.fresh.discard(worker)
             if self.shared[0] != task.version:

@@ -266,7 +266,7 @@ def make_server(
     def _refused(state: ServerState, worker: int, at: int, update: Update | None) -> bool:
         assert mathematics is not None
         checked = mathematics.check(update, state.params, worker)
-        found = faults(checked, trained(mathematics.part(update, mathematics.like(state.params))))
+        found = faults(checked, trained(mathematics.part(checked, mathematics.like(state.params))))
         if max_staleness == 0:  # rows of weight 0 count for nothing beside others
             found = [fault for fault in found if fault != NO_WEIGHT]
         return _judge(worker, at, found)

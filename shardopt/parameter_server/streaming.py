@@ -32,7 +32,7 @@ class Streaming(NamedTuple):
 
     def header(self) -> dict[str, object]:
         """Return what the log keeps of it."""
-        return {"fragments": self.fragments.count, "delay": self.delay, "mix": self.mix}
+        return {"fragments": self.fragments.num_fragments, "delay": self.delay, "mix": self.mix}
 
 
 def check_streaming(who: str, local_steps: Sequence[int], fragments: int, delay: int, mix: float) -> None:
@@ -90,6 +90,7 @@ class Island:
     def step(self, batches: Sequence[PyTree]) -> None:
         """Take steps."""
         for batch in batches:
+            assert self.state is not None
             self.state, metrics = self.opt.step.with_kinds(self.state, batch)
             self.found.append(metrics)
 
