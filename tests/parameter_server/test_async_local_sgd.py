@@ -22,9 +22,8 @@ def islands(loss_fn, tx=None, *, make=so.fsdp, size=2, count=WORKERS, **options)
     ]
 
 
-@pytest.mark.parametrize(
-    "outer", [pytest.param(None, marks=pytest.mark.slow, id="nesterov"), pytest.param(optax.sgd(1.0), id="average")]
-)
+@pytest.mark.slow  # test_streaming.py has a row of it in each run
+@pytest.mark.parametrize("outer", [pytest.param(None, id="nesterov"), pytest.param(optax.sgd(1.0), id="average")])
 def test_without_staleness_it_is_diloco(outer, odd, x64):
     case, batches_of = odd(weighted=False, steps=6)
     inner = optax.adamw(0.01)
