@@ -175,7 +175,7 @@ def test_restarts():
     assert f"after {step['disk']:.1f} s from the disk" in text
     assert f"ratio of {found['rounds']} pairs is {step['ratio, median']:.2f}" in text
     assert f"({min(step['ratios']):.2f} to {max(step['ratios']):.2f})" in text
-    assert f"{lost['memory']} steps are lost against {lost['disk']}" in text
+    assert f"Steps lost: {lost['memory']} against {lost['disk']}" in text
     assert f"at most {lost['largest, memory']} against {lost['largest, disk']}" in text
 
 
