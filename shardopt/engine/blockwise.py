@@ -110,7 +110,7 @@ def _is_apart(eqn: jex.JaxprEqn, single: jex.JaxprEqn, same: Mapping[jex.Var, je
         return _is_apart_in_product(ins, params["dimension_numbers"])
     if name in DECOMPOSITIONS:
         ranks = [len(shape_of(var).shape) for var in eqn.invars if not isinstance(var, jex.Literal)]
-        return all(dim is None or dim < rank - 2 for dim, rank in zip(ins, ranks, strict=True))
+        return all(dim is None or dim < max(ranks) - 2 for dim in ins)  # reflectors have a dim less than their matrix
     return name in _FREE or name.startswith(_OVER_OTHERS)
 
 

@@ -45,12 +45,19 @@ def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array
     def iterate(_, found):
         x, m = found
         t = ((root + 1) * eye - m) / root
-        power = _product(t, t) if root == 2 else _product(_product(t, t), _product(t, t))
-        return _product(x, t), _product(power, m)
+        power = product(t, t) if root == 2 else product(product(t, t), product(t, t))
+        return product(x, t), product(power, m)
 
     x, _ = jax.lax.fori_loop(0, count, iterate, (z ** (1 / root) * eye, z * scaled))
     return x * norm ** (-1 / root)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=HIGHEST)
+def product(a: jax.Array, b: jax.Array, *, flip_a: bool = False, flip_b: bool = False) -> jax.Array:
+    """Return A B of batches of matrices [..., m, k] and [..., k, n], either transposed first if asked.
+
+    `jnp.matmul` and `jnp.einsum` drop batch dims of length 1, so that an update of one block would have other equations than
+    that of several, and `opt_state_layout="matrices"` could not part them.
+    """
+    batch = tuple(range(a.ndim - 2))
+    sums = (a.ndim - (2 if flip_a else 1),), (b.ndim - (1 if flip_b else 2),)
+    return jax.lax.dot_general(a, b, (sums, (batch, batch)), precision=HIGHEST)

@@ -8,9 +8,9 @@ import optax
 
 from shardopt.core.arguments import check_count, check_number
 from shardopt.core.types import PyTree, TreeDef, wide_dtype
+from shardopt.optimizers.inverse_root import product
 from shardopt.optimizers.matrices import Matrices, Matrix, check_matrices, match_matrices
 
-HIGHEST = jax.lax.Precision.HIGHEST
 Number = float | jax.Array
 Side = jax.Array | None
 """An array [..., m, m] for a side of m; None for one that is too long."""
@@ -91,9 +91,9 @@ def second_moments(g: jax.Array, pair: Pair, decay: Number) -> Pair:
     """Return the moving means of G G^T and G^T G, of matrices G [..., m, n]."""
     left, right = pair
     if left is not None:
-        left = moving_mean(left, jnp.einsum("...ik,...jk->...ij", g, g, precision=HIGHEST), decay)
+        left = moving_mean(left, product(g, g, flip_b=True), decay)
     if right is not None:
-        right = moving_mean(right, jnp.einsum("...ki,...kj->...ij", g, g, precision=HIGHEST), decay)
+        right = moving_mean(right, product(g, g, flip_a=True), decay)
     return left, right
 
 
@@ -101,9 +101,9 @@ def between(pair: Pair, g: jax.Array, *, into: bool = False) -> jax.Array:
     """Return P G Q^T, or P^T G Q with `into`, of matrices G and sides P, Q; a side that is None is left out."""
     left, right = pair
     if left is not None:
-        g = jnp.einsum("...ji,...jk->...ik" if into else "...ij,...jk->...ik", left, g, precision=HIGHEST)
+        g = product(left, g, flip_a=into)
     if right is not None:
-        g = jnp.einsum("...ij,...jk->...ik" if into else "...ij,...kj->...ik", g, right, precision=HIGHEST)
+        g = product(g, right, flip_b=not into)
     return g
 
 

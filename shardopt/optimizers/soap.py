@@ -8,6 +8,7 @@ import optax
 
 from shardopt.core.types import PyTree, wide_dtype
 from shardopt.optimizers import sides
+from shardopt.optimizers.inverse_root import product
 from shardopt.optimizers.matrices import Matrices
 from shardopt.optimizers.orthonormal import orthonormal
 from shardopt.optimizers.sides import Number, Pair, Side
@@ -173,9 +174,10 @@ def _iterated(second: Side, basis: Side, ridge: Number) -> Side:
     """Return qr((S + ridge tr(S)/m I) Q); Q where S is zero."""
     if second is None or basis is None:
         return None
-    mean = jnp.mean(jnp.diagonal(second, axis1=-2, axis2=-1), -1)[..., None, None]
+    eye = jnp.eye(second.shape[-1], dtype=bool)
+    mean = jnp.mean(jnp.sum(jnp.where(eye, second, 0), -1, keepdims=True), -2, keepdims=True)
     shift = jnp.where(mean > 0, jnp.asarray(ridge, mean.dtype) * mean, jnp.ones_like(mean))
-    return orthonormal(jnp.matmul(second, basis, precision=sides.HIGHEST) + shift * basis)
+    return orthonormal(product(second, basis) + shift * basis)
 
 
 def _identity(zeros: Side) -> Side:
