@@ -16,7 +16,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState
 from shardopt.engine.batches import as_arrays, num_rows
 from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.runtime.probe import probe_devices
+from shardopt.runtime.probe import probe_or_warn
 from shardopt.runtime.progress import is_reported
 from shardopt.training.evaluation import Evaluate, Evaluation, call_evaluate
 from shardopt.training.goodput import Goodput, Ledger
@@ -237,7 +237,7 @@ def fit(
             stopped = common_verdict(received(), out_of_patience(early_stopping, seen), due=due)
             if step % (_PROBE * agree_every) == 0 and jax.process_count() > 1 and is_reported():
                 ledger.enter("agree")  # no step is under way: all have just asked each other
-                probe_devices()
+                probe_or_warn()
 
         ledger.enter("agree")
         stopped = common_verdict(received(), stopped, due=True) or "completed"

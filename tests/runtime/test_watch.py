@@ -11,10 +11,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
 
+import jax
 import pytest
 
 import shardopt.runtime.watch as watch_module
-from shardopt.runtime import progress
+from shardopt.runtime import probe, progress
 from shardopt.runtime.launch import launch
 from shardopt.runtime.progress import MAIN, SAVING, START, Mark
 from shardopt.runtime.watch import Hang, Heard, Watch, describe, find_hang, find_slow, main_frames
@@ -125,6 +126,15 @@ def test_a_process_whose_device_is_slow_in_two_probes_is_named():
         "All wait for it in each step.",
         "launch: process 2 computes slowly no more.",
     ]
+
+
+def test_training_goes_on_where_devices_have_no_memory_left_to_be_probed(monkeypatch, caplog):
+    def full():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(probe, "probe_devices", full)
+    probe.probe_or_warn()
+    assert "could not be probed, so that a slow one is not named: RESOURCE_EXHAUSTED" in caplog.text
 
 
 SHARED = """
