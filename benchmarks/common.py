@@ -1,5 +1,6 @@
 """What every benchmark shares: fake devices, interleaved timing, JSON with hardware and versions."""
 
+import ctypes
 import datetime
 import importlib.metadata
 import json
@@ -27,6 +28,20 @@ def one_core() -> None:
     if not hasattr(os, "sched_setaffinity"):
         raise SystemExit("this benchmark counts work by the seconds of one core, which it can ask for on Linux only")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def keep_memory() -> None:
+    """Let the C library keep what is freed, as accelerators do; call before jax starts threads.
+
+    XLA:CPU asks for all temporary memory of a step anew, and a step of megabytes spends up to a quarter of its seconds on
+    fresh pages, more or fewer of them as the kernel has it. Memory is measured apart.
+    """
+    trim_threshold, most_mmaps, most_arenas = -1, -4, -8  # of <malloc.h>
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        raise SystemExit("this benchmark counts work without that of fresh memory, which it can ask for on Linux only")
+    for option, value in ((trim_threshold, 2**31 - 1), (most_mmaps, 0), (most_arenas, 1)):
+        libc.mallopt(option, value)
 
 
 def interleave(

@@ -5,7 +5,8 @@ Run: python benchmarks/schedules.py [--only NAME] [--pictures DIR]   (needs libt
 The step of a transformer of Llama 3 8B's width (2 blocks a chunk, 4 stages, 2048 tokens a micro-batch, products in
 bfloat16) is compiled for four chips of v5p with every schedule. Of each program are read the seconds of its passes by XLA's
 own cycle estimates (forward, input gradient, weight gradient, both at once; the loss and the embedding apart), what a
-tick takes beside them, what comes outside of the ticks, the flops of each pass, and the planned memory. Times of a step
+tick takes beside them, what comes outside of the ticks, the flops of each pass, and the planned memory; once more where a
+chunk is one block. Times of a step
 are the schedule's clock with these numbers, for 4 blocks a stage: that of the program, in lockstep, where every tick
 takes as long as its busiest stage, or sent ahead, where a stage waits for what its neighbours began; and every stage at
 its own pace, as a program a stage could at best.
@@ -47,8 +48,8 @@ def builders():
     }
 
 
-def compiled(make):
-    """Compile the step with a schedule, of 2 blocks a chunk: a loop over one block becomes another program."""
+def compiled(make, blocks=2):
+    """Compile the step with a schedule, of so many blocks a chunk."""
     import optax
 
     import shardopt as so
@@ -58,7 +59,7 @@ def compiled(make):
     found = find_model("schedules", "llama3-8b")
     shape = dataclasses.replace(
         found,
-        num_layers=8 * make(STAGES, MICRO_BATCHES).num_chunks,
+        num_layers=blocks * STAGES * make(STAGES, MICRO_BATCHES).num_chunks,
         length=TOKENS,
         vocab_size=32768,
         fused_attention=False,
@@ -98,12 +99,15 @@ def passes(text, schedule):
     # a backward reads what the forward of its tick wrote, a weight pass what the backward did: they stand in this order
     for kind, (_, costs) in zip(kinds, [one for one in all_branches if one in dearest], strict=True):
         work = max(costs, key=costs.get)
-        nested = [list(each.values()) for _, each in branches(work)]
-        ends = [each for each in nested if min(each) < max(each) / 10]  # loss and embedding, or nothing
-        seconds = costs[work] - sum(map(max, nested))
+        nested = [each for _, each in branches(work)]
+        ends = [
+            each for each in nested if min(each.values()) < max(each.values()) / 10
+        ]  # loss and embedding, or nothing
+        seconds = costs[work] - sum(max(each.values()) for each in nested)
         if kind == "backward":
-            found["loss"], found["embedding"] = max(ends[0]), max(ends[-1])
-            for apart, together in (each for each in nested if each not in ends):
+            found["loss"], found["embedding"] = (max(ends[i].values()) for i in (0, -1))
+            found["loss_flops"] = flops(text, max(ends[0], key=ends[0].get))
+            for apart, together in (each.values() for each in nested if each not in ends):
                 found["both"] = seconds + together
                 seconds += apart
         found[kind] = {"seconds": seconds, "flops": flops(text, work)}
@@ -153,6 +157,14 @@ def times(make, found, micro_batches):
         "own_pace": schedule.table_time(**numbers),
         "activations": max(schedule.peak_activations) / schedule.num_chunks,
     }
+
+
+def stage_flops(make, found):
+    """Return [S], the flops of inner products of a stage in a step of 8 micro-batches, with 4 blocks a stage."""
+    schedule = make(STAGES, MICRO_BATCHES)
+    each = 2 * MICRO_BATCHES * sum(found[kind]["flops"] for kind in ("forward", "backward", "weight") if kind in found)
+    last = schedule.ticks.stage_of[-1]
+    return [each + MICRO_BATCHES * found["loss_flops"] * (stage == last) for stage in range(STAGES)]
 
 
 def lockstep(schedule, numbers, saved):
@@ -205,14 +217,18 @@ def _draw(path, schedule, **times):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="compile this schedule, and keep what is known of the others")
+    parser.add_argument("--only", help="compile this schedule, or one_block, and keep what is known of the others")
     parser.add_argument("--keep", type=Path, help="write the text of the compiled program here")
     parser.add_argument("--pictures", type=Path, help="draw the schedules into this folder, and compile nothing")
     options = parser.parse_args()
     if options.pictures:
         return pictures(options.pictures)
     path = Path(__file__).parent / "results" / "schedules.json"
-    rows = json.loads(path.read_text())["results"]["schedules"] if path.exists() else {}
+    known = json.loads(path.read_text())["results"] if path.exists() else {}
+    rows, one_block = known.get("schedules", {}), known.get("one_block")
+    if options.only in (None, "one_block"):
+        make = builders()["zero_bubble_v"]
+        one_block = {"schedule": "zero_bubble_v", "passes": passes(compiled(make, 1).text, make(STAGES, MICRO_BATCHES))}
     for name, make in builders().items():
         if options.only in (None, name):
             report = compiled(make)
@@ -226,7 +242,8 @@ def main():
             }
     for name, row in rows.items():
         row["step"] = {str(count): times(builders()[name], row["passes"], count) for count in COUNTS}
-    results = {"topology": TOPOLOGY, "stages": STAGES, "tokens": TOKENS, "schedules": rows}
+        row["stage_flops"] = stage_flops(builders()[name], row["passes"])
+    results = {"topology": TOPOLOGY, "stages": STAGES, "tokens": TOKENS, "schedules": rows, "one_block": one_block}
     print("wrote", write_json(__file__, results))
     for name, row in rows.items():
         print(name, json.dumps(row))

@@ -231,10 +231,12 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     """Return how often a `while` of a computation turns, or None if that is not a constant that can be read off.
 
     XLA:CPU and XLA:GPU note it on the loop. XLA:TPU does not, so the counter is followed: where it starts, what
-    is added in a turn, and what it is compared with.
+    is added in a turn, and what it is compared with. A loop named `ONE_TURN` hides it from XLA.
     """
     if known := _KNOWN.search(loop.rest):
         return int(known[1])
+    if _NAMED.search(loop.rest):
+        return 1
     words = attributes(loop)
     condition, body = (words.get(key, "").lstrip("%") for key in ("condition", "body"))
     test = _value(module, _root(module, condition))
@@ -252,6 +254,9 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     return len(range(start.plus, end, change.plus)) if upwards == (change.plus > 0) else None
 
 
+ONE_TURN = "one_turn"
+"""The `jax.named_scope` of a loop that turns once, and of which XLA is not to know it, or it would dissolve it."""
+_NAMED = re.compile(rf'op_name="[^"]*/{ONE_TURN}/while"')
 _KNOWN = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
 _TRANSPARENT = ("bitcast", "convert", "copy")
 

@@ -112,7 +112,7 @@ def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Cou
             x = messages.read_message(
                 row["forward_source"], lambda: fns.embed(m), arrived, inputs, row["forward_waited"]
             )
-            y = chunk_forward(stage.chunk(row["forward_chunk"], m), fns.block, x)
+            y = chunk_forward(stage.chunk(row["forward_chunk"], m), fns.block, x, differentiable=True)
             return y, jax.lax.cond(
                 row["forward_is_last"], lambda: write_slot(totals, m, fns.loss(m, y)), lambda: totals
             )

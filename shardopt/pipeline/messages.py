@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import shard_by_shard
@@ -98,6 +99,32 @@ def make_filled(shapes: Sequence[jax.ShapeDtypeStruct], fill: float, *stack: int
 def write_slot(buffers: PyTree, slot: Index, values: PyTree) -> PyTree:
     """Return the buffers with `values` in a slot; pytrees of one structure."""
     return jax.tree.map(lambda old, x: jax.lax.dynamic_update_index_in_dim(old, x, slot, 0), buffers, values)
+
+
+def in_tiles(leaves: Arrays) -> Arrays:
+    """Return the same; on a TPU, with the two longest dims last in memory where they fill its tiles, 8 x 128 numbers.
+
+    Of what several branches share, ring buffers and weights, XLA:TPU takes the layout that suits one of them, and the
+    others copy on every tick. This one suits all: a product reads and writes it at no cost.
+    """
+    orders = [_tiled(leaf.shape) for leaf in leaves]
+
+    def one(x: jax.Array, order: tuple[int, ...] | None) -> jax.Array:
+        return x if order is None else with_layout_constraint(x, Layout(order))
+
+    def on_tpu(leaves: Arrays) -> Arrays:
+        return [one(x, order) for x, order in zip(leaves, orders, strict=True)]
+
+    return jax.lax.platform_dependent(leaves, tpu=on_tpu, default=lambda leaves: leaves) if any(orders) else leaves
+
+
+def _tiled(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the dims in the order of memory; None where tiles would not be full."""
+    longest = sorted(sorted(range(len(shape)), key=lambda dim: (-shape[dim], -dim))[:2])
+    if len(shape) < 2 or shape[longest[0]] % 8 or shape[longest[1]] % 128:
+        return None
+    rest = [dim for dim in range(len(shape)) if dim not in longest]
+    return (*rest, *longest)
 
 
 def read_slot(buffers: Arrays, slot: Index) -> Arrays:

@@ -1,5 +1,6 @@
 """What a stage of a pipeline runs: its blocks, chunk by chunk, with what each pass leaves for the next in ring buffers."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -7,9 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.audit.walk import ONE_TURN
 from shardopt.core.types import PyTree, wide_dtype
 from shardopt.pipeline.cut import Counts, first_blocks, is_even
-from shardopt.pipeline.messages import PIPELINE, Index, add_to_slot, make_buffers, make_filled, read_slot, write_slot
+from shardopt.pipeline.messages import (
+    PIPELINE,
+    Index,
+    add_to_slot,
+    in_tiles,
+    make_buffers,
+    make_filled,
+    read_slot,
+    write_slot,
+)
 from shardopt.pipeline.schedule import Schedule
 from shardopt.remat.split_backward import Arrays, Passes, floating, rematerialised, split_backward
 
@@ -76,12 +87,14 @@ class Chunk(NamedTuple):
       num_blocks: k, how many there is room for.
       size: how many there are; an array where chunks have unequally many.
       first: where the first of them lies in this stage's weights and gradients, [chunks * k, ...].
+      micro_batch: m.
       given: `given(j)`: the weights and other arguments of block j of the chunk.
     """
 
     num_blocks: int
     size: Index
     first: Index
+    micro_batch: jax.Array
     given: Callable[[Index], Arrays]
 
 
@@ -110,7 +123,9 @@ class Stage(NamedTuple):
         """Return the blocks of a chunk of this stage, for micro-batch m."""
         first, block = number * self.num_blocks, self.first_blocks[number]
         count = self.num_blocks if self.counts is None else self.counts[number]
-        return Chunk(self.num_blocks, count, first, lambda j: [*read_slot(self.weights, first + j), block + j, m])
+        return Chunk(
+            self.num_blocks, count, first, m, lambda j: [*in_tiles(read_slot(self.weights, first + j)), block + j, m]
+        )
 
 
 class Setup(NamedTuple):
@@ -209,8 +224,10 @@ class Place(NamedTuple):
     slots: Sequence[Index]
 
 
-def chunk_forward(chunk: Chunk, block: Callable[[Arrays, Arrays], Arrays], x: Arrays) -> Arrays:
-    """Run the blocks, keeping nothing; it can be differentiated, so where there are fewer than k the others are skipped."""
+def chunk_forward(
+    chunk: Chunk, block: Callable[[Arrays, Arrays], Arrays], x: Arrays, *, differentiable: bool = False
+) -> Arrays:
+    """Run the blocks, keeping nothing; to be differentiated, it skips blocks that are not there rather than end its loop."""
 
     def one(j: Index, x: Arrays) -> Arrays:
         return block(chunk.given(j), x)
@@ -218,8 +235,10 @@ def chunk_forward(chunk: Chunk, block: Callable[[Arrays, Arrays], Arrays], x: Ar
     def if_there(j: Index, x: Arrays) -> Arrays:
         return jax.lax.cond(j < chunk.size, one, lambda _, x: x, j, x)
 
-    even = isinstance(chunk.size, int)
-    return _over_blocks(chunk._replace(size=chunk.num_blocks), x, one if even else if_there)
+    if not differentiable:
+        return _over_blocks(chunk, x, one)
+    run = one if isinstance(chunk.size, int) else if_there
+    return jax.lax.scan(lambda x, j: (run(j, x), None), x, jnp.arange(chunk.num_blocks))[0]
 
 
 def chunk_forward_keeping(chunk: Chunk, passes: Passes, x: Arrays, residuals: Place) -> tuple[Arrays, Arrays]:
@@ -228,7 +247,7 @@ def chunk_forward_keeping(chunk: Chunk, passes: Passes, x: Arrays, residuals: Pl
     def one(j: Index, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         x, buffers = carry
         y, left = passes.forward(chunk.given(j), x)
-        return y, _write_block(chunk, residuals._replace(buffers=buffers), j, left)
+        return y, _write_block(chunk, residuals._replace(buffers=buffers), j, in_tiles(left))
 
     return _over_blocks(chunk, (x, residuals.buffers), one)
 
@@ -283,7 +302,12 @@ def _read_block(chunk: Chunk, place: Place, j: Index) -> Arrays:
 
 def _over_blocks(chunk: Chunk, carry: C, one: Callable[[Index, C], C], *, reverse: bool = False) -> C:
     count = chunk.size
-    if not isinstance(count, int):  # a loop that ends where the chunk does
-        return jax.lax.fori_loop(0, count, lambda i, carry: one(count - 1 - i if reverse else i, carry), carry)
-    body = lambda carry, j: (one(j, carry), None)  # noqa: E731
-    return jax.lax.scan(body, carry, jnp.arange(count), reverse=reverse)[0]
+    if isinstance(count, int) and count > 1:
+        body = lambda carry, j: (one(j, carry), None)  # noqa: E731
+        return jax.lax.scan(body, carry, jnp.arange(count), reverse=reverse)[0]
+    # A loop that ends where the chunk does. XLA would dissolve one that it knows to turn once, and then copies whole ring
+    # buffers into other layouts; that micro-batches are not negative it does not know, and the name tells readers.
+    once = isinstance(count, int)
+    end = jnp.minimum(chunk.micro_batch, 0) + 1 if once else count
+    with jax.named_scope(ONE_TURN) if once else contextlib.nullcontext():
+        return jax.lax.fori_loop(0, end, lambda i, carry: one(end - 1 - i if reverse else i, carry), carry)

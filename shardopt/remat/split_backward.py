@@ -143,15 +143,16 @@ def _cut(closed: jex.ClosedJaxpr, num_given: int, num_x: int, num_trained: int) 
 
     in_forward, _ = slice_of(trace, [*y, *residuals], stop=set(x), extra=early_effects)
     in_both, _ = slice_of(trace, [*dx, *dw], stop={*residuals, *dy}, extra=effects - early_effects)
-    in_backward, _ = slice_of(trace, dx, stop={*residuals, *dy}, extra=effects - early_effects)
-    deferrable = {*dy, *(var for i in in_backward for var in jaxpr.eqns[i].outvars if var in late)}
-    in_weight, crossing = slice_of(trace, dw, stop={*residuals, *deferrable})
+    apart = trace if effects else trace_of(_apart(trace, dx))
+    in_backward, _ = slice_of(apart, dx, stop={*residuals, *dy}, extra=effects - early_effects)
+    deferrable = {*dy, *(var for i in in_backward for var in apart.jaxpr.eqns[i].outvars if var in late)}
+    in_weight, crossing = slice_of(apart, dw, stop={*residuals, *deferrable})
     deferred = [var for var in crossing if var in deferrable]
     residuals_of_weight = [var for var in crossing if var not in deferrable]
 
     forward = part_of(trace, in_forward, [*given, *x], [*y, *residuals])
-    backward = part_of(trace, in_backward, [*given, *residuals, *dy], [*dx, *deferred])
-    weight = part_of(trace, in_weight, [*given, *residuals_of_weight, *deferred], dw)
+    backward = part_of(apart, in_backward, [*given, *residuals, *dy], [*dx, *deferred])
+    weight = part_of(apart, in_weight, [*given, *residuals_of_weight, *deferred], dw)
     both = part_of(trace, in_both, [*given, *residuals, *dy], [*dx, *dw])
     return Passes(
         forward=lambda given, x: _split(forward(*given, *x), num_x),
@@ -162,6 +163,49 @@ def _cut(closed: jex.ClosedJaxpr, num_given: int, num_x: int, num_trained: int) 
         deferred=tuple(map(shape_of, deferred)),
         weight_residuals=tuple(residuals.index(var) for var in residuals_of_weight),
     )
+
+
+def _apart(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
+    """Return the trace with each `jax.checkpoint` that makes both gradients cut into one for `dx` and one for the rest.
+
+    Left whole, the backward pass would compute the weight gradient as well, and keep all of it for the weight pass. Both
+    parts compute again what they need, so one is cut only where they share nothing dear.
+    """
+    for_dx, _ = slice_of(trace, dx, stop=set())
+    read = {*dx, *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i]))}
+    equations = []
+    for i, eqn in enumerate(trace.jaxpr.eqns):
+        groups = [[v for v in eqn.outvars if (v in read) is needed] for needed in (True, False)]
+        is_checkpoint = eqn.primitive.name in ("remat2", "checkpoint") and i in for_dx
+        equations += _halves(eqn, groups) if is_checkpoint and all(groups) else [eqn]
+    return jex.ClosedJaxpr(trace.jaxpr.replace(eqns=equations), trace.consts)
+
+
+def _halves(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) -> list[jex.JaxprEqn]:
+    """Return a checkpoint as one equation for each group of its results; as it is, where they share what is dear."""
+    whole = eqn.params["jaxpr"]
+    flat = jax.make_jaxpr(lambda *args: inlined(whole, (), args))(*(shape_of(var) for var in whole.invars))
+    trace = trace_of(flat)
+    inner = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
+    outer = dict(zip(flat.jaxpr.invars, eqn.invars, strict=True))
+    found = [slice_of(trace, [inner[var] for var in group], stop=set(outer)) for group in groups]
+    shared = set.intersection(*(equations for equations, _ in found))
+    if flat.consts or any(flat.jaxpr.eqns[i].primitive.name not in _CHEAP for i in shared):
+        return [eqn]
+    parts = []
+    for group, (equations, inputs) in zip(groups, found, strict=True):
+        jaxpr = flat.jaxpr.replace(
+            invars=inputs,
+            outvars=[inner[var] for var in group],
+            eqns=[flat.jaxpr.eqns[i] for i in sorted(equations)],
+            debug_info=flat.jaxpr.debug_info.with_unknown_names(),
+        )
+        parts.append(
+            eqn.replace(
+                invars=[outer[var] for var in inputs], outvars=list(group), params=eqn.params | {"jaxpr": jaxpr}
+            )
+        )
+    return parts
 
 
 def _reached(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> set[jex.Var]:

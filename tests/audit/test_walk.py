@@ -77,6 +77,9 @@ def count(**changes):
         # what XLA wrote down is believed
         ({"known": ', backend_config={"known_trip_count":{"n":"12"}}'}, 12),
         ({"known": ', backend_config="{\\"known_trip_count\\":{\\"n\\":\\"12\\"}}"'}, 12),
+        # and what shardopt named, but not what stands in it
+        ({"known": ', metadata={op_name="jit(f)/one_turn/while"}'}, 1),
+        ({"known": ', metadata={op_name="jit(f)/one_turn/while/body/while"}'}, 7),
     ],
 )
 def test_trip_counts(changes, trips):

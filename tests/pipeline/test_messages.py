@@ -1,5 +1,6 @@
 """Blocks reach the stage that runs them, whatever it is, and their gradients the stage that stores them."""
 
+import re
 import subprocess
 import sys
 
@@ -95,3 +96,25 @@ def test_optimised_python_finds_the_rounds_too():
     code = "from shardopt.pipeline import messages as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
     ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((2, 16, 256), (0, 1, 2)),
+        ((16, 2, 256), (1, 0, 2)),
+        ((256, 4, 128), (1, 0, 2)),
+        ((8, 8, 128), (0, 1, 2)),
+        ((128, 128), (0, 1)),
+        ((16, 64), None),
+        ((4, 128), None),
+        ((128,), None),
+    ],
+)
+def test_what_fills_the_tiles_of_a_tpu_lies_in_them(shape, order):
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
+    traced = jax.jit(messages.in_tiles).trace(leaves)
+    on = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("tpu", "cpu")}
+    found = re.findall(r"result_layouts = \[dense<\[(.*?)\]>", on["tpu"])
+    assert found == ([] if order is None else [", ".join(map(str, order[::-1]))])
+    assert "LayoutConstraint" not in on["cpu"]

@@ -222,6 +222,29 @@ def test_a_product_inside_a_jit_is_taken_apart_too(x64):
     assert count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 1
 
 
+def test_a_checkpoint_is_taken_apart_unless_it_would_repeat_a_product(x64):
+    """It is one equation of the trace; whole, the weight's gradient would be computed early, and kept."""
+    given, x, dy = example()
+    given = [given[0], given[0].T]
+
+    def products(f, *args):
+        return str(jax.make_jaxpr(f)(*args)).count("dot_general[")
+
+    def made(within):
+        f = lambda g, x: [x[0] + jax.checkpoint(within)(x[0] @ g[0], g[1])]  # noqa: E731
+        passes = check(f, given, x, dy, trained=[0, 1])
+        _, residuals = passes.forward(given, x)
+        _, deferred = passes.backward(given, residuals, dy)
+        kept = [residuals[i] for i in passes.weight_residuals]
+        return products(passes.backward, given, residuals, dy), products(passes.weight, given, kept, deferred), deferred
+
+    backward, weight, deferred = made(lambda h, w: jax.nn.silu(h) @ w)
+    assert (backward, weight) == (2, 2)
+    assert [one.shape for one in deferred] == [(ROWS, WIDTH)] * 2  # of both products; no weight's
+    backward, weight, _ = made(lambda h, w: jnp.tanh(jnp.tanh(h @ w) @ w))
+    assert weight == 1
+
+
 def test_effects_run_once_per_forward(x64, capfd):
     given, x, dy = example()
 

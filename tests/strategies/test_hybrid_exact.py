@@ -7,9 +7,14 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.pairwise import all_pairs, lighten
 from support.pipelines import BLOCK_MODELS, MICRO_BATCHES, SCHEDULES, block_problem, micro_batches
+from support.problems import Problem
 from support.reference import OPTIMIZERS, trains_as_one_device
 from support.tiers import tiered
 
@@ -78,6 +83,27 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
         min_shard_elements=8,
         remat=row["remat"],
     )
+    trains_as_one_device(opt, case, tx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("schedule", ["eager_one_f_one_b", "zero_bubble_v"])
+def test_residuals_that_fill_tiles(schedule, remat, mesh_of, x64):
+    """Their layout is told to the compiler, and passes through the partitioner of tensor."""
+    draw = np.random.default_rng(3)
+    leaf = lambda *shape: draw.normal(size=shape) / shape[-2] ** 0.5  # noqa: E731
+    params = {"blocks": {"up": leaf(8, 128, 256), "down": leaf(8, 256, 128)}, "in": leaf(4, 128)}
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch @ outer["in"],
+        block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
+        loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T) ** 2),
+    )
+    rules = [("up", P(None, "tensor")), ("down", P("tensor"))]
+    case = Problem(params, model, model.loss_fn, rules, [draw.normal(size=(64, 4)) for _ in range(2)])
+    tx = optax.sgd(1e-3)
+    how = {"schedule": SCHEDULES[schedule], "micro_batches": 4, "placement": "ddp", "rules": rules, "remat": remat}
+    opt = so.hybrid(tx, mesh_of(data=2, tensor=2, pipeline=2), model, **how)
     trains_as_one_device(opt, case, tx)
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.pipelines import SCHEDULES
 
 import shardopt as so
+from shardopt.audit import inner_product_flops
 
 STAGES, BLOCKS, WIDTH, ROWS = 4, 8, 64, 8  # rows of a micro-batch
 MODEL = so.BlockModel(
@@ -112,3 +113,15 @@ def test_memory_follows_the_slots_of_the_table(mesh_of):
     waiting = textbook_table.num_input_slots + textbook_table.num_cotangent_slots + textbook_table.num_slots
     message = ROWS * WIDTH * 4
     np.testing.assert_allclose(saved, fewer * slot_bytes(remat=False) - waiting * message, rtol=0.25)
+
+
+def test_the_loop_over_one_block_stays_and_tells_how_often_it_turns(mesh_of):
+    """XLA dissolves what it knows to turn once, and then copies ring buffers on TPU; a reader of the program is told."""
+    program, schedule = compiled("interleaved", 4, mesh_of(data=1, pipeline=STAGES))
+    loops = [line for line in program.as_text().splitlines() if " while(" in line and "/one_turn/while" in line]
+    assert len(loops) == 2  # of the forward, and of the backward
+    products = inner_product_flops(program, schedule=schedule)
+    assert products is not None
+    rows, block = schedule.num_micro_batches * ROWS, 2 * 2 * WIDTH * 2 * WIDTH  # of a row, forward
+    # 2 blocks a stage, whose backward is twice their forward; the rest are the ends of the model
+    assert products / (3 * BLOCKS / STAGES * rows * block) == pytest.approx(1, rel=0.1)
