@@ -54,6 +54,8 @@ def test_the_times_of_schedules_are_those_of_their_compiled_passes():
     split, whole = (known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b"))
     told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["seconds"]]
     assert rows("schedules.md", "a pass")[0][1:] == [f"{1e3 * seconds:.1f}" for seconds in told]
+    flops = [split[kind]["flops"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["flops"]]
+    assert rows("schedules.md", "a pass")[1][1:] == [f"{count / 1e12:.2f}" for count in flops]
     assert {split[kind]["flops"] for kind in ("forward", "backward", "weight")} == {whole["backward"]["flops"] / 2}
 
 
@@ -152,6 +154,11 @@ def test_work_of_pipelines():
     for name, *cells in told:
         assert cells == [f"{found[part][size]['runs'][name]['of_plain']:.2f}" for part, size in columns], name
     assert max(row["ratio"] for row in found["program"].values()) < 1.004
+    left = {name: f"{size / 1e6:.1f}" for name, size in found["passes"]["bytes"].items()}
+    text = page("benchmarks.md")
+    assert f"B leaves {left['backward']} MB, and W reads these and {left['forward for weight']} of the" in text
+    assert f"of the {left['forward']} MB that the forward leaves" in text
+    assert found["passes"]["operations"]["repeated"] < 0.001
 
 
 def test_asynchronous_runs():
