@@ -19,7 +19,7 @@ def share_compiled_programs() -> None:
     """Let all processes of this machine find what process 0 has compiled, where the devices are CPUs.
 
     Of several processes jax lets the first alone write its cache, for all of them. But its key has a fingerprint of the
-    topology, which on CPU is another one in each process (0.10.2 and 0.12), so that the others find nothing and compile
+    topology, which on CPU is another one in each process (0.10.2), so that the others find nothing and compile
     again at each start. In its place comes what a program depends on: the kinds of the devices, and the processor.
     """
     from jax._src import cache_key
