@@ -108,6 +108,8 @@ def find_hang(heard: Mapping[int, Heard | None], timeout: float, since_start: fl
     silent = tuple(rank for rank, one in known.items() if one.ago > (timeout / 2 if found else timeout))
     if silent:
         return Hang(silent, True, MAIN, max(known[rank].ago for rank in silent))
+    if found and missing:  # whom those that wait have seen no report of: it stopped before its first
+        return Hang(missing, True, MAIN, max(one.seconds for one in found))
     # A lane in which some lag says more than one in which all wait.
     return min(found, key=lambda one: len(one.ranks), default=None)
 

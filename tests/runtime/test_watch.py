@@ -66,6 +66,12 @@ def test_the_one_that_lags_is_found_not_those_that_wait_for_it(ranks, hang):
 
 
 @pytest.mark.fast
+def test_one_that_stopped_before_its_first_report_is_named_once_others_wait():
+    assert find_hang({0: None, 1: heard(5, 2, "wait", 2)}, 10, 50) is None
+    assert find_hang({0: None, 1: heard(5, 2, "wait", 11)}, 10, 50) == Hang((0,), True, MAIN, 11)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("own", "slow"),
     [([0.01, 0.01, 0.2], [2]), ([0.01, 0.012, 0.009], []), ([0.001, 0.001, 0.009], []), ([0.2], []), ([0.5, 0.1], [0])],
@@ -252,6 +258,7 @@ import progress
 rank = int(os.environ["JAX_PROCESS_ID"])
 first = "SHARDOPT_RESTART" not in os.environ
 progress.start_reports(rank)
+time.sleep(0.5)  # until it was heard
 
 def meet(step):
     progress.mark("wait")
