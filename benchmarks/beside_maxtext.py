@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results" / "beside_maxtext.json"
 SPARSE_CORE = ("all_gather", "reduce_scatter", "all_reduce", "3d_all_gather", "2d_all_gather", "nd_reduce_scatter")
 VMEM_KIB = 49152
 """What one operation may take of a core's own memory; shardopt's default."""
-CONTENDERS = ("shardopt", "maxtext, its flags")
+CONTENDERS = ("shardopt", "maxtext")
 
 
 class Row(NamedTuple):
@@ -266,8 +266,10 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Return a line a row: milliseconds and GB of each contender, and the claim."""
-    lines = ["| row | " + " | ".join(f"{name}: ms (exposed), GB" for name in CONTENDERS) + " | step | memory |"]
-    lines.append("|" + "---|" * (len(CONTENDERS) + 3))
+    lines = [
+        "| row | " + " | ".join(f"{name}: ms (exposed), GB" for name in CONTENDERS) + " | step | memory | commit |"
+    ]
+    lines.append("|" + "---|" * (len(CONTENDERS) + 4))
     for name, found in results.items():
         cells = [name]
         for who in CONTENDERS:
@@ -280,7 +282,7 @@ def table(results: dict[str, Any]) -> str:
                 else ""
             )
         ratios = [f"{found[key]:.3f}" if key in found else "" for key in ("ratio", "memory_ratio")]
-        lines.append("| " + " | ".join([*cells, *ratios]) + " |")
+        lines.append("| " + " | ".join([*cells, *ratios, found.get("shardopt", {}).get("commit", "")]) + " |")
     return "\n".join(lines)
 
 

@@ -30,19 +30,26 @@ def test_rows_have_names_of_their_own(script):
     assert len({row.name for row in rows}) == len(rows)
     assert script.TABLE[-1].name == "llama3-8b v5p:4x4x4 4096 x 1 tensor=4"
     assert script.TABLE[-1].chips == 64
-    assert script.Row("v5e:16x16", 2048, 1).contenders == ("shardopt", "maxtext")
+    assert "sparse_core" in script.TABLE[-1].flags
+    assert "sparse_core" not in script.Row("v5e:16x16", 2048, 1).flags
 
 
-def test_the_faster_program_of_maxtext_is_compared_with(script):
-    found = {"shardopt": program(0.9, 6), "maxtext": program(2.0, 4), "maxtext, SparseCore": program(1.0, 5)}
+def test_both_are_told_the_same_of_vmem(script):
+    from shardopt.engine import compiler_options
+
+    assert script.VMEM_KIB == compiler_options._VMEM_KIB
+
+
+def test_the_claim_is_one_over_the_other(script):
+    found = {"shardopt": program(0.9, 6) | {"commit": "abc1234"}, "maxtext": program(1.0, 5)}
     assert script.compared(found) == pytest.approx({"ratio": 0.9, "memory_ratio": 6 / 5})
     assert script.compared({"shardopt": program(1, 1), "maxtext": {"error": "does not fit"}}) == {}
     line = script.table({"a": found | script.compared(found)}).splitlines()[-1]
-    assert line == "| a | 900 (90), 6.0 | 2000 (200), 4.0 | 1000 (100), 5.0 | 0.900 | 1.200 |"
+    assert line == "| a | 900 (90), 6.0 | 1000 (100), 5.0 | 0.900 | 1.200 | abc1234 |"
 
 
 def test_the_picture_is_drawn_from_what_is_there(script, tmp_path):
-    found = {"shardopt": program(0.9, 6), "maxtext, SparseCore": program(1.0, 5)}
+    found = {"shardopt": program(0.9, 6), "maxtext": program(1.0, 5)}
     script.draw({"a row": found | script.compared(found), "not yet": {}}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
