@@ -122,7 +122,7 @@ def compile_shardopt(row: Row) -> dict[str, Any]:
     return told | read(report.text, report.mesh_shape, row)
 
 
-def compile_maxtext(row: Row, python: str, *, flags: bool, more: Sequence[str] = ()) -> dict[str, Any]:
+def compile_maxtext(row: Row, python: str, *, more: Sequence[str] = ()) -> dict[str, Any]:
     """Return what the compiler says of MaxText's step, which a process with its own Python compiles; `more` are words for it."""
     words = [
         f"compile_topology={row.chip}-{row.chips * (2 if row.chip in ('v4', 'v5p') else 1)}",
@@ -134,10 +134,9 @@ def compile_maxtext(row: Row, python: str, *, flags: bool, more: Sequence[str] =
         f"ici_tensor_parallelism={row.tensor}",
         "ici_fsdp_parallelism=-1",
         "remat_policy=full",
+        f"compile_xla_flags={row.flags}",
         *more,
     ]
-    if flags:
-        words.append(f"compile_xla_flags={row.flags}")
     with tempfile.TemporaryDirectory() as folder:
         child = [python, __file__, "--child", folder, *words]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -347,7 +346,7 @@ def main() -> None:
             if who == "shardopt":
                 found[who] = compile_shardopt(row)
             elif options.maxtext:
-                found[who] = compile_maxtext(row, options.maxtext, flags=True)
+                found[who] = compile_maxtext(row, options.maxtext)
             else:
                 continue
             found[who]["commit"] = commit()

@@ -241,7 +241,7 @@ def main() -> None:
             found["shardopt"] = compile_row(row) | {"commit": commit()}
         if options.maxtext and "mixtral" in row.name and ("maxtext" not in found or options.anew):
             more = [f"ici_expert_parallelism={row.expert}", "allow_split_physical_axes=true"] if row.expert > 1 else []
-            found["maxtext"] = compile_maxtext(row.beside, options.maxtext, flags=True, more=more)
+            found["maxtext"] = compile_maxtext(row.beside, options.maxtext, more=more)
         found["shardopt"] |= compared(row, found["shardopt"])
         results[row.name] = found
         results = {one.name: results[one.name] for one in TABLE if one.name in results}

@@ -100,9 +100,8 @@ def passes(text, schedule):
     for kind, (_, costs) in zip(kinds, [one for one in all_branches if one in dearest], strict=True):
         work = max(costs, key=costs.get)
         nested = [each for _, each in branches(work)]
-        ends = [
-            each for each in nested if min(each.values()) < max(each.values()) / 10
-        ]  # loss and embedding, or nothing
+        # loss and embedding, or nothing
+        ends = [each for each in nested if min(each.values()) < max(each.values()) / 10]
         seconds = costs[work] - sum(max(each.values()) for each in nested)
         if kind == "backward":
             found["loss"], found["embedding"] = (max(ends[i].values()) for i in (0, -1))

@@ -26,7 +26,7 @@ from . import gpu
 from .jobs import Contestant
 from .measure import CHECKED_STEPS, measure
 from .plot import draw
-from .task import Config
+from .task import SIZES, Config
 
 
 class Other(NamedTuple):
@@ -36,12 +36,6 @@ class Other(NamedTuple):
     installed: str
 
 
-SIZES = {
-    "128x4": Config(dim=128, num_layers=4, num_heads=4, batch=16, length=128),
-    "256x4": Config(dim=256, num_layers=4, num_heads=4, batch=16, length=128),
-    "256x6": Config(dim=256, num_layers=6, num_heads=8, batch=8, length=256),
-    "512x4": Config(dim=512, num_layers=4, num_heads=8, batch=8, length=128),
-}
 LIBRARIES = ("shardopt", "jax", "torch")
 GROUPS = {
     "processes": [

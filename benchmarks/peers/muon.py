@@ -26,12 +26,8 @@ from typing import Any
 from ..common import interleave, median_ratio, write_json
 from .jobs import Contestant, Job, ask, running
 from .measure import agreement
-from .task import Config, write_task
+from .task import SIZES, Config, write_task
 
-SIZES = {
-    "128x4": Config(dim=128, num_layers=4, num_heads=4, batch=16, length=128),
-    "256x4": Config(dim=256, num_layers=4, num_heads=4, batch=16, length=128),
-}
 STRATEGIES = {"shardopt": ("muon", "muon_within", "fsdp"), "torch": ("muon", "muon_fp32", "fsdp")}
 PROCESSES = 2
 RESULTS = Path(__file__).parents[1] / "results" / "peers_muon.json"
@@ -125,7 +121,7 @@ def main() -> None:
         "python -m benchmarks.peers.muon", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--torch", metavar="PYTHON", required=True, help="a Python that has torch")
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--sizes", nargs="*", default=["128x4", "256x4"], choices=SIZES)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
     parser.add_argument("--dry", action="store_true", help="write nothing")

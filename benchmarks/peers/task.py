@@ -38,6 +38,14 @@ class Config(NamedTuple):
         return f"{self.dim}x{self.num_layers}, {self.batch} x {self.length}"
 
 
+SIZES = {
+    "128x4": Config(dim=128, num_layers=4, num_heads=4, batch=16, length=128),
+    "256x4": Config(dim=256, num_layers=4, num_heads=4, batch=16, length=128),
+    "256x6": Config(dim=256, num_layers=6, num_heads=8, batch=8, length=256),
+    "512x4": Config(dim=512, num_layers=4, num_heads=8, batch=8, length=128),
+}
+
+
 class Task(NamedTuple):
     """A place in the job, and where the data lies."""
 

@@ -62,11 +62,28 @@ def check_sync(who: str, sync: SyncConfig) -> None:
         what = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
         near = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
         raise ValueError(format_error(who, what, fix=f"use sync_every={' or '.join(map(str, near))}."))
-    stride = every // fragments
-    if sync.delay >= stride:
-        what = f"delay={sync.delay} must be below sync_every / fragments = {stride}: the next fragment is sent then."
-        raise ValueError(format_error(who, what, fix=f"use a delay of at most {stride - 1}, or sync less often."))
-    if isinstance(sync.mix, bool) or not isinstance(sync.mix, int | float | np.integer | np.floating):
-        raise TypeError(f"{who}: mix must be a number, got {sync.mix!r} ({type(sync.mix).__name__}).")
-    if not 0 <= sync.mix <= 1:
-        raise ValueError(f"{who}: mix must be between 0 and 1, got {sync.mix}.")
+    check_delay_and_mix(who, sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
+
+
+def check_delay_and_mix(who: str, delay: int, mix: float, stride: int, *, every: str, verb: str) -> None:
+    """Refuse a delay that is as long as the steps between two fragments, and a mix that is no share.
+
+    Args:
+      who: the caller.
+      delay: steps that a fragment travels, an integer.
+      mix: the share of its own parameters that a replica keeps.
+      stride: steps between two fragments.
+      every: the name of the argument that says how often the same fragment is sent.
+      verb: what is done then.
+
+    Raises:
+      TypeError: if the mix is not a number.
+      ValueError: if either is out of range.
+    """
+    if delay >= stride:
+        what = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
+        raise ValueError(format_error(who, what, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
+    if isinstance(mix, bool) or not isinstance(mix, int | float | np.integer | np.floating):
+        raise TypeError(f"{who}: mix must be a number, got {mix!r} ({type(mix).__name__}).")
+    if not 0 <= mix <= 1:
+        raise ValueError(f"{who}: mix must be between 0 and 1, got {mix}.")

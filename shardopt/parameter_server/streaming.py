@@ -11,6 +11,7 @@ from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
 from shardopt.core.types import Metric, PyTree, TrainState
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.local_updates.build import check_delay_and_mix
 from shardopt.parameter_server.fragments import Fragments, Part
 from shardopt.parameter_server.ray_groups import on_this_process
 
@@ -44,17 +45,10 @@ def check_streaming(who: str, local_steps: Sequence[int], fragments: int, delay:
     """
     check_count(who, "fragments", fragments, least=1)
     check_count(who, "delay", delay, least=0)
-    if isinstance(mix, bool) or not isinstance(mix, int | float | np.integer | np.floating):
-        raise TypeError(f"{who}: mix must be a number, got {mix!r} ({type(mix).__name__}).")
-    if not 0 <= mix <= 1:
-        raise ValueError(f"{who}: mix must be between 0 and 1, got {mix}.")
     if odd := sorted({steps for steps in local_steps if steps % fragments}):
         what = f"local_steps={odd[0]} is not divisible by fragments={fragments}, remainder {odd[0] % fragments}."
         raise ValueError(format_error(who, what, fix=f"use local_steps={(odd[0] // fragments + 1) * fragments}."))
-    stride = min(local_steps) // fragments
-    if delay >= stride:
-        what = f"delay={delay} must be below local_steps / fragments = {stride}: the next fragment is sent then."
-        raise ValueError(format_error(who, what, fix=f"use a delay of at most {stride - 1}, or push less often."))
+    check_delay_and_mix(who, delay, mix, min(local_steps) // fragments, every="local_steps", verb="push")
 
 
 class Island:

@@ -175,9 +175,8 @@ def plan_leaves(
         axes = every.without(EXPERT, mesh.shape) if path in experts else every
         of_experts = any(re.search(one, path) for one in expert_leaves)
         if of_experts and mesh.shape.get("tensor", 1) == 1:
-            spec = PartitionSpec(
-                *[None] * len(shape)
-            )  # one device splits nothing, and its dim may be the first that is free
+            # one device splits nothing, and its dim may be the first that is free
+            spec = PartitionSpec(*[None] * len(shape))
         taken = PartitionSpec(EXPERT, *spec[1:]) if path in experts else spec
         dim, reason = data_dim(shape, taken, axes, min_shard_elements)
         if dim is not None and of_experts:
