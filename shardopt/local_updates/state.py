@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -127,16 +128,18 @@ def make_fragments(config: StrategyConfig, plans: Sequence[LeafPlan], count: int
 
     Neighbouring blocks thus agree at different times, which Streaming DiLoCo found better than runs of blocks.
     """
-    trained = [i for i, plan in enumerate(plans) if plan.trainable]
-    outer = [i for i in trained if not plans[i].stacked]
-    turn = {i: place % count for place, i in enumerate(outer)}
+    dealt = deal_out([plan.stacked if plan.trainable else None for plan in plans], count)
 
     def has(i, number):
-        if plans[i].stacked:
-            return number < _blocks_of_stage(config, plans[i])
-        return turn[i] == number
+        return number < _blocks_of_stage(config, plans[i]) if dealt[i] == -1 else dealt[i] == number
 
-    return tuple(Fragment(f, count, tuple(i for i in trained if has(i, f))) for f in range(count))
+    return tuple(Fragment(f, count, tuple(i for i in range(len(plans)) if has(i, f))) for f in range(count))
+
+
+def deal_out(stacked: Iterable[bool | None], count: int) -> list[int | None]:
+    """Return of each leaf its fragment, in turn; -1 of a stacked leaf, which has a part in all; None where None is given."""
+    turn = itertools.count()
+    return [None if one is None else -1 if one else next(turn) % count for one in stacked]
 
 
 def fragment_shape(config: StrategyConfig, plan: LeafPlan, fragment: Fragment) -> tuple[int, ...]:

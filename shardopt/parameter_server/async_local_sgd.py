@@ -1,6 +1,5 @@
 """Asynchronous Local SGD: islands train by themselves, and push how far they have come."""
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NoReturn
@@ -323,13 +322,9 @@ def _over_steps(found: Sequence[jax.Array | Metric]) -> Metric:
 
 def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax.Array]) -> None:
     """Refuse new values of frozen leaves: islands have no common value for them, and they would be lost."""
-    frozen = opt.config.frozen
-    paths = [
-        (path, index)
-        for index, (path, leaf) in enumerate(leaves_with_paths(params))
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(re.search(pattern, path) for pattern in frozen)
-    ]
-    if changed := [path for path, index in paths if not unchanged[index]]:
+    frozen = Fragments(1, stacked=False, frozen=tuple(opt.config.frozen)).untrained(params)
+    pairs = zip(leaves_with_paths(params), unchanged, strict=True)
+    if changed := [path for (path, _), same in pairs if path in frozen and not same]:
         _refuse_updated(changed)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardopt.core.block_model import BLOCKS
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, leaves_with_paths
+from shardopt.local_updates.state import deal_out
 from shardopt.parameter_server.apply import Applied, Mathematics, copied, own
 from shardopt.parameter_server.updates import Update, check_params
 
@@ -45,16 +46,13 @@ class Fragments(NamedTuple):
 
     def numbers(self, params: PyTree) -> list[int | None]:
         """Return of each leaf its fragment; -1 of a stacked leaf, which has a part in all; None of one that has no part."""
-        numbers, turn = [], 0
-        for path, leaf in leaves_with_paths(params):
+
+        def stacked(path: str, leaf: jax.Array) -> bool | None:
             if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(re.search(one, path) for one in self.frozen):
-                numbers.append(None)
-            elif self.stacked and path.split("/")[0] == BLOCKS:
-                numbers.append(-1)
-            else:
-                numbers.append(turn % self.num_fragments)
-                turn += 1
-        return numbers
+                return None
+            return self.stacked and path.split("/")[0] == BLOCKS
+
+        return deal_out((stacked(*one) for one in leaves_with_paths(params)), self.num_fragments)
 
     def take(self, params: PyTree, number: int) -> PyTree:
         """Return what belongs to a fragment; None for other leaves."""

@@ -80,17 +80,19 @@ def test_what_is_remembered_is_sent_later():
     assert (np.abs(sent - 16 * slope) <= 16).all()
 
 
-def test_a_memory_that_is_lost_is_said_and_replayed():
+def test_a_memory_that_is_lost_is_said_and_replayed(waiting_for_joins):
+    """Worker 1 does 2 to 4 of the first 6 updates, so at its batch 8 worker 0 has version 10 to 12."""
     availability = {1: [(0, 6), (10, 16), (20, 1e9)]}
-    opt, result = train(INT8, num_updates=26, availability=availability)
+    opt, result = train(INT8, num_updates=26, data=waiting_for_joins(batches_of, {1: [0, 8]}), availability=availability)
     lost = result.metrics["lost_memory"]
     assert {worker: len(values) for worker, values in lost.items()} == {1: 2}
     assert all(0 < value < 1 for value in lost[1])
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
 
 
-def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch):
+def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch, waiting_for_joins):
     """The replay above can fail: it begins without memory at each join."""
+    data = waiting_for_joins(batches_of, {1: [0, 8]})
     make = worker_side.make_compressors
 
     def remembers(code):
@@ -98,7 +100,7 @@ def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("shardopt.parameter_server.worker.make_compressors", remembers)
-        _, result = train(INT8, num_updates=26, availability={1: [(0, 6), (10, 1e9)]})
+        _, result = train(INT8, num_updates=26, data=data, availability={1: [(0, 6), (10, 1e9)]})
     opt, _ = train(INT8, num_updates=0)
     with pytest.raises(ValueError, match="the parameters at the end are not those of the run"):
         opt.replay(result.log, start(), batches_of)
@@ -154,7 +156,8 @@ def test_islands():
 
     islands = [make(jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
     opt = so.async_local_sgd(islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8)
-    result = opt.run(start(), batches_of, num_updates=8, availability={1: [(0, 5), (7, 1e9)]})
+    # island 0 does not come further than version 8 before island 1 has left
+    result = opt.run(start(), batches_of, num_updates=9, availability={1: [(0, 5), (7, 1e9)]})
     assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.compressor(INT8).nbytes(start())
     assert set(result.metrics["lost_memory"]) == {1}
     same_bits(opt.replay(result.log, start(), batches_of), result.params)

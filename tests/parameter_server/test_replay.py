@@ -41,16 +41,18 @@ def test_threads(rule, max_staleness, regression, tmp_path):
 
 
 @pytest.mark.parametrize("max_staleness", tiered([0, 1, None], lambda bound: bound is None))
-def test_threads_with_deaths_and_late_joiners(max_staleness, regression):
+def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting_for_joins):
     tx = optax.sgd(0.05, momentum=0.9)
     opt = so.async_sgd(tx, regression.loss_fn, workers=4, max_staleness=max_staleness, rule=rules.dc_asgd())
-    availability = {1: [(0, 8)], 2: [(5, float("inf"))], 3: [(0, 6), (12, 20), (24, float("inf"))]}
-    result = opt.run(regression.params, regression.batches_of(4), num_updates=40, availability=availability)
+    availability = {1: [(0, 8)], 2: [(5, float("inf"))], 3: [(0, 6), (9, 12), (14, float("inf"))]}
+    # workers 0 and 2 come to their batch 14 at version 45 at the latest
+    data = waiting_for_joins(regression.batches_of(4), {2: [9], 3: [0, 9, 14]})
+    result = opt.run(regression.params, data, num_updates=50, availability=availability)
     events = list(result.log)
     assert [one.worker for one in events if one.kind == "leave"].count(3) == 2
     assert [one.worker for one in events if one.kind == "join"].count(3) == 3
     assert next(one.version for one in events if (one.kind, one.worker) == ("join", 2)) >= 5
-    assert result.metrics["updates"] == 40
+    assert result.metrics["updates"] == 50
     same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
 
 

@@ -58,17 +58,17 @@ def test_without_staleness_it_is_streaming_diloco(reducer, odd, x64):
     ],
     ids=["rule", "quantised", "one fragment", "no delay"],
 )
-def test_replay_with_deaths_and_late_joiners(options, regression, tmp_path):
+def test_replay_with_deaths_and_late_joiners(options, regression, tmp_path, waiting_for_joins):
     params = {**regression.params, "v": jnp.ones(4), "c": jnp.zeros(())}
     loss_fn = lambda p, batch: regression.loss_fn({"w": p["w"] * p["v"], "b": p["b"] + p["c"]}, batch)  # noqa: E731
     made = islands(loss_fn, make=options.pop("make", so.ddp))
     opt = so.async_local_sgd(made, outer=optax.sgd(0.5), local_steps=H, **STREAMING | options)
-    availability = {1: [(1, 6), (9, float("inf"))]}
+    availability, each = {1: [(1, 6), (9, float("inf"))]}, H // (STREAMING | options)["fragments"]
+    data = waiting_for_joins(regression.batches_of(2), {1: [each, 9 * each]})
     with so.Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
-        result = opt.run(
-            params, regression.batches_of(2), num_updates=15, availability=availability, checkpoints=checkpoints
-        )
+        result = opt.run(params, data, num_updates=15, availability=availability, checkpoints=checkpoints)
     assert result.metrics["updates"] == 15
+    assert [event.kind for event in result.log if event.worker == 1].count("join") == 2
     same_bits(opt.replay(result.log, params, regression.batches_of(2)), result.params)
     with so.Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
         on = opt.run(params, regression.batches_of(2), num_updates=25, checkpoints=checkpoints)
