@@ -3,6 +3,7 @@
 import json
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -185,33 +186,23 @@ def _is_event(value: object) -> TypeGuard[list[Any]]:
 
 
 class Positions:
-    """The rounds of data that each worker has taken since it joined; a step that a resumed run gave up is not one.
+    """The rounds of data that each worker is done with; one in flight when it left, or was resumed, is drawn again.
 
     Example:
-      >>> where = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "resume")])
+      >>> where = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "leave", "join")])
       >>> where.of(0)
       1
     """
 
     def __init__(self, events: Iterable[Event] = ()):
-        self._taken: dict[int, int] = {}
-        self._busy: set[int] = set()
+        self._done: Counter[int] = Counter()
         for event in events:
             self.record(event)
 
     def record(self, event: Event) -> None:
         """Take note of one more event."""
-        worker = event.worker
-        if event.kind == "join":
-            self._taken[worker] = 0
-        elif event.kind == "pull":
-            self._taken[worker] += 1
-            self._busy.add(worker)
-        elif event.kind == "resume" and worker in self._busy:
-            self._taken[worker] -= 1
-        if event.kind != "pull":
-            self._busy.discard(worker)
+        self._done[event.worker] += event.kind in ("push", "refuse")
 
     def of(self, worker: int) -> int:
-        """Return the rounds that a worker has taken."""
-        return self._taken[worker]
+        """Return the rounds that a worker is done with."""
+        return self._done[worker]

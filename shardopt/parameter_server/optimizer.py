@@ -38,7 +38,8 @@ class RunFn(NamedTuple):
     Args:
       params: the parameters to begin with. Leaves that are not floating are not trained.
       batches_of: `batches_of(worker)` returns an iterable of the worker's batches, pytrees with leaves [rows, ...];
-        it is called in the worker's thread, again each time that the worker joins. A worker without batches leaves.
+        it is called in the worker's thread, again each time that the worker joins, and what the worker had pushed is drawn
+        and left out: each batch is used once, however often the worker dies. A worker without batches leaves.
       num_updates: versions of the parameters; with max_staleness=0 whole clocks.
       rng: a random key, for losses that take one.
       availability: which workers are there only at times, `{worker: [(from, to), ...]}` in versions: at `to` a
@@ -46,10 +47,10 @@ class RunFn(NamedTuple):
       log_path: a file that gets the log, also of a run that fails.
       checkpoints: a `so.Checkpoints`, which gets the server (parameters, optimizer, clocks, log) every so many
         updates and at the end. A run that finds checkpoints there goes on from the newest: each worker at its clock
-        and behind the batches of the steps that it had pushed, the steps in flight done again, with a fresh state
-        of islands and error feedback; `metrics["resumed_from"]` says from where. With max_staleness=0 the outcome
-        is that of an unbroken run, bit for bit, unless islands or a reducer remembered something; otherwise its log
-        explains it. Workers that are not there any more leave, new ones join.
+        and in its batches, the steps in flight done again, with a fresh state of islands and error feedback;
+        `metrics["resumed_from"]` says from where. With max_staleness=0 the outcome is that of an unbroken run, bit for
+        bit, unless islands or a reducer remembered something; otherwise its log explains it. Workers that are not there
+        any more leave, new ones join.
       early_stopping: a `so.EarlyStopping`, which watches the evaluations and ends the run ("early").
       evaluate: `evaluate(params) -> metrics`; its results are `metrics["evaluations"]`, with the means over
         updates of what `history` has since the one before.

@@ -35,8 +35,7 @@ class Compute(NamedTuple):
     """What workers do apart from talking to the server.
 
     Attributes:
-      begin: `begin(worker, position)`, at each join: its batches start again, and so many rounds of them are skipped,
-        which is 0 but in a run that is resumed.
+      begin: `begin(worker, position)`, at each join: its batches go on after so many rounds.
       next_batch: `next_batch(worker) -> batch`, or None where there are no more.
       update: `update(worker, params, batch, clock) -> Update`, finished, on the device of the server.
       on_server: `on_server(tree) -> tree`, moved to the device of the server: the first of the first worker.

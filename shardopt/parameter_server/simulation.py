@@ -98,7 +98,7 @@ def simulate(
       tx: the optimizer, for real mathematics.
       loss_fn: the loss, as for `async_sgd`.
       params: the parameters to start from.
-      batches_of: `batches_of(worker)` gives its batches, again at each join. A worker without batches leaves.
+      batches_of: `batches_of(worker)` gives its batches, as for `run` of `async_sgd`. A worker without batches leaves.
       rng: a random key for losses that take one.
 
     Returns:
@@ -249,7 +249,7 @@ class EventLoop:
             slowest = self.run.state.clock.slowest
             if what == _JOIN:
                 self.run.join(worker)
-                self.compute.begin(worker, 0)
+                self.compute.begin(worker, self.run.positions.of(worker))
                 self.asking[worker] = self.now
                 self.ask(worker)
             elif what == _DIE:

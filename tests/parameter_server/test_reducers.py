@@ -83,7 +83,9 @@ def test_what_is_remembered_is_sent_later():
 def test_a_memory_that_is_lost_is_said_and_replayed(waiting_for_joins):
     """Worker 1 does 2 to 4 of the first 6 updates, so at its batch 8 worker 0 has version 10 to 12."""
     availability = {1: [(0, 6), (10, 16), (20, 1e9)]}
-    opt, result = train(INT8, num_updates=26, data=waiting_for_joins(batches_of, {1: [0, 8]}), availability=availability)
+    opt, result = train(
+        INT8, num_updates=26, data=waiting_for_joins(batches_of, {1: [0, 8]}), availability=availability
+    )
     lost = result.metrics["lost_memory"]
     assert {worker: len(values) for worker, values in lost.items()} == {1: 2}
     assert all(0 < value < 1 for value in lost[1])

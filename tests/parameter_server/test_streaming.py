@@ -1,6 +1,7 @@
 """Fragments: dealt out as by diloco, which they equal without staleness; else their log; and nothing waits for the wire."""
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,14 @@ import pytest
 from support.reference import relative_difference, same_bits
 
 import shardopt as so
+from shardopt.core.types import TrainState
+from shardopt.parameter_server import make_server, make_update, rules
+from shardopt.parameter_server.async_local_sgd import _streaming_compute
 from shardopt.parameter_server.coordinator import Task
-from shardopt.parameter_server.fragments import Fragments
+from shardopt.parameter_server.fragments import Fragments, Part
 from shardopt.parameter_server.run import Compute
-from shardopt.parameter_server.worker import run_worker
+from shardopt.parameter_server.streaming import Island, Streaming
+from shardopt.parameter_server.worker import Streams, make_compressors, run_worker
 
 P, H = 2, 4
 STREAMING = {"fragments": P, "delay": 1, "mix": 0.25}
@@ -128,6 +133,109 @@ def test_steps_are_taken_while_a_push_and_its_answer_travel():
     run_worker(Server(), compute, 0)
     served = [one for one in said if one != "ahead"]
     assert served == ["pull", "push round 0", "pull", "push round 1", "pull", "push round 2", "pull"]
+
+
+def alone(delay, mix, codec=None):
+    """Return (compute, island) of one island without a strategy: each step takes the batch off its parameters."""
+    mesh = so.make_mesh(devices=jax.devices()[:1])
+    everywhere = jax.NamedSharding(mesh, jax.P())
+
+    def step(state, batch):
+        return state._replace(params=jax.tree.map(jnp.subtract, state.params, batch)), {"loss": jnp.zeros(())}
+
+    def first_state(worker, params, clock):
+        return TrainState(0, jax.device_put(params, everywhere), (), None)
+
+    streaming = Streaming(Fragments(P, stacked=False, frozen=("ice",)), delay, mix)
+    opt = SimpleNamespace(mesh=mesh, step=SimpleNamespace(with_kinds=step))
+    island = Island(opt, streaming, jax.devices()[0])
+    streams = Streams("test", lambda worker: [], [H // P])
+    compressors = make_compressors(codec)
+    return _streaming_compute(streaming, {0: island}, first_state, streams, compressors, jax.devices()[0]), island
+
+
+def floats(**leaves):
+    return {name: None if value is None else jnp.float32(value) for name, value in leaves.items()}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("ahead", [True, False], ids=["run", "replay"])
+def test_the_rounds_of_an_island(ahead, message_of):
+    """Two steps a round; the server's fragment is taken after the first of them, at which a run is before it is pulled."""
+    compute, island = alone(**{name: STREAMING[name] for name in ("delay", "mix")})
+    batches = [floats(a=1, b=10, ice=0)] * 2
+
+    def pushed(params, clock):
+        if ahead:
+            compute.ahead(0, batches)
+        went_on = None if island.state is None else float(island.state.params["a"])
+        update = compute.update(0, params, batches, clock)
+        assert update.rows == 1  # each island counts alike
+        return went_on, update.grads.number, update.grads.tree
+
+    compute.begin(0, 0)
+    assert pushed(floats(a=0, b=0, ice=8), 0) == (None, 0, floats(a=2, b=None, ice=None))
+    assert pushed(floats(a=5, b=50, ice=8), 1) == (-2 - ahead, 1, floats(a=None, b=40, ice=None))
+    assert island.state.params == floats(a=(0.75 * 5 + 0.25 * -3) - 1, b=-40, ice=8)
+    fragment = Part(floats(a=None, b=200, ice=None), 1)  # on Ray nothing else is pulled
+    assert pushed(fragment, 2) == (2 - ahead, 0, floats(a=5, b=None, ice=None))
+    assert island.state.params == floats(a=0, b=(0.75 * 200 + 0.25 * -50) - 10, ice=8)
+    compute.ahead(0, batches)
+    compute.begin(0, 0)  # it died, and joins again
+    assert pushed(floats(a=1, b=2, ice=8), 5) == (None, 1, floats(a=None, b=20, ice=None))
+    batches = [floats(a=1, b=1, ice=1)] * 2
+    assert message_of(ValueError, pushed, fragment, 6) == (
+        "async_local_sgd: loss_fn returns so.Updated, for which islands have no common value.\n"
+        "  ice\nFix: train such leaves with ddp, zero, fsdp or diloco."
+    )
+
+
+@pytest.mark.fast
+def test_what_a_push_leaves_out_is_in_later_ones_of_its_fragment():
+    """One entry of four travels, always the largest unless what was not sent is remembered; who joins remembers nothing."""
+    codec = so.reducers.compressor(so.reducers.error_feedback(so.reducers.top_k(density=0.25)))
+    compute, _ = alone(delay=0, mix=0.0, codec=codec)
+    zeros = {name: jnp.zeros(4) for name in "ab"}
+    batches = [{name: jnp.array([4.0, 3.0, 2.0, 1.0]) for name in "ab"}] * 2
+
+    def sent():
+        compute.begin(0, 0)
+        parts = [compute.update(0, zeros, batches, clock).grads for clock in range(8 * P)]
+        return [codec.decode(one.tree, {"ab"[one.number]: zeros["a"]})["ab"[one.number]] for one in parts]
+
+    first, again = sent(), sent()
+    for number in range(P):
+        assert (sum(first[number::P]) > 0).all()
+    same_bits(first, again)
+
+
+@pytest.mark.fast
+def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
+    """The rule multiplies the change of a fragment by how many there have been."""
+
+    def multiply(grads, count, **_):
+        return jax.tree.map(lambda one: one * count, grads), count + 1
+
+    rule = rules.Rule("multiply", {}, init=lambda params: jnp.ones(()), gradient=multiply)
+    fragments = Fragments(P, stacked=False, frozen=())
+    server = make_server(optax.sgd(1.0), max_staleness=0, rule=rule, fragments=fragments)
+    state = server.init(floats(a=0, b=0))
+    for worker in range(3):
+        state, _ = server.join(state, worker)
+
+    def push(state, number, changes):
+        for worker, change in enumerate(changes):
+            state, pulled = server.pull(state, worker)
+            tree = floats(a=None, b=None) | floats(**{"ab"[number]: change})
+            state, _ = server.push(state, worker, make_update(Part(tree, number)), pulled.version)
+        return state
+
+    state = push(state, 0, [1, 3])
+    state, _ = server.leave(state, 2)
+    assert state.params == floats(a=-2, b=0)
+    state = push(state, 1, [2, 4])
+    assert state.params == floats(a=-2, b=-3)
+    assert push(state, 0, [3, 5]).params == floats(a=-2 - 2 * 4, b=-3)
 
 
 @pytest.mark.fast

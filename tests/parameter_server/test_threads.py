@@ -197,6 +197,23 @@ def test_data_that_ends_ends_the_run():
     assert (metrics["stopped"], metrics["updates"], metrics["pushes"]) == ("exhausted", 4, 9)
 
 
+@pytest.mark.fast
+def test_each_example_is_used_once_however_often_a_worker_dies(waiting_for_joins):
+    """The parameters count the examples; worker 1 dies twice, each time with a step in flight or before it has begun one."""
+    examples = lambda worker: list(np.eye(24, dtype=np.float32)[12 * worker : 12 * worker + 12, None])  # noqa: E731
+    opt = so.async_sgd(optax.sgd(1.0), lambda counts, batch: -jnp.mean(batch @ counts), workers=2, max_staleness=1)
+    result = opt.run(
+        np.zeros(24, np.float32),
+        waiting_for_joins(examples, {1: [0, 5, 9]}),
+        num_updates=100,
+        availability={1: [(0, 4), (5, 8), (9, math.inf)]},
+    )
+    assert [event.kind for event in result.log if event.worker == 1].count("join") == 3
+    assert result.metrics["stopped"] == "exhausted"
+    np.testing.assert_array_equal(result.params, np.ones(24))
+    np.testing.assert_array_equal(opt.replay(result.log, np.zeros(24, np.float32), examples), result.params)
+
+
 def zip_some(count):
     return (batch for batch, _ in zip(ones(0), range(count), strict=False))
 
