@@ -133,8 +133,13 @@ def read_slot(buffers: Arrays, slot: Index) -> Arrays:
 
 
 def add_to_slot(buffers: Arrays, slot: Index, values: Sequence[jax.Array]) -> Arrays:
-    """Return the buffers with `values` added to a slot, in the dtype of the buffers."""
-    return write_slot(buffers, slot, add(read_slot(buffers, slot), values))
+    """Return the buffers with `values` added to a slot, in the dtype of the buffers.
+
+    What is read has the shape of what is written: XLA then adds in place, and would copy the slot first otherwise.
+    """
+    slots = [jax.lax.dynamic_slice_in_dim(x, slot, 1) for x in buffers]
+    sums = add(slots, [x[None] for x in values])
+    return [jax.lax.dynamic_update_slice_in_dim(x, y, slot, 0) for x, y in zip(buffers, sums, strict=True)]
 
 
 def add(sums: Arrays, values: Sequence[jax.Array]) -> Arrays:

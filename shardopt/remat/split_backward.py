@@ -25,6 +25,7 @@ from shardopt.core.trace import (
     trace_of,
 )
 from shardopt.core.types import abstract
+from shardopt.remat.transposed_products import CHECKPOINTS, without_transposes
 
 Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def split_backward(
     args = (given, x, [x[i] for i in moving])
     closed = jax.make_jaxpr(with_gradients)(*args)
     flat = jax.make_jaxpr(lambda *args: inlined(closed.jaxpr, closed.consts, jax.tree.leaves(args)))(*args)
-    return _cut(flat, len(given), len(x), len(trained))
+    return _cut(jex.ClosedJaxpr(without_transposes(flat.jaxpr), flat.consts), len(given), len(x), len(trained))
 
 
 def rematerialised(passes: Passes, x: Shapes) -> Passes:
@@ -176,7 +177,7 @@ def _apart(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
     equations = []
     for i, eqn in enumerate(trace.jaxpr.eqns):
         groups = [[v for v in eqn.outvars if (v in read) is needed] for needed in (True, False)]
-        is_checkpoint = eqn.primitive.name in ("remat2", "checkpoint") and i in for_dx
+        is_checkpoint = eqn.primitive.name in CHECKPOINTS and i in for_dx
         equations += _halves(eqn, groups) if is_checkpoint and all(groups) else [eqn]
     return jex.ClosedJaxpr(trace.jaxpr.replace(eqns=equations), trace.consts)
 

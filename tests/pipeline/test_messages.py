@@ -1,5 +1,6 @@
 """Blocks reach the stage that runs them, whatever it is, and their gradients the stage that stores them."""
 
+import math
 import re
 import subprocess
 import sys
@@ -118,3 +119,13 @@ def test_what_fills_the_tiles_of_a_tpu_lies_in_them(shape, order):
     found = re.findall(r"result_layouts = \[dense<\[(.*?)\]>", on["tpu"])
     assert found == ([] if order is None else [", ".join(map(str, order[::-1]))])
     assert "LayoutConstraint" not in on["cpu"]
+
+
+def test_a_slot_is_added_to_where_it_lies():
+    """Else every weight gradient would be copied once more; beside the product nothing takes memory."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(3, 16, 32), (16, 8), (8, 32)]]
+    added = jax.jit(lambda sums, a, b, slot: messages.add_to_slot([sums], slot, [a @ b])[0], donate_argnums=0)
+    compiled = added.lower(*shapes, jnp.int32(1)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 16 * 32
+    sums, a, b = (jnp.arange(math.prod(one.shape), dtype=one.dtype).reshape(one.shape) for one in shapes)
+    np.testing.assert_array_equal(added(sums + 0, a, b, 1), sums.at[1].add(a @ b))
