@@ -140,7 +140,7 @@ def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Arra
         nothing = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, key, value)]
 
         def of_kernel(_: list[Array]) -> list[Array]:
-            return splash.gradients(query, key, value, out, logsumexp, d_out, own, marks, causal=causal)
+            return splash.gradients(query, key, value, logsumexp, delta, d_out, own, marks, causal=causal)
 
         return _unless_ahead(ring, hop, of_kernel, nothing)
 

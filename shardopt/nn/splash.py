@@ -1,20 +1,24 @@
-"""Splash attention, jax's Pallas kernel for TPU: of whole rows, and of one block of keys of a ring.
+"""Splash attention, jax's Pallas kernel for TPU, with a backward pass of our own: of whole rows, and of a block of a ring.
 
 Elsewhere than on TPU it runs interpreted, which is for tests.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn.flash import NAME, Marks, Rule, State
+from shardopt.nn.flash import NAME, TILE, Marks, Rule, State, delta_of
+from shardopt.nn.splash_backward import Columns, Rows
+from shardopt.nn.splash_backward import gradients as backward
 
 LANES = 128
-"""It works on tiles of so many positions and so many components of a head; whole rows are padded up to it."""
+"""It works on tiles of a multiple of so many positions; whole rows are padded up to it."""
 
 
 def splash_attention(
@@ -25,17 +29,37 @@ def splash_attention(
     rule: Rule,
 ) -> Float[Array, "B T H V"]:
     """Return attention of whole rows in natural order."""
-    T, H = query.shape[1:3]
+    T = query.shape[1]
     length = -(-T // LANES) * LANES
     if length != T and not rule.causal and segments is None:
         segments = jnp.zeros(query.shape[:2], jnp.int32)
-    heads_first = lambda x: jnp.swapaxes(_padded(x, length, dim=1), 1, 2)  # noqa: E731
-    kernel = _kernel(length, H, rule)
-    args = heads_first(_scaled(query)), heads_first(key), heads_first(value)
     if segments is not None:  # what is padded is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
-    mixed = _mapped(kernel, segments, segments)(*args)
-    return jnp.swapaxes(mixed, 1, 2)[:, :T, :, : value.shape[3]].astype(value.dtype)
+    heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
+    mixed = _whole_rows(heads_first(_scaled(query)), heads_first(key), heads_first(value), segments, rule)
+    return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _whole_rows(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
+    return _whole_rows_forward(query, key, value, segments, rule)[0]
+
+
+def _whole_rows_forward(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
+) -> tuple[Array, tuple]:
+    mixed, logsumexp = _mixed(query, key, value, segments, segments, rule)
+    mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
+    return mixed, (query, key, value, segments, mixed, logsumexp)
+
+
+def _whole_rows_backward(rule: Rule, kept: tuple, d_mixed: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, segments, mixed, logsumexp = kept
+    rows = Rows(query, d_mixed, logsumexp, delta_of(mixed, d_mixed, logsumexp), segments)
+    return *backward(rows, Columns(key, value, segments), rule, dtype=query.dtype), None
+
+
+_whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
 def absorb(
@@ -53,10 +77,9 @@ def absorb(
     What the kernel mixes is rounded to the dtype of query before blocks are summed.
     """
     B, G, R, T, K = query.shape
-    kernel = _kernel(T, G * R, Rule(causal, None), save_residuals=True)
-    args = _padded(_scaled(query).reshape(B, G * R, T, K), T), _padded(key, T), _padded(value, T)
-    mixed, (logsumexp,) = _mapped(kernel, seeing.segments, seen.segments)(*args)
-    mixed, logsumexp = mixed[..., :K].reshape(query.shape), logsumexp.reshape(query.shape[:-1])
+    rows = _scaled(query).reshape(B, G * R, T, K)
+    mixed, logsumexp = _mixed(rows, key, value, seeing.segments, seen.segments, Rule(causal, None))
+    mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
     before, now = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
     return State(top, state.total * before + now, state.mixed * before[..., None] + mixed * now[..., None])
@@ -66,87 +89,51 @@ def gradients(
     query: Float[Array, "B G R T K"],
     key: Float[Array, "B G T K"],
     value: Float[Array, "B G T K"],
-    out: Float[Array, "B G R T K"],
     logsumexp: Float[Array, "B G R T"],
+    delta: Float[Array, "B G R T"],
     d_out: Float[Array, "B G R T K"],
     seeing: Marks,
     seen: Marks,
     *,
     causal: bool,
 ) -> list[Array]:
-    """As `flash.gradients`, of such a block; out and logsumexp are over all blocks.
-
-    The kernel's own backward pass takes both as they come, so those of all blocks may be given it; jax has no public name
-    for it.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as private
-
-    B, G, R, T, K = query.shape
-    kernel = _kernel(T, G * R, Rule(causal, None))
-    names = "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name"
-    static = [kernel.kwargs[name] for name in (*names, "mask_function", "attn_logits_soft_cap", "interpret")]
-    backward_of: Any = private._splash_attention_bwd
-
-    def backward(q: Array, k: Array, v: Array, *rest: Any) -> tuple[Array, ...]:
-        o, lse, do, segments = rest
-        kept = q, k, v, segments, None, o, lse, kernel.dq_mask_info, kernel.dkv_mask_info
-        return backward_of(*static, kept, do)[3:6]
-
-    heads = lambda x: _padded(x.reshape(B, G * R, T, K), T)  # noqa: E731
-    args = heads(_scaled(query)), _padded(key, T), _padded(value, T), heads(out)
-    args = *args, logsumexp.reshape(B, G * R, T), heads(d_out), _segment_ids(seeing.segments, seen.segments)
-    dq, dk, dv = jax.vmap(backward)(*args)
-    wide = logsumexp.dtype
-    dq = dq[..., :K].reshape(query.shape).astype(wide) * K**-0.5
-    return [dq, dk[..., :K].astype(wide), dv[..., :K].astype(wide)]
+    """As `flash.gradients`, of such a block."""
+    B, G, R, _, K = query.shape
+    heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
+    rows = Rows(heads(_scaled(query)), heads(d_out), heads(logsumexp), heads(delta), seeing.segments)
+    columns = Columns(key, value, seen.segments)
+    dq, dk, dv = backward(rows, columns, Rule(causal, None), dtype=logsumexp.dtype)
+    return [dq.reshape(query.shape) * K**-0.5, dk, dv]
 
 
-def _kernel(length: int, heads: int, rule: Rule, *, save_residuals: bool = False) -> Any:
+def _mixed(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G T K"],
+    value: Float[Array, "B G T V"],
+    seeing: Int[Array, "B T"] | None,
+    seen: Int[Array, "B T"] | None,
+    rule: Rule,
+) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
+    """Return what is mixed by scores query key^T, and the logarithm of the sum of their exponentials."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    block = math.gcd(length, 512)
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
-    shape: tuple[int, int] = (length, length)
-    one: Any = splash.CausalMask(shape) if rule.causal else splash.FullMask(shape)
+    H, T = query.shape[1:3]
+    block = math.gcd(T, TILE)
+    one: Any = splash.CausalMask((T, T)) if rule.causal else splash.FullMask((T, T))
     if rule.window is not None:
-        one = splash.LocalMask(shape, (rule.window - 1, 0), 0)
-    return splash.make_splash_mha(
-        splash.MultiHeadMask([one] * heads),
-        block_sizes=sizes,
+        one = splash.LocalMask((T, T), (rule.window - 1, 0), 0)
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([one] * H),
+        block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block),
         head_shards=1,
         q_seq_shards=1,
-        save_residuals=save_residuals,
-        residual_checkpoint_name=NAME,
+        save_residuals=True,
         interpret=not device_kind_or_default().startswith("TPU"),
     )
-
-
-def _mapped(kernel: Any, seeing: Array | None, seen: Array | None) -> Any:
-    """Return the kernel of several rows."""
-    ids = _segment_ids(seeing, seen)
-    return lambda q, k, v: jax.vmap(kernel)(q, k, v, ids)
-
-
-def _segment_ids(seeing: Array | None, seen: Array | None) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    return None if seeing is None or seen is None else splash.SegmentIds(seeing, seen)
+    ids = None if seeing is None or seen is None else splash.SegmentIds(seeing, seen)
+    mixed, (logsumexp,) = jax.vmap(kernel)(query, key, value, ids)
+    return mixed, logsumexp
 
 
 def _scaled(query: Array) -> Array:
     return (query * query.shape[-1] ** -0.5).astype(query.dtype)
-
-
-def _padded(x: Array, length: int, dim: int = 2) -> Array:
-    widths = [(0, 0)] * 4
-    widths[dim], widths[3] = (0, length - x.shape[dim]), (0, -x.shape[3] % LANES)
-    return jnp.pad(x, widths)

@@ -1,15 +1,13 @@
-"""What splash attention's kernels compute: whole tiles of a causal mask, and scores again in each backward kernel."""
+"""What splash attention's kernels compute: whole tiles of a causal mask, and scores again in the backward pass."""
 
 TILE = 512
 """Queries and keys of a tile, see `shardopt.nn.splash`."""
-LANES = 128
-"""Heads are padded to a multiple of so many components."""
 
 KERNELS = {"fwd": (1, 1), "_dq": (2, 1), "fused": (3, 2), "_dkv": (2, 2)}
 """By a part of a kernel's name: how many products of the width of keys it has for each tile, and how many of that of values."""
 FORWARD = KERNELS["fwd"]
-BACKWARD = (4, 3)
-"""The gradient of queries, then that of keys and values: each computes the scores, and their gradients, for itself."""
+BACKWARD = KERNELS["fused"]
+"""Of `shardopt.nn.splash_backward`; jax's own two kernels each compute the scores, and their gradients, for themselves."""
 
 
 def splash_flops(of_keys: int, of_values: int, *, heads: int, length: int, keys: int, values: int) -> float:
@@ -26,10 +24,8 @@ def splash_flops(of_keys: int, of_values: int, *, heads: int, length: int, keys:
       values: width of a head of values.
 
     Example:
-      >>> splash_flops(*FORWARD, heads=1, length=512, keys=192, values=128) == 2 * 512**2 * (256 + 128)
+      >>> splash_flops(*FORWARD, heads=1, length=512, keys=192, values=128) == 2 * 512**2 * (192 + 128)
       True
     """
     tiles = max(length // TILE, 1)
-    padded = lambda width: -(-width // LANES) * LANES  # noqa: E731
-    widths = of_keys * padded(keys) + of_values * padded(values)
-    return 2.0 * widths * heads * length**2 * (tiles + 1) / (2 * tiles)
+    return 2.0 * (of_keys * keys + of_values * values) * heads * length**2 * (tiles + 1) / (2 * tiles)

@@ -215,10 +215,7 @@ class Reader:
 
 
 def kernel_flops(line: Instruction, inputs: list[str]) -> float:
-    """Return the flops of a Pallas kernel: those that it states, or of splash attention those of a causal mask; else 0.
-
-    See `splash_flops`; what it is given is padded already.
-    """
+    """Return the flops of a Pallas kernel: those that it states, or of splash attention `splash_flops`; else 0."""
     if stated := _STATED_FLOPS.search(line.rest):
         return float(stated[1])
     if "splash" not in line.name:

@@ -1,0 +1,202 @@
+"""The gradients of splash attention by one Pallas kernel for TPU, which computes the scores of a tile once.
+
+jax's own two backward kernels each compute scores and their gradients for themselves, seven products a tile. Here the gradients
+of a head's queries, and of its keys and values, stay in VMEM while all tiles pass by: five. Elsewhere than on TPU it runs
+interpreted, which is for tests.
+
+Suffixes: B sequences, H heads of queries, G heads of keys and values, T queries, S keys, K width of a head, V of its values.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shardopt.mesh import device_kind_or_default
+from shardopt.nn.flash import TILE, Rule
+
+LANES = 128
+_HIDDEN = -1e30
+
+
+class Rows(NamedTuple):
+    """Queries, and what comes with each; segments may be None.
+
+    Attributes:
+      query: [B, H, T, K], scaled.
+      d_out: [B, H, T, V].
+      logsumexp: [B, H, T], over the keys of all blocks.
+      delta: [B, H, T], sum_v out d_out.
+      segments: [B, T].
+    """
+
+    query: Float[Array, "B H T K"]
+    d_out: Float[Array, "B H T V"]
+    logsumexp: Float[Array, "B H T"]
+    delta: Float[Array, "B H T"]
+    segments: Int[Array, "B T"] | None
+
+
+class Columns(NamedTuple):
+    """Keys [B, G, S, K], values [B, G, S, V] and their segments [B, S], or None."""
+
+    key: Float[Array, "B G S K"]
+    value: Float[Array, "B G S V"]
+    segments: Int[Array, "B S"] | None
+
+
+def gradients(
+    rows: Rows, columns: Columns, rule: Rule, *, dtype: DTypeLike
+) -> tuple[Float[Array, "B H T K"], Float[Array, "B G S K"], Float[Array, "B G S V"]]:
+    """Return what these keys add to dQ, and what these queries add to dK and dV, summed in float32, as `dtype`.
+
+    As `flash.gradients`, with scores query key^T; the first query stands where the first key does. T and S are multiples of 128.
+    Where the gradients of all rows do not fit into VMEM, pieces of them are taken: with heads of 128 and half precision beyond 10752 rows, 7168 each.
+    """
+    T, S = rows.query.shape[2], columns.key.shape[2]
+    block = math.gcd(T, S, TILE)
+    width = sum(-(-width // LANES) * LANES for width in (*2 * columns.key.shape[3:], *columns.value.shape[3:]))
+    # of a row, the sums in float32, and two buffers on their way out; a third of the room is left to what comes in and to tiles
+    fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1) * block  # noqa: E731
+    if max(T, S) <= fit(dtype):
+        return _of_piece(rows, columns, rule, _tiles(T, S, block, 0, rule), block, 0, dtype)
+    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (rows.query, columns.key, columns.value))
+    cut = lambda x, at: jax.tree.map(lambda a: a[:, at] if a.ndim == 2 else a[:, :, at], x)  # noqa: E731
+    piece = fit(jnp.float32)
+    for i in range(0, T, piece):
+        for j in range(0, S, piece):
+            here, there = slice(i, min(i + piece, T)), slice(j, min(j + piece, S))
+            if tiles := _tiles(here.stop - i, there.stop - j, block, i - j, rule):
+                found = _of_piece(cut(rows, here), cut(columns, there), rule, tiles, block, i - j, jnp.float32)
+                dq, dk, dv = (
+                    x.at[:, :, at].add(more)
+                    for x, at, more in zip((dq, dk, dv), (here, there, there), found, strict=True)
+                )
+    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
+
+
+def _tiles(T: int, S: int, block: int, ahead: int, rule: Rule) -> list[tuple[int, int]]:
+    """Return the tiles, by number of the block of queries and of keys, in which some query sees some key."""
+
+    def seen(i: int, j: int) -> bool:
+        newest, oldest = ahead + (i + 1) * block - 1 - j * block, ahead + i * block - (j + 1) * block + 1
+        return (not rule.causal or newest >= 0) and (rule.window is None or oldest < rule.window)
+
+    return [(i, j) for j in range(S // block) for i in range(T // block) if seen(i, j)]
+
+
+def _of_piece(
+    rows: Rows, columns: Columns, rule: Rule, tiles: list[tuple[int, int]], block: int, ahead: int, dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
+    from jax.experimental import pallas as pl  # here, since it takes long to import
+    from jax.experimental.pallas import tpu as pltpu
+
+    (B, H, T, K), (G, S, V) = rows.query.shape, columns.value.shape[1:]
+    R = H // G
+    # index maps are given the place in the grid, then the numbers of the blocks of queries and keys of each tile
+    of_query = lambda width: pl.BlockSpec(  # noqa: E731
+        (None, None, block, width), lambda b, g, r, t, i, _: (b, g * R + r, i[t], 0)
+    )
+    of_key = lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, r, t, _, j: (b, g, j[t], 0))  # noqa: E731
+    number = pl.BlockSpec((None, None, 1, block), lambda b, g, r, t, i, _: (b, g * R + r, 0, i[t]))
+    inputs = [rows.query, rows.d_out, rows.logsumexp[:, :, None], rows.delta[:, :, None], columns.key, columns.value]
+    in_specs = [of_query(K), of_query(V), number, number, of_key(K), of_key(V)]
+    if rows.segments is not None and columns.segments is not None:
+        inputs += [rows.segments[:, None], jnp.broadcast_to(columns.segments[:, :, None], (B, S, LANES))]
+        in_specs += [
+            pl.BlockSpec((None, 1, block), lambda b, g, r, t, i, _: (b, 0, i[t])),
+            pl.BlockSpec((None, block, LANES), lambda b, g, r, t, _, j: (b, j[t], 0)),
+        ]
+    of_head = lambda b, g, r, *_: (b, g * R + r, 0, 0)  # noqa: E731
+    of_group = lambda b, g, *_: (b, g, 0, 0)  # noqa: E731
+    places = [(H, T, K, of_head), (G, S, K, of_group), (G, S, V, of_group)]
+    out_shape = [jax.ShapeDtypeStruct((B, *shape), dtype) for *shape, _ in places]
+    products = 2 * block**2 * len(tiles) * B * H
+    run = pl.pallas_call(
+        functools.partial(_add_tile, rule=rule, block=block, ahead=ahead),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, G, R, len(tiles)),
+            in_specs=in_specs,
+            out_specs=[pl.BlockSpec((None, None, length, width), at) for _, length, width, at in places],
+            scratch_shapes=[pltpu.VMEM((length, width), jnp.float32) for _, length, width, _ in places],
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_vmem()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=products * (3 * K + 2 * V),
+            transcendentals=products // 2,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, *out_shape)),
+        ),
+        name="splash_backward",
+        interpret=not device_kind_or_default().startswith("TPU"),
+    )
+    numbers = np.asarray(tiles, np.int32)
+    dq, dk, dv = run(jnp.asarray(numbers[:, 0]), jnp.asarray(numbers[:, 1]), *inputs)
+    return dq, dk, dv
+
+
+def _add_tile(at_query: Any, at_key: Any, *refs: Any, rule: Rule, block: int, ahead: int) -> None:
+    """Add what one tile gives; scores and weights are [keys, queries], so that the numbers of queries are rows."""
+    from jax.experimental import pallas as pl
+
+    query, d_out, logsumexp, delta, key, value, *segments = (ref[...] for ref in refs[:-6])
+    out, (dq, dk, dv) = refs[-6:-3], refs[-3:]
+    r, t = pl.program_id(2), pl.program_id(3)
+    last = pl.num_programs(3) - 1
+
+    @pl.when(t == 0)
+    def _() -> None:
+        dq[...] = jnp.zeros_like(dq)
+
+    @pl.when((t == 0) & (r == 0))
+    def _() -> None:
+        dk[...], dv[...] = jnp.zeros_like(dk), jnp.zeros_like(dv)
+
+    scores = _product(key, query, 1, 1)
+    gap = ahead + (at_query[t] - at_key[t]) * block + _count(1, block) - _count(0, block)  # of the query from the key
+    seen = []
+    if rule.causal:
+        seen.append(gap >= 0)
+    if rule.window is not None:
+        seen.append(gap < rule.window)
+    if segments:
+        seeing, of_keys = segments
+        seen.append(seeing == of_keys[:, :1])
+    if seen:
+        scores = jnp.where(functools.reduce(jnp.logical_and, seen), scores, _HIDDEN)
+    weights = jnp.exp(scores - logsumexp)
+    d_scores = (weights * (_product(value, d_out, 1, 1) - delta)).astype(query.dtype)
+    queries, keys = pl.ds(at_query[t] * block, block), pl.ds(at_key[t] * block, block)
+    dv[keys] += _product(weights.astype(d_out.dtype), d_out, 1, 0)
+    dk[keys] += _product(d_scores, query, 1, 0)
+    dq[queries] += _product(d_scores, key, 0, 0)
+
+    @pl.when(t == last)
+    def _() -> None:
+        out[0][...] = dq[...].astype(out[0].dtype)
+
+    @pl.when((t == last) & (r == pl.num_programs(2) - 1))
+    def _() -> None:
+        out[1][...], out[2][...] = dk[...].astype(out[1].dtype), dv[...].astype(out[2].dtype)
+
+
+def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
+    return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _count(dim: int, block: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (block, block), dim)
+
+
+def _vmem() -> int:
+    """Return how many bytes the kernel may take, of the 64 MiB or more of a core; up to TPU v4 a core has 16."""
+    return 16 * 2**20 if device_kind_or_default() in ("TPU v2", "TPU v3", "TPU v4") else 48 * 2**20
