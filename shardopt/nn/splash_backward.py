@@ -8,6 +8,7 @@ Suffixes: B sequences, H heads of queries, G heads of keys and values, T queries
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Keys [B, G, S, K], values [B, G, S, V] and their segments [B, S], or None."""
+    """Keys [B, G, S, K], values [B, G, S, V] and their segments [B, S], or None; S is T, but for pieces."""
 
     key: Float[Array, "B G S K"]
     value: Float[Array, "B G S V"]
@@ -53,46 +54,45 @@ class Columns(NamedTuple):
 
 def gradients(
     rows: Rows, columns: Columns, rule: Rule, *, dtype: DTypeLike
-) -> tuple[Float[Array, "B H T K"], Float[Array, "B G S K"], Float[Array, "B G S V"]]:
+) -> tuple[Float[Array, "B H T K"], Float[Array, "B G T K"], Float[Array, "B G T V"]]:
     """Return what these keys add to dQ, and what these queries add to dK and dV, summed in float32, as `dtype`.
 
-    As `flash.gradients`, with scores query key^T; the first query stands where the first key does. T and S are multiples of 128.
-    Where the gradients of all rows do not fit into VMEM, pieces of them are taken: with heads of 128 and half precision beyond 10752 rows, 7168 each.
+    As `flash.gradients`, with scores query key^T; the first query stands where the first key does. T is a multiple of 128. Where
+    the gradients of all rows do not fit into VMEM, pieces of them are taken: with heads of 128 in half precision beyond 10,752
+    rows, 7168 at a time.
     """
-    T, S = rows.query.shape[2], columns.key.shape[2]
-    block = math.gcd(T, S, TILE)
+    T = rows.query.shape[2]
+    block = math.gcd(T, TILE)
     width = sum(-(-width // LANES) * LANES for width in (*2 * columns.key.shape[3:], *columns.value.shape[3:]))
     # of a row, the sums in float32, and two buffers on their way out; a third of the room is left to what comes in and to tiles
     fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1) * block  # noqa: E731
-    if max(T, S) <= fit(dtype):
-        return _of_piece(rows, columns, rule, _tiles(T, S, block, 0, rule), block, 0, dtype)
-    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (rows.query, columns.key, columns.value))
-    cut = lambda x, at: jax.tree.map(lambda a: a[:, at] if a.ndim == 2 else a[:, :, at], x)  # noqa: E731
+    if fit(dtype) >= T:
+        return _of_piece(rows, columns, rule, _tiles(T, T, 0, block, rule), 0, block, dtype)
     piece = fit(jnp.float32)
-    for i in range(0, T, piece):
-        for j in range(0, S, piece):
-            here, there = slice(i, min(i + piece, T)), slice(j, min(j + piece, S))
-            if tiles := _tiles(here.stop - i, there.stop - j, block, i - j, rule):
-                found = _of_piece(cut(rows, here), cut(columns, there), rule, tiles, block, i - j, jnp.float32)
-                dq, dk, dv = (
-                    x.at[:, :, at].add(more)
-                    for x, at, more in zip((dq, dk, dv), (here, there, there), found, strict=True)
-                )
-    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
+    cut = lambda x, at: jax.tree.map(lambda a: a[..., at : at + piece] if a.ndim == 2 else a[:, :, at : at + piece], x)  # noqa: E731
+    sums: tuple[dict[int, Array], ...] = {}, {}, {}
+    for i, j in itertools.product(range(0, T, piece), repeat=2):
+        tiles = _tiles(min(piece, T - i), min(piece, T - j), i - j, block, rule)
+        if tiles:
+            found = _of_piece(cut(rows, i), cut(columns, j), rule, tiles, i - j, block, jnp.float32)
+            for of_piece, at, more in zip(sums, (i, j, j), found, strict=True):
+                of_piece[at] = of_piece[at] + more if at in of_piece else more
+    dq, dk, dv = (jnp.concatenate([x[at] for at in range(0, T, piece)], axis=2).astype(dtype) for x in sums)
+    return dq, dk, dv
 
 
-def _tiles(T: int, S: int, block: int, ahead: int, rule: Rule) -> list[tuple[int, int]]:
+def _tiles(T: int, S: int, ahead: int, block: int, rule: Rule) -> list[tuple[int, int]]:
     """Return the tiles, by number of the block of queries and of keys, in which some query sees some key."""
 
     def seen(i: int, j: int) -> bool:
-        newest, oldest = ahead + (i + 1) * block - 1 - j * block, ahead + i * block - (j + 1) * block + 1
+        newest, oldest = ahead + (i + 1 - j) * block - 1, ahead + (i - j - 1) * block + 1
         return (not rule.causal or newest >= 0) and (rule.window is None or oldest < rule.window)
 
     return [(i, j) for j in range(S // block) for i in range(T // block) if seen(i, j)]
 
 
 def _of_piece(
-    rows: Rows, columns: Columns, rule: Rule, tiles: list[tuple[int, int]], block: int, ahead: int, dtype: DTypeLike
+    rows: Rows, columns: Columns, rule: Rule, tiles: list[tuple[int, int]], ahead: int, block: int, dtype: DTypeLike
 ) -> tuple[Array, Array, Array]:
     from jax.experimental import pallas as pl  # here, since it takes long to import
     from jax.experimental.pallas import tpu as pltpu

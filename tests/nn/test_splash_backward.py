@@ -74,12 +74,12 @@ def test_gradients_are_those_of_plain_attention(case, monkeypatch):
 
 
 def test_tiles_that_no_query_sees_are_left_out():
-    tiles = lambda *args: splash_backward._tiles(*args)  # noqa: E731
-    assert tiles(512, 512, 128, 0, Rule(True, None)) == [(i, j) for j in range(4) for i in range(j, 4)]
-    assert tiles(512, 512, 128, 0, Rule(True, 129)) == [(i, j) for j in range(4) for i in range(j, min(j + 2, 4))]
-    assert tiles(512, 512, 128, 0, Rule(True, 130))[:4] == [(0, 0), (1, 0), (2, 0), (1, 1)]
-    assert tiles(256, 256, 128, -256, Rule(True, None)) == []
-    assert len(tiles(256, 256, 128, 256, Rule(True, None))) == len(tiles(256, 256, 128, 0, Rule(False, None))) == 4
+    tiles = splash_backward._tiles
+    assert tiles(512, 512, 0, 128, Rule(True, None)) == [(i, j) for j in range(4) for i in range(j, 4)]
+    assert tiles(512, 512, 0, 128, Rule(True, 129)) == [(i, j) for j in range(4) for i in range(j, min(j + 2, 4))]
+    assert tiles(512, 512, 0, 128, Rule(True, 130))[:4] == [(0, 0), (1, 0), (2, 0), (1, 1)]
+    assert tiles(256, 256, -256, 128, Rule(True, None)) == []
+    assert len(tiles(256, 256, 256, 128, Rule(True, None))) == len(tiles(256, 256, 0, 128, Rule(False, None))) == 4
 
 
 @pytest.mark.slow
