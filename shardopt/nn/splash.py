@@ -36,7 +36,7 @@ def splash_attention(
     if segments is not None:  # what is padded is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
     heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
-    mixed = _whole_rows(heads_first(_scaled(query)), heads_first(key), heads_first(value), segments, rule)
+    mixed: Any = _whole_rows(heads_first(_scaled(query)), heads_first(key), heads_first(value), segments, rule)
     return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
 
 
