@@ -16,7 +16,7 @@ from shardopt.core.types import Metric, PyTree, TrainState, Weighted, leaves_wit
 from shardopt.engine.config import check_optimizer
 from shardopt.engine.metrics import combined
 from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.parameter_server.async_sgd import check_not_shared
+from shardopt.parameter_server.async_sgd import check_not_shared, check_servers
 from shardopt.parameter_server.clock import check_max_staleness
 from shardopt.parameter_server.fragments import Fragments, Part, check_fragments
 from shardopt.parameter_server.optimizer import AsyncOptimizer, ReplayFn, check_backend, make_run
@@ -25,11 +25,12 @@ from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.streaming import Island, Streaming, check_streaming
-from shardopt.parameter_server.updates import Update, check_params, finiteness, trained
+from shardopt.parameter_server.updates import Update, finiteness, trained
 from shardopt.parameter_server.worker import (
     Streams,
     WorkerCompressors,
     check_codec,
+    check_sgd_params,
     codec_header,
     make_compressors,
     to_device,
@@ -58,6 +59,7 @@ def async_local_sgd(
     nonfinite: str = "raise",
     devices: int = 1,
     hosts_per_island: int = 1,
+    servers: int = 1,
     address: str | None = None,
     max_restarts: int = 0,
 ) -> AsyncOptimizer:
@@ -76,7 +78,7 @@ def async_local_sgd(
     with `sync_every=local_steps` and the same fragments, delay and mix, up to summation order. Otherwise equal to its own event log, replayed, bit for bit.
 
     **Placement**: on an island as its strategy says. The server keeps parameters and the outer optimizer's state,
-    replicated, on the first device of the first island.
+    replicated, on the first device of the first island; of n servers each has 1/n of them, on that of the next in turn.
 
     **Communication** for each push, once every H / P steps: a fragment of the parameters one way, its change the other,
     both during the next `delay` steps.
@@ -100,6 +102,8 @@ def async_local_sgd(
       devices: on Ray, how many devices each process of an island has.
       hosts_per_island: on Ray, of how many processes an island is made, which join by `jax.distributed`; its function gets the
         devices of all of them. The first alone talks to the server. An island that loses one is started again as a whole.
+      servers: n, over how many servers parameters and the outer optimizer's state are sharded, as of `async_sgd`; not with
+        a reducer or fragments.
       address: of the Ray cluster.
       max_restarts: on Ray, for each island.
 
@@ -151,8 +155,9 @@ def async_local_sgd(
         check_not_shared(WHO, [one.mesh for one in islands], "island")
     steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(WHO, reducer)
     check_streaming(WHO, steps, fragments, delay, mix)
-    streaming = None
-    if (fragments, delay, mix) != (1, 0, 0):
+    streaming, is_streaming = None, (fragments, delay, mix) != (1, 0, 0)
+    check_servers(WHO, servers, {"reducer": reducer is not None, "fragments, delay or mix": is_streaming})
+    if is_streaming:
         config = islands[0].config
         dealt = Fragments(int(fragments), as_block_model(config.loss_fn) is not None, tuple(config.frozen))
         streaming = Streaming(dealt, int(delay), float(mix))
@@ -166,6 +171,8 @@ def async_local_sgd(
             rule=rule,
             nonfinite=nonfinite,
             reducer=reducer,
+            servers=servers,
+            devices=[] if backend == "ray" or servers == 1 else [_first_here(one) for one in islands],
             fragments=None if streaming is None else streaming.fragments,
         ),
         partial(_make_compute, members, everywhere, steps, codec, streaming),
@@ -174,7 +181,10 @@ def async_local_sgd(
         devices=[int(devices)] * len(islands),
         address=address,
         max_restarts=int(max_restarts),
-        check_params=check_params if streaming is None else partial(check_fragments, streaming.fragments),
+        check_params=partial(check_sgd_params, outer, rule, servers)
+        if streaming is None
+        else partial(check_fragments, streaming.fragments),
+        servers=int(servers),
         hosts=int(hosts_per_island),
     )
     meshes = tuple(one.mesh for one in islands)

@@ -111,7 +111,7 @@ def async_sgd(
     """
     check_max_staleness(WHO, max_staleness)
     check_backend(WHO, backend, address, max_restarts)
-    _check_servers(servers, reducer, sparse)
+    check_servers(WHO, servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
     on_ray = backend == "ray"
     where = process_sizes(WHO, workers) if on_ray else worker_meshes(WHO, workers)
     spec = sgd_spec(
@@ -133,12 +133,14 @@ def async_sgd(
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
 
 
-def _check_servers(servers: int, reducer: Reducer | None, sparse: Sequence[str]) -> None:
-    check_count(WHO, "servers", servers, least=1)
-    if servers > 1 and (reducer is not None or sparse):
-        other = "reducer" if reducer is not None else "sparse"
-        what = f"servers={servers} and {other} cannot be combined: a message is one for all leaves, or rows of one."
-        raise ValueError(format_error(WHO, what, fix=f"leave out servers or {other}."))
+def check_servers(who: str, servers: int, others: dict[str, bool]) -> None:
+    """Refuse several servers beside arguments, by name, that they cannot be combined with if they are given."""
+    check_count(who, "servers", servers, least=1)
+    if servers > 1 and (given := [name for name, is_given in others.items() if is_given]):
+        what = (
+            f"servers={servers} and {given[0]} cannot be combined: each server gets a range of every leaf of each push."
+        )
+        raise ValueError(format_error(who, what, fix=f"leave out servers or {given[0]}."))
 
 
 def worker_meshes(who: str, workers: Workers) -> list[Mesh]:

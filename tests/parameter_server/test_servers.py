@@ -41,6 +41,24 @@ def test_the_same_bits_as_one_server(max_staleness, rule, regression):
         same_bits(one.run(params, batches_of, num_updates=20).params, result.params)
 
 
+def test_islands_get_the_same_bits_as_with_one_server(regression, message_of):
+    meshes = [so.make_mesh(devices=jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
+    made = [so.ddp(optax.sgd(0.05), mesh, regression.loss_fn) for mesh in meshes]
+    opt = so.async_local_sgd(made, local_steps=2, max_staleness=0, servers=3)
+    result = opt.run(regression.params, regression.batches_of(2), num_updates=4)
+    assert result.log.header["servers"] == 3
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
+    one = so.async_local_sgd(made, local_steps=2, max_staleness=0)
+    same_bits(one.replay(as_if_by_one(result.log), regression.params, regression.batches_of(2)), result.params)
+    for name, given in (("reducer", so.reducers.int8()), ("fragments", 2), ("delay", 1), ("mix", 0.5)):
+        found = message_of(ValueError, so.async_local_sgd, made, local_steps=2, servers=2, **{name: given})
+        both = name if name == "reducer" else "fragments, delay or mix"
+        assert found == (
+            f"async_local_sgd: servers=2 and {both} cannot be combined: each server gets a range of every leaf of each push.\n"
+            f"Fix: leave out servers or {both}."
+        )
+
+
 def test_a_global_norm_in_two_phases(regression):
     """Equal to optax's clip on one server up to summation order, and to its own log bit for bit."""
     batches_of = regression.batches_of(2)
@@ -126,7 +144,7 @@ def test_arguments_are_refused(message_of):
     for option in ({"reducer": so.reducers.int8()}, {"sparse": ["w"]}):
         (name,) = option
         assert message_of(ValueError, so.async_sgd, tx, loss_fn, workers=2, servers=2, **option) == (
-            f"async_sgd: servers=2 and {name} cannot be combined: a message is one for all leaves, or rows of one.\n"
+            f"async_sgd: servers=2 and {name} cannot be combined: each server gets a range of every leaf of each push.\n"
             f"Fix: leave out servers or {name}."
         )
 
