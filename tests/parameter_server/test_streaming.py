@@ -230,10 +230,9 @@ def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
             state, _ = server.push(state, worker, make_update(Part(tree, number)), pulled.version)
         return state
 
-    state = push(state, 0, [1, 3])
-    state, _ = server.leave(state, 2)
+    state = push(state, 0, [1, 3, 2])
     assert state.params == floats(a=-2, b=0)
-    state = push(state, 1, [2, 4])
+    state, _ = server.leave(push(state, 1, [2, 4]), 2)
     assert state.params == floats(a=-2, b=-3)
     assert push(state, 0, [3, 5]).params == floats(a=-2 - 2 * 4, b=-3)
 
