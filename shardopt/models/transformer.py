@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shardopt import nn
@@ -28,6 +29,7 @@ def model(
     *,
     remat: Remat = None,
     chunk: int | None = None,
+    logits_dtype: DTypeLike | None = None,
     sequence_parallel: bool = False,
     precision: Precision | None = None,
 ) -> BlockModel:
@@ -41,6 +43,7 @@ def model(
       shape: sizes and dtypes.
       remat: what the backward pass recomputes, as in `BlockModel`; blocks name the values that `gpt.model` names.
       chunk: positions whose logits are held at a time, as in `so.nn.cross_entropy`.
+      logits_dtype: to which logits are rounded, likewise.
       sequence_parallel: whether what blocks hand on, and their norms, are sharded over tensor by positions, which tensor
         must divide: a block keeps 1 / tensor of its input, and an all-gather and a reduce-scatter of as many bytes take
         the place of each all-reduce. The step is the same, up to summation order; `so.plan` does not count on it.
@@ -99,7 +102,7 @@ def model(
         inputs = read_inputs("transformer", batch)
         head = cast(outer["embedding" if shape.tied else "head"], shape.dtype)
         normed = whole(rms_norm(bare(x), cast(outer["norm"], shape.dtype)))
-        return mean_loss(nn.cross_entropy(normed, head, inputs.targets, chunk=chunk), inputs)
+        return mean_loss(nn.cross_entropy(normed, head, inputs.targets, chunk=chunk, logits_dtype=logits_dtype), inputs)
 
     return BlockModel(embed, block_of(run), loss, remat, tables=() if shape.tied else ("embedding",))
 

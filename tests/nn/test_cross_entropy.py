@@ -36,6 +36,21 @@ def test_logits_of_one_chunk_are_held():
     assert temporary(None) - temporary(4) > 4 * B * (T - 4) * V
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_logits_are_rounded_where_that_is_asked_for(chunk):
+    logits = jnp.einsum("btd,vd->btv", X, HEAD).astype(jnp.bfloat16)
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), TARGETS[..., None], axis=-1)[..., 0]
+    found = so.nn.cross_entropy(X, HEAD, TARGETS, chunk=chunk, logits_dtype=jnp.bfloat16)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(found - so.nn.cross_entropy(X, HEAD, TARGETS)).max() > 1e-3
+
+
+def test_exponentials_are_not_kept():
+    _, kept = jax.vjp(lambda x: so.nn.cross_entropy(x, HEAD, TARGETS), X)
+    assert sum(x.size == B * T * V for x in jax.tree.leaves(kept)) == 1
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"^cross_entropy: chunk must be at least 1"):
         so.nn.cross_entropy(X, HEAD, TARGETS, chunk=0)
