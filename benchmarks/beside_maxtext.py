@@ -3,7 +3,7 @@
     python benchmarks/beside_maxtext.py [WORDS ...] --maxtext PYTHON [--only shardopt] [--again]
 
 PYTHON is that of an environment of its own with `pip install 'maxtext[tpu]==0.2.5'`; this one needs `pip install 'shardopt[tpu]'`
-of the same jax. fsdp, bfloat16 products and gathers, fp32 masters, AdamW with clipping at 1, every block recomputed; MaxText by its
+of the same jax. fsdp, bfloat16 products, logits and gathers, fp32 masters, AdamW with clipping at 1, every block recomputed; MaxText by its
 own `train_compile`, with splash attention, and the flags that its scripts give to such chips. Both programs are read by `so.planning.step_seconds`:
 cycles as XLA estimates them, collectives over published links; memory is what the compiler planned. WORDS choose rows by parts of
 their names; without, those of the table are done. A program takes minutes to compile. It is kept in results/beside_maxtext.json as
@@ -105,7 +105,13 @@ def compile_shardopt(row: Row) -> dict[str, Any]:
         lambda mesh: so.fsdp(
             tx,
             mesh,
-            transformer.model(shape, remat="full", chunk=row.chunk, sequence_parallel=row.tensor > 1),
+            transformer.model(
+                shape,
+                remat="full",
+                chunk=row.chunk,
+                logits_dtype=jnp.bfloat16,  # as MaxText's: logits_dot_in_fp32=false
+                sequence_parallel=row.tensor > 1,
+            ),
             gather_dtype=jnp.bfloat16,
             scatter_dtype=jnp.bfloat16,
             rules=RULES if row.tensor > 1 else (),
