@@ -62,6 +62,7 @@ def async_local_sgd(
     servers: int = 1,
     address: str | None = None,
     max_restarts: int = 0,
+    hang_timeout: float | None = None,
 ) -> AsyncOptimizer:
     """Let islands train by themselves, and apply an outer optimizer to each one's change as it comes.
 
@@ -106,6 +107,7 @@ def async_local_sgd(
         a reducer or fragments.
       address: of the Ray cluster.
       max_restarts: on Ray, for each island.
+      hang_timeout: on Ray, as for `async_sgd`: an island is ended as a whole, whichever of its processes stands still.
 
     Returns:
       An `AsyncOptimizer`. `num_updates` of its `run` counts pushes, of which each takes H / P of the global batches that
@@ -138,7 +140,7 @@ def async_local_sgd(
     check_max_staleness(WHO, max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     check_optimizer(WHO, outer)
-    check_backend(WHO, backend, address, max_restarts)
+    check_backend(WHO, backend, address, max_restarts, hang_timeout)
     check_count(WHO, "devices", devices, least=1)
     check_count(WHO, "hosts_per_island", hosts_per_island, least=1)
     if hosts_per_island > 1 and backend != "ray":
@@ -181,6 +183,7 @@ def async_local_sgd(
         devices=[int(devices)] * len(islands),
         address=address,
         max_restarts=int(max_restarts),
+        hang_timeout=hang_timeout,
         check_params=partial(check_sgd_params, outer, rule, servers)
         if streaming is None
         else partial(check_fragments, streaming.fragments),

@@ -39,6 +39,7 @@ def async_sgd(
     nonfinite: str = "raise",
     address: str | None = None,
     max_restarts: int = 0,
+    hang_timeout: float | None = None,
 ) -> AsyncOptimizer:
     """Train with workers that wait for one another only as far as a bound says.
 
@@ -86,6 +87,8 @@ def async_sgd(
       nonfinite: what to do about gradients that are not finite: "raise", which ends the run, or "skip" them.
       address: of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
       max_restarts: on Ray, how often each worker that was killed is started again, to join where the slowest is.
+      hang_timeout: on Ray, after how many seconds without progress a worker is taken to hang: it is named in the log, killed,
+        and started again. Longer than a step; ten times as long for the first, which compiles. None for never.
 
     Returns:
       An `AsyncOptimizer`; its `run(params, batches_of, *, num_updates, ...)` trains.
@@ -110,7 +113,7 @@ def async_sgd(
       "Large Scale Distributed Deep Networks", 2012.
     """
     check_max_staleness(WHO, max_staleness)
-    check_backend(WHO, backend, address, max_restarts)
+    check_backend(WHO, backend, address, max_restarts, hang_timeout)
     check_servers(WHO, servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
     on_ray = backend == "ray"
     where = process_sizes(WHO, workers) if on_ray else worker_meshes(WHO, workers)
@@ -128,7 +131,8 @@ def async_sgd(
         devices=[] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes_here(where)],
     )
     if on_ray:
-        spec = spec._replace(backend="ray", devices=where, address=address, max_restarts=int(max_restarts))
+        spec = spec._replace(backend="ray", devices=where, address=address)
+        spec = spec._replace(max_restarts=int(max_restarts), hang_timeout=hang_timeout)
     meshes = tuple(meshes_here(where))
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core.arguments import check_count, is_integer
+from shardopt.core.arguments import check_count, check_number, is_integer
 from shardopt.core.early_stopping import EarlyStopping
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
@@ -30,7 +30,8 @@ class RunFn(NamedTuple):
     """Train until the server has made `num_updates` updates: the `run` of an `AsyncOptimizer`.
 
     On Ray, training goes on when a worker is killed: the clock forgets it, and a push arrives whole or not at all;
-    `metrics["killed"]` names who was. A killed server is started again from the newest of `checkpoints`, the
+    `metrics["killed"]` names who was, and `metrics["hung"]` whom of these the run itself ended, being without progress for
+    `hang_timeout` seconds. A killed server is started again from the newest of `checkpoints`, the
     workers go on there, and `metrics["lost_updates"]` says how many updates were lost. One of several servers that is
     killed comes back by itself with its part, and no update is lost; `metrics["killed_servers"]` names it. Loss, data and optimizer
     cross by pickling: what is defined in a module must be importable on the workers.
@@ -164,7 +165,7 @@ def _periods(who: str, availability: Availability | None, num_workers: int) -> A
     return {worker: availability.get(worker, always) for worker in range(num_workers)}
 
 
-def check_backend(who: str, backend: str, address: str | None, max_restarts: int) -> None:
+def check_backend(who: str, backend: str, address: str | None, max_restarts: int, hang_timeout: float | None) -> None:
     """Refuse an unknown backend, and options of Ray that are of the wrong kind, or without Ray."""
     if backend not in ("threads", "ray"):
         what = f"backend must be 'threads' or 'ray', got {backend!r}."
@@ -172,6 +173,8 @@ def check_backend(who: str, backend: str, address: str | None, max_restarts: int
     if address is not None and not isinstance(address, str):
         raise TypeError(f"{who}: address must be a string or None, got {type(address).__name__}.")
     check_count(who, "max_restarts", max_restarts, least=0)
-    if backend != "ray" and (address is not None or max_restarts):
-        what = f"address and max_restarts are for backend='ray', got backend={backend!r}."
+    if hang_timeout is not None:
+        check_number(who, "hang_timeout", hang_timeout, positive=True)
+    if backend != "ray" and (address is not None or max_restarts or hang_timeout is not None):
+        what = f"address, max_restarts and hang_timeout are for backend='ray', got backend={backend!r}."
         raise ValueError(format_error(who, what, fix='use backend="ray", or leave them out.'))

@@ -5,6 +5,7 @@ the two kinds of processes, each with a JAX runtime of its own.
 """
 
 import contextlib
+import logging
 import os
 import queue
 import secrets
@@ -50,6 +51,9 @@ from shardopt.runtime.processes import initialize
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class ServerLostError(RuntimeError):
@@ -148,6 +152,8 @@ _LULL_SECONDS = 10.0
 """How long the death of a process may come to light after the failure of another that missed it."""
 _POLL_SECONDS = 0.5
 """How long the caller waits for a milestone before it looks after the workers again."""
+_COMPILES = 10
+"""How many times as long a worker may take that has pushed nothing since it joined."""
 
 
 class RayDriver:
@@ -165,6 +171,11 @@ class RayDriver:
         ] = {}  # the processes of each worker; the first one asks the server
         self.restarts = dict.fromkeys(job.availability, spec.max_restarts)
         self.killed: list[int] = []
+        self.hung: list[int] = []
+        self.marks: dict[
+            int, tuple[object, float]
+        ] = {}  # what each worker was doing when it was looked at, and since when
+        self.kept_waiting = 0.0  # for how many seconds workers may have waited for evaluations and checkpoints
         self.seen, self.lost_updates = 0, 0
         self.server: Any = None
         self.working: dict[ObjectRef, tuple[int, int]] = {}  # worker, and which of its processes
@@ -179,7 +190,7 @@ class RayDriver:
             self.restart_server()
         why, keep = self.call("why"), self.callbacks.checkpoints is not None
         all_died = why == "exhausted" and not self.alive
-        more = {"killed": self.killed, "lost_updates": self.lost_updates, **self.callbacks.metrics()}
+        more = {"killed": self.killed, "hung": self.hung, "lost_updates": self.lost_updates, **self.callbacks.metrics()}
         result, kept = self.ray.get(self.server.finish.remote(more, keep))
         self.callbacks.finish(kept)
         if all_died:
@@ -253,6 +264,7 @@ class RayDriver:
                 try:
                     self.reached(self.ray.get(milestone))
                     self.callbacks.show(self.status)
+                    self.end_those_that_hang()
                     milestone = self.server.milestone.remote(_POLL_SECONDS)
                 except self.ray.exceptions.RayActorError:
                     server_lost = True
@@ -267,9 +279,30 @@ class RayDriver:
     def reached(self, milestone: Milestone | None) -> None:
         """Evaluate, save, stop early."""
         if milestone is not None:
+            began = time.monotonic()
             self.seen = max(self.seen, milestone.version)
             if self.callbacks.handle(milestone):
                 self.call("finish_early")
+            self.kept_waiting += time.monotonic() - began
+
+    def end_those_that_hang(self) -> None:
+        """Kill the workers that have begun nothing new for `hang_timeout` seconds, and that nobody keeps waiting."""
+        timeout = self.spec.hang_timeout
+        if timeout is None:
+            return
+        now = time.monotonic() - self.kept_waiting
+        for one in self.status().workers:
+            what = one.doing, one.clock, one.pushes, self.incarnations[one.worker]
+            mark, since = self.marks.get(one.worker, (None, now))
+            if what != mark or one.doing in ("waits", "gone"):
+                self.marks[one.worker] = what, now
+            elif now - since > timeout * (_COMPILES if one.is_new else 1) and one.worker in self.alive:
+                _LOG.warning(
+                    "%s: worker %d hangs: it %s without progress for %.0f s, at its step %d; its processes are killed.",
+                    *(self.spec.who, one.worker, one.doing, now - since, one.clock),
+                )
+                self.hung.append(one.worker)
+                self.died(one.worker)
 
     def ended(self, reference: "ObjectRef", worker: int, rank: int) -> bool:
         """Take note of how the work of a worker's process ended; say whether the server is gone."""

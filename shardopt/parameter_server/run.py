@@ -82,6 +82,7 @@ class RunSpec(NamedTuple):
       check_params: `check_params(who, params)` refuses parameters that cannot be trained so.
       servers: over how many servers the parameters are sharded.
       hosts: on Ray, how many processes each worker has, each with `devices`.
+      hang_timeout: on Ray, after how many seconds without progress a worker is killed; None for never.
     """
 
     who: str
@@ -96,6 +97,7 @@ class RunSpec(NamedTuple):
     check_params: Callable[[str, PyTree], None] = check_params
     servers: int = 1
     hosts: int = 1
+    hang_timeout: float | None = None
 
     def settings(self, key: np.ndarray) -> Header:
         """Return what the log of a run with this random key data keeps of its workers."""

@@ -208,6 +208,7 @@ class WorkerStatus(NamedTuple):
       staleness: by how many clocks it was ahead of the slowest when it began its last step.
       pushes: taken from it so far; refused ones not counted.
       waited: for how many seconds the bound has held it back.
+      is_new: whether it has pushed nothing since it joined, and may be compiling.
     """
 
     worker: int
@@ -217,6 +218,7 @@ class WorkerStatus(NamedTuple):
     staleness: int
     pushes: int
     waited: float
+    is_new: bool = False
 
 
 class Status(NamedTuple):
@@ -241,7 +243,7 @@ class WorkerStats:
     Example:
       >>> stats = WorkerStats([Event("join", 3, 0, 0, 0, time=1.0), Event("pull", 3, 0, 0, 0, time=2.5, waited=0.5)])
       >>> stats.workers(now=4.0, waits=lambda worker: False)
-      (WorkerStatus(worker=3, doing='computes', seconds=1.5, clock=0, staleness=0, pushes=0, waited=0.5),)
+      (WorkerStatus(worker=3, doing='computes', seconds=1.5, clock=0, staleness=0, pushes=0, waited=0.5, is_new=True),)
     """
 
     def __init__(self, events: Iterable[Event] = ()):
@@ -249,6 +251,7 @@ class WorkerStats:
         self._pushes: dict[int, int] = {}
         self._waited: dict[int, float] = {}
         self._ahead: dict[int, int] = {}
+        self._new: set[int] = set()
         for event in events:
             self.record(event)
 
@@ -260,6 +263,10 @@ class WorkerStats:
         self._waited[worker] = self._waited.get(worker, 0.0) + event.waited
         if event.kind == "pull":
             self._ahead[worker] = event.staleness
+        elif event.kind in ("join", "resume"):
+            self._new.add(worker)
+        else:
+            self._new.discard(worker)
 
     def workers(self, now: float, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
         """Return the workers as they are; `waits(worker)`: would the bound hold back one that is between its steps?"""
@@ -270,7 +277,8 @@ class WorkerStats:
             doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between)
             at = last.clock + (last.kind in ("push", "refuse"))
             ahead = self._ahead.get(worker, 0)
-            return WorkerStatus(worker, doing, now - last.time, at, ahead, self._pushes[worker], self._waited[worker])
+            pushes, waited = self._pushes[worker], self._waited[worker]
+            return WorkerStatus(worker, doing, now - last.time, at, ahead, pushes, waited, worker in self._new)
 
         return tuple(one(worker) for worker in sorted(self._last))
 

@@ -109,6 +109,28 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
     same_bits(opt.replay(log, regression.params, regression.batches_of(2)), result.params)
 
 
+@pytest.mark.parametrize("how", ["stopped", "busy"])
+def test_a_worker_that_hangs_is_named_killed_and_started_again(how, regression, tmp_path, caplog):
+    batches_of, mark = regression.batches_of(2), tmp_path / "hangs"
+
+    def stuck(worker):
+        for step, batch in enumerate(batches_of(worker)):
+            if (worker, step) == (1, 3) and not mark.exists():
+                mark.touch()
+                if how == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                while how == "busy":
+                    pass
+            yield batch
+
+    options = {"max_staleness": 0, "backend": "ray", "max_restarts": 1, "hang_timeout": 5}
+    opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=2, **options)
+    result = opt.run(regression.params, stuck, num_updates=12)
+    assert (result.metrics["hung"], result.metrics["killed"], result.metrics["updates"]) == ([1], [1], 12)
+    assert "async_sgd: worker 1 hangs: it loads without progress for " in caplog.text
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
+
+
 def test_without_workers_there_is_an_error_and_a_checkpoint(regression, tmp_path):
     opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=2, max_staleness=1, backend="ray")
     batches_of = killed_at(regression.batches_of(2), tmp_path / "marks", {0: {6}, 1: {4}})

@@ -85,6 +85,23 @@ def test_an_island_that_loses_a_process_is_started_again_or_leaves(rank, max_res
     same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
 
 
+def test_an_island_of_which_a_process_stops_is_ended_as_a_whole_and_started_again(regression, tmp_path):
+    """The server hears of the first process only, which waits for the other in a collective."""
+    mark, batches_of = tmp_path / "stopped", regression.batches_of(2)
+
+    def stops(worker):
+        for step, batch in enumerate(batches_of(worker)):
+            if worker == 1 and step == 5 and not mark.exists() and process_index() == 1:
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield batch
+
+    opt = islands(regression, max_staleness=0, max_restarts=1, hang_timeout=5)
+    result = opt.run(regression.params, stops, num_updates=8)
+    assert (result.metrics["hung"], result.metrics["killed"], result.metrics["updates"]) == ([1], [1], 8)
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
+
+
 def process_index():
     return jax.process_index()
 

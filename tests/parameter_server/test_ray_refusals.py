@@ -1,6 +1,7 @@
-"""What cannot run on Ray is refused at once, and nothing is started."""
+"""What cannot run on Ray is refused at once, and nothing is started; and who is taken to hang."""
 
 import socket
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import ray
 
 import shardopt as so
+from shardopt.parameter_server.ray import RayDriver
+from shardopt.parameter_server.views import WorkerStatus
 
 
 def mean(params, batch):
@@ -73,3 +76,43 @@ def test_strategies_cannot_cross(message_of):
     assert message_of(TypeError, so.async_local_sgd, made, local_steps=1, backend="ray") == (
         f"async_local_sgd: on Ray strategies must be a sequence of functions, got ShardedOptimizer.\n{fix}"
     )
+
+
+def test_who_hangs(monkeypatch):
+    """Neither those that wait, nor those that compile, nor any while the caller evaluates; and each once."""
+    now = [0.0]
+    monkeypatch.setattr("shardopt.parameter_server.ray.time.monotonic", lambda: now[0])
+    workers = [
+        WorkerStatus(worker, doing, 0.0, 3, 0, 3, 0.0, is_new)
+        for worker, (doing, is_new) in enumerate(
+            [("computes", False), ("loads", False), ("waits", False), ("gone", False), ("computes", True)]
+        )
+    ]
+    driver = SimpleNamespace(
+        spec=SimpleNamespace(who="test", hang_timeout=10.0),
+        status=lambda: SimpleNamespace(workers=workers),
+        incarnations=dict.fromkeys(range(5), 0),
+        alive=dict.fromkeys(range(5)),
+        marks={},
+        hung=[],
+        kept_waiting=0.0,
+    )
+
+    def died(worker):
+        del driver.alive[worker]
+
+    driver.died = died
+    for moment, waited, progress, hung in [
+        (0, 0, None, []),
+        (9, 0, None, []),
+        (19, 10, 1, []),  # an evaluation of 10 s; worker 1 goes on
+        (21, 10, None, [0]),
+        (30, 10, None, [0, 1]),
+        (105, 10, None, [0, 1]),
+        (111, 10, None, [0, 1, 4]),
+    ]:
+        now[0], driver.kept_waiting = float(moment), float(waited)
+        if progress is not None:
+            workers[progress] = workers[progress]._replace(clock=4)
+        RayDriver.end_those_that_hang(driver)
+        assert driver.hung == hung, moment

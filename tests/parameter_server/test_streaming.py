@@ -238,6 +238,27 @@ def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
 
 
 @pytest.mark.fast
+def test_a_rule_compares_a_fragment_with_what_was_pulled_of_it():
+    def drift(grads, state, *, params, pulled, **_):
+        return jax.tree.map(lambda new, old: 10 * (new - old), params, pulled), state
+
+    rule, fragments = rules.Rule("drift", {}, gradient=drift, uses_pulled=True), Fragments(P, stacked=False, frozen=())
+    server = make_server(optax.sgd(1.0), max_staleness=1, rule=rule, fragments=fragments)
+    state, _ = server.join(server.init(floats(a=0, b=0)), 0)
+    state, pulled = server.pull(state, 0)
+    state = state._replace(params=floats(a=5, b=7))
+    state, _ = server.push(state, 0, make_update(Part(floats(a=None, b=0), 1)), pulled.version)
+    assert state.params == floats(a=5, b=7 - 10 * 7)
+
+
+@pytest.mark.fast
+def test_a_run_with_other_fragments_does_not_go_on(regression):
+    """What the log and a checkpoint keep is compared when a run goes on."""
+    header = so.async_local_sgd(islands(regression.loss_fn), local_steps=H, **STREAMING).replay.spec.header
+    assert {name: header[name] for name in STREAMING} == STREAMING
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -337,7 +337,7 @@ REFUSED = {
     "an address for threads": (
         {"address": "10.0.0.1:6379"},
         ValueError,
-        "async_sgd: address and max_restarts are for backend='ray', got backend='threads'.\n"
+        "async_sgd: address, max_restarts and hang_timeout are for backend='ray', got backend='threads'.\n"
         'Fix: use backend="ray", or leave them out.',
     ),
     "no loss": (
