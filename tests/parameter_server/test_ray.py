@@ -123,7 +123,7 @@ def test_a_worker_that_hangs_is_named_killed_and_started_again(how, regression, 
                     pass
             yield batch
 
-    options = {"max_staleness": 0, "backend": "ray", "max_restarts": 1, "hang_timeout": 5}
+    options = {"max_staleness": 0, "backend": "ray", "max_restarts": 1, "hang_timeout": 10}
     opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=2, **options)
     result = opt.run(regression.params, stuck, num_updates=12)
     assert (result.metrics["hung"], result.metrics["killed"], result.metrics["updates"]) == ([1], [1], 12)

@@ -96,7 +96,7 @@ def test_an_island_of_which_a_process_stops_is_ended_as_a_whole_and_started_agai
                 os.kill(os.getpid(), signal.SIGSTOP)
             yield batch
 
-    opt = islands(regression, max_staleness=0, max_restarts=1, hang_timeout=5)
+    opt = islands(regression, max_staleness=0, max_restarts=1, hang_timeout=10)
     result = opt.run(regression.params, stops, num_updates=8)
     assert (result.metrics["hung"], result.metrics["killed"], result.metrics["updates"]) == ([1], [1], 8)
     same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
