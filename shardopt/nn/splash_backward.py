@@ -4,7 +4,7 @@ jax's own two backward kernels each compute scores and their gradients for thems
 of a head's queries, and of its keys and values, stay in VMEM while all tiles pass by: five. Elsewhere than on TPU it runs
 interpreted, which is for tests.
 
-Suffixes: B sequences, H heads of queries, G heads of keys and values, T queries, S keys, K width of a head, V of its values.
+Suffixes: B sequences, H heads of queries, G heads of keys and values, T positions, K width of a head, V of its values.
 """
 
 import functools
@@ -24,6 +24,8 @@ from shardopt.nn.flash import TILE, Rule
 
 LANES = 128
 _HIDDEN = -1e30
+_ALL = Rule(causal=False, window=None)
+Sums = tuple[Array, Array, Array]
 
 
 class Rows(NamedTuple):
@@ -45,11 +47,11 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Keys [B, G, S, K], values [B, G, S, V] and their segments [B, S], or None; S is T, but for pieces."""
+    """Keys [B, G, T, K], values [B, G, T, V] and their segments [B, T], or None."""
 
-    key: Float[Array, "B G S K"]
-    value: Float[Array, "B G S V"]
-    segments: Int[Array, "B S"] | None
+    key: Float[Array, "B G T K"]
+    value: Float[Array, "B G T V"]
+    segments: Int[Array, "B T"] | None
 
 
 def gradients(
@@ -59,46 +61,69 @@ def gradients(
 
     As `flash.gradients`, with scores query key^T; the first query stands where the first key does. T is a multiple of 128. Where
     the gradients of all rows do not fit into VMEM, pieces of them are taken: with heads of 128 in half precision beyond 10,752
-    rows, 7168 at a time.
+    rows, 4096 or so at a time.
     """
     T = rows.query.shape[2]
     block = math.gcd(T, TILE)
     width = sum(-(-width // LANES) * LANES for width in (*2 * columns.key.shape[3:], *columns.value.shape[3:]))
     # of a row, the sums in float32, and two buffers on their way out; a third of the room is left to what comes in and to tiles
-    fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1) * block  # noqa: E731
-    if fit(dtype) >= T:
-        return _of_piece(rows, columns, rule, _tiles(T, T, 0, block, rule), 0, block, dtype)
-    piece = fit(jnp.float32)
-    cut = lambda x, at: jax.tree.map(lambda a: a[..., at : at + piece] if a.ndim == 2 else a[:, :, at : at + piece], x)  # noqa: E731
-    sums: tuple[dict[int, Array], ...] = {}, {}, {}
+    fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1)  # noqa: E731
+    if fit(dtype) * block >= T:
+        return _of_piece(rows, columns, rule, 0, block, dtype)
+    piece = block * max(n for n in range(1, fit(jnp.float32) + 1) if T // block % n == 0)
+    alike: dict[tuple[Rule, int], list[tuple[int, int]]] = {}  # pieces between which the mask is the same
     for i, j in itertools.product(range(0, T, piece), repeat=2):
-        tiles = _tiles(min(piece, T - i), min(piece, T - j), i - j, block, rule)
-        if tiles:
-            found = _of_piece(cut(rows, i), cut(columns, j), rule, tiles, i - j, block, jnp.float32)
-            for of_piece, at, more in zip(sums, (i, j, j), found, strict=True):
-                of_piece[at] = of_piece[at] + more if at in of_piece else more
-    dq, dk, dv = (jnp.concatenate([x[at] for at in range(0, T, piece)], axis=2).astype(dtype) for x in sums)
+        if _tiles(piece, i - j, block, rule):
+            whole = _sees_all(piece, i - j, rule)
+            alike.setdefault((_ALL, 0) if whole else (rule, i - j), []).append((i, j))
+    zeros = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
+    sums: Sums = zeros(rows.query), zeros(columns.key), zeros(columns.value)
+    for (mask, ahead), places in alike.items():
+
+        def add(sums: Sums, at: Array, mask: Rule = mask, ahead: int = ahead) -> tuple[Sums, None]:
+            here, there = (
+                jax.tree.map(lambda x, at=at: _cut(x, at, piece), y) for y, at in ((rows, at[0]), (columns, at[1]))
+            )
+            found = _of_piece(here, there, mask, ahead, block, jnp.float32)
+            starts = at[0], at[1], at[1]
+            more = [_cut(x, start, piece) + y for x, start, y in zip(sums, starts, found, strict=True)]
+            put = lax.dynamic_update_slice_in_dim
+            dq, dk, dv = (put(x, y, start, 2) for x, y, start in zip(sums, more, starts, strict=True))
+            return (dq, dk, dv), None
+
+        sums = lax.scan(add, sums, jnp.asarray(places, jnp.int32))[0]
+    dq, dk, dv = (x.astype(dtype) for x in sums)
     return dq, dk, dv
 
 
-def _tiles(T: int, S: int, ahead: int, block: int, rule: Rule) -> list[tuple[int, int]]:
+def _cut(x: Array, at: Array, piece: int) -> Array:
+    """Return so many positions: of segments [B, T] dim 1, else dim 2."""
+    return lax.dynamic_slice_in_dim(x, at, piece, min(x.ndim - 1, 2))
+
+
+def _sees_all(piece: int, ahead: int, rule: Rule) -> bool:
+    """Return whether no query of a piece is kept from a key of another, which begins `ahead` before it."""
+    return (not rule.causal or ahead >= piece - 1) and (rule.window is None or ahead + piece - 1 < rule.window)
+
+
+def _tiles(T: int, ahead: int, block: int, rule: Rule) -> list[tuple[int, int]]:
     """Return the tiles, by number of the block of queries and of keys, in which some query sees some key."""
 
     def seen(i: int, j: int) -> bool:
         newest, oldest = ahead + (i + 1 - j) * block - 1, ahead + (i - j - 1) * block + 1
         return (not rule.causal or newest >= 0) and (rule.window is None or oldest < rule.window)
 
-    return [(i, j) for j in range(S // block) for i in range(T // block) if seen(i, j)]
+    return [(i, j) for j in range(T // block) for i in range(T // block) if seen(i, j)]
 
 
 def _of_piece(
-    rows: Rows, columns: Columns, rule: Rule, tiles: list[tuple[int, int]], ahead: int, block: int, dtype: DTypeLike
+    rows: Rows, columns: Columns, rule: Rule, ahead: int, block: int, dtype: DTypeLike
 ) -> tuple[Array, Array, Array]:
     from jax.experimental import pallas as pl  # here, since it takes long to import
     from jax.experimental.pallas import tpu as pltpu
 
-    (B, H, T, K), (G, S, V) = rows.query.shape, columns.value.shape[1:]
-    R = H // G
+    (B, H, T, K), (G, V) = rows.query.shape, columns.value.shape[1::2]
+    R, tiles = H // G, _tiles(T, ahead, block, rule)
     # index maps are given the place in the grid, then the numbers of the blocks of queries and keys of each tile
     of_query = lambda width: pl.BlockSpec(  # noqa: E731
         (None, None, block, width), lambda b, g, r, t, i, _: (b, g * R + r, i[t], 0)
@@ -108,14 +133,14 @@ def _of_piece(
     inputs = [rows.query, rows.d_out, rows.logsumexp[:, :, None], rows.delta[:, :, None], columns.key, columns.value]
     in_specs = [of_query(K), of_query(V), number, number, of_key(K), of_key(V)]
     if rows.segments is not None and columns.segments is not None:
-        inputs += [rows.segments[:, None], jnp.broadcast_to(columns.segments[:, :, None], (B, S, LANES))]
+        inputs += [rows.segments[:, None], jnp.broadcast_to(columns.segments[:, :, None], (B, T, LANES))]
         in_specs += [
             pl.BlockSpec((None, 1, block), lambda b, g, r, t, i, _: (b, 0, i[t])),
             pl.BlockSpec((None, block, LANES), lambda b, g, r, t, _, j: (b, j[t], 0)),
         ]
     of_head = lambda b, g, r, *_: (b, g * R + r, 0, 0)  # noqa: E731
     of_group = lambda b, g, *_: (b, g, 0, 0)  # noqa: E731
-    places = [(H, T, K, of_head), (G, S, K, of_group), (G, S, V, of_group)]
+    places = [(H, T, K, of_head), (G, T, K, of_group), (G, T, V, of_group)]
     out_shape = [jax.ShapeDtypeStruct((B, *shape), dtype) for *shape, _ in places]
     products = 2 * block**2 * len(tiles) * B * H
     run = pl.pallas_call(
