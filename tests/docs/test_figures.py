@@ -250,7 +250,7 @@ def test_what_the_tpu_compiler_says_of_experts(monkeypatch):
         one = row["shardopt"]
         assert abs(one["memory_ratio"] - 1) < 0.05, name
         assert abs(one["arguments_ratio"] - 1) < 1e-3, name
-        assert max(one["weights_ratio"], one["flops_ratio"]) < 1.05, name
+        assert max(one["weights_ratio"], one["flops_ratio"], one["active_ratio"]) < 1.05, name
     text, rest = page("experts.md"), [row["shardopt"] for row in found.values()]
     active = "{:.2f} (Mixtral) and {:.2f} (DeepSeek-V3)".format(*(rest[i]["active_ratio"] for i in (0, -1)))
     assert f"a step has {active} times the active flops" in text
@@ -272,6 +272,10 @@ def test_what_the_tpu_compiler_says_of_experts(monkeypatch):
     seconds = over["maxtext"]["seconds"] * 1e3, over["shardopt"]["seconds"] * 1e3
     told = f"{memory[1] / 1e9:.2f} GB, and by estimates that count all rows {seconds[0]:.0f} ms where shardopt's are"
     assert f"{told} {seconds[1]:.0f}." in text
+    v6e = [found[f"mixtral-8x7b v6e:8x8 expert={size}"] for size in (1, 8)]
+    seconds = [v6e[0]["maxtext"]["seconds"], v6e[1]["maxtext"]["seconds"], v6e[1]["shardopt"]["seconds"]]
+    assert f"v5p chips, {seconds[0] * 1e3:.0f} ms and" in text
+    assert f"{seconds[1] * 1e3:.0f} ms where shardopt's are {seconds[2] * 1e3:.0f}." in text
 
 
 def test_what_uneven_experts_cost():
