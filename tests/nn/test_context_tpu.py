@@ -62,5 +62,5 @@ def test_hops_run_beside_products(topology, implementation):
 
 
 def test_memory_is_linear_in_positions():
-    short, long = (compiled("v5p:4x4x4", length, method="ring").memory_analysis() for length in (32768, 131072))
+    short, long = (compiled("v5p:4x4x4", length, method="ring").memory_analysis() for length in (65536, 262144))
     assert 3 < long.temp_size_in_bytes / short.temp_size_in_bytes < 4.5
