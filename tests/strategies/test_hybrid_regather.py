@@ -86,7 +86,7 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
     assert held[0] == held[1] < held[2]  # between steps: shards, of parameters too
     # all weights of a stage, and its gradients unsharded: those of one block less, which are gathered and scattered in turn
     assert stage <= temporary[0] - temporary[1] <= 2.5 * stage
-    assert temporary[0] - temporary[2] <= 1.5 * stage  # zero1 keeps the weights anyway
+    assert temporary[0] - temporary[2] <= 1.6 * stage  # zero1 keeps the weights anyway
 
 
 @pytest.mark.parametrize(
