@@ -75,9 +75,10 @@ def _nats(
 ) -> Float[Array, "B T"]:
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=dtype or wide)
-    # of what is as large as logits, these alone are kept; exponentials are computed again
-    tail = _of_logits if is_analysed() else jax.checkpoint(_of_logits, prevent_cse=False, static_argnums=2)
-    return tail(logits, targets, wide)
+    if logits.dtype == wide or is_analysed():
+        return _of_logits(logits, targets, wide)
+    # the rounded logits alone are kept; float32 exponentials are computed again
+    return jax.checkpoint(_of_logits, prevent_cse=False, static_argnums=2)(logits, targets, wide)
 
 
 def _of_logits(logits: Float[Array, "B T V"], targets: Int[Array, "B T"], wide: DTypeLike) -> Float[Array, "B T"]:

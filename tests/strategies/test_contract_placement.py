@@ -160,5 +160,5 @@ def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(mesh_of):
     a_block, another = (four - two) / 2, (six - four) / 2
     np.testing.assert_allclose(a_block, another, rtol=0.1)
     activations = 2 * (a_block - short / 2)  # what grows with the length
-    np.testing.assert_allclose(a_block - activations, block / 8, rtol=0.1)
+    np.testing.assert_allclose(a_block - activations, block / 8, rtol=0.15)
     assert two - 2 * a_block <= 2 * block + 2 * outer

@@ -109,7 +109,8 @@ def disagreements(layout, batch_size):
     batch = batch_size // layout.data // layout.replica * positions * 4
     if not found.arguments - 64 <= placed.params + placed.opt_state + batch <= found.arguments:
         wrong.append("arguments")
-    if not math.isclose(held.total, found.peak, rel_tol=0.10):
+    # sharded blocks may hold less on CPU: XLA turns nothing over for their weight gradients (remat/transposed_products.py)
+    if not 0.90 * found.peak <= held.total <= (1.18 if layout.placement == "fsdp" else 1.10) * found.peak:
         wrong.append("memory")
 
     sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}
