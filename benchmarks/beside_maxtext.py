@@ -2,12 +2,13 @@
 
     python benchmarks/beside_maxtext.py [WORDS ...] --maxtext PYTHON [--only shardopt] [--again]
 
-PYTHON is that of an environment of its own with `pip install 'maxtext[tpu]==0.2.5'`; this one needs `pip install 'shardopt[tpu]'`
-of the same jax. fsdp, bfloat16 products, logits and gathers, fp32 masters, AdamW with clipping at 1, every block recomputed; MaxText by its
-own `train_compile`, with splash attention, and the flags that its scripts give to such chips. Both programs are read by `so.planning.step_seconds`:
-cycles as XLA estimates them, collectives over published links; memory is what the compiler planned. WORDS choose rows by parts of
-their names; without, those of the table are done. A program takes minutes to compile. It is kept in results/beside_maxtext.json as
-soon as it is there, with the commit that compiled it, and not compiled again without `--again`. The picture is drawn at the end.
+PYTHON is that of an environment of its own with `pip install 'maxtext[tpu]==0.2.5'`; this one needs
+`pip install 'shardopt[tpu]'` of the same jax. fsdp, bfloat16 products, logits and gathers, fp32 masters, AdamW with clipping
+at 1, every block recomputed; MaxText by its own `train_compile`, with splash attention, and the flags that its scripts give
+to such chips. Both programs are read by `so.planning.step_seconds`: cycles as XLA estimates them, collectives over published
+links; memory is what the compiler planned. WORDS choose rows by parts of their names; without, those of the table are done.
+A program takes minutes to compile. It is kept in results/beside_maxtext.json as soon as it is there, with the commit that
+compiled it, and not compiled again without `--again`. The picture is drawn at the end.
 """
 
 import argparse

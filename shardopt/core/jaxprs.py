@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+CHECKPOINTS = ("remat2", "checkpoint")
+"""The names of `jax.checkpoint`, whose equations stand in its parameter `jaxpr`."""
+
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
     """Yield every equation in the order of the trace, each followed by those of what it calls."""

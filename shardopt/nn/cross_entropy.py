@@ -21,14 +21,15 @@ def cross_entropy(
 ) -> Float[Array, "B T"]:
     """Return -log softmax(x head^T)[target] in nats, of each position.
 
-    Logits are products in float32 at least, unless `logits_dtype` rounds them; the softmax and its sums are in float32 at least. The target's logit is picked by a mask and a sum rather than an index, so a
-    vocabulary sharded over tensor is reduced where it lies instead of being gathered.
+    Logits are products in float32 at least, unless `logits_dtype` rounds them; the softmax and its sums are in float32 at
+    least. The target's logit is picked by a mask and a sum rather than an index, so a vocabulary sharded over tensor is
+    reduced where it lies instead of being gathered.
 
-    **Equivalence**: the same for every chunk, up to summation order; `logits_dtype` is another rounding, on any number of devices
-    the same.
+    **Equivalence**: the same for every chunk, up to summation order; `logits_dtype` is another rounding, on any number of
+    devices the same.
 
-    **Memory**: B T V logits, kept for the backward pass, and as many gradients. With `chunk` B chunk V at a time, forwards and,
-    computed again, backwards.
+    **Memory**: B T V logits, kept for the backward pass, and as many gradients. With `chunk` B chunk V at a time, forwards
+    and, computed again, backwards.
 
     **Communication**: none over data; with the vocabulary sharded over tensor, sums of [B, chunk] over tensor.
 
@@ -37,7 +38,8 @@ def cross_entropy(
       head: [V, D], the embedding of each token of the vocabulary.
       targets: [B, T], token ids.
       chunk: positions at a time; the last chunk may be shorter. None: all at once.
-      logits_dtype: to which logits are rounded; bfloat16 halves what is held, as MaxText and torch's autocast do. None: float32 at least.
+      logits_dtype: to which logits are rounded; bfloat16 halves what is held, as MaxText and torch's autocast do. None:
+        float32 at least.
 
     Returns:
       [B, T], float32 at least.

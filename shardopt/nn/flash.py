@@ -25,7 +25,8 @@ NAME = "attention"
 """The `checkpoint_name` of what is mixed, and of the logarithm of its sum."""
 TILE = 512
 """How many queries, and how many keys, are held against each other at a time."""
-_HIDDEN = -1e30
+HIDDEN = -1e30
+"""The score of a key that a query does not see; finite, so that a row of them alone has no NaN."""
 _NOWHERE = np.iinfo(np.int32).max  # the position of what pads keys: after every query
 Carry = TypeVar("Carry")
 
@@ -83,7 +84,7 @@ def start(query: Float[Array, "B G R T K"]) -> State:
     """Return the state before any key was seen."""
     wide = _wide(query)
     return State(
-        jnp.full(query.shape[:-1], _HIDDEN, wide), jnp.zeros(query.shape[:-1], wide), jnp.zeros(query.shape, wide)
+        jnp.full(query.shape[:-1], HIDDEN, wide), jnp.zeros(query.shape[:-1], wide), jnp.zeros(query.shape, wide)
     )
 
 
@@ -149,7 +150,7 @@ def gradients(
     """
     wide = _wide(query)
     # a padded query has no weights: exp(score - 1e30) = 0
-    rows = _tiled(query, -2), _tiled(d_out, -2), _tiled(delta, -1), _tiled(logsumexp, -1, -_HIDDEN)
+    rows = _tiled(query, -2), _tiled(d_out, -2), _tiled(delta, -1), _tiled(logsumexp, -1, -HIDDEN)
     rows = *rows, _tiled_marks(seeing, -1)
     columns = _tiled(key, -2), _tiled(value, -2), _tiled_marks(seen, _NOWHERE)
     d_columns = jnp.zeros(columns[0].shape, wide), jnp.zeros(columns[1].shape, wide)
@@ -208,7 +209,7 @@ def _gradients(
 
 def _scores(query: Array, key: Array, seeing: Marks, seen: Marks, rule: Rule) -> Float[Array, "B G R T S"]:
     scores = jnp.einsum("bgrtk,bgsk->bgrts", query, key, preferred_element_type=_wide(query))
-    hidden = jnp.where(sees(seeing, seen, rule), 0, _HIDDEN).astype(scores.dtype)
+    hidden = jnp.where(sees(seeing, seen, rule), 0, HIDDEN).astype(scores.dtype)
     return scores * query.shape[-1] ** -0.5 + hidden[:, None, None]
 
 

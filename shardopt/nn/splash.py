@@ -14,11 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn.flash import NAME, TILE, Marks, Rule, State, delta_of
-from shardopt.nn.splash_backward import Columns, Rows
+from shardopt.nn.splash_backward import LANES, Columns, Rows
 from shardopt.nn.splash_backward import gradients as backward
-
-LANES = 128
-"""It works on tiles of a multiple of so many positions; whole rows are padded up to it."""
 
 
 def splash_attention(

@@ -8,7 +8,6 @@ Suffixes: B sequences, H heads of queries, G heads of keys and values, T positio
 """
 
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn.flash import TILE, Rule
+from shardopt.nn.flash import HIDDEN, TILE, Rule
 
 LANES = 128
-_HIDDEN = -1e30
+"""It works on tiles of a multiple of so many positions, and pads heads up to it."""
 _ALL = Rule(causal=False, window=None)
 Sums = tuple[Array, Array, Array]
 
@@ -63,32 +62,31 @@ def gradients(
     the gradients of all rows do not fit into VMEM, pieces of them are taken: with heads of 128 in half precision beyond 10,752
     rows, 4096 or so at a time.
     """
-    T = rows.query.shape[2]
+    T, K, V = *rows.query.shape[2:], columns.value.shape[3]
     block = math.gcd(T, TILE)
-    width = sum(-(-width // LANES) * LANES for width in (*2 * columns.key.shape[3:], *columns.value.shape[3:]))
+    padded = lambda width: -(-width // LANES) * LANES  # noqa: E731
+    width = padded(K) + padded(K) + padded(V)  # of dQ, dK and dV
     # of a row, the sums in float32, and two buffers on their way out; a third of the room is left to what comes in and to tiles
     fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1)  # noqa: E731
     if fit(dtype) * block >= T:
         return _of_piece(rows, columns, rule, 0, block, dtype)
     piece = block * max(n for n in range(1, fit(jnp.float32) + 1) if T // block % n == 0)
     alike: dict[tuple[Rule, int], list[tuple[int, int]]] = {}  # pieces between which the mask is the same
-    for i, j in itertools.product(range(0, T, piece), repeat=2):
-        if _tiles(piece, i - j, block, rule):
-            whole = _sees_all(piece, i - j, rule)
-            alike.setdefault((_ALL, 0) if whole else (rule, i - j), []).append((i, j))
+    for ahead in range(piece - T, T, piece):
+        if _tiles(piece, ahead, block, rule):
+            mask = (_ALL, 0) if _sees_all(piece, ahead, rule) else (rule, ahead)
+            places = [(i, i - ahead) for i in range(max(ahead, 0), T + min(ahead, 0), piece)]
+            alike.setdefault(mask, []).extend(places)
     zeros = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
     sums: Sums = zeros(rows.query), zeros(columns.key), zeros(columns.value)
     for (mask, ahead), places in alike.items():
 
         def add(sums: Sums, at: Array, mask: Rule = mask, ahead: int = ahead) -> tuple[Sums, None]:
-            here, there = (
-                jax.tree.map(lambda x, at=at: _cut(x, at, piece), y) for y, at in ((rows, at[0]), (columns, at[1]))
-            )
+            i, j = at
+            here = jax.tree.map(lambda x: _cut(x, i, piece), rows)
+            there = jax.tree.map(lambda x: _cut(x, j, piece), columns)
             found = _of_piece(here, there, mask, ahead, block, jnp.float32)
-            starts = at[0], at[1], at[1]
-            more = [_cut(x, start, piece) + y for x, start, y in zip(sums, starts, found, strict=True)]
-            put = lax.dynamic_update_slice_in_dim
-            dq, dk, dv = (put(x, y, start, 2) for x, y, start in zip(sums, more, starts, strict=True))
+            dq, dk, dv = (_plus(x, start, y) for x, start, y in zip(sums, (i, j, j), found, strict=True))
             return (dq, dk, dv), None
 
         sums = lax.scan(add, sums, jnp.asarray(places, jnp.int32))[0]
@@ -99,6 +97,11 @@ def gradients(
 def _cut(x: Array, at: Array, piece: int) -> Array:
     """Return so many positions: of segments [B, T] dim 1, else dim 2."""
     return lax.dynamic_slice_in_dim(x, at, piece, min(x.ndim - 1, 2))
+
+
+def _plus(x: Array, at: Array, y: Array) -> Array:
+    """Add y to the positions of x from `at` on, dim 2."""
+    return lax.dynamic_update_slice_in_dim(x, _cut(x, at, y.shape[2]) + y, at, 2)
 
 
 def _sees_all(piece: int, ahead: int, rule: Rule) -> bool:
@@ -197,7 +200,7 @@ def _add_tile(at_query: Any, at_key: Any, *refs: Any, rule: Rule, block: int, ah
         seeing, of_keys = segments
         seen.append(seeing == of_keys[:, :1])
     if seen:
-        scores = jnp.where(functools.reduce(jnp.logical_and, seen), scores, _HIDDEN)
+        scores = jnp.where(functools.reduce(jnp.logical_and, seen), scores, HIDDEN)
     weights = jnp.exp(scores - logsumexp)
     d_scores = (weights * (_product(value, d_out, 1, 1) - delta)).astype(query.dtype)
     queries, keys = pl.ds(at_query[t] * block, block), pl.ds(at_key[t] * block, block)

@@ -131,8 +131,10 @@ def async_sgd(
         devices=[] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes_here(where)],
     )
     if on_ray:
-        spec = spec._replace(backend="ray", devices=where, address=address)
-        spec = spec._replace(max_restarts=int(max_restarts), hang_timeout=hang_timeout)
+        restarts = int(max_restarts)
+        spec = spec._replace(
+            backend="ray", devices=where, address=address, max_restarts=restarts, hang_timeout=hang_timeout
+        )
     meshes = tuple(meshes_here(where))
     return AsyncOptimizer(make_run(spec), ReplayFn(spec), meshes, tx, max_staleness, rule, backend)
 

@@ -172,9 +172,8 @@ class RayDriver:
         self.restarts = dict.fromkeys(job.availability, spec.max_restarts)
         self.killed: list[int] = []
         self.hung: list[int] = []
-        self.marks: dict[
-            int, tuple[object, float]
-        ] = {}  # what each worker was doing when it was looked at, and since when
+        # what each worker was doing when it was looked at, and since when
+        self.marks: dict[int, tuple[object, float]] = {}
         self.kept_waiting = 0.0  # for how many seconds workers may have waited for evaluations and checkpoints
         self.seen, self.lost_updates = 0, 0
         self.server: Any = None

@@ -1,7 +1,6 @@
 """What splash attention's kernels compute: whole tiles of a causal mask, and scores again in the backward pass."""
 
-TILE = 512
-"""Queries and keys of a tile, see `shardopt.nn.splash`."""
+from shardopt.nn.flash import TILE
 
 KERNELS = {"fwd": (1, 1), "_dq": (2, 1), "fused": (3, 2), "_dkv": (2, 2)}
 """By a part of a kernel's name: how many products of the width of keys it has for each tile, and how many of that of values."""

@@ -9,6 +9,7 @@ import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from shardopt.core.jaxprs import CHECKPOINTS
 from shardopt.core.primitives import ARITHMETIC
 from shardopt.core.trace import (
     MOST,
@@ -25,7 +26,7 @@ from shardopt.core.trace import (
     trace_of,
 )
 from shardopt.core.types import abstract
-from shardopt.remat.transposed_products import CHECKPOINTS, without_transposes
+from shardopt.remat.transposed_products import without_transposes
 
 Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
 T = TypeVar("T")

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardopt.core.jaxprs import CHECKPOINTS
 from shardopt.core.trace import shape_of
-
-CHECKPOINTS = ("remat2", "checkpoint")
-"""The names of `jax.checkpoint` in a trace, whose equations stand in its parameter `jaxpr`."""
 
 
 def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardopt.core.jaxprs import scan_carry
+from shardopt.core.jaxprs import CHECKPOINTS, scan_carry
 from shardopt.separability.arithmetic import as_sum, joined, not_linear
 from shardopt.separability.backward import cotangents, mixing, trace_backward
 from shardopt.separability.folding import as_number
@@ -40,8 +40,7 @@ _CALLS = frozenset(
         "closed_call",
         "core_call",
         "remat",
-        "remat2",
-        "checkpoint",
+        *CHECKPOINTS,
         "custom_jvp_call",
         "custom_vjp_call",
         "custom_vjp_call_jaxpr",
