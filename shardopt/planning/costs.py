@@ -378,8 +378,8 @@ def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int, hardware: Hardware | None = None) -> float:
     """Return the flops of inner products of one device in a step, on average over the stages of a pipeline.
 
-    With `hardware` of TPUs those of attention are what splash attention computes (`splash_flops`): whole tiles of the causal
-    mask, heads padded to 128 components, and the scores again in both of its backward kernels. Over context they are as without.
+    With `hardware` of TPUs those of attention are what its kernels compute (`splash_flops`): whole tiles of the causal mask,
+    and the scores again in the backward one; and what rotary positions add. Over context they are as without.
     """
     again = workload.recompute(layout.remat)
     block = 3 * workload.block_flops + (0 if again is None else again.flops)

@@ -221,8 +221,13 @@ class Transformer:
             working = working.plus(passing).plus(Bytes() if whole else buffers)
         attention_flops = attention / (2 if self.fused_attention else 1)
         block = weights + attention_flops
-        widths = {"keys": K + (0 if self.latent is None else self.latent.rope), "values": K}
-        kernels = [splash_flops(*products, heads=H, length=T, **widths) for products in (FORWARD, BACKWARD)]
+        rope = K if self.latent is None else self.latent.rope
+        widths = {"keys": K if self.latent is None else K + rope, "values": K}
+        rotated = 0 if self.positions else H + (G if self.latent is None else 1)
+        swaps = 2.0 * T * rope * rope * rotated  # rotary positions swap halves by a product on TPU
+        forward, backward = (
+            splash_flops(*products, heads=H, length=T, **widths) + swaps for products in (FORWARD, BACKWARD)
+        )
         head = 2 * T * D * self.vocab_size
         return Workload(
             name=self.name,
@@ -250,7 +255,7 @@ class Transformer:
             tables=() if self.tied else ("embedding",),
             table_ids=0.0 if self.tied else float(T),
             table_numbers=0.0 if self.tied else float(T * D),
-            attention=Attention(token * H * K, token * G * K, G, scores, attention_flops, (kernels[0], kernels[1])),
+            attention=Attention(token * H * K, token * G * K, G, scores, attention_flops, (forward, backward)),
             experts=experts,
             named=(
                 NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),

@@ -84,7 +84,7 @@ class Attention(NamedTuple):
       kv_heads: heads of keys and values.
       scores: bytes of them that a block keeps, of its `residuals`; over context, which goes tile by tile, none.
       flops: its part of `block_flops`, 0 if nothing is known.
-      kernel_flops: those of splash attention instead, forwards and backwards, see `splash_flops`.
+      kernel_flops: those on TPU instead, forwards and backwards: of splash attention (`splash_flops`) and rotary positions.
     """
 
     queries: float

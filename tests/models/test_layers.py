@@ -38,6 +38,18 @@ def test_rotation_is_the_papers():
     np.testing.assert_allclose(rotated, np.concatenate([turned.real, turned.imag]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkeypatch):
+    x, positions = draw(0, 2, 5, 3, 8).astype(dtype), jnp.arange(10).reshape(2, 5)
+    rotated, back = jax.vjp(lambda x: layers.rotate(x, positions, 1e4), x)
+    monkeypatch.setattr(layers, "device_kind_or_default", lambda: "TPU v5")
+    by_product, back_by_product = jax.vjp(lambda x: layers.rotate(x, positions, 1e4), x)
+    traced = str(jax.make_jaxpr(lambda x: layers.rotate(x, positions, 1e4))(x))
+    assert "dot_general" in traced
+    np.testing.assert_allclose(*map(np.float32, (by_product, rotated)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(*(np.float32(f(x)[0]) for f in (back_by_product, back)), rtol=1e-6, atol=1e-6)
+
+
 def test_rms_norm_has_unit_mean_square_whatever_the_scale_of_its_input():
     x = 1e3 * draw(0, 2, 3, 64)
     normed = layers.rms_norm(x, jnp.full(64, 2.0))

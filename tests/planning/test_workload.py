@@ -82,11 +82,14 @@ def test_experts_are_counted_as_published():
 
 
 def test_attention_on_a_tpu_is_what_splash_computes():
-    """Products of 512 x 512 tiles, 36 of 64, as wide as keys and as values: 1 and 1 forwards, 3 and 2 backwards."""
-    for name, keys in (("mixtral-8x7b", 128), ("deepseek-v3", 192)):
+    """Products of 512 x 512 tiles, 36 of 64, as wide as keys and as values: 1 and 1 forwards, 3 and 2 backwards.
+
+    And one each way with a permutation of the components that are rotated, of queries and keys.
+    """
+    for name, keys, rotated in (("mixtral-8x7b", 128, (32 + 8) * 128**2), ("deepseek-v3", 192, (128 + 1) * 64**2)):
         shape = dataclasses.replace(MODELS[name], length=4096)
-        each = 2 * shape.num_heads * 36 * 512**2
-        forward, backward = each * (keys + 128), each * (3 * keys + 2 * 128)
+        each, turn = 2 * shape.num_heads * 36 * 512**2, 2 * 4096 * rotated
+        forward, backward = each * (keys + 128) + turn, each * (3 * keys + 2 * 128) + turn
         exact = (
             3 * 2 * shape.num_heads * 4096**2 // 2 * (shape.width + (shape.latent.rope if shape.latent else 0) + 128)
         )
