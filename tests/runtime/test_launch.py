@@ -58,12 +58,33 @@ def test_each_is_told_its_place_and_the_first_is_shown(job, capsys):
 
 
 @pytest.mark.parametrize("mine", [None, "glibc.malloc.tcache_count=0"])
-def test_processes_ask_for_huge_pages_unless_the_user_tunes_glibc(job, capsys, monkeypatch, mine):
+def test_processes_keep_their_memory_in_huge_pages_unless_the_user_tunes_glibc(job, capsys, monkeypatch, mine):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if mine is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", mine)
     assert job("print(os.environ['GLIBC_TUNABLES'])") == (0, [], [0])
-    assert capsys.readouterr().out == f"{mine or 'glibc.malloc.hugetlb=1'}\n"
+    told = capsys.readouterr().out.strip()
+    assert told == mine if mine else told.startswith("glibc.malloc.hugetlb=1:")
+
+
+def test_memory_that_a_thread_frees_is_not_mapped_again(job, capsys, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    script = (
+        "import resource, threading\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    bytearray(2**27)\n"
+        "    told.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+        "told = []\n"
+        "for _ in range(4):\n"
+        "    thread = threading.Thread(target=faults)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "print(*told)\n"
+    )
+    assert job(script) == (0, [], [0])
+    _, *again = map(int, capsys.readouterr().out.split())
+    assert max(again) < 2**27 // 2**21 // 4, "each page is one fault, and huge ones have 2 MB"
 
 
 def test_when_one_fails_the_others_are_ended_and_its_words_are_shown(job):
