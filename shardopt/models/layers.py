@@ -74,14 +74,13 @@ def rotate(x: Float[Array, "B T H K"], positions: Int[Array, "*B T"], base: floa
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
 
 
-@jax.custom_vjp
-def _rotated_by_product(
+def _turned(
     x: Float[Array, "B T H K"], cos: Float[Array, "#B T 1 K/2"], sin: Float[Array, "#B T 1 K/2"]
 ) -> Float[Array, "B T H K"]:
     """Return x rotated, its halves swapped by a product with a permutation.
 
     Half a vector fills the lanes of a TPU no less than a whole one, so halves cost twice the memory, and copies; with a
-    product XLA rotates in one pass over x, and back in one over its gradient. Each sum has one term, so nothing is rounded.
+    product XLA rotates in one pass over x. Each sum has one term, so nothing is rounded.
     """
     both = lambda first, second: jnp.concatenate([first, second], axis=-1)  # noqa: E731
     K = x.shape[-1]
@@ -90,9 +89,11 @@ def _rotated_by_product(
     return (x * both(cos, cos) + swapped * both(-sin, sin)).astype(x.dtype)
 
 
+_rotated_by_product = jax.custom_vjp(_turned)
+# back by the same in one pass, rounded once; derived, it would be two terms, each rounded
 _rotated_by_product.defvjp(
-    lambda x, cos, sin: (_rotated_by_product(x, cos, sin), (cos, sin)),
-    lambda angle, dy: (_rotated_by_product(dy, angle[0], -angle[1]), None, None),
+    lambda x, cos, sin: (_turned(x, cos, sin), (cos, sin)),
+    lambda angle, dy: (_turned(dy, angle[0], -angle[1]), None, None),
 )
 
 

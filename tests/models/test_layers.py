@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import shardopt as so
-from shardopt.models import layers
+from shardopt.models import gpt, layers
 
 
 def draw(seed, *shape):
@@ -48,6 +49,18 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
     assert "dot_general" in traced
     np.testing.assert_allclose(*map(np.float32, (by_product, rotated)), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(*(np.float32(f(x)[0]) for f in (back_by_product, back)), rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_whose_rotation_is_a_product_is_the_same(monkeypatch):
+    config = gpt.GPTConfig(vocab_size=16, dim=16, num_layers=2, num_heads=2)
+    params, batch = gpt.init(config, jax.random.key(0)), {"tokens": jnp.arange(36).reshape(4, 9) % 16}
+    norms = []
+    for kind in ("cpu", "TPU v5"):
+        monkeypatch.setattr(layers, "device_kind_or_default", lambda kind=kind: kind)
+        opt = so.fsdp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), gpt.model(config))
+        _, metrics = opt.step(opt.init(params), batch)
+        norms.append((metrics["loss"], metrics["grad_norm"]))
+    np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
 def test_rms_norm_has_unit_mean_square_whatever_the_scale_of_its_input():
