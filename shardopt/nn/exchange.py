@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from shardopt.collectives.shards import psum_scatter
 from shardopt.nn.flash import Marks, Rule, absorb, delta_of, finish, gradients, heads_first, heads_last, start
 
 Axes = tuple[str, ...]
@@ -77,8 +78,8 @@ def _backward(axes: Axes, rule: Rule, kept: tuple, d_out: Array) -> tuple[Array,
     delta = delta_of(out, d_out, logsumexp)
     block = _gathered(axes, key, value, marks)
     dq, dk, dv = gradients(query, *block[:2], logsumexp, delta, d_out, *block[2:], rule)
-    home = functools.partial(lax.psum_scatter, axis_name=axes, scatter_dimension=2, tiled=True)
-    return dq.astype(query.dtype), home(dk).astype(key.dtype), home(dv).astype(value.dtype), None
+    dk, dv = (psum_scatter(x, axes, 2) for x in (dk, dv))
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
 
 
 _attend.defvjp(_forward, _backward)

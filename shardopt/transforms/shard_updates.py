@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.collectives.shards import psum_scatter
 from shardopt.core.arguments import check_transformation
 from shardopt.core.types import leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice
@@ -126,7 +127,7 @@ def _mean_shards(leaves: list[jax.Array], count: int, axis_name: AxisName) -> li
 
 def _scatter_mean(rows: jax.Array, count: int, axis_name: AxisName) -> jax.Array:
     if rows.dtype == wide_dtype(rows.dtype):
-        return jax.lax.psum_scatter(rows, axis_name, scatter_dimension=0) / count
+        return psum_scatter(rows, axis_name, 0)[0] / count
     received = all_to_all_packed([rows], axis_name)[0].astype(wide_dtype(rows.dtype))
     return (received.sum(axis=0) / count).astype(rows.dtype)
 

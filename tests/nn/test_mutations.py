@@ -60,7 +60,7 @@ def heads_of_the_neighbour(patch):
 
 
 def gradients_of_keys_not_summed(patch):
-    patch.setattr(exchange.lax, "psum_scatter", lambda x, axis_name, **how: x[:, :, : x.shape[2] // 4])
+    patch.setattr(exchange, "psum_scatter", lambda x, axes, dim: x[:, :, : x.shape[2] // 4])
 
 
 @pytest.mark.parametrize(
