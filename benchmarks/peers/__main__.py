@@ -7,7 +7,8 @@ has. With --gpu: one GPU, against torch.compile with fused AdamW (gpu.py).
 Contestants are jobs of their own, started by the launcher that their users would use (torchrun, `shardopt launch`, none
 for jax by hand), all with the same first parameters, batches, AdamW and fp32. Each takes its first step alone on the
 machine; then all are held still, and take turns of a few steps. In group "processes" each is two processes over gloo,
-pinned to a core each; in group "devices" one process has both cores: as two simulated devices for jax, as two threads
+pinned to a core each; in group "torch" likewise, shardopt and torch alone, for
+many sizes; in group "devices" one process has both cores: as two simulated devices for jax, as two threads
 for torch, which has no such thing. Every step reads the global loss and the global norm of the gradient.
 
 Checked first: that all compute the same thing, by losses and norms of ten steps. Claims: tokens per second at least
@@ -41,6 +42,9 @@ GROUPS = {
     "processes": [
         *(Contestant(library, strategy, 2) for strategy in ("ddp", "zero1", "fsdp") for library in LIBRARIES),
         Contestant("jax", "jit", 2),
+    ],
+    "torch": [
+        Contestant(library, strategy, 2) for strategy in ("ddp", "zero1", "fsdp") for library in ("shardopt", "torch")
     ],
     "devices": [
         *(Contestant(library, strategy, 1) for strategy in ("ddp", "zero1", "fsdp") for library in LIBRARIES[:2]),
@@ -85,7 +89,7 @@ def main() -> None:
         "python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="*", default=["128x4", "256x6"], choices=SIZES)
-    parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=GROUPS)
+    parser.add_argument("--groups", nargs="*", default=["processes", "devices"], choices=GROUPS)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
     for name, other in OTHERS.items():

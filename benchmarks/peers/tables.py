@@ -65,6 +65,23 @@ def table_of(record: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def sizes_of(record: dict[str, Any]) -> str:
+    """Return a row a size of group "torch": shardopt's tokens per second and peak memory, and their ratios to torch's."""
+    strategies = ("ddp", "zero1", "fsdp")
+    lines = ["| tokens/s and MB, of torch's | " + " | ".join(strategies) + " |", "|---|" + "---:|" * len(strategies)]
+    for size in record["results"]["cpu"].values():
+        if group := size.get("torch"):
+            config, cells = size["config"], []
+            for strategy in strategies:
+                ours, theirs = (group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch"))
+                speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
+                peak, memory = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
+                cells.append(f"{ours['tokens_per_second']:,.0f} ({speed:.2f}), {peak:,.0f} ({memory:.2f})")
+            shape = f"{config['dim']} x {config['num_layers']}, {config['batch']} x {config['length']}"
+            lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def gpu_of(record: dict[str, Any] | None) -> str:
     """Return what is said about the GPU: a table of the results of gpu.py, or that there are none."""
     if record is None:
@@ -102,7 +119,8 @@ def short_section(record: dict[str, Any]) -> str:
         lines.append(f"| {strategy} | {' | '.join(cells)} |")
     shape = f"width {config['dim']}, {config['num_layers']} layers, batch {config['batch']} x {config['length']}"
     machine = f"Two processes over gloo, a core of an {record['hardware']['cpu']} each; {shape}."
-    return f"{BEGIN}\n" + "\n".join(lines) + f"\n\n{machine}\n{END}"
+    sizes = f"Two processes again, more sizes (width x layers, batch x length), beside torch:\n\n{sizes_of(record)}"
+    return f"{BEGIN}\n" + "\n".join(lines) + f"\n\n{machine}\n\n{sizes}\n{END}"
 
 
 def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
@@ -117,7 +135,7 @@ def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> s
         " layers, batch x length. MB: the most that one process ever held, its libraries and compiler included, and the most"
         " that it held in the steps after the first."
     )
-    return "\n\n".join([f"{BEGIN}\n{table_of(record)}", machine, f"{gpu_of(gpu)}\n{END}"])
+    return "\n\n".join([f"{BEGIN}\n{table_of(record)}", machine, sizes_of(record), f"{gpu_of(gpu)}\n{END}"])
 
 
 def with_section(page: str, section: str) -> str:
