@@ -64,3 +64,10 @@ def test_what_is_published_is_what_was_compiled(script):
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     for line in script.table(results).splitlines():
         assert line in text
+
+
+def test_each_row_of_the_table_is_ahead_by_a_twentieth_in_no_more_memory(script):
+    results = json.loads(script.RESULTS.read_text())["results"]
+    for row in script.TABLE:
+        assert results[row.name]["ratio"] <= 0.95, row.name
+        assert results[row.name]["memory_ratio"] <= 1, row.name
