@@ -28,9 +28,9 @@ ZERO = functools.partial(so.zero, min_shard_elements=1)
 STRATEGIES = {
     # the loss and its weight; the leaves
     "ddp": (so.ddp, {"all-reduce": 2}),
-    # the loss and its weight; the leaf that stays whole; the norm of the others
-    "zero1": (functools.partial(ZERO, stage=1), {"all-reduce": 3, "reduce-scatter": 1, "all-gather": 1}),
-    "zero2": (functools.partial(ZERO, stage=2), {"all-reduce": 3, "reduce-scatter": 1, "all-gather": 1}),
+    # the loss and its weight; the leaf that stays whole; the norm of the others; one exchange, of a part for each device
+    "zero1": (functools.partial(ZERO, stage=1), {"all-reduce": 3, "all-to-all": 4, "all-gather": 1}),
+    "zero2": (functools.partial(ZERO, stage=2), {"all-reduce": 3, "all-to-all": 4, "all-gather": 1}),
 }
 
 
