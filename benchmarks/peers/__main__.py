@@ -7,9 +7,8 @@ has. With --gpu: one GPU, against torch.compile with fused AdamW (gpu.py).
 Contestants are jobs of their own, started by the launcher that their users would use (torchrun, `shardopt launch`, none
 for jax by hand), all with the same first parameters, batches, AdamW and fp32. Each takes its first step alone on the
 machine; then all are held still, and take turns of a few steps. In group "processes" each is two processes over gloo,
-pinned to a core each; in group "torch" likewise, shardopt and torch alone, for
-many sizes; in group "devices" one process has both cores: as two simulated devices for jax, as two threads
-for torch, which has no such thing. Every step reads the global loss and the global norm of the gradient.
+pinned to a core each; in group "torch" likewise, shardopt and torch alone, for many sizes; in group "devices" one
+process has both cores: as two simulated devices for jax, as two threads for torch, which has no such thing. Every step reads the global loss and the global norm of the gradient.
 
 Checked first: that all compute the same thing, by losses and norms of ten steps. Claims: tokens per second at least
 torch's at the same strategy; peak memory of a process at most torch's, and 1.03 of jax by hand.

@@ -18,6 +18,7 @@ _NAMES = {
     "maxtext": "MaxText",
     "levanter": "Levanter",
 }
+_STRATEGIES = ("ddp", "zero1", "fsdp")
 _SHORT = ("shardopt", "torch", "jax", "maxtext", "levanter")
 _CALLS = {
     "torch ddp": "DistributedDataParallel",
@@ -44,8 +45,7 @@ def table_of(record: dict[str, Any]) -> str:
     sizes = {name: size for name, size in record["results"]["cpu"].items() if "processes" in size}
     rows = [["two processes", "with", "lines"], ["---"] * 3]
     for config in (size["config"] for size in sizes.values()):
-        shape = f"{config['dim']} x {config['num_layers']}, {config['batch']} x {config['length']}"
-        rows[0] += [f"tokens/s, {shape}", "MB, peak / steps", "first step"]
+        rows[0] += [f"tokens/s, {_shape(config)}", "MB, peak / steps", "first step"]
         rows[1] += ["---:"] * 3
     for name in dict.fromkeys(name for size in sizes.values() for name in size["processes"]["contestants"]):
         library, strategy = name.split()
@@ -67,19 +67,21 @@ def table_of(record: dict[str, Any]) -> str:
 
 def sizes_of(record: dict[str, Any]) -> str:
     """Return a row a size of group "torch": shardopt's tokens per second and peak memory, and their ratios to torch's."""
-    strategies = ("ddp", "zero1", "fsdp")
-    lines = ["| tokens/s and MB, of torch's | " + " | ".join(strategies) + " |", "|---|" + "---:|" * len(strategies)]
+    lines = ["| tokens/s and MB, of torch's | " + " | ".join(_STRATEGIES) + " |", "|---|" + "---:|" * len(_STRATEGIES)]
     for size in record["results"]["cpu"].values():
         if group := size.get("torch"):
-            config, cells = size["config"], []
-            for strategy in strategies:
+            cells = []
+            for strategy in _STRATEGIES:
                 ours, theirs = (group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch"))
                 speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
                 peak, memory = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
                 cells.append(f"{ours['tokens_per_second']:,.0f} ({speed:.2f}), {peak:,.0f} ({memory:.2f})")
-            shape = f"{config['dim']} x {config['num_layers']}, {config['batch']} x {config['length']}"
-            lines.append(f"| {shape} | {' | '.join(cells)} |")
+            lines.append(f"| {_shape(size['config'])} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _shape(config: dict[str, Any]) -> str:
+    return f"{config['dim']} x {config['num_layers']}, {config['batch']} x {config['length']}"
 
 
 def gpu_of(record: dict[str, Any] | None) -> str:
@@ -113,7 +115,7 @@ def short_section(record: dict[str, Any]) -> str:
     libraries = [library for library in _SHORT if any(name.startswith(f"{library} ") for name in rows)]
     lines = ["| tokens/s | " + " | ".join(_NAMES[library] for library in libraries) + " |"]
     lines.append("|---|" + "---:|" * len(libraries))
-    for strategy in ("ddp", "zero1", "fsdp"):
+    for strategy in _STRATEGIES:
         found = [rows.get(f"{library} {strategy}") for library in libraries]
         cells = [f"{row['tokens_per_second']:,.0f}" if row else "-" for row in found]
         lines.append(f"| {strategy} | {' | '.join(cells)} |")

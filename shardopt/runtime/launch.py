@@ -560,9 +560,8 @@ def _place(rank: int, count: int, address: str) -> dict[str, str]:
 # XLA:CPU allocates the temporaries of every step anew. By itself glibc maps them each time and gives them back, and each page
 # is a fault that fills it with zeros. Here pages are of 2 MB, and what is freed stays: one arena, nothing mapped for itself,
 # nothing trimmed.
-_MALLOC = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {"hugetlb": 1, "arena_max": 1, "mmap_max": 0, "trim_threshold": 2**40}.items()
+_MALLOC = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
 )
 
 
