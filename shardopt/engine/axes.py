@@ -67,6 +67,11 @@ class AxisTable(NamedTuple):
         return tuple(axis for axis in self.summed if axis in self.rows)
 
     @property
+    def num_all_row_shares(self) -> int:
+        """Into how many shares the axes of rows cut those of all replicas."""
+        return math.prod(self.sizes[axis] for axis in self.rows)
+
+    @property
     def num_row_shares(self) -> int:
         """Into how many shares these axes cut the rows."""
         return math.prod(self.sizes[axis] for axis in self.summed_rows)

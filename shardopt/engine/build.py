@@ -28,10 +28,13 @@ from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.metrics import values
 from shardopt.engine.optimizer import InitFn, Metrics, ShardedOptimizer, not_a_transformation
 from shardopt.engine.owned_update import layout_bytes, owners_of
-from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
+from shardopt.engine.view import Views
 from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
+
+
+UNDECIDED = "view: the first step chooses it."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +86,11 @@ def build(
       compile_step: makes the programs for one parameter structure.
     """
     config = check_config(config)
-    cache, limit = StepCache(config, compile_step), limit_in_flight(config)
+    caches = {view: StepCache(config._replace(view=view), compile_step) for view in ("per_device", "global")}
+    cache, limit = caches["global" if config.view == "global" else "per_device"], limit_in_flight(config)
     checked: set[int] = set()
-    check_training = SeparableOnce(config, training=True)
-    check_evaluation = SeparableOnce(config.of_evaluation, training=False)
+    views = Views(config, training=True)
+    views_of_evaluation = Views(config.of_evaluation, training=False)
 
     def of(abstract_params: PyTree) -> CompiledStep:
         return cache.last() if abstract_params is None else cache.of(check_params(config, abstract_params))
@@ -103,13 +107,13 @@ def build(
 
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
-        check_training(compiled.layout, state.params, placed)
-        return compiled.step, (state, placed)
+        view = views.of(compiled.layout, placed)
+        return caches[view].of(state.params).step, (state, placed)
 
     def prepare_evaluate(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
-        check_evaluation(compiled.layout, state.params, placed)
-        return compiled.evaluate, (state.params, placed)
+        view = views_of_evaluation.of(compiled.layout, placed)
+        return caches[view].of(state.params).evaluate, (state.params, placed)
 
     def synchronize(state: TrainState) -> TrainState:
         """Return the state once all copies of it are there and equal; nothing is donated."""
@@ -143,6 +147,7 @@ def build(
         )
         spec = config.home.spec
         return found._replace(
+            view=UNDECIDED if views.last is None else str(views.last),
             owners=on_mesh(config.mesh, owners_of)(config, layout),
             layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
             rows=tuple(row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in found.rows),

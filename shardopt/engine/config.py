@@ -25,8 +25,8 @@ from shardopt.pipeline import Schedule
 from shardopt.reducers import Reducer
 from shardopt.reducers.reducer import check_reducer
 
-View = Literal["per_device", "global"]
-"""Where a loss runs: on each device's rows, or on the whole batch."""
+View = Literal["auto", "per_device", "global"]
+"""Where a loss runs: on each device's rows, on the whole batch, or where it is exact at the least cost."""
 
 OptStateLayout = Literal["within", "matrices"]
 """How sharded optimizer state is cut: within each leaf, or between whole matrices, each on an owner."""
@@ -130,7 +130,8 @@ class StrategyConfig(NamedTuple):
       sync_gradients: whether gradients are averaged over replicas that have parameters of their own, as in a warm-up.
       evaluate_fn: the loss that is evaluated; None for `loss_fn`.
       compiler_options: what the compiler is told; None for what `compiler_options` says of the mesh.
-      view: where the loss runs: on each device's rows, or on the whole batch in the global view.
+      view: where the loss runs: on each device's rows, on the whole batch in the global view, or chosen by a proof. Programs
+        are compiled of a config whose view is chosen.
       separable: True if the user says that pieces of the batch add up; None to find out.
       axis_names: what the user's mesh calls its axes; None for our names.
       sequence_dims: which dim of a batch leaf counts positions, by key path.
@@ -161,7 +162,7 @@ class StrategyConfig(NamedTuple):
     sync_gradients: bool = False
     evaluate_fn: LossFn | None = None
     compiler_options: CompilerOptions | None = None
-    view: View = "per_device"
+    view: View = "auto"
     separable: bool | None = None
     axis_names: Axes | None = None
     sequence_dims: SequenceDims = ()
@@ -330,7 +331,8 @@ def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
 
 def _check_view(who: str, config: StrategyConfig) -> None:
     fix = (
-        "use view='per_device' (each device runs the loss on its rows) or view='global' (one loss of the whole batch)."
+        "use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its rows) or 'global' (one loss of the "
+        "whole batch)."
     )
     if not isinstance(config.view, str):
         raise TypeError(format_error(who, f"view must be a string, got {config.view!r}.", fix=fix))

@@ -21,8 +21,8 @@ from shardopt.engine.metrics import neutral, of_rows
 from shardopt.engine.pipelined import pipelined_losses
 from shardopt.engine.reductions import sum_parts
 from shardopt.engine.rows import RowContext, with_rows
-from shardopt.engine.separable import SeparableOnce
 from shardopt.engine.step import LayoutCache
+from shardopt.engine.view import Views
 
 
 class Totals:
@@ -42,24 +42,26 @@ class Totals:
     def __init__(self, config: StrategyConfig):
         self._config = config.of_evaluation
         self._pieces = self._config.num_row_pieces
-        self._check_separable = SeparableOnce(self._config, training=False)
+        self._views = Views(self._config, training=False)
         self._layouts = LayoutCache(self._config, lambda _, layout: layout)
         uneven = "of a batch that the devices do not divide the loss sees a part at a time"
         fix = f"use batches of a multiple of {self._pieces} rows, or view='global'"
         of_parts = with_rows(RowContext((), 1, refused=(uneven, fix)), self._config.loss_fn)
-        compile_for = compile_totals if self._config.view == "per_device" else compile_global_totals
-        self._programs = LayoutCache(self._config, compile_for)
-        self._programs_of_parts = LayoutCache(self._config._replace(loss_fn=of_parts), compile_totals)
+        on_rows, on_batch = (self._config._replace(view=view) for view in ("per_device", "global"))
+        self._programs = LayoutCache(on_rows, compile_totals)
+        self._programs_of_parts = LayoutCache(on_rows._replace(loss_fn=of_parts), compile_totals)
+        self._programs_of_batch = LayoutCache(on_batch, compile_global_totals)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
         """Run what adds up to the batch: a plain value has its number of rows as weight."""
         check_state(self._config, state)
         batch = as_arrays(self._config.strategy, batch)
-        self._check_separable(self._layouts.of(state.params), state.params, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
-        if self._config.view == "global" and size:
+        if not size:
+            return
+        if self._views.of(self._layouts.of(state.params), batch) == "global":
             placed = place_batch(self._config, batch, everywhere=size % self._config.axes.num_row_shares != 0)
-            yield self._programs.of(state.params)(state.params, placed)
+            yield self._programs_of_batch.of(state.params)(state.params, placed)
             return
         even = size // pieces * pieces
         program = (self._programs if even == size else self._programs_of_parts).of(state.params)

@@ -133,13 +133,13 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
         return 1
     if config.separable:
         return count
-    shapes = abstract(batch)
-    piece = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows // count, *x.shape[1:]), x.dtype) if x.ndim else x, shapes
-    )
     key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
-    find = functools.partial(find_mixing, who=config.strategy, key=key, training=training)
-    mixing = on_mesh(config.home.auto, find, config.home.axes)(config.loss_fn, as_gathered(config, layout), piece)
+    blocks = (
+        config.axes.num_row_shares
+    )  # of the rows of each device each micro-batch has a part: `constraints.cut_rows`
+    find = functools.partial(find_mixing, pieces=count, blocks=blocks, who=config.strategy, key=key, training=training)
+    params = as_gathered(config, layout)
+    mixing = on_mesh(config.home.auto, find, config.home.axes)(config.loss_fn, params, abstract(batch))
     if mixing is None:
         return count
     what = (

@@ -28,14 +28,12 @@ class RowContext(NamedTuple):
       axes: the mesh axes that carry the rows of one gradient.
       devices: how many devices these are.
       micro_batches: into how many pieces each device cuts its rows.
-      tracing: whether the loss is only analysed: no axis is bound, and each function leaves its name in the trace.
       refused: why the loss does not see the whole batch, and what to do; None if it does, or for the micro-batches only.
     """
 
     axes: tuple[str, ...]
     devices: int
     micro_batches: int = 1
-    tracing: bool = False
     refused: tuple[str, str] | None = None
 
 
@@ -80,17 +78,12 @@ def gather_batch(x: PyTree) -> PyTree:
     """
     context = _context("gather_batch", x)
 
-    def plain(x: jax.Array, copies: int = 1) -> jax.Array:
-        return jnp.concatenate([x] * copies)
-
     def one(x: jax.Array, context: RowContext) -> jax.Array:
         wide = wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
         return jax.lax.all_gather(x.astype(wide), context.axes, tiled=True).astype(x.dtype)
 
     if context is None:
         return jax.tree.map(jnp.asarray, x)
-    if context.tracing:
-        return _named("shardopt_gather_batch", lambda x: plain(x, context.devices), x)
     return jax.tree.map(lambda x: one(jnp.asarray(x), context), x)
 
 
@@ -136,7 +129,7 @@ def batch_mean(x: PyTree) -> PyTree:
         mean = jnp.mean(x, axis=0, dtype=wide_dtype(dtype))
         return (jax.lax.psum(mean, context.axes) / context.devices).astype(dtype)
 
-    return _reduced("shardopt_batch_mean", context, plain, one, x)
+    return _reduced(context, plain, one, x)
 
 
 def batch_sum(x: PyTree) -> PyTree:
@@ -175,7 +168,7 @@ def batch_sum(x: PyTree) -> PyTree:
         wide = wide_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else dtype
         return jax.lax.psum(jnp.sum(x, axis=0, dtype=wide), context.axes).astype(dtype)
 
-    return _reduced("shardopt_batch_sum", context, plain, one, x)
+    return _reduced(context, plain, one, x)
 
 
 def row_context(config: StrategyConfig) -> RowContext:
@@ -247,7 +240,6 @@ def _context(who: str, x: PyTree) -> RowContext | None:
 
 
 def _reduced(
-    name: str,
     context: RowContext | None,
     plain: Callable[[jax.Array], jax.Array],
     one: Callable[[jax.Array, RowContext], jax.Array],
@@ -255,16 +247,4 @@ def _reduced(
 ) -> PyTree:
     if context is None:
         return jax.tree.map(lambda x: plain(jnp.asarray(x)), x)
-    if context.tracing:
-        return _named(name, plain, x)
     return jax.tree.map(lambda x: one(jnp.asarray(x), context), x)
-
-
-def _named(name: str, f: Callable[[jax.Array], jax.Array], x: PyTree) -> PyTree:
-    """Apply f to each leaf in one jitted function of that name, which shows in the trace."""
-
-    def run(x: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: f(jnp.asarray(x)), x)
-
-    run.__name__ = name
-    return jax.jit(run)(x)

@@ -1,63 +1,68 @@
-"""Whether a loss is a (weighted) mean over rows, so that the pieces on several devices add up to it; else it is refused.
+"""Whether a loss is a (weighted) mean over rows, so that the losses of its pieces on several devices add up to it.
 
-The loss is traced on abstract rows, twice, and nothing runs: see `separability.analysis`. Only where the trace cannot
-tell, numbers are compared: see `separable_numbers`. Backward rules of `jax.custom_vjp` are followed as far as they can
-be traced (`separability.backward`); numbers do not look at them, `so.check` does.
+The loss is traced on the whole batch and on one piece of it, on abstract rows, and nothing runs. The two traces are related
+equation by equation (`separability.walk`). A loss passes only if that proves it a mean: whatever is not known does not pass.
 """
 
 import functools
 import linecache
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax._src import source_info_util
-from jax.core import Tracer
 
 from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error, plural
-from shardopt.core.types import Max, Min, PyTree, Sum, TreeDef, Updated, Weighted, abstract, leaves_with_paths
+from shardopt.core.types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.batch_dims import resized, sequence_dim
 from shardopt.engine.batches import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import loss_parts
 from shardopt.engine.rows import RowContext, row_context, with_rows
-from shardopt.engine.separable_numbers import deviation
 from shardopt.mesh import analysis, on_mesh
 from shardopt.partition import LeafPlan
 from shardopt.remat.gathered_block import leaves_like
-from shardopt.separability.analysis import DifferentTracesError, Scope, follow
-from shardopt.separability.arithmetic import part_degree
-from shardopt.separability.experts import experts_elsewhere
-from shardopt.separability.values import Const, Mixed, Op, Rows, Value, first_mixed, odd, same
-from shardopt.separability.values import Sum as RowSum
+from shardopt.separability.dependence import EXPERTS, leaves_used
+from shardopt.separability.numbers import relation_of
+from shardopt.separability.relations import (
+    WHY,
+    Extreme,
+    Known,
+    Op,
+    Same,
+    Split,
+    Total,
+    Unknown,
+    Value,
+    close,
+    tolerance_of,
+)
+from shardopt.separability.walk import DifferentTracesError, prove
 
 
 class Mixing(NamedTuple):
-    """Where a loss is no mean over rows, or over positions.
+    """Where a loss is not proved to be a mean over rows, or over positions.
 
     Attributes:
       what: which result of the loss: "the loss", "metric 'accuracy'".
-      why: in what way, a sentence.
+      why: what is in the way, a sentence.
       operation: the operation that mixes rows, as "reduce_sum at loss.py:12 (clip)"; "" if it is not known.
       lines: that operation and what becomes of its result, with their source.
-      sure: whether it is certain; else only numbers can tell.
     """
 
     what: str
     why: str
-    operation: str
-    lines: tuple[str, ...]
-    sure: bool
+    operation: str = ""
+    lines: tuple[str, ...] = ()
 
 
-class _Out(NamedTuple):
-    """A result of a loss, and what it must be: "mean", "ratio" (of two leaves), "sum" or "extreme"."""
+class _Result(NamedTuple):
+    """A result of a loss, and what it must be: "mean", "ratio" (of two leaves), "sum", "max" or "min"."""
 
     what: str
     must: str
@@ -69,177 +74,221 @@ def find_mixing(
     params: PyTree,
     batch: PyTree,
     *,
+    pieces: int,
+    blocks: int = 1,
     who: str = "loss_fn",
     key: jax.Array | None = None,
     context: RowContext | None = None,
-    axis_sizes: Sequence[tuple[str, int]] = (),
+    axis_sizes: Mapping[str, int] | None = None,
     training: bool = True,
-    sequence_dim: Callable[[str, int], int | None] | None = None,
+    dims: Sequence[int | None] | None = None,
+    positions: bool = False,
 ) -> Mixing | None:
-    """Return where a loss is no (weighted) mean over rows; None if it is shown to be one.
+    """Return why a loss is not proved to be the (weighted) mean of the losses of its pieces; None if it is.
 
     Args:
       loss_fn: the loss, or a `BlockModel`.
       params: parameters as shapes and dtypes.
-      batch: a batch as shapes and dtypes, leaves [rows, ...] with as many rows as one piece has.
+      batch: the whole batch as shapes and dtypes.
+      pieces: n, into how many equal pieces the batch is cut.
+      blocks: into how many blocks of rows the batch falls, of each of which a piece has the same part; 1 if pieces are contiguous.
       who: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
-      context: what `gather_batch`, `batch_mean` and `batch_sum` are told; without it there are no other rows.
+      context: what `gather_batch`, `batch_mean` and `batch_sum` are told on a piece; without it there are no other rows.
       axis_sizes: mesh axes and their sizes that the loss may name.
-      training: whether it is differentiated, so that backward rules of `jax.custom_vjp` count.
-      sequence_dim: to look at positions of sequences instead of rows: `sequence_dim(path, ndim)` of a batch leaf.
+      training: whether the loss is differentiated, so that derivative rules count.
+      dims: for each leaf of the batch the dim that is cut, or None; by default the first dim.
+      positions: whether positions of sequences are cut, rather than rows.
     """
     loss_fn = _with_checked_blocks(who, loss_fn)
-    unit = "rows" if sequence_dim is None else "positions"
-    rows_of = lambda path, ndim: 0 if ndim else None  # noqa: E731
-    dims = [(sequence_dim or rows_of)(path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
+    unit = "positions" if positions else "rows"
     leaves, treedef = jax.tree.flatten(batch)
-    count = max(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
-    least, devices = max(count, 2), 1 if context is None else context.devices
-    outs: list[_Out] = []
+    dims = [0 if leaf.ndim else None for leaf in leaves] if dims is None else dims
+    sizes = axis_sizes or {}
+    row_axes = frozenset(context.axes if context is not None and context.devices == pieces else ())
+    whole_context = None if context is None else context._replace(devices=max(1, context.devices // pieces))
+    counts = [
+        (leaf.shape[dim], leaf.shape[dim] // pieces) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
+    ]
+    if any(whole % (pieces * blocks) for whole, _ in counts):
+        return Mixing("the loss", f"its {unit} cannot be cut into {pieces} equal pieces.")
+    results: list[_Result] = []
 
-    def traced(params: PyTree, batch: PyTree, key: jax.Array | None, devices: int) -> list[jax.Array]:
-        within = context and with_rows(context._replace(devices=devices, tracing=True), loss_fn)
+    def traced(context: RowContext | None, params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+        within = loss_fn if context is None else with_rows(context, loss_fn)
         with analysis():
-            returned = call(within or loss_fn, key, 0, params, batch)
+            returned = call(within, key, 0, params, batch)
         loss_parts(who, returned, num_rows(batch))  # refuses what is no loss
-        outs[:] = _outs(returned)
-        return [jnp.asarray(leaf) for out in outs for leaf in out.leaves]
+        results[:] = _results(returned)
+        return [jnp.asarray(leaf) for one in results for leaf in one.leaves]
 
-    def trace(size: int, devices: int) -> Any:
-        resized = treedef.unflatten([_resized(*pair, size) for pair in zip(leaves, dims, strict=True)])
-        make = jax.make_jaxpr(traced, static_argnums=3, axis_env=list(axis_sizes))
-        return make(params, resized, key, devices)
+    def trace(context: RowContext | None, batch: PyTree, sizes: Mapping[str, int]) -> Any:
+        make = jax.make_jaxpr(functools.partial(traced, context), axis_env=list(sizes.items()))
+        return make(params, batch, key)
 
-    # Twice the rows on half the devices: what follows from the whole batch alone stays the same, its size included.
-    sizes, first = (least, 2 * least), trace(least, 2 * devices)
+    piece = treedef.unflatten([_cut(*pair, pieces) for pair in zip(leaves, dims, strict=True)])
+    whole_jaxpr = trace(whole_context, batch, {axis: 1 if axis in row_axes else size for axis, size in sizes.items()})
     try:
-        jaxprs = first, trace(2 * least, devices)
+        piece_jaxpr = trace(context, piece, sizes)
     except Exception as error:
-        why = (
-            f"it cannot be traced on {2 * least} {unit}, so nothing can be said of it: {type(error).__name__}: {error}"
-        )
-        return Mixing("the loss", why.splitlines()[0], "", (), sure=False)
-    none = (0.0,)
-    shared = [Const(none) for _ in jax.tree.leaves(params)]
-    rowwise: list[Value] = [Const(none) if dim is None else Rows(dim, none) for dim in dims]
-    drawn = [Const(none, anywhere=True) for _ in jax.tree.leaves(key)]
-    together = context.axes if context is not None and context.micro_batches == 1 else ()
+        seen, rows = f"{counts[0][1]} of the {counts[0][0]} {unit}", f"{type(error).__name__}: {error}".splitlines()[0]
+        return Mixing("the loss", f"a piece is {seen}, on which the loss cannot be traced: {rows}")
+    relations: list[Value] = [Same() for _ in jax.tree.leaves(params)]
+    relations += [Same() if dim is None else Split(dim, blocks) for dim in dims]
+    relations += [Same(drawn=True) for _ in jax.tree.leaves(key)]
     try:
-        scope = Scope(sizes, frozenset(together), sequence_dim is not None, training)
-        found = follow(scope, jaxprs, [*shared, *rowwise, *drawn])
+        found = prove(
+            whole_jaxpr,
+            piece_jaxpr,
+            relations,
+            pieces=pieces,
+            row_axes=row_axes,
+            other_axes=frozenset(sizes) - frozenset(context.axes if context is not None else ()),
+            positions=positions,
+            training=training,
+        )
     except DifferentTracesError as error:
         op = None if error.eqn is None else Op(error.eqn)
-        why = f"it does other things on {sizes[0]} {unit} than on {sizes[1]}."
-        return Mixing("the loss", why, _operation(op), () if op is None else (_line(op),), sure=False)
+        why = f"it does other things on {counts[0][0]} {unit} than on {counts[0][1]}."
+        return Mixing("the loss", why, _operation(op), () if op is None else (_line(op),))
     values = iter(found)
-    problems = [_problem(out, [next(values) for _ in out.leaves], sizes) for out in outs]
-    problems = sorted((one for one in problems if one is not None), key=lambda one: not one.sure)
-    if not problems:
-        return None
-    return problems[0] if unit == "rows" else problems[0]._replace(why=_of_positions(problems[0].why))
+    for result in results:
+        mixing = _problem(result, [next(values) for _ in result.leaves], pieces)
+        if mixing is not None:
+            return mixing._replace(why=_of_positions(mixing.why)) if positions else mixing
+    if training and (name := _trained_weight(whole_jaxpr, results, len(jax.tree.leaves(params)))):
+        return Mixing(
+            "the loss", f"{name} of so.Weighted depends on the parameters, so the mean has a gradient of the weight."
+        )
+    return None
+
+
+def _trained_weight(jaxpr: Any, results: Sequence[_Result], num_params: int) -> str | None:
+    """Return which weight of the loss follows from the parameters, other than through `stop_gradient`."""
+    marks = [{i: None} if i < num_params else {} for i in range(len(jaxpr.jaxpr.invars))]
+    used = iter(leaves_used(jaxpr, marks, differentiated=True))
+    weights = 0
+    for result in results:
+        leaves = [next(used) for _ in result.leaves]
+        if result.what == "the loss" and result.must == "ratio":
+            weights += 1
+            if leaves[1]:
+                return "the weight" if weights == 1 else f"weight {weights}"
+    return None
+
+
+# --- what is in the way of a strategy -----------------------------------------------------------------------------------
+
+
+class Obstacle(NamedTuple):
+    """Why devices cannot run a loss on their own rows.
+
+    Attributes:
+      what: a sentence.
+      lines: the operations, with their source.
+      fix: the remedies.
+      operation: the operation that mixes rows; "" if it is not known.
+    """
+
+    what: str
+    lines: tuple[str, ...]
+    fix: str
+    operation: str
+
+    def error(self, who: str) -> NotSeparableError:
+        """Return the error of a strategy that cannot do otherwise."""
+        return NotSeparableError(format_error(who, self.what, self.lines, self.fix), operation=self.operation)
 
 
 FIX = (
     'view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or so.batch_sum for what a row needs '
     "of the whole batch, and so.Weighted for a normaliser that depends on the rows; or separable=True if you know better."
 )
-
-
-def check_separable(config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, *, training: bool) -> bool:
-    """Refuse a loss whose pieces, on several devices or in micro-batches, do not add up to that of the whole batch.
-
-    Returns whether that is settled: not where only numbers can tell, and arguments are abstract.
-
-    Args:
-      config: of the step; of evaluation, its `of_evaluation`.
-      layout: of the parameters.
-      params: the parameters; where the trace cannot tell, the loss is run on some rows.
-      batch: a global batch.
-      training: whether the loss gets a random key, if it takes one.
-
-    Raises:
-      NotSeparableError: if the loss is no (weighted) mean over rows.
-    """
-    if config.local_updates is not None and config.local_updates.warmup_steps:
-        config = config._replace(sync_gradients=True)
-    if config.view == "global" or config.num_pieces == 1 or config.separable:
-        return True
-    axes = config.axes
-    shares = math.prod(axes.sizes[axis] for axis in axes.rows) * config.micro_batches
-    find = functools.partial(
-        find_mixing,
-        who=config.strategy,
-        key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
-        axis_sizes=[(axis, size) for axis, size in axes.sizes.items() if axis != TENSOR or size == 1],
-        training=training,
-    )
-    rows = max(1, num_rows(batch) // shares)
-    piece = resized(config, abstract(batch), rows=rows, position_shares=axes.num_position_shares)
-    given = config.loss_fn, as_gathered(config, layout), piece
-    if any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1:
-        _refuse_experts_elsewhere(config, layout, find.keywords["key"], *given)
-    if axes.num_position_shares > 1:
-        along = functools.partial(find, sequence_dim=functools.partial(sequence_dim, config))
-        _refuse_mixed_positions(config, on_mesh(config.mesh, along)(*given))
-    mixing = on_mesh(config.mesh, functools.partial(find, context=row_context(config)))(*given)
-    if mixing is None:
-        return True
-    if not mixing.sure:
-        if any(isinstance(leaf, jax.ShapeDtypeStruct | Tracer) for leaf in jax.tree.leaves((params, batch))):
-            return False  # lowered for abstract arguments: nothing is trained
-        numbers = deviation(config, params, batch, shares)
-        if numbers is None:
-            return True
-        mixing = mixing._replace(why=f"{mixing.why} {numbers}")
-    cut = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
-    cut += [f"{config.micro_batches} micro-batches"] * (config.micro_batches > 1)
-    what = (
-        f"{mixing.what} is not a (weighted) mean over rows, so {' and '.join(cut)} would train on another: {mixing.why}"
-    )
-    raise NotSeparableError(format_error(config.strategy, what, mixing.lines, FIX), operation=mixing.operation)
-
-
 FIX_POSITIONS = (
     "so.nn.attention for what a position needs of the others, and so.nn.positions for its index; inputs and targets as leaves "
     'of their own rather than shifted in the loss; view="global"; a mesh with context=1; or separable=True if you know better.'
 )
 
 
-def _refuse_mixed_positions(config: StrategyConfig, mixing: Mixing | None) -> None:
-    """Refuse a loss that mixes positions of a sequence otherwise than by `so.nn.attention`.
+def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:
+    """Return why devices cannot run the loss of a strategy on their own rows; None if they can, by proof or by the user's word.
 
-    Numbers are not asked: a piece of a sequence alone is no loss to compare with.
+    Args:
+      config: of the step; of evaluation, its `of_evaluation`.
+      layout: of the parameters.
+      batch: a global batch; its shapes count.
+      training: whether the loss is differentiated, and gets a random key if it takes one.
     """
+    if config.local_updates is not None and config.local_updates.warmup_steps:
+        config = config._replace(sync_gradients=True)
+    if config.num_pieces == 1 or config.separable:
+        return None
+    axes = config.axes
+    find = functools.partial(
+        find_mixing,
+        who=config.strategy,
+        key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
+        axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
+        training=training,
+    )
+    params, replicas = as_gathered(config, layout), axes.num_all_row_shares // axes.num_row_shares
+    whole = resized(config, abstract(batch), rows=max(1, num_rows(batch) // replicas))
+    if any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1:
+        if obstacle := _experts_elsewhere(config, layout, find.keywords["key"], params, whole):
+            return obstacle
+    mixing, over = None, "rows"
+    if axes.num_position_shares > 1:
+        dims = [sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(whole)]
+        along = functools.partial(find, pieces=axes.num_position_shares, dims=dims, positions=True)
+        mixing, over = on_mesh(config.mesh, along)(config.loss_fn, params, whole), "positions"
+    for rows, pieces in _row_cuts(config, num_rows(whole)):
+        if mixing is None and pieces > 1:
+            shared = resized(config, whole, rows=rows, position_shares=axes.num_position_shares)
+            along = functools.partial(find, pieces=pieces, context=row_context(config))
+            mixing, over = on_mesh(config.mesh, along)(config.loss_fn, params, shared), "rows"
     if mixing is None:
-        return
+        return None
+    if over == "positions":
+        cut = f"{axes.num_position_shares} devices along context share"
+        what = f"{mixing.what} is not shown to be a (weighted) mean over positions, which {cut}: {mixing.why}"
+        return Obstacle(what, mixing.lines, FIX_POSITIONS, mixing.operation)
+    parts = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
+    parts += [f"{config.micro_batches} micro-batches"] * (config.micro_batches > 1)
+    cut = " and ".join(parts)
     what = (
-        f"{mixing.what} is not shown to be a (weighted) mean over positions, which {config.axes.num_position_shares} devices "
-        f"along context share: {mixing.why}"
+        f"{mixing.what} is not shown to be a (weighted) mean over rows, so {cut} could train on another: {mixing.why}"
     )
-    raise NotSeparableError(
-        format_error(config.strategy, what, mixing.lines, FIX_POSITIONS), operation=mixing.operation
-    )
+    return Obstacle(what, mixing.lines, FIX, mixing.operation)
 
 
-def _refuse_experts_elsewhere(
-    config: StrategyConfig, layout: Layout, key: PyTree, loss_fn: LossFn, params: PyTree, batch: PyTree
-) -> None:
-    """Refuse a loss that uses leaves of experts, of which each device has its own, otherwise than by sending tokens to them."""
+def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:
+    """Return of how many rows the loss must be the mean over how many pieces: (rows, pieces).
+
+    Rows that do not fill all pieces are evaluated as equal pieces and single rows (`evaluate.Totals`): so the loss of all rows, and
+    that of a piece, must be the mean of those of single rows.
+    """
+    pieces = config.num_row_pieces
+    return [(rows, pieces)] if rows % pieces == 0 else [(rows, rows), (rows // pieces, rows // pieces)]
+
+
+def _experts_elsewhere(
+    config: StrategyConfig, layout: Layout, key: PyTree, params: PyTree, batch: PyTree
+) -> Obstacle | None:
+    """Return where a loss uses leaves of experts, of which each device has its own, otherwise than by sending tokens to them."""
 
     def traced(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         with analysis():
-            return jax.tree.leaves(
-                call(with_rows(row_context(config)._replace(tracing=True), loss_fn), key, 0, params, batch)
-            )
+            return jax.tree.leaves(call(with_rows(row_context(config), config.loss_fn), key, 0, params, batch))
 
     axis_env = [(axis, size) for axis, size in config.axes.sizes.items() if axis != TENSOR or size == 1]
     jaxpr = on_mesh(config.mesh, jax.make_jaxpr(traced, axis_env=axis_env))(params, batch, key)
     own = [{i: None} if plan.experts else {} for i, plan in enumerate(layout.plans)]
     others = len(jaxpr.jaxpr.invars) - len(own)
-    found = {leaf: at for marks in experts_elsewhere(jaxpr, [*own, *[{}] * others]) for leaf, at in marks.items()}
+    found = {
+        leaf: at for marks in leaves_used(jaxpr, [*own, *[{}] * others], but=EXPERTS) for leaf, at in marks.items()
+    }
     if not found:
-        return
+        return None
     lines = [
         layout.plans[leaf].path + ("" if at is None else f": {_line(Op(at))}") for leaf, at in sorted(found.items())
     ]
@@ -252,28 +301,7 @@ def _refuse_experts_elsewhere(
         "tokens over expert itself."
     )
     operation = next((_operation(Op(at)) for at in found.values() if at is not None), "")
-    raise NotSeparableError(format_error(config.strategy, what, lines, fix), operation=operation)
-
-
-class SeparableOnce:
-    """`check_separable`, once for each structure of parameters and batch.
-
-    Args:
-      config: of the step; of evaluation, its `of_evaluation`.
-      training: whether the loss gets a random key, if it takes one.
-    """
-
-    def __init__(self, config: StrategyConfig, *, training: bool):
-        self._config, self._training = config, training
-        self._settled: list[tuple[Layout, TreeDef]] = []
-
-    def __call__(self, layout: Layout, params: PyTree, batch: PyTree) -> None:
-        """Check the loss, if it is not known of this layout and such a batch."""
-        structure = jax.tree.structure(batch)
-        if any(one is layout and other == structure for one, other in self._settled):
-            return
-        if check_separable(self._config, layout, params, batch, training=self._training):
-            self._settled.append((layout, structure))
+    return Obstacle(what, tuple(lines), fix, operation)
 
 
 def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
@@ -301,13 +329,13 @@ def _with_checked_blocks(who: str, loss_fn: LossFn) -> LossFn:
     return model._replace(block=block)
 
 
-def _resized(leaf: jax.ShapeDtypeStruct, dim: int | None, size: int) -> jax.ShapeDtypeStruct:
+def _cut(leaf: jax.ShapeDtypeStruct, dim: int | None, pieces: int) -> jax.ShapeDtypeStruct:
     if dim is None:
         return leaf
-    return jax.ShapeDtypeStruct((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]), leaf.dtype)
+    return jax.ShapeDtypeStruct((*leaf.shape[:dim], leaf.shape[dim] // pieces, *leaf.shape[dim + 1 :]), leaf.dtype)
 
 
-def _outs(returned: PyTree) -> list[_Out]:
+def _results(returned: PyTree) -> list[_Result]:
     main, aux = returned, {}
     if isinstance(returned, tuple) and not isinstance(returned, Weighted):
         main, aux = returned
@@ -315,61 +343,70 @@ def _outs(returned: PyTree) -> list[_Out]:
     for name, value in (aux or {}).items():
         if isinstance(value, Updated):
             for path, leaf in leaves_with_paths(value.values):
-                must = "mean" if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact) else "extreme"
-                found.append(_Out(f"new value of {path}", must, (leaf,)))
+                must = "mean" if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact) else "max"
+                found.append(_Result(f"new value of {path}", must, (leaf,)))
         else:
             found += _terms(f"metric {name!r}", value)
     return found
 
 
-def _terms(what: str, value: Any) -> list[_Out]:
+def _terms(what: str, value: Any) -> list[_Result]:
     if isinstance(value, Weighted):
         totals, weights = (one if isinstance(one, tuple) else (one,) for one in value)
-        return [_Out(what, "ratio", both) for both in zip(totals, weights, strict=True)]
+        return [_Result(what, "ratio", both) for both in zip(totals, weights, strict=True)]
     if isinstance(value, Sum | Max | Min):
-        return [_Out(what, "sum" if isinstance(value, Sum) else "extreme", (value.value,))]
-    return [_Out(what, "mean", (value,))]
+        kind = {Sum: "sum", Max: "max", Min: "min"}[type(value)]
+        return [_Result(what, kind, (value.value,))]
+    return [_Result(what, "mean", (value,))]
 
 
-def _problem(out: _Out, values: Sequence[Value], sizes: Sequence[int]) -> Mixing | None:
-    if mixed := first_mixed(values):
-        extreme = mixed.op.eqn.primitive.name in EXTREMES and mixed.use is None
-        return None if out.must == "extreme" and extreme else _mixing(out.what, mixed)
-    degrees, sums = [], [value for value in values if isinstance(value, RowSum)]
-    operation, lines = _operation(sums[0].op) if sums else "", tuple(_line(one.op) for one in sums)
-    for value in values:
-        if isinstance(value, Rows):
+def _problem(result: _Result, values: Sequence[Value], pieces: int) -> Mixing | None:
+    """Return why a result of the loss is not what it must be."""
+    shares: list[float] = []  # the c of W = c (P_0 + ... + P_{n-1})
+    ops = [value.op for value in values if isinstance(value, Total | Extreme) and value.op is not None]
+    operation, lines = (_operation(ops[0]), (_line(ops[0]),)) if ops else ("", ())
+    for leaf, value in zip(result.leaves, values, strict=True):
+        value = as_relation(value, jnp.asarray(leaf).dtype)
+        if isinstance(value, Unknown):
+            return _unknown(result.what, value)
+        if isinstance(value, Split):
             why = "it holds a number for each row, and the mean over devices would be taken of those of different rows."
-            return Mixing(out.what, why, operation, lines, sure=True)
-        if isinstance(value, RowSum) or (isinstance(value, Const) and not value.zero):
-            degrees.append(part_degree(sizes, value))
-    if out.must == "extreme":
-        why = "it is made of a sum over rows, whose largest or smallest on any device is not that of the batch."
-        return Mixing(out.what, why, operation, lines, sure=True) if sums else None
-    mean = tuple(-1.0 if size != sizes[0] else 0.0 for size in sizes[1:])
-    if out.must == "mean":
-        if wrong := [one for one in degrees if odd(one) or not same(one, mean)]:
-            of_sum = all(abs(one) < 1e-3 for one in wrong[0])
-            why = "it is a sum over rows, where a mean is expected." if of_sum else WHY["count"]
-            return Mixing(out.what, why, operation, lines, sure=True)
-    elif out.must == "sum":
-        if any(odd(one) or not same(one, (0.0,)) for one in degrees):
-            return Mixing(out.what, "it is no sum over rows.", operation, lines, sure=True)
-    elif any(odd(one) for one in degrees) or not same(*degrees):
+            return Mixing(result.what, why, operation, lines)
+        if result.must in ("max", "min"):
+            if not (isinstance(value, Extreme) and value.kind == result.must) and value != Same(
+                drawn=getattr(value, "drawn", False)
+            ):
+                name = "largest" if result.must == "max" else "smallest"
+                return Mixing(
+                    result.what, f"it is not shown to be the {name} of what the pieces give.", operation, lines
+                )
+            return None
+        if isinstance(value, Extreme):
+            return Mixing(result.what, WHY["mixes"], operation, lines)
+        assert isinstance(value, Same | Total)
+        shares.append(value.ratio / pieces if isinstance(value, Same) else value.ratio)
+    equal = lambda a, b: close(a, b, tolerance_of(jnp.asarray(result.leaves[0]).dtype))  # noqa: E731
+    if result.must == "mean" and not equal(shares[0], 1 / pieces):
+        summed = equal(shares[0], 1.0)
+        return Mixing(
+            result.what,
+            "it is a sum over rows, where a mean is expected." if summed else WHY["count"],
+            operation,
+            lines,
+        )
+    if result.must == "sum" and not equal(shares[0], 1.0):
+        return Mixing(result.what, "it is no sum over rows.", operation, lines)
+    if result.must == "ratio" and not equal(shares[0], shares[1]):
         why = "its total and its weight do not grow alike with the number of rows, as two sums over rows do, or two means."
-        return Mixing(out.what, why, operation, lines, sure=True)
+        return Mixing(result.what, why, operation, lines)
     return None
 
 
-EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and")
-
-WHY = {
-    "mixes": "rows are mixed.",
-    "position": "a row's part depends on its position in the batch.",
-    "count": "it depends on the number of rows otherwise than a mean over them.",
-    "backward": "the backward rule of a jax.custom_vjp mixes rows, or depends on their number.",
-    "unknown": "nothing is known of what an operation does to rows.",
-}
+def as_relation(value: Value, dtype: Any) -> Value:
+    """Return the relation of a result whose shape has no rows."""
+    if not isinstance(value, Known):
+        return value
+    return relation_of(value, (value.whole.shape, value.piece.shape), 1, dtype)
 
 
 def _of_positions(why: str) -> str:
@@ -379,11 +416,11 @@ def _of_positions(why: str) -> str:
     return why.replace("rows", "positions").replace("each row", "each position")
 
 
-def _mixing(what: str, value: Mixed) -> Mixing:
-    lines = [_line(value.op)]
-    if value.use is not None and _operation(value.use) != _operation(value.op):
+def _unknown(what: str, value: Unknown) -> Mixing:
+    lines = [] if value.op is None else [_line(value.op)]
+    if value.op is not None and value.use is not None and _operation(value.use) != _operation(value.op):
         lines.append("whose result goes into " + _line(value.use))
-    return Mixing(what, WHY[value.why], _operation(value.op), tuple(lines), sure=value.why != "unknown")
+    return Mixing(what, WHY[value.why], _operation(value.op), tuple(lines))
 
 
 def _line(op: Op) -> str:

@@ -135,6 +135,7 @@ class Report(NamedTuple):
       opt_state_bytes: optimizer state bytes on each device.
       owners: how work on matrices is shared out, with `opt_state_layout="matrices"`.
       layouts: what each `opt_state_layout` sends; None if the optimizer works on no matrices, or its state is replicated.
+      view: in which view the loss runs, and why, a line.
     """
 
     rows: tuple[ReportRow, ...]
@@ -143,6 +144,7 @@ class Report(NamedTuple):
     opt_state_bytes: int
     owners: Owners | None = None
     layouts: LayoutBytes | None = None
+    view: str = ""
 
     @property
     def replicated(self) -> tuple[ReportRow, ...]:
@@ -170,6 +172,7 @@ class Report(NamedTuple):
         ]
         lines += [] if self.owners is None else self.owners.lines()
         lines += [] if self.layouts is None else [str(self.layouts)]
+        lines += [self.view] * bool(self.view)
         total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
         return "\n".join(line.rstrip() for line in [*lines, total])
 

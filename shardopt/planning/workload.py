@@ -21,8 +21,8 @@ from shardopt.mesh import analysis
 from shardopt.nn.embedding import NAME as LOOKED_UP
 from shardopt.partition.rules import match_rules
 from shardopt.remat.split_backward import split_backward
-from shardopt.separability.analysis import ATTENTION
-from shardopt.separability.experts import EXPERTS
+from shardopt.separability.dependence import EXPERTS
+from shardopt.separability.walk import ATTENTION
 
 
 class Bytes(NamedTuple):

@@ -1,5 +1,5 @@
-"""Whether what a trace computes is a (weighted) mean over the rows of a batch: rows are followed through its equations.
+"""Whether what a trace computes is a (weighted) mean over the rows of a batch, by proof.
 
-`analysis.follow` walks a loss traced on several sizes of a batch; `rules` says what each primitive does to the `values`
-that are known: rows, sums over rows, numbers that know nothing of rows. The check of a strategy is `engine/separable.py`.
+`walk.prove` relates the trace of a loss on the whole batch to its trace on one piece of it, equation by equation. `relations`
+says what can be known of a value, `table` which rule each primitive has. The check of a strategy is `engine/separable.py`.
 """

@@ -1,211 +1,317 @@
-"""What equations that look up entries, or write them, by index do to rows."""
+"""Rules of equations that look up entries, or write them, by indices that are values."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from shardopt.separability.arithmetic import elementwise, joined, not_linear
-from shardopt.separability.rule_parts import As, opaque, uniform
-from shardopt.separability.values import Clean, Const, Mixed, Rows, Site, Sum, Value, scaled
+from shardopt.separability.elementwise import first_unknown, is_zero, join, not_linear, related, unify
+from shardopt.separability.moves import take
+from shardopt.separability.numbers import source_rows
+from shardopt.separability.relations import (
+    Columns,
+    Extreme,
+    Known,
+    Same,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    Value,
+    differing,
+)
 
 
-def gather(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Look up entries by index."""
-    operand, indices = values
-    numbers, sizes = site.params["dimension_numbers"], site.params["slice_sizes"]
-    shape = site.outs()[0]
-    if isinstance(operand, Const) and isinstance(indices, Const):
-        return uniform(site, values)
-    if isinstance(indices, Sum) or (isinstance(indices, Rows) and indices.plus):
-        return [not_linear(site, values)]
-    if isinstance(operand, Sum):
-        return [operand if isinstance(indices, Const) else site.mixed("unknown")]
-    last = len(site.ins(1)[0]) - 1
-    batch = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
+def gather(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Look up entries.
+
+    - Of what is the same everywhere: rows of indices give rows of entries.
+    - Of rows, by indices that are the same: each piece looks up in its own rows, if their dim is taken whole.
+    - Of rows, by the row's own number: the number that each entry of the result asks for is compared.
+    """
+    if unknown := first_unknown(values):
+        return [unknown]
+    operand, indices = related(site, values)[0], values[1]
+    numbers, sizes = site.params["dimension_numbers"], site.params_of("slice_sizes")
+    shapes = site.operand(0)
     kept = [
         dim
-        for dim in range(len(sizes))
-        if dim not in numbers.collapsed_slice_dims and dim not in numbers.operand_batching_dims
+        for dim in range(len(shapes[0]))
+        if dim not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     ]
+    batch = [dim for dim in range(len(site.result()[0])) if dim not in numbers.offset_dims]
+    whole_dims = [
+        dim
+        for dim in range(len(shapes[0]))
+        if all(size[dim] == shape[dim] for size, shape in zip(sizes, shapes, strict=True))
+    ]
+    if isinstance(operand, Extreme | Columns):
+        return [site.unknown("shape")]
+    # along dims that are looked up in, and those of which a part is taken, whole and pieces must be equally long
+    uneven = [dim for dim in differing(shapes) if dim not in whole_dims or dim not in kept]
+    changed = [dim for dim in range(len(shapes[0])) if sizes[0][dim] != sizes[1][dim] and dim not in differing(shapes)]
+    if changed:
+        return [site.unknown("position")]
+    plain = indices if isinstance(indices, Columns) else related(site, values)[1]
+    if isinstance(operand, Split) and uneven == [operand.dim] and operand.dim in numbers.collapsed_slice_dims:
+        return [_own_rows(site, operand, indices, batch)]
+    if isinstance(plain, Columns):
+        plain = join(site, [_as_relation(site, one) for one in plain.columns])
+    if _scales_filling(site, operand):
+        return [site.unknown("count")]
+    if isinstance(operand, Split) and uneven == [operand.dim] and operand.dim in numbers.operand_batching_dims:
+        return [_paired(site, operand, plain, batch)]
+    if uneven:
+        return [site.unknown("mixes")]
+    if not isinstance(plain, Same | Split):
+        return [
+            not_linear(site, plain)
+            if isinstance(plain, Total | Extreme)
+            else first_unknown([plain]) or site.unknown("shape")
+        ]
+    if not site.equal(plain.ratio, 1.0):
+        return [site.unknown("count")]
+    if isinstance(plain, Split):
+        if not isinstance(operand, Same) or plain.dim == len(site.operand(1)[0]) - 1:
+            return [site.unknown("mixes")]
+        return [Split(batch[plain.dim], plain.blocks, operand.ratio, plain.order)]
+    if isinstance(operand, Split):
+        return [Split(numbers.offset_dims[kept.index(operand.dim)], operand.blocks, operand.ratio, operand.order)]
+    return [operand if isinstance(operand, Total) else Same(operand.ratio, operand.drawn or plain.drawn)]
 
-    if isinstance(operand, Const):
-        assert isinstance(indices, Rows)
-        if operand.varies and not operand.anywhere:
-            return [Mixed(operand.op or site.op, why="position")]
-        if indices.own or indices.dim == last:
-            return [site.mixed("unknown")]
-        dim = None if indices.dim is None else batch[indices.dim]
-        return [indices._replace(dim=dim, degree=operand.degree)]
 
-    assert isinstance(operand, Rows)
-    if operand.own:
-        return [site.mixed()]
-    if operand.dim is None:
-        fine = isinstance(indices, Const) or indices.place == operand.place
-        return [operand if fine else site.mixed()]
-    own = indices.own if isinstance(indices, Rows) else _own_columns(site, indices)
-    by_number = {numbers.start_index_map[column]: column for column in own if column >= 0}
-    if operand.dim in by_number and operand.dim in numbers.collapsed_slice_dims and set(by_number) == {operand.dim}:
-        where = indices.dim if isinstance(indices, Rows) else _varying(indices)
-        if where is None or (isinstance(indices, Rows) and indices.place[1:] != operand.place[1:]):
-            return [site.mixed("unknown")]
-        return [operand._replace(dim=batch[where])]
-    if isinstance(indices, Rows):
-        if operand.dim in numbers.operand_batching_dims and not indices.own:
-            paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
-            if (paired, *operand.place[1:]) == indices.place:
-                return [operand._replace(dim=batch[paired])]
-        return [site.mixed()]
-    if operand.dim in kept and all(
-        eqn.params["slice_sizes"][operand.dim] == old[operand.dim]
-        for eqn, old in zip(site.eqns, site.ins(), strict=True)
+def _scales_filling(site: Site, operand: Value) -> bool:
+    """Return whether indices outside give a number that has not the operand's ratio."""
+    if isinstance(operand, Same | Split) and operand.ratio == 1.0:
+        return False
+    filling = site.params.get("fill_value")
+    given = filling is not None and filling != 0
+    return "FILL" in str(site.params.get("mode")) and (given or not np.issubdtype(site.dtype, np.inexact))
+
+
+def _as_relation(site: Site, column: Value) -> Value:
+    if not isinstance(column, Known):
+        return column
+    shapes = tuple((*shape[:-1], 1) for shape in site.operand(1))
+    return related(_Shaped(site, shapes), [column])[0]  # pyright: ignore[reportArgumentType]
+
+
+class _Shaped(Site):
+    """The equation with an operand of other shapes."""
+
+    def __init__(self, site: Site, shapes: tuple[tuple[int, ...], tuple[int, ...]]):
+        super().__init__(site.whole, site.piece, site.pieces, site.callers)
+        self._shapes = shapes
+
+    def operand(self, i: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._shapes
+
+
+def _paired(site: Site, operand: Split, indices: Value, batch: Sequence[int]) -> Value:
+    """Look up in each row by indices of that row: dims of operand and indices that are counted together."""
+    numbers = site.params["dimension_numbers"]
+    paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
+    fine = isinstance(indices, Same | Split) and site.equal(indices.ratio, 1.0)
+    if isinstance(indices, Split):
+        fine = fine and (paired, *operand.place[1:]) == indices.place
+    return Split(batch[paired], operand.blocks, operand.ratio, operand.order) if fine else site.unknown("mixes")
+
+
+def _own_rows(site: Site, operand: Split, indices: Value, batch: Sequence[int]) -> Value:
+    """Look up entries of rows by numbers of rows that the trace knows."""
+    numbers = site.params["dimension_numbers"]
+    columns = indices.columns if isinstance(indices, Columns) else (indices,)
+    if len(columns) != len(numbers.start_index_map) or operand.dim not in numbers.start_index_map:
+        return site.unknown("mixes")
+    own = columns[numbers.start_index_map.index(operand.dim)]
+    others = [_as_relation(site, one) for k, one in enumerate(columns) if numbers.start_index_map[k] != operand.dim]
+    row_dim = _row_dim(site, own)
+    if row_dim is None or not isinstance(own, Known):
+        return site.unknown("mixes")
+    sizes = site.operand(0)[0][operand.dim], site.operand(0)[1][operand.dim]
+    rows = source_rows(own.whole, sizes[0]), source_rows(own.piece, sizes[1])
+    if rows[0] is None or rows[1] is None:
+        return site.unknown("mixes")
+    taken = take(site, Split(row_dim, operand.blocks, operand.ratio, operand.order), rows[0], rows[1], sizes)
+    if not isinstance(taken, Split):
+        return taken
+    for other in others:  # what is looked up in further dims is that of the row at the same place
+        fine = isinstance(other, Same | Split) and site.equal(other.ratio, 1.0)
+        if not fine or (isinstance(other, Split) and other.place != taken.place):
+            return site.unknown("mixes")
+    return Split(batch[row_dim], taken.blocks, taken.ratio, taken.order)
+
+
+def _row_dim(site: Site, column: Value) -> int | None:
+    """Return the dim along which a column of indices goes from row to row; None if there is no one such dim."""
+    if not isinstance(column, Known):
+        return None
+    shapes = site.operand(1)
+    dims = [dim for dim in range(column.whole.ndim - 1) if column.whole.shape[dim] > 1 or column.piece.shape[dim] > 1]
+    if len(dims) != 1 or any(
+        one.shape[dims[0]] != shape[dims[0]] for one, shape in zip((column.whole, column.piece), shapes, strict=True)
     ):
-        if indices.varies and not indices.anywhere:
-            return [Mixed(indices.op or site.op, why="position")]
-        return [operand._replace(dim=numbers.offset_dims[kept.index(operand.dim)])]
-    if operand.dim in numbers.operand_batching_dims and (indices.anywhere or not indices.varies):
-        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
-        return [operand._replace(dim=batch[paired])]
-    return [site.mixed()]
+        # a piece of one row has one number, 0
+        rows = [dim for dim in differing(shapes) if column.whole.shape[dim] == shapes[0][dim]]
+        if (
+            len(rows) == 1
+            and shapes[1][rows[0]] == 1
+            and column.piece.size == 1
+            and column.whole.size == shapes[0][rows[0]]
+        ):
+            return rows[0]
+        return None
+    return dims[0] if differing(shapes) == (dims[0],) else None
 
 
-def _varying(indices: Const) -> int | None:
-    return next(iter(indices.varies)) if len(indices.varies) == 1 else None
+ADDING = frozenset(["scatter-add", "scatter_add", "scatter_sub"])
 
 
-def _own_columns(site: Site, indices: Const) -> frozenset[int]:
-    """Return which columns of constant indices are row numbers; none if any other varies along rows."""
-    dim = _varying(indices)
-    last = len(site.ins(1)[0]) - 1
-    if dim is None or indices.values is None or dim == last:
-        return frozenset()
-    own = set()
-    for column in range(site.ins(1)[0][last]):
-        numbers = [value.take([min(column, value.shape[last] - 1)], last) for value in indices.values]
-        if all(value.size == 1 for value in numbers):
-            continue
-        shapes = [(*shape[:last], 1) for shape in site.ins(1)]
-        right = all(
-            value.size == shape[dim] and np.array_equal(value.reshape(-1), np.arange(shape[dim]))
-            for value, shape in zip(numbers, shapes, strict=True)
-        )
-        if not right and any(len(np.unique(value)) > 1 and value.shape[dim] > 1 for value in numbers):
-            return frozenset()
-        if right:
-            own.add(column)
-    return frozenset(own)
+def scatter(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Write or add entries.
+
+    - Along a dim of rows that updates fill whole, each piece writes into its own rows.
+    - By the row's own number, or by dims that are counted together, each row writes into itself.
+    - Rows that are added to what all share are a sum over rows.
+    """
+    operand, indices, updates = related(site, values)
+    if isinstance(values[1], Columns):
+        indices = join(site, [_as_relation(site, column) for column in values[1].columns])
+    own = _writes_own_rows(site, values[1])
+    if unknown := first_unknown([operand, updates] if own else [operand, updates, indices]):
+        return [unknown]
+    if not own and not (isinstance(indices, Same | Split) and site.equal(indices.ratio, 1.0)):
+        return [site.unknown("mixes")]
+    rows = differing(site.operand(0))
+    if len(rows) > 1 or len(differing(site.operand(2))) > 1:
+        return [site.unknown("shape")]
+    zeros = [is_zero(values[0]), is_zero(values[2])]
+    if not rows:
+        return [_into_shared(site, operand, indices, updates, zeros)]
+    written = _into_rows(site, rows[0], operand, own or indices, updates, zeros, by_number=own is not None)
+    return [written]
 
 
-def scatter(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Write or add entries by index."""
-    operand, indices, updates = values
-    numbers, adds = site.params["dimension_numbers"], site.name in ("scatter-add", "scatter_add", "scatter_sub")
-    if all(isinstance(value, Const) for value in values):
-        return uniform(site, values) if _scatters_whole_rows(site) else opaque(site, values)
-    if isinstance(indices, Sum) or any(isinstance(value, Rows) and value.plus for value in values):
-        return [not_linear(site, values)]
-    if isinstance(operand, Sum) or isinstance(updates, Sum):
-        if not isinstance(indices, Const) or isinstance(operand, Rows) or isinstance(updates, Rows):
-            return [not_linear(site, values)]
-        return [joined(site, [operand, updates])]
-    ndim = len(site.ins(2)[0])
-    batch = [dim for dim in range(ndim) if dim not in numbers.update_window_dims]
+def _batch_dims(site: Site) -> list[int]:
+    """Return the dims of the updates that belong to dims of the indices."""
+    windows = site.params["dimension_numbers"].update_window_dims
+    return [dim for dim in range(len(site.operand(2)[0])) if dim not in windows]
+
+
+def _into_rows(
+    site: Site, dim: int, operand: Value, indices: Value, updates: Value, zeros: list[bool], *, by_number: bool
+) -> Value:
+    """Write into what has rows along `dim`."""
+    numbers, shapes = site.params["dimension_numbers"], site.operand(0)
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    windows = [dim for dim in range(len(site.ins(0)[0])) if dim not in inserted]
-    rows = [value for value in (operand, indices, updates) if isinstance(value, Rows)]
-    if any(row.loop is not None for row in rows):
-        return [rows[0] if len({row.place for row in rows}) == 1 else site.mixed("unknown")]
-    own = (
-        indices.own if isinstance(indices, Rows) else _own_columns(site, indices) if isinstance(indices, Const) else ()
-    )
-    home = _home(operand, indices, own, numbers)
-    if home is None and not isinstance(operand, Rows):  # rows are added up, wherever their indices say
-        where = indices.dim if isinstance(indices, Rows) else None
-        if isinstance(updates, Rows):
-            expected = updates.dim in batch and where in (None, batch.index(updates.dim))
-        else:
-            expected = where is not None and not (isinstance(updates, Const) and updates.varies)
-        same_rows = len({row.place[1:] for row in rows}) == 1
-        if not (adds and expected and same_rows and not own) or (where is None and _position(indices)):
-            return [site.mixed() if not adds else site.mixed("unknown")]
-        total = Sum(updates.degree, site.op)
-        return [joined(site, [total, operand])]
-    dim = operand.dim if isinstance(operand, Rows) else home
-    assert dim is not None
-    windowed = dim in windows and dim not in numbers.scatter_dims_to_operand_dims
-    if dim in windows:
-        full = [s[dim] == u[numbers.update_window_dims[windows.index(dim)]]
-                for s, u in zip(site.ins(0), site.ins(2), strict=True)]  # fmt: skip
-        windowed = windowed or all(full)
-    if windowed:
-        at = numbers.update_window_dims[windows.index(dim)]
-        fine = isinstance(indices, Const) and not _position(indices)
-        place = at
+    windows = [one for one in range(len(shapes[0])) if one not in inserted]
+    if by_number:
+        assert isinstance(indices, Split)
+        at = indices.dim
+        place = _batch_dims(site)[at]
     elif dim in numbers.operand_batching_dims:
         at = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-        fine, place = not own, batch[at]
-        fine = fine and (not isinstance(indices, Rows) or indices.dim == at)
+        place = _batch_dims(site)[at]
+    elif dim in windows and dim not in numbers.scatter_dims_to_operand_dims:
+        at, place = None, numbers.update_window_dims[windows.index(dim)]
+        if any(shape[dim] != update[place] for shape, update in zip(shapes, site.operand(2), strict=True)):
+            return site.unknown("mixes")
     else:
-        columns = {numbers.scatter_dims_to_operand_dims[one] for one in own}
-        at = indices.dim if isinstance(indices, Rows) else _varying(indices) if isinstance(indices, Const) else None
-        fine = columns == {dim} and at is not None
-        place = batch[at] if fine and at is not None else -1
-    fine = fine and (not isinstance(updates, Rows) or updates.dim == place)
-    fine = (
-        fine and len({row.place[1:] for row in rows}) == 1 and not (isinstance(updates, Const) and _position(updates))
-    )
-    if not fine:
-        return [site.mixed() if windowed or isinstance(operand, Rows) else site.mixed("unknown")]
-    parts = [operand, updates._replace(dim=dim) if isinstance(updates, Rows) else updates]
-    joint = elementwise(As(site, "add"), [*parts])[0]
-    if isinstance(joint, Const):
-        assert isinstance(indices, Rows)
-        joint = indices._replace(dim=dim, own=frozenset(), degree=joint.degree)
-    return [joint]
+        return site.unknown("mixes")
+    if isinstance(indices, Split) and indices.dim != at:
+        return site.unknown("mixes")
+    if any(one != place for one in differing(site.operand(2))):
+        return site.unknown("shape")
+    # all of them along the dim of the result
+    moved = [Split(dim, *one.place[1:]) if isinstance(one, Split) else one for one in (operand, indices, updates)]
+    splits = [one for one in moved if isinstance(one, Split)]
+    if len(set(splits)) > 1:
+        return site.unknown("mixes")
+    joined = _combined(site, operand, updates, zeros)
+    if not splits or not isinstance(joined, Same | Split):
+        return joined if isinstance(joined, Same | Unknown) else site.unknown("mixes")
+    return Split(dim, splits[0].blocks, joined.ratio, splits[0].order)
 
 
-def _scatters_whole_rows(site: Site) -> bool:
-    """Return whether a scatter writes alike into every row: its windows are whole in the dims of rows, and start at none."""
+def _combined(site: Site, operand: Value, updates: Value, zeros: list[bool]) -> Value:
+    """Return what holds of entries that are the operand's, the updates', or both combined, wherever rows are."""
+    ones = [
+        Same(one.ratio, isinstance(one, Same) and one.drawn) if isinstance(one, Same | Split) else one
+        for one in (operand, updates)
+    ]
+    if site.name not in ADDING and site.name != "scatter":  # a product, the larger, the smaller
+        fine = all(isinstance(one, Same) and site.equal(one.ratio, 1.0) for one in ones)
+        return Same(1.0) if fine else site.unknown("count")
+    return unify(site, ones, zeros)
+
+
+def _into_shared(site: Site, operand: Value, indices: Value, updates: Value, zeros: list[bool]) -> Value:
+    """Write into what has no dim of rows."""
+    repeated, batch = differing(site.operand(2)), _batch_dims(site)
+    if isinstance(indices, Same) and not repeated:
+        return _combined(site, operand, updates, zeros)
+    # updates of rows, which are added up, wherever their indices say
+    if site.name not in ADDING or not repeated or repeated[0] not in batch:
+        return site.unknown("mixes")
+    at = batch.index(repeated[0])
+    where = {(at, *updates.place[1:])} if isinstance(updates, Split) else set()
+    where |= {indices.place} if isinstance(indices, Split) else set()
+    if len(where) != 1 or where.pop()[0] != at or not isinstance(updates, Same | Split):
+        return site.unknown("mixes")
+    return unify(site, [operand, Total(updates.ratio, site.op)], [zeros[0], False])
+
+
+def _writes_own_rows(site: Site, indices: Value) -> Split | None:
+    """Return where rows are among the indices, if each row is written into itself; None if that is not known."""
     numbers = site.params["dimension_numbers"]
-    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    windows = [dim for dim in range(len(site.ins(0)[0])) if dim not in inserted]
-    return all(
-        dim in windows
-        and dim not in numbers.scatter_dims_to_operand_dims
-        and all(
-            s[dim] == u[numbers.update_window_dims[windows.index(dim)]]
-            for s, u in zip(site.ins(0), site.ins(2), strict=True)
-        )
-        for dim in scaled(site.ins(0))
-    )
+    columns = indices.columns if isinstance(indices, Columns) else (indices,)
+    rows = [dim for dim in differing(site.operand(0)) if dim in numbers.scatter_dims_to_operand_dims]
+    if len(columns) != len(numbers.scatter_dims_to_operand_dims) or len(rows) != 1:
+        return None
+    at = numbers.scatter_dims_to_operand_dims.index(rows[0])
+    own, others = columns[at], [_as_relation(site, one) for k, one in enumerate(columns) if k != at]
+    row_dim = _row_dim(site, own)
+    if row_dim is None or not isinstance(own, Known):
+        return None
+    for known, shape in zip((own.whole, own.piece), site.operand(0), strict=True):
+        if not np.array_equal(known.reshape(-1), np.arange(shape[rows[0]])):
+            return None
+    place = Split(row_dim).place
+    for other in others:
+        if not isinstance(other, Same | Split) or not site.equal(other.ratio, 1.0):
+            return None
+        if isinstance(other, Split) and other.place != place:
+            return None
+    return Split(row_dim)
 
 
-def _position(value: Value) -> bool:
-    return isinstance(value, Const) and bool(value.varies) and not value.anywhere
+def dynamic_slice(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Take a slice that begins at a value: along the dims of rows it must be all of them."""
+    operand, starts = related(site, values)[0], related(site, values)[1:]
+    if unknown := first_unknown([operand, *starts]):
+        return [unknown]
+    if not all(isinstance(start, Same) and site.equal(start.ratio, 1.0) for start in starts):
+        return [site.unknown("mixes")]
+    shapes, results = site.operand(), site.result()
+    for dim in range(len(shapes[0])):
+        if shapes[0][dim] == shapes[1][dim]:
+            if results[0][dim] != results[1][dim]:
+                return [site.unknown("position")]
+        elif not all(shape[dim] == result[dim] for shape, result in zip(shapes, results, strict=True)):
+            return [site.unknown("mixes")]
+    if isinstance(operand, Extreme | Columns):
+        return [site.unknown("shape")]
+    return [operand]
 
 
-def _home(operand: Clean, indices: Clean, own: Sequence[int] | frozenset[int], numbers: Any) -> int | None:
-    """Return the dim of the operand in which each row has a place of its own; None if rows meet there."""
-    if isinstance(operand, Rows):
-        return operand.dim
-    if isinstance(indices, Rows) and indices.dim in numbers.scatter_indices_batching_dims:
-        return numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(indices.dim)]
-    columns = {numbers.scatter_dims_to_operand_dims[one] for one in own}
-    return columns.pop() if len(columns) == 1 else None
-
-
-def dynamic_update_slice(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Write a slice."""
-    operand, update, *starts = values
-    if not all(isinstance(one, Const) for one in starts):
-        loops = [one for one in values if isinstance(one, Rows) and one.loop is not None]
-        alike = loops and all(isinstance(one, Const) or one in loops for one in values)
-        return [loops[0] if alike else site.mixed("unknown")]
-    if isinstance(operand, Const) and isinstance(update, Const):
-        return opaque(site, values)
-    if isinstance(operand, Rows) or isinstance(update, Rows):
-        dim = next(one.dim for one in (operand, update) if isinstance(one, Rows))
-        if dim is not None and any(old[dim] != new[dim] for old, new in zip(site.ins(0), site.ins(1), strict=True)):
-            return [site.mixed("unknown")]
-    return elementwise(As(site, "add"), [operand, update])
+def dynamic_update_slice(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Write a slice that begins at a value: along the dims of rows it must be all of them."""
+    operand, updates, *starts = related(site, values)
+    if unknown := first_unknown([operand, updates, *starts]):
+        return [unknown]
+    if not all(isinstance(start, Same) and site.equal(start.ratio, 1.0) for start in starts):
+        return [site.unknown("mixes")]
+    for shapes in zip(*site.operand(0), *site.operand(1), strict=True):
+        whole, piece, of_whole, of_piece = shapes
+        if (whole != piece or of_whole != of_piece) and (whole, piece) != (of_whole, of_piece):
+            return [site.unknown("mixes")]
+    return [unify(site, [operand, updates], [is_zero(values[0]), is_zero(values[1])])]

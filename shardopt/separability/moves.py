@@ -1,217 +1,276 @@
-"""What equations that move or join entries do to rows: reshape, transpose, slice, concatenate and their like."""
+"""Rules of equations that move entries: reshape, transpose, slice, concatenate and their like."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.separability.arithmetic import const, elementwise, joined
-from shardopt.separability.rule_parts import As, linear_in_first, opaque
-from shardopt.separability.values import Clean, Const, Degree, Rows, Site, Sum, Value, same, scaled
+from shardopt.separability.elementwise import first_unknown, is_zero, join, not_linear, related
+from shardopt.separability.relations import (
+    Columns,
+    Extreme,
+    Known,
+    Same,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    Value,
+    differing,
+    growth,
+)
 
 
-def rows_of_constant(site: Site, values: Sequence[Value]) -> Sequence[Value] | None:
-    """Return a constant that is the same for every row as such rows, where reshape merges them with what differs."""
-    value = values[0] if values else None
-    if site.name != "reshape" or not isinstance(value, Const) or value.varies or value.anywhere:
-        return None
-    dims = sorted(scaled(site.ins()))
-    if len(dims) != 1 or (value.values is not None and all(one.size == 1 for one in value.values)):
-        return None
-    times = {shape[dims[0]] / rows for shape, rows in zip(site.ins(), site.num_rows, strict=True)}
-    if len(times) > 1 or times != {int(next(iter(times)))}:
-        return None
-    rows = Rows(dims[0], value.degree, before=int(times.pop()))
-    moved = _reshaped(site, rows)
-    uniform = isinstance(moved, Rows) and moved.after == 1 and moved.before == rows.before
-    return None if uniform else [rows]
+def as_split(site: Site, value: Value, i: int = 0) -> Value:
+    """Return equal entries along a dim that n pieces fill as what they are as well: the pieces' entries concatenated."""
+    dims = differing(site.operand(i))
+    if isinstance(value, Same) and len(dims) == 1 and growth(site.operand(i), dims) == site.pieces:
+        return Split(dims[0], 1, value.ratio)
+    return value
 
 
-def reshape(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Cut the dims anew."""
-    value = values[0]
-    if isinstance(value, Sum):
+def reshape(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Cut the entries into other dims, in the same order.
+
+    The order of entries is [outer, block, piece, j, inner] in the whole and [outer, block, j, inner] in a piece. A result
+    dim that holds the pieces has blocks = outer entries that it takes in, so it is split again.
+    """
+    value, before, after = values[0], site.operand(), site.result()
+    if site.params.get("dimensions") is not None:
+        return [site.unknown("shape")]
+    if isinstance(value, Same | Total | Extreme) and _keeps_differing(before, after):
         return [value]
-    if isinstance(value, Const):
-        return [value._replace(values=None, varies=scaled(site.outs()) if value.varies else frozenset())]
-    assert isinstance(value, Rows)
-    if value.own:
-        return [site.mixed("unknown")]
-    return [value if value.loop is not None else _reshaped(site, value)]
+    value = as_split(site, value)
+    if not isinstance(value, Split):
+        return [_elsewhere(site, value)]
+    if differing(before) != (value.dim,):
+        return [site.unknown("shape")]
+    dims = differing(after)
+    if len(dims) != 1:
+        return [site.unknown("shape")]
+    (dim,) = dims
+    outer = math.prod(before[1][: value.dim]) * value.blocks
+    own = math.prod(after[1][:dim])
+    if own == 0 or outer % own or after[0][dim] != after[1][dim] * site.pieces:
+        return [site.unknown("shape")]
+    blocks = outer // own
+    if after[1][dim] % blocks or (
+        value.order is not None and (blocks, after[1][dim]) != (value.blocks, before[1][value.dim])
+    ):
+        return [site.unknown("shape")]
+    return [Split(dim, blocks, value.ratio, value.order)]
 
 
-def _reshaped(site: Site, value: Rows) -> Value:
-    """Find the dim that the rows come to lie in: as many entries before and after them as there were."""
-    ins, outs = site.ins(), site.outs()
-    assert value.dim is not None
-    for dim in range(len(outs[0])):
-        places = set()
-        for old, new, rows in zip(ins, outs, site.num_rows, strict=True):
-            before, after = math.prod(old[: value.dim]) * value.before, math.prod(old[value.dim + 1 :]) * value.after
-            outer, inner = math.prod(new[:dim]), math.prod(new[dim + 1 :])
-            fits = outer and inner and before % outer == 0 and after % inner == 0
-            fits = fits and new[dim] == (before // outer) * rows * (after // inner)
-            places.add((before // outer, after // inner) if fits else None)
-        if len(places) == 1 and None not in places:
-            before, after = places.pop()  # pyright: ignore[reportGeneralTypeIssues]
-            return value._replace(dim=dim, before=before, after=after)
-    return site.mixed("unknown")
+def _keeps_differing(
+    before: tuple[tuple[int, ...], tuple[int, ...]], after: tuple[tuple[int, ...], tuple[int, ...]]
+) -> bool:
+    """Return whether dims of equal entries stay dims by themselves: as many entries in front of each, and as large."""
+
+    def dims(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> list[tuple[int, int, int]]:
+        return [(math.prod(shapes[1][:dim]), shapes[0][dim], shapes[1][dim]) for dim in differing(shapes)]
+
+    return dims(before) == dims(after)
 
 
-def broadcast(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Repeat along new dims."""
-    value, new = values[0], site.params["broadcast_dimensions"]
-    if isinstance(value, Const):
-        return [value._replace(values=None, varies=frozenset(new[dim] for dim in value.varies))]
-    if isinstance(value, Rows) and value.dim is not None:
-        last = new[-1] == len(site.outs()[0]) - 1 and len(site.outs()[0]) > len(new) - 1
-        if value.own and not last:
-            return [site.mixed("unknown")]
-        return [value._replace(dim=new[value.dim])]
-    return [value]
+def broadcast(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Repeat entries along new dims, along which they are equal then."""
+    value, dims = values[0], site.params["broadcast_dimensions"]
+    if isinstance(value, Split):
+        at = dims[value.dim]
+        kept = all(new[at] == old[value.dim] for new, old in zip(site.result(), site.operand(), strict=True))
+        return [Split(at, value.blocks, value.ratio, value.order) if kept else site.unknown("shape")]
+    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
 
 
-def transpose(site: Site, values: Sequence[Clean]) -> list[Value]:
+def transpose(site: Site, values: Sequence[Value]) -> list[Value]:
     """Exchange dims."""
-    value, order = values[0], site.params["permutation"]
-    if isinstance(value, Const):
-        return [value._replace(values=None, varies=frozenset(order.index(dim) for dim in value.varies))]
-    if isinstance(value, Rows) and value.dim is not None:
-        return [site.mixed("unknown") if value.own else value._replace(dim=order.index(value.dim))]
-    return [value]
+    value, order = values[0], tuple(site.params["permutation"])
+    if isinstance(value, Split):
+        return [Split(order.index(value.dim), value.blocks, value.ratio, value.order)]
+    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
 
 
-def squeeze(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Leave dims of size 1 out."""
+def squeeze(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Leave out dims of size 1."""
     value, gone = values[0], site.params["dimensions"]
-    left = lambda dim: dim - sum(one < dim for one in gone)  # noqa: E731
-    if isinstance(value, Const):
-        return [value._replace(values=None, varies=frozenset(left(dim) for dim in value.varies))]
-    if isinstance(value, Rows) and value.dim is not None:
-        return [site.mixed("unknown") if value.own else value._replace(dim=left(value.dim))]
+    if isinstance(value, Split):
+        dim = value.dim - sum(one < value.dim for one in gone)
+        return [Split(dim, value.blocks, value.ratio, value.order)]
+    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
+
+
+def expand_dims(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Put in dims of size 1."""
+    value, new = values[0], site.params["dimensions"]
+    if isinstance(value, Split):
+        kept = [dim for dim in range(len(site.result()[0])) if dim not in new]
+        return [Split(kept[value.dim], value.blocks, value.ratio, value.order)]
+    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
+
+
+def _elsewhere(site: Site, value: Value) -> Unknown:
+    return value if isinstance(value, Unknown) else site.unknown("position" if isinstance(value, Same) else "shape")
+
+
+def take(site: Site, value: Split, whole: np.ndarray, piece: np.ndarray, sizes: tuple[int, int]) -> Value:
+    """Return the relation of entries taken along the split dim, by their numbers in the whole and in a piece.
+
+    Entry [block, i, j] of the whole must be taken where [block, j] of piece i is: this is looked up number by number. If
+    only the same entries are taken, in another order, the result is in that order.
+
+    Args:
+      site: the equation.
+      value: the relation of the operand.
+      whole: which entry of the split dim each entry of the result is, in the whole.
+      piece: the same in a piece.
+      sizes: the sizes of the operand's split dim, in the whole and in a piece.
+    """
+    pieces, inner = site.pieces, sizes[1] // value.blocks
+    if value.order is not None or whole.size != piece.size * pieces or piece.size == 0:
+        return site.unknown("mixes")
+    block, j = np.divmod(piece, inner)
+    for blocks in (value.blocks, *(one for one in range(1, 2 * value.blocks + 1) if one != value.blocks)):
+        if piece.size % blocks:
+            continue
+        per_piece = np.stack([block * pieces * inner + i * inner + j for i in range(pieces)]).reshape(
+            pieces, blocks, -1
+        )
+        if np.array_equal(per_piece.swapaxes(0, 1).reshape(-1), whole):
+            return Split(value.dim, blocks, value.ratio)
+    per_piece = np.concatenate([block * pieces * inner + i * inner + j for i in range(pieces)])
+    if np.array_equal(np.sort(per_piece), np.sort(whole)):
+        return Split(value.dim, 1, value.ratio, (sizes, value.blocks, whole.tobytes(), piece.tobytes()))
+    return site.unknown("mixes")
+
+
+def slice_entries(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Take entries at places that are numbers in the trace.
+
+    Dims that are not split must be sliced alike; of equal entries any may be taken.
+    """
+    value, old = values[0], site.operand()
+    places = [
+        [
+            range(*one)
+            for one in zip(
+                params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(old[0]), strict=True
+            )
+        ]
+        for params in (site.whole.params, site.piece.params)
+    ]
+    split = value.dim if isinstance(value, Split) else None
+    uneven = [dim for dim in range(len(old[0])) if dim != split and places[0][dim] != places[1][dim]]
+    if any(old[0][dim] == old[1][dim] for dim in uneven):  # another part of what is the same: `table[:rows]`
+        return [site.unknown("position")]
+    if isinstance(value, Split) and all(len(one[split]) == size[split] for one, size in zip(places, old, strict=True)):
+        return [value]
+    if isinstance(value, Split):
+        rows = [np.asarray(one[split]) for one in places]
+        return [take(site, value, rows[0], rows[1], (old[0][value.dim], old[1][value.dim]))]
+    if isinstance(value, Columns):
+        last = len(old[0]) - 1
+        fine = all(len(places[0][dim]) == old[0][dim] for dim in range(last)) and places[0][last] == places[1][last]
+        return [Columns(tuple(value.columns[i] for i in places[0][last])) if fine else site.unknown("shape")]
     return [value]
 
 
-def slice_rows(site: Site, value: Rows) -> Value:
-    """Return rows of which part of the batch's repetitions are taken; other slices of rows go by position."""
-    dim, taken = value.dim, set()
-    assert dim is not None
-    for k, shape in enumerate(site.ins()):
-        params = site.eqns[k].params
-        start, stop, strides = params["start_indices"][dim], params["limit_indices"][dim], params["strides"]
-        unit = site.num_rows[k] * value.after
-        if (strides is not None and strides[dim] != 1) or start % unit or stop % unit or start == stop:
-            whole = (start, stop) == (0, shape[dim]) and (strides is None or strides[dim] == 1)
-            taken.add(value.before if whole else None)
-        else:
-            taken.add((stop - start) // unit)
-    before = taken.pop()
-    return site.mixed() if taken or before is None else value._replace(before=before)
-
-
-def dynamic_slice(site: Site, value: Rows) -> Value:
-    """Take a slice whose place is a number."""
-    assert value.dim is not None
-    whole = all(old[value.dim] == new[value.dim] for old, new in zip(site.ins(), site.outs(), strict=True))
-    return value if whole else site.mixed("unknown")
-
-
-def pad(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Put a constant around."""
-    value, padding = values
-    if not isinstance(padding, Const):
-        return [site.mixed("unknown")]
-    if isinstance(value, Const):
-        return opaque(site, values)
-    if isinstance(value, Sum):
-        return [joined(site, [value, padding])]
-    if value.dim is not None and any(any(p["padding_config"][value.dim]) for p in (e.params for e in site.eqns)):
-        return [site.mixed()]
-    joint = elementwise(As(site, "add"), [value, padding])[0]
-    return [joint]
-
-
-def concatenate(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Join along a dim."""
-    along = site.params["dimension"]
-    rows = [value for value in values if isinstance(value, Rows)]
-    if not rows:
-        if any(isinstance(value, Sum) for value in values):
-            return [joined(site, values)]
-        consts = [value for value in values if isinstance(value, Const)]
-        varies = frozenset[int]().union(*(one.varies for one in consts))
-        lengths = {shape[along] for i in range(len(values)) for shape in site.ins(i)}
-        differs = along in scaled(site.outs()) and len(lengths) > 0
-        found = const(site, consts, _alike(site, consts))
-        return [found if found.anywhere else found._replace(varies=varies | ({along} if differs else set()))]
-    if rows[0].dim == along:
-        return [_one_after_the_other(site, values, along)]
-    last, own = along == len(site.outs()[0]) - 1, set()
-    start, plain = 0, []
-    for i, value in enumerate(values):
-        width = site.ins(i)[0][along]
-        if last and isinstance(value, Const) and rows[0].dim is not None and _row_numbers(site, i, value, rows[0].dim):
-            own |= set(range(start, start + width))
-        elif isinstance(value, Rows) and value.own:
-            own |= {start + one for one in value.own} if last else {-1}
-            plain.append(value._replace(own=frozenset()))
-        else:
-            plain.append(value)
-        start += width
-    found = elementwise(As(site, "add"), plain)[0]
-    return [found._replace(own=frozenset(own)) if isinstance(found, Rows) else found]
-
-
-def _alike(site: Site, values: Sequence[Const]) -> Degree:
-    degrees = [one.degree for one in values if not one.zero]
-    return (degrees[0] if same(*degrees) else (math.nan,) * len(site.none)) if degrees else site.none
-
-
-def _row_numbers(site: Site, operand: int, value: Const, dim: int) -> bool:
-    """Whether a constant is 0, 1, 2, ... along a dim."""
-    if value.values is None or value.varies != {dim}:
-        return False
-    for shape, numbers in zip(site.ins(operand), value.values, strict=True):
-        if numbers.size != shape[dim] or not np.array_equal(numbers.reshape(-1), np.arange(shape[dim])):
-            return False
-    return True
-
-
-def _one_after_the_other(site: Site, values: Sequence[Clean], along: int) -> Value:
-    before, plain = 0, []
-    after = next(value.after for value in values if isinstance(value, Rows))
-    for i, value in enumerate(values):
-        sizes = {shape[along] / (rows * after) for shape, rows in zip(site.ins(i), site.num_rows, strict=True)}
-        if len(sizes) > 1 or not (size := sizes.pop()).is_integer() or isinstance(value, Sum):
-            return site.mixed()
-        if isinstance(value, Rows) and (value.dim, value.after) != (along, after):
-            return site.mixed()
-        before += int(size)
-        plain.append(value._replace(before=1) if isinstance(value, Rows) else value)
-    found = elementwise(As(site, "add"), plain)[0]
-    return found._replace(before=before) if isinstance(found, Rows) else found
-
-
-def split(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Cut along a dim."""
+def rev(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Turn dims around."""
     value = values[0]
-    if not isinstance(value, Rows) or value.dim != site.params["axis"]:
-        return linear_in_first(lambda site, rows: rows)(site, values)
-    if value.own:
-        return [site.mixed("unknown")] * site.num_outs
-    parts: list[Value] = []
-    for lengths in zip(*site.param("sizes"), strict=True):  # of which each may be some of the batch's repetitions
-        times = {length / (rows * value.after) for length, rows in zip(lengths, site.num_rows, strict=True)}
-        whole = len(times) == 1 and next(iter(times)).is_integer()
-        parts.append(value._replace(before=int(times.pop())) if whole else site.mixed())
-    return parts
+    if isinstance(value, Split) and value.dim in site.params["dimensions"]:
+        sizes = site.operand()[0][value.dim], site.operand()[1][value.dim]
+        return [take(site, value, np.arange(sizes[0])[::-1], np.arange(sizes[1])[::-1], sizes)]
+    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
 
 
-def stack(site: Site, values: Sequence[Clean]) -> list[Value]:
-    """Join along a new dim."""
-    joint, axis = elementwise(As(site, "add"), values)[0], site.params["axis"]
-    if isinstance(joint, Rows) and joint.dim is not None:
-        return [joint._replace(dim=joint.dim + (joint.dim >= axis))]
-    if isinstance(joint, Const):
-        return [joint._replace(varies=frozenset(dim + (dim >= axis) for dim in joint.varies))]
-    return [joint]
+def pad(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Put a number around entries, along other dims than those of rows."""
+    changed = {
+        dim
+        for shapes in (site.operand(), site.result())
+        for dim in differing(shapes)
+        if any(site.params["padding_config"][dim])
+    }
+    if changed:
+        return [first_unknown(values) or site.unknown("mixes")]
+    return [join(site, values)]
+
+
+def concatenate(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Join operands along a dim.
+
+    Along the split dim, operands whose blocks are as long follow one another as further blocks. Along other dims each
+    operand has its own entries, so what holds of all of them holds of the result.
+    """
+    along = site.params["dimension"]
+    if along not in differing(site.result()):
+        if any(along in differing(site.operand(i)) for i in range(len(values))):
+            return [first_unknown(values) or site.unknown("position")]
+        joined = join(site, values)
+        if isinstance(joined, Unknown) and along == len(site.result()[0]) - 1 and (columns := _columns(site, values)):
+            return [columns]
+        return [joined]
+    operands = related(site, values)
+    if unknown := first_unknown(operands):
+        return [unknown]
+    splits = [one if isinstance(one, Split) else as_split(site, one, i) for i, one in enumerate(operands)]
+    blocks, inner = 0, None
+    for i, one in enumerate(splits):
+        if not isinstance(one, Split) or one.dim != along or one.order is not None:
+            return [_not_joined(site, one)]
+        length = site.operand(i)[1][along]
+        if inner is None:
+            inner = length // one.blocks
+        if one.blocks * inner != length and not (isinstance(operands[i], Same) and length % inner == 0):
+            return [site.unknown("mixes")]
+        blocks += length // inner
+    ratios = [one.ratio for i, one in enumerate(splits) if isinstance(one, Split) and not is_zero(values[i])]
+    if not all(site.equal(one, ratios[0]) for one in ratios):
+        return [site.unknown("count")]
+    return [Split(along, blocks, ratios[0] if ratios else 1.0)]
+
+
+def _not_joined(site: Site, value: Value) -> Unknown:
+    if isinstance(value, Total | Extreme):
+        return not_linear(site, value)
+    return site.unknown("position" if isinstance(value, Same) else "mixes")
+
+
+def _columns(site: Site, values: Sequence[Value]) -> Columns | None:
+    """Return what is known of each column where operands are indices of different dims."""
+    columns: list[Value] = []
+    last = len(site.result()[0]) - 1
+    for i, value in enumerate(values):
+        width = site.operand(i)[0][last]
+        if isinstance(value, Columns):
+            columns += value.columns
+        elif isinstance(value, Known) and width > 1:
+            columns += [Known(*(one.take([min(k, one.shape[last] - 1)], last) for one in (value.whole, value.piece)), value.op) for k in range(width)]  # fmt: skip
+        elif isinstance(value, Known | Same | Split):
+            columns += [value] * width
+        else:
+            return None
+    return Columns(tuple(columns))
+
+
+def split(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Cut a dim into parts, each of which is a slice."""
+    value, axis, parts = values[0], site.params["axis"], site.params_of("sizes")
+    if isinstance(value, Split) and value.dim == axis:
+        ends = [np.cumsum((0, *one)) for one in parts]
+        sizes = site.operand()[0][axis], site.operand()[1][axis]
+        return [
+            take(site, value, *(np.arange(end[k], end[k + 1]) for end in ends), sizes)  # pyright: ignore[reportArgumentType]
+            for k in range(site.num_results)
+        ]
+    if parts[0] != parts[1] and axis not in differing(site.operand()):
+        return [site.unknown("position")] * site.num_results
+    return [_elsewhere(site, value) if isinstance(value, Columns) else value] * site.num_results
+
+
+def stack(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Join operands along a new dim."""
+    joined, axis = join(site, values), site.params["axis"]
+    if isinstance(joined, Split):
+        joined = Split(joined.dim + (joined.dim >= axis), joined.blocks, joined.ratio, joined.order)
+    return [joined]

@@ -29,7 +29,7 @@ def ddp(
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     compiler_options: CompilerOptions | None = None,
-    view: View = "per_device",
+    view: View = "auto",
     separable: bool | None = None,
 ) -> ShardedOptimizer:
     """Train on the mean gradient of all devices, each holding a copy of the model.

@@ -29,7 +29,7 @@ def zero(
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     compiler_options: CompilerOptions | None = None,
-    view: View = "per_device",
+    view: View = "auto",
     separable: bool | None = None,
     axes: Axes | None = None,
     sequence_dims: SequenceDims = (),

@@ -1,0 +1,104 @@
+"""Which view a loss runs in: on each device's own rows if a proof says that it may, else on the whole batch."""
+
+import warnings
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from shardopt.core.errors import format_error
+from shardopt.core.types import PyTree
+from shardopt.engine.config import StrategyConfig
+from shardopt.engine.layout import Layout
+from shardopt.engine.separable import Obstacle, find_obstacle
+
+
+class ViewChoice(NamedTuple):
+    """A view, and why it was taken.
+
+    Attributes:
+      view: "per_device" or "global".
+      reason: a sentence.
+    """
+
+    view: Literal["per_device", "global"]
+    reason: str
+
+    def __str__(self) -> str:
+        """Return a line for the report."""
+        return f"view: {self.view}: {self.reason}"
+
+
+COST = (
+    "The step is exact. It costs the collectives that the partitioner places for these operations, and an all-reduce where a "
+    "reduce-scatter would do: docs/any_loss.md has the bytes."
+)
+
+
+class Views:
+    """Chooses the view of each batch shape, once.
+
+    Args:
+      config: of the step; of evaluation, its `of_evaluation`.
+      training: whether the loss is differentiated, and gets a random key if it takes one.
+    """
+
+    def __init__(self, config: StrategyConfig, *, training: bool):
+        self._config, self._training = config, training
+        self._choices: list[tuple[Layout, Any, ViewChoice]] = []
+        self._warned = False
+
+    @property
+    def last(self) -> ViewChoice | None:
+        """The newest choice; None before the first batch."""
+        return self._choices[-1][2] if self._choices else None
+
+    def of(self, layout: Layout, batch: PyTree) -> Literal["per_device", "global"]:
+        """Return the view in which the loss of a batch of these shapes runs.
+
+        Raises:
+          NotSeparableError: if the loss is not proved to be a (weighted) mean over rows, and there is no global view to run it in.
+        """
+        leaves, treedef = jax.tree.flatten(batch)
+        shapes = treedef, tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+        for known, other, choice in self._choices:
+            if known is layout and other == shapes:
+                return choice.view
+        choice = self._choose(layout, batch)
+        self._choices.append((layout, shapes, choice))
+        return choice.view
+
+    def _choose(self, layout: Layout, batch: PyTree) -> ViewChoice:
+        config = self._config
+        if config.view == "global":
+            return ViewChoice("global", 'view="global" was asked for.')
+        obstacle = find_obstacle(config, layout, batch, training=self._training)
+        if obstacle is None:
+            if config.separable:
+                reason = "separable=True says that the loss is a mean over rows; this was not checked."
+            elif config.num_pieces == 1:
+                reason = "one device runs the whole batch."
+            else:
+                reason = "the loss is proved to be a (weighted) mean over rows."
+            return ViewChoice("per_device", reason)
+        if config.view == "per_device" or not has_global_view(config):
+            raise obstacle.error(config.strategy)
+        if not self._warned:
+            self._warned = True
+            self._warn(obstacle)
+        return ViewChoice("global", obstacle.what)
+
+    def _warn(self, obstacle: Obstacle) -> None:
+        what = f"the loss runs in the global view, once on the whole batch: {obstacle.what}"
+        fix = f"nothing, or view='global' to ask for it without this warning. For less traffic: {obstacle.fix}"
+        lines = [*obstacle.lines, COST]
+        warnings.warn(format_error(self._config.strategy, what, lines, fix), stacklevel=2)
+
+
+def has_global_view(config: StrategyConfig) -> bool:
+    """Return whether the loss can run on the whole batch: not in a pipeline, nor with what takes each device's own gradient."""
+    return config.schedule is None and config.reducer is None and config.scatter_dtype is None
+
+
+def resolved(config: StrategyConfig, view: Literal["per_device", "global"]) -> StrategyConfig:
+    """Return the config of programs in one of the two views."""
+    return config._replace(view=view)
