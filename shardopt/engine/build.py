@@ -33,7 +33,6 @@ from shardopt.engine.view import Views
 from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
 
-
 UNDECIDED = "view: the first step chooses it."
 
 

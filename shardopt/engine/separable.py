@@ -7,7 +7,7 @@ equation by equation (`separability.walk`). A loss passes only if that proves it
 import functools
 import linecache
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -233,9 +233,9 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
     )
     params, replicas = as_gathered(config, layout), axes.num_all_row_shares // axes.num_row_shares
     whole = resized(config, abstract(batch), rows=max(1, num_rows(batch) // replicas))
-    if any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1:
-        if obstacle := _experts_elsewhere(config, layout, find.keywords["key"], params, whole):
-            return obstacle
+    cuts_experts = any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1
+    if cuts_experts and (obstacle := _experts_elsewhere(config, layout, find.keywords["key"], params, whole)):
+        return obstacle
     mixing, over = None, "rows"
     if axes.num_position_shares > 1:
         dims = [sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(whole)]

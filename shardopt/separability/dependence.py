@@ -37,7 +37,9 @@ def leaves_used(
             continue
         results = _results(eqn, operands, {"but": but, "differentiated": differentiated})
         for var, used in zip(eqn.outvars, results, strict=True):
-            known[var] = {} if differentiated and not jnp.issubdtype(var.aval.dtype, jnp.inexact) else used
+            known[var] = (
+                {} if differentiated and not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact) else used
+            )
     return [read(atom) for atom in opened.outvars]
 
 

@@ -14,7 +14,7 @@ from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from shardopt.separability.elementwise import first_unknown, is_zero, related
-from shardopt.separability.relations import Known, Same, Site, Split, Total, Unknown, Value, differing
+from shardopt.separability.relations import Known, Same, Shapes, Site, Split, Total, Unknown, Value, differing
 from shardopt.separability.scope import DifferentTracesError, Scope
 
 
@@ -96,7 +96,7 @@ def _or_unknown(site: Site, results: list[Value], wrong: bool) -> list[Value]:
     return [first_unknown(results) or site.unknown("backward")] * len(results) if wrong else results
 
 
-def _dual(site: Site, value: Value, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Value | None:
+def _dual(site: Site, value: Value, shapes: Shapes) -> Value | None:
     """Return the relation of the derivative of a mean over pieces; None if it is not known."""
     if isinstance(value, Split) and differing(shapes) == (value.dim,) and value.order is None:
         return Split(value.dim, value.blocks, 1 / (site.pieces * value.ratio))
@@ -135,7 +135,7 @@ def _followed(
         return None
     try:
         # a rule is not differentiated again, so rules within it do not count
-        return dataclasses.replace(scope, training=False).relate(site, *scope.rules[at], values)
+        return dataclasses.replace(scope, training=False).relate(site, scope.rules[at][0], scope.rules[at][1], values)
     except DifferentTracesError:
         return None
 

@@ -12,7 +12,9 @@ from shardopt.separability.relations import (
     Columns,
     Extreme,
     Known,
+    OfOperand,
     Same,
+    Shapes,
     Shifted,
     Site,
     Split,
@@ -63,9 +65,10 @@ def is_zero(value: Value) -> bool:
     return isinstance(value, Known) and value.zero
 
 
-def not_linear(site: Site, value: Total | Extreme) -> Unknown:
+def not_linear(site: Site, value: Value) -> Unknown:
     """Return that a total, or an extreme, goes into what it cannot go into."""
-    return Unknown("mixes", value.op or site.op, site.op)
+    op = value.total.op if isinstance(value, Shifted) else value.op if isinstance(value, Total | Extreme) else None
+    return Unknown("mixes", op or site.op, site.op)
 
 
 def join(site: Site, values: Sequence[Value]) -> Value:
@@ -85,7 +88,7 @@ def unify(site: Site, relations: Sequence[Value], zeros: Sequence[bool] | None =
         return unknown
     for operand in operands:
         if not isinstance(operand, Same | Split | Total):
-            return not_linear(site, operand) if isinstance(operand, Extreme) else site.unknown("shape")
+            return not_linear(site, operand)
     terms = [one for one in operands if isinstance(one, Same | Split | Total)]
     totals = [one for one in terms if isinstance(one, Total)]
     splits = [one for one in terms if isinstance(one, Split)]
@@ -126,8 +129,8 @@ def _elementwise(site: Site, values: Sequence[Value]) -> Value:
     if unknown := first_unknown(operands):
         return unknown
     for operand in operands:
-        if isinstance(operand, Columns):
-            return site.unknown("shape")
+        if isinstance(operand, Columns | Shifted):
+            return not_linear(site, operand)
         if isinstance(operand, Extreme):
             return _of_extreme(site, operands)
         if isinstance(operand, Total):
@@ -155,19 +158,8 @@ def _with_predicate(site: Site, values: Sequence[Value]) -> Value:
     assert isinstance(predicate, Same)
     if not site.equal(predicate.ratio, 1.0):
         return site.unknown("count")
-    joined = join(_Operands(site, 1), values[1:])
+    joined = join(OfOperand(site, 1), values[1:])
     return Same(joined.ratio, True) if predicate.drawn and isinstance(joined, Same) else joined
-
-
-class _Operands(Site):
-    """The equation without its first operands."""
-
-    def __init__(self, site: Site, first: int):
-        super().__init__(site.whole, site.piece, site.pieces, site.callers)
-        self._first = first
-
-    def operand(self, i: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return super().operand(i + self._first)
 
 
 def _ratio(site: Site, operands: Sequence[Same | Split], zero: Sequence[bool]) -> float | None:
@@ -210,7 +202,7 @@ def _stays_floating(site: Site) -> bool:
     if jnp.issubdtype(dtype, jnp.inexact):
         return True
     source = site.whole.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    integers = jnp.issubdtype(dtype, jnp.integer) and (source == bool or jnp.issubdtype(source, jnp.integer))
+    integers = jnp.issubdtype(dtype, jnp.integer) and (source == jnp.bool_ or jnp.issubdtype(source, jnp.integer))
     return integers and dtype.itemsize >= source.itemsize  # none is cut off
 
 
@@ -222,9 +214,10 @@ def _of_total(site: Site, total: Total, operands: Sequence[Value]) -> Value:
         factors = [one for one in operands if one is not total]
         if len(factors) == 1 and isinstance(factors[0], Same):
             return total.scaled(factors[0].ratio)
-    if site.name == "div" and operands[0] is total and isinstance(operands[1], Same) and operands[1].ratio:
-        if np.issubdtype(site.dtype, np.inexact):
-            return total.scaled(1 / operands[1].ratio)
+    if site.name == "div" and operands[0] is total and np.issubdtype(site.dtype, np.inexact):
+        divisor = operands[1]
+        if isinstance(divisor, Same) and divisor.ratio:
+            return total.scaled(1 / divisor.ratio)
     return not_linear(site, total)
 
 
@@ -232,7 +225,7 @@ def _keeps_order(site: Site) -> bool:
     if site.name != "convert_element_type":
         return False
     dtype, source = site.params["new_dtype"], site.whole.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    return jnp.issubdtype(dtype, jnp.inexact) or source == bool or (dtype == jnp.int32 and source.kind in "iu")
+    return jnp.issubdtype(dtype, jnp.inexact) or source == jnp.bool_ or (dtype == jnp.int32 and source.kind in "iu")
 
 
 def _of_extreme(site: Site, operands: Sequence[Value]) -> Value:
@@ -251,7 +244,7 @@ def _of_extreme(site: Site, operands: Sequence[Value]) -> Value:
     return extreme if joined else not_linear(site, extreme)
 
 
-def _dim_sizes(shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int) -> tuple[int, int]:
+def _dim_sizes(shapes: Shapes, dim: int) -> tuple[int, int]:
     return shapes[0][dim], shapes[1][dim]
 
 

@@ -9,8 +9,8 @@ from shardopt.separability.moves import take
 from shardopt.separability.numbers import source_rows
 from shardopt.separability.relations import (
     Columns,
-    Extreme,
     Known,
+    OfOperand,
     Same,
     Site,
     Split,
@@ -44,8 +44,8 @@ def gather(site: Site, values: Sequence[Value]) -> list[Value]:
         for dim in range(len(shapes[0]))
         if all(size[dim] == shape[dim] for size, shape in zip(sizes, shapes, strict=True))
     ]
-    if isinstance(operand, Extreme | Columns):
-        return [site.unknown("shape")]
+    if not isinstance(operand, Same | Split | Total):
+        return [not_linear(site, operand)]
     # along dims that are looked up in, and those of which a part is taken, whole and pieces must be equally long
     uneven = [dim for dim in differing(shapes) if dim not in whole_dims or dim not in kept]
     changed = [dim for dim in range(len(shapes[0])) if sizes[0][dim] != sizes[1][dim] and dim not in differing(shapes)]
@@ -63,11 +63,7 @@ def gather(site: Site, values: Sequence[Value]) -> list[Value]:
     if uneven:
         return [site.unknown("mixes")]
     if not isinstance(plain, Same | Split):
-        return [
-            not_linear(site, plain)
-            if isinstance(plain, Total | Extreme)
-            else first_unknown([plain]) or site.unknown("shape")
-        ]
+        return [first_unknown([plain]) or not_linear(site, plain)]
     if not site.equal(plain.ratio, 1.0):
         return [site.unknown("count")]
     if isinstance(plain, Split):
@@ -75,8 +71,10 @@ def gather(site: Site, values: Sequence[Value]) -> list[Value]:
             return [site.unknown("mixes")]
         return [Split(batch[plain.dim], plain.blocks, operand.ratio, plain.order)]
     if isinstance(operand, Split):
-        return [Split(numbers.offset_dims[kept.index(operand.dim)], operand.blocks, operand.ratio, operand.order)]
-    return [operand if isinstance(operand, Total) else Same(operand.ratio, operand.drawn or plain.drawn)]
+        return [operand.at(numbers.offset_dims[kept.index(operand.dim)])]
+    if isinstance(operand, Same):
+        return [Same(operand.ratio, operand.drawn or plain.drawn)]
+    return [operand if isinstance(operand, Total) else site.unknown("shape")]
 
 
 def _scales_filling(site: Site, operand: Value) -> bool:
@@ -91,19 +89,8 @@ def _scales_filling(site: Site, operand: Value) -> bool:
 def _as_relation(site: Site, column: Value) -> Value:
     if not isinstance(column, Known):
         return column
-    shapes = tuple((*shape[:-1], 1) for shape in site.operand(1))
-    return related(_Shaped(site, shapes), [column])[0]  # pyright: ignore[reportArgumentType]
-
-
-class _Shaped(Site):
-    """The equation with an operand of other shapes."""
-
-    def __init__(self, site: Site, shapes: tuple[tuple[int, ...], tuple[int, ...]]):
-        super().__init__(site.whole, site.piece, site.pieces, site.callers)
-        self._shapes = shapes
-
-    def operand(self, i: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self._shapes
+    whole, piece = site.operand(1)
+    return related(OfOperand(site, shapes=((*whole[:-1], 1), (*piece[:-1], 1))), [column])[0]
 
 
 def _paired(site: Site, operand: Split, indices: Value, batch: Sequence[int]) -> Value:
@@ -113,7 +100,7 @@ def _paired(site: Site, operand: Split, indices: Value, batch: Sequence[int]) ->
     fine = isinstance(indices, Same | Split) and site.equal(indices.ratio, 1.0)
     if isinstance(indices, Split):
         fine = fine and (paired, *operand.place[1:]) == indices.place
-    return Split(batch[paired], operand.blocks, operand.ratio, operand.order) if fine else site.unknown("mixes")
+    return operand.at(batch[paired]) if fine else site.unknown("mixes")
 
 
 def _own_rows(site: Site, operand: Split, indices: Value, batch: Sequence[int]) -> Value:
@@ -131,14 +118,14 @@ def _own_rows(site: Site, operand: Split, indices: Value, batch: Sequence[int]) 
     rows = source_rows(own.whole, sizes[0]), source_rows(own.piece, sizes[1])
     if rows[0] is None or rows[1] is None:
         return site.unknown("mixes")
-    taken = take(site, Split(row_dim, operand.blocks, operand.ratio, operand.order), rows[0], rows[1], sizes)
+    taken = take(site, operand.at(row_dim), rows[0], rows[1], sizes)
     if not isinstance(taken, Split):
         return taken
     for other in others:  # what is looked up in further dims is that of the row at the same place
         fine = isinstance(other, Same | Split) and site.equal(other.ratio, 1.0)
         if not fine or (isinstance(other, Split) and other.place != taken.place):
             return site.unknown("mixes")
-    return Split(batch[row_dim], taken.blocks, taken.ratio, taken.order)
+    return taken.at(batch[row_dim])
 
 
 def _row_dim(site: Site, column: Value) -> int | None:
@@ -222,9 +209,8 @@ def _into_rows(
     if any(one != place for one in differing(site.operand(2))):
         return site.unknown("shape")
     # all of them along the dim of the result
-    moved = [Split(dim, *one.place[1:]) if isinstance(one, Split) else one for one in (operand, indices, updates)]
-    splits = [one for one in moved if isinstance(one, Split)]
-    if len(set(splits)) > 1:
+    splits = [one.at(dim) for one in (operand, indices, updates) if isinstance(one, Split)]
+    if len({one.place for one in splits}) > 1:
         return site.unknown("mixes")
     joined = _combined(site, operand, updates, zeros)
     if not splits or not isinstance(joined, Same | Split):
@@ -298,9 +284,7 @@ def dynamic_slice(site: Site, values: Sequence[Value]) -> list[Value]:
                 return [site.unknown("position")]
         elif not all(shape[dim] == result[dim] for shape, result in zip(shapes, results, strict=True)):
             return [site.unknown("mixes")]
-    if isinstance(operand, Extreme | Columns):
-        return [site.unknown("shape")]
-    return [operand]
+    return [operand if isinstance(operand, Same | Split | Total) else site.unknown("shape")]
 
 
 def dynamic_update_slice(site: Site, values: Sequence[Value]) -> list[Value]:

@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from shardopt.core.jaxprs import scan_carry
 from shardopt.separability.elementwise import first_unknown, is_zero, related, unify
-from shardopt.separability.relations import Columns, Known, Same, Shifted, Site, Split, Total, Unknown, Value
+from shardopt.separability.relations import Columns, Known, OfOperand, Same, Shifted, Site, Split, Total, Unknown, Value
 from shardopt.separability.scope import Scope, opened
 
 MOST_ROUNDS = 8
@@ -33,27 +33,16 @@ def scan(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
 def _of_turn(site: Site, value: Value, i: int) -> Value:
     """Return the relation of what a turn takes of a scanned operand."""
     if isinstance(value, Known):
-        (value,) = related(_Operand(site, i), [value])
+        (value,) = related(OfOperand(site, i), [value])
     if isinstance(value, Split):  # the dim that is scanned is as long in a piece, so it is not this one
-        return Split(value.dim - 1, value.blocks, value.ratio, value.order)
+        return value.at(value.dim - 1)
     return site.unknown("shape") if isinstance(value, Columns | Shifted) else value
-
-
-class _Operand(Site):
-    """The equation, of which one operand is the first."""
-
-    def __init__(self, site: Site, first: int):
-        super().__init__(site.whole, site.piece, site.pieces, site.callers)
-        self._first = first
-
-    def operand(self, i: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return super().operand(self._first + i)
 
 
 def _stacked(site: Site, value: Value) -> Value:
     """Return the relation of the results of all turns: each turn's holds, whatever number it gave."""
     if isinstance(value, Split):
-        return Split(value.dim + 1, value.blocks, value.ratio, value.order)
+        return value.at(value.dim + 1)
     if isinstance(value, Known):
         return Same() if value.equal else Unknown("count", value.op)
     return site.unknown("shape") if isinstance(value, Columns | Shifted) else value
@@ -67,7 +56,7 @@ def _fixed_point(
     They hold before the first turn, and if they hold before a turn, they hold after it.
     """
     for _ in range(MOST_ROUNDS):
-        results = scope.relate(site, *bodies, [*consts, *carry, *turns])
+        results = scope.relate(site, bodies[0], bodies[1], [*consts, *carry, *turns])
         after = [_either(site, *pair) for pair in zip(carry, results[: len(carry)], strict=True)]
         if all(a is b or (a == b and not isinstance(a, Known)) for a, b in zip(carry, after, strict=True)):
             return after, results[len(carry) :]
@@ -143,8 +132,8 @@ def _over_rows(scope: Scope, site: Site, values: list[Value], num_carry: int, fi
     bodies = site.params_of("jaxpr")
     consts, start, scanned = values[:first], values[first : first + num_carry], values[first + num_carry :]
     unknown = first_unknown([*consts, *scanned]) or site.unknown("loop")
-    shared = [related(_Operand(site, i), [value])[0] for i, value in enumerate(consts)]
-    rows = [related(_Operand(site, first + num_carry + i), [value])[0] for i, value in enumerate(scanned)]
+    shared = [related(OfOperand(site, i), [value])[0] for i, value in enumerate(consts)]
+    rows = [related(OfOperand(site, first + num_carry + i), [value])[0] for i, value in enumerate(scanned)]
     plain = all(isinstance(value, Same) and value.ratio == 1.0 for value in shared)
     plain &= all(value == Split(0) or (isinstance(value, Same) and value.ratio == 1.0) for value in rows)
     body = opened(bodies[0])
@@ -152,7 +141,7 @@ def _over_rows(scope: Scope, site: Site, values: list[Value], num_carry: int, fi
         return [unknown] * site.num_results
     carried = body.invars[first : first + num_carry]
     sums = [_is_sum(body, var, out) for var, out in zip(carried, body.outvars, strict=False)]
-    begun = [related(_Operand(site, first + i), [value])[0] for i, value in enumerate(start)]
+    begun = [related(OfOperand(site, first + i), [value])[0] for i, value in enumerate(start)]
     changed = {
         var for var, out, value in zip(carried, body.outvars, begun, strict=False) if var is not out or value != Same()
     }

@@ -11,6 +11,7 @@ from shardopt.separability.relations import (
     Extreme,
     Known,
     Same,
+    Shapes,
     Site,
     Split,
     Total,
@@ -42,7 +43,7 @@ def reshape(site: Site, values: Sequence[Value]) -> list[Value]:
         return [value]
     value = as_split(site, value)
     if not isinstance(value, Split):
-        return [_elsewhere(site, value)]
+        return [site.unknown("position" if isinstance(value, Same) else "shape")]
     if differing(before) != (value.dim,):
         return [site.unknown("shape")]
     dims = differing(after)
@@ -61,12 +62,10 @@ def reshape(site: Site, values: Sequence[Value]) -> list[Value]:
     return [Split(dim, blocks, value.ratio, value.order)]
 
 
-def _keeps_differing(
-    before: tuple[tuple[int, ...], tuple[int, ...]], after: tuple[tuple[int, ...], tuple[int, ...]]
-) -> bool:
+def _keeps_differing(before: Shapes, after: Shapes) -> bool:
     """Return whether dims of equal entries stay dims by themselves: as many entries in front of each, and as large."""
 
-    def dims(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> list[tuple[int, int, int]]:
+    def dims(shapes: Shapes) -> list[tuple[int, int, int]]:
         return [(math.prod(shapes[1][:dim]), shapes[0][dim], shapes[1][dim]) for dim in differing(shapes)]
 
     return dims(before) == dims(after)
@@ -78,16 +77,16 @@ def broadcast(site: Site, values: Sequence[Value]) -> list[Value]:
     if isinstance(value, Split):
         at = dims[value.dim]
         kept = all(new[at] == old[value.dim] for new, old in zip(site.result(), site.operand(), strict=True))
-        return [Split(at, value.blocks, value.ratio, value.order) if kept else site.unknown("shape")]
-    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
+        return [value.at(at) if kept else site.unknown("shape")]
+    return [value]
 
 
 def transpose(site: Site, values: Sequence[Value]) -> list[Value]:
     """Exchange dims."""
     value, order = values[0], tuple(site.params["permutation"])
     if isinstance(value, Split):
-        return [Split(order.index(value.dim), value.blocks, value.ratio, value.order)]
-    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
+        return [value.at(order.index(value.dim))]
+    return [value]
 
 
 def squeeze(site: Site, values: Sequence[Value]) -> list[Value]:
@@ -95,8 +94,8 @@ def squeeze(site: Site, values: Sequence[Value]) -> list[Value]:
     value, gone = values[0], site.params["dimensions"]
     if isinstance(value, Split):
         dim = value.dim - sum(one < value.dim for one in gone)
-        return [Split(dim, value.blocks, value.ratio, value.order)]
-    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
+        return [value.at(dim)]
+    return [value]
 
 
 def expand_dims(site: Site, values: Sequence[Value]) -> list[Value]:
@@ -104,12 +103,8 @@ def expand_dims(site: Site, values: Sequence[Value]) -> list[Value]:
     value, new = values[0], site.params["dimensions"]
     if isinstance(value, Split):
         kept = [dim for dim in range(len(site.result()[0])) if dim not in new]
-        return [Split(kept[value.dim], value.blocks, value.ratio, value.order)]
-    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
-
-
-def _elsewhere(site: Site, value: Value) -> Unknown:
-    return value if isinstance(value, Unknown) else site.unknown("position" if isinstance(value, Same) else "shape")
+        return [value.at(kept[value.dim])]
+    return [value]
 
 
 def take(site: Site, value: Split, whole: np.ndarray, piece: np.ndarray, sizes: tuple[int, int]) -> Value:
@@ -158,15 +153,14 @@ def slice_entries(site: Site, values: Sequence[Value]) -> list[Value]:
         ]
         for params in (site.whole.params, site.piece.params)
     ]
-    split = value.dim if isinstance(value, Split) else None
-    uneven = [dim for dim in range(len(old[0])) if dim != split and places[0][dim] != places[1][dim]]
+    split_dim = value.dim if isinstance(value, Split) else None
+    uneven = [dim for dim in range(len(old[0])) if dim != split_dim and places[0][dim] != places[1][dim]]
     if any(old[0][dim] == old[1][dim] for dim in uneven):  # another part of what is the same: `table[:rows]`
         return [site.unknown("position")]
-    if isinstance(value, Split) and all(len(one[split]) == size[split] for one, size in zip(places, old, strict=True)):
-        return [value]
     if isinstance(value, Split):
-        rows = [np.asarray(one[split]) for one in places]
-        return [take(site, value, rows[0], rows[1], (old[0][value.dim], old[1][value.dim]))]
+        whole, piece = (np.asarray(one[value.dim]) for one in places)
+        sizes = old[0][value.dim], old[1][value.dim]
+        return [value if (whole.size, piece.size) == sizes else take(site, value, whole, piece, sizes)]
     if isinstance(value, Columns):
         last = len(old[0]) - 1
         fine = all(len(places[0][dim]) == old[0][dim] for dim in range(last)) and places[0][last] == places[1][last]
@@ -180,7 +174,7 @@ def rev(site: Site, values: Sequence[Value]) -> list[Value]:
     if isinstance(value, Split) and value.dim in site.params["dimensions"]:
         sizes = site.operand()[0][value.dim], site.operand()[1][value.dim]
         return [take(site, value, np.arange(sizes[0])[::-1], np.arange(sizes[1])[::-1], sizes)]
-    return [_elsewhere(site, value) if isinstance(value, Columns) else value]
+    return [value]
 
 
 def pad(site: Site, values: Sequence[Value]) -> list[Value]:
@@ -245,7 +239,9 @@ def _columns(site: Site, values: Sequence[Value]) -> Columns | None:
         if isinstance(value, Columns):
             columns += value.columns
         elif isinstance(value, Known) and width > 1:
-            columns += [Known(*(one.take([min(k, one.shape[last] - 1)], last) for one in (value.whole, value.piece)), value.op) for k in range(width)]  # fmt: skip
+            for k in range(width):
+                whole, piece = (one.take([min(k, one.shape[last] - 1)], last) for one in (value.whole, value.piece))
+                columns.append(Known(whole, piece, value.op))
         elif isinstance(value, Known | Same | Split):
             columns += [value] * width
         else:
@@ -257,20 +253,20 @@ def split(site: Site, values: Sequence[Value]) -> list[Value]:
     """Cut a dim into parts, each of which is a slice."""
     value, axis, parts = values[0], site.params["axis"], site.params_of("sizes")
     if isinstance(value, Split) and value.dim == axis:
-        ends = [np.cumsum((0, *one)) for one in parts]
+        whole, piece = (np.cumsum((0, *one)) for one in parts)
         sizes = site.operand()[0][axis], site.operand()[1][axis]
         return [
-            take(site, value, *(np.arange(end[k], end[k + 1]) for end in ends), sizes)  # pyright: ignore[reportArgumentType]
+            take(site, value, np.arange(whole[k], whole[k + 1]), np.arange(piece[k], piece[k + 1]), sizes)
             for k in range(site.num_results)
         ]
     if parts[0] != parts[1] and axis not in differing(site.operand()):
         return [site.unknown("position")] * site.num_results
-    return [_elsewhere(site, value) if isinstance(value, Columns) else value] * site.num_results
+    return [value] * site.num_results
 
 
 def stack(site: Site, values: Sequence[Value]) -> list[Value]:
     """Join operands along a new dim."""
     joined, axis = join(site, values), site.params["axis"]
     if isinstance(joined, Split):
-        joined = Split(joined.dim + (joined.dim >= axis), joined.blocks, joined.ratio, joined.order)
+        joined = joined.at(joined.dim + (joined.dim >= axis))
     return [joined]

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from shardopt.separability.relations import Known, Same, Site, Split, Unknown, Value, close, growth, tolerance_of
+from shardopt.separability.relations import (
+    Known,
+    Same,
+    Shapes,
+    Site,
+    Split,
+    Unknown,
+    Value,
+    close,
+    growth,
+    tolerance_of,
+)
 
 MOST = 1 << 21
 """Numbers of the largest array that is computed."""
@@ -86,7 +97,7 @@ def fold(site: Site, values: Sequence[Value]) -> Known | None:
                 return None
             arrays.append(_compact(array))
     op = next((one.op for one in known if one.op is not None), site.op)
-    return Known(*arrays, op)
+    return Known(arrays[0], arrays[1], op)
 
 
 def _compact(array: np.ndarray) -> np.ndarray:
@@ -145,7 +156,7 @@ def _compute(eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], most
     return None
 
 
-def relation_of(known: Known, shapes: tuple[tuple[int, ...], tuple[int, ...]], pieces: int, dtype: Any) -> Value:
+def relation_of(known: Known, shapes: Shapes, pieces: int, dtype: Any) -> Value:
     """Return how known numbers of the whole follow from those of the pieces, all pieces having the same.
 
     The numbers themselves are compared, so the relation is right for these numbers.

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from shardopt.separability.elementwise import first_unknown, join, not_linear
+from shardopt.separability.elementwise import join, not_linear
 from shardopt.separability.relations import (
-    Columns,
     Extreme,
     Same,
     Site,
@@ -30,8 +29,6 @@ def reduce_sum(site: Site, values: Sequence[Value]) -> list[Value]:
     Over the split dim, sum_W = r (sum_P0 + ... + sum_Pn-1). Over a dim of equal entries a sum is their number times one.
     """
     value, axes = values[0], site.params["axes"]
-    if isinstance(value, Extreme | Columns):
-        return [_folded(site, value)]
     if site.dtype.kind in "iu" and site.dtype.itemsize < 4:
         return [site.unknown("count")]  # sums of few bits overflow, in the whole at another number than in a piece
     repeated = [
@@ -54,15 +51,15 @@ def reduce_extreme(site: Site, values: Sequence[Value]) -> list[Value]:
     value, axes = values[0], site.params["axes"]
     if isinstance(value, Extreme) and KINDS.get(site.name) == value.kind:
         return [value]
-    if isinstance(value, Total | Extreme | Columns):
-        return [_folded(site, value)]
+    if isinstance(value, Total | Extreme):
+        return [not_linear(site, value)]
     assert isinstance(value, Same | Split)
     if not value.ratio > 0:
         return [site.unknown("count")]
     if isinstance(value, Split) and value.dim in axes:
         return [Extreme(KINDS[site.name], site.op) if value.ratio == 1.0 else site.unknown("count")]
     if isinstance(value, Split):
-        return [Split(left(value.dim, axes), value.blocks, value.ratio, value.order)]
+        return [value.at(left(value.dim, axes))]
     return [value]
 
 
@@ -70,7 +67,7 @@ def reduce_other(site: Site, values: Sequence[Value]) -> list[Value]:
     """Fold dims along which whole and pieces are equally long, in any way that is the same in both."""
     axes = site.params["axes"]
     if any(dim in axes for i in range(len(values)) for dim in differing(site.operand(i))):
-        return [first_unknown(values) or _mixing(site, values)] * site.num_results
+        return [_mixing(site, values)] * site.num_results
     return _apart(site, values, lambda split: Split(left(split.dim, axes), split.blocks, 1.0, split.order))
 
 
@@ -89,7 +86,7 @@ def along(name: str, linear: bool = False) -> Rule:
         value, dims = values[0], site.params[name]
         dims = dims if isinstance(dims, tuple | list) else (dims,)
         if any(dim % len(site.operand(i)[0]) in dims for i in range(len(values)) for dim in differing(site.operand(i))):
-            return [first_unknown(values) or _mixing(site, values)] * site.num_results
+            return [_mixing(site, values)] * site.num_results
         if linear and isinstance(value, Same | Split | Total):
             return [value]
         return _apart(site, values, lambda split: split)
@@ -107,10 +104,8 @@ def top_k(site: Site, values: Sequence[Value]) -> list[Value]:
 
 def _apart(site: Site, values: Sequence[Value], change: Callable[[Split], Value]) -> list[Value]:
     """Return the results of the same function of each entry along the dims that differ: operands of ratio 1, split alike."""
-    if unknown := first_unknown(values):
-        return [unknown] * site.num_results
     for value in values:
-        if isinstance(value, Total | Extreme):
+        if isinstance(value, Total):
             return [not_linear(site, value)] * site.num_results
     if not all(isinstance(value, Same | Split) and site.equal(value.ratio, 1.0) for value in values):
         return [site.unknown("count")] * site.num_results
@@ -119,12 +114,8 @@ def _apart(site: Site, values: Sequence[Value], change: Callable[[Split], Value]
 
 
 def _mixing(site: Site, values: Sequence[Value]) -> Unknown:
-    folded = next((value for value in values if isinstance(value, Total | Extreme | Columns)), None)
-    return site.unknown("mixes") if folded is None else _folded(site, folded)
-
-
-def _folded(site: Site, value: Value) -> Unknown:
-    return not_linear(site, value) if isinstance(value, Total | Extreme) else site.unknown("shape")
+    total = next((value for value in values if isinstance(value, Total)), None)
+    return site.unknown("mixes") if total is None else not_linear(site, total)
 
 
 def window(site: Site, values: Sequence[Value]) -> list[Value]:
@@ -165,7 +156,7 @@ def fft(site: Site, values: Sequence[Value]) -> list[Value]:
     value, transformed = values[0], len(site.params["fft_lengths"])
     if any(dim >= len(site.operand()[0]) - transformed for dim in differing(site.operand())):
         return [site.unknown("mixes")]
-    return [value if isinstance(value, Same | Split | Total) else _folded(site, value)]
+    return [value]
 
 
 def dot_general(site: Site, values: Sequence[Value]) -> list[Value]:
@@ -176,9 +167,6 @@ def dot_general(site: Site, values: Sequence[Value]) -> list[Value]:
     """
     contract, batch = site.params["dimension_numbers"]
     left_value, right_value = values
-    for value in values:
-        if isinstance(value, Extreme | Columns):
-            return [_folded(site, value)]
     if isinstance(left_value, Total) or isinstance(right_value, Total):
         total, other = (left_value, right_value) if isinstance(left_value, Total) else (right_value, left_value)
         if not isinstance(other, Same):
@@ -223,9 +211,6 @@ def convolution(site: Site, values: Sequence[Value]) -> list[Value]:
     """Convolve: images are rows along their own dim; over the features of both it is a sum, as for a kernel's gradient."""
     numbers, params = site.params["dimension_numbers"], site.params
     image, kernel = values
-    for value in values:
-        if isinstance(value, Extreme | Columns):
-            return [_folded(site, value)]
     assert isinstance(image, Same | Split | Total) and isinstance(kernel, Same | Split | Total)  # noqa: PT018
     ratio = image.ratio * kernel.ratio
     differ = differing(site.operand(0)), differing(site.operand(1))
@@ -243,7 +228,8 @@ def convolution(site: Site, values: Sequence[Value]) -> list[Value]:
         if isinstance(image, Split):
             return [Split(numbers.out_spec[0], image.blocks, ratio, image.order)]
         return [image.scaled(kernel.ratio)]
+    if not (isinstance(image, Split) and isinstance(kernel, Split) and image.place[1:] == kernel.place[1:]):
+        return [site.unknown("mixes")]
     if differ == ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) and ungrouped:
-        if isinstance(image, Split) and isinstance(kernel, Split) and image.place[1:] == kernel.place[1:]:
-            return [Total(ratio, site.op)]
+        return [Total(ratio, site.op)]
     return [site.unknown("mixes")]

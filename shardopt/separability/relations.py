@@ -26,6 +26,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 Shape = tuple[int, ...]
+Shapes = tuple[Shape, Shape]
+"""Of a value in the whole, and in a piece."""
 
 
 class Op(NamedTuple):
@@ -77,6 +79,10 @@ class Split:
     def place(self) -> tuple[int, int, Hashable]:
         """Return what must agree between values that are combined entry by entry."""
         return self.dim, self.blocks, self.order
+
+    def at(self, dim: int) -> "Split":
+        """Return the same relation along another dim."""
+        return dataclasses.replace(self, dim=dim)
 
     def scaled(self, factor: float) -> "Split":
         """Return the relation of the value times a number that is `factor` larger in the whole."""
@@ -227,11 +233,11 @@ class Site:
         self.name, self.params = whole.primitive.name, whole.params
         self.op = Op(whole, callers)
 
-    def operand(self, i: int = 0) -> tuple[Shape, Shape]:
+    def operand(self, i: int = 0) -> Shapes:
         """Return the shapes of an operand, in the whole and in a piece."""
         return shape_of(self.whole.invars[i]), shape_of(self.piece.invars[i])
 
-    def result(self, i: int = 0) -> tuple[Shape, Shape]:
+    def result(self, i: int = 0) -> Shapes:
         """Return the shapes of a result, in the whole and in a piece."""
         return shape_of(self.whole.outvars[i]), shape_of(self.piece.outvars[i])
 
@@ -270,12 +276,30 @@ def shape_of(var: Any) -> Shape:
     return tuple(getattr(var.aval, "shape", ()))
 
 
-def differing(shapes: tuple[Shape, Shape]) -> tuple[int, ...]:
+class OfOperand(Site):
+    """The equation, as one that has an operand in another place, or of other shapes.
+
+    Args:
+      site: the equation.
+      first: which operand counts as the first.
+      shapes: what counts as the shapes of all operands; None for what they are.
+    """
+
+    def __init__(self, site: Site, first: int = 0, shapes: Shapes | None = None):
+        super().__init__(site.whole, site.piece, site.pieces, site.callers)
+        self._first, self._shapes = first, shapes
+
+    def operand(self, i: int = 0) -> Shapes:
+        """Return the shapes of an operand, in the whole and in a piece."""
+        return super().operand(self._first + i) if self._shapes is None else self._shapes
+
+
+def differing(shapes: Shapes) -> tuple[int, ...]:
     """Return the dims that differ in size between the whole and a piece."""
     return tuple(dim for dim, (whole, piece) in enumerate(zip(*shapes, strict=True)) if whole != piece)
 
 
-def growth(shapes: tuple[Shape, Shape], dims: Sequence[int]) -> float:
+def growth(shapes: Shapes, dims: Sequence[int]) -> float:
     """Return how many times as many entries the whole has along dims."""
     whole, piece = (math.prod(shape[dim] for dim in dims) for shape in shapes)
     return whole / piece if piece else math.nan

@@ -10,7 +10,19 @@ from shardopt.core.primitives import ARITHMETIC, DECOMPOSITIONS, IDENTITIES, SPE
 from shardopt.separability import lookups, moves, reductions
 from shardopt.separability.elementwise import elementwise, first_unknown, not_linear, related, unify
 from shardopt.separability.numbers import fold
-from shardopt.separability.relations import Known, Same, Shifted, Site, Split, Total, Value, differing, growth
+from shardopt.separability.relations import (
+    Columns,
+    Extreme,
+    Known,
+    Same,
+    Shifted,
+    Site,
+    Split,
+    Total,
+    Value,
+    differing,
+    growth,
+)
 
 
 class Rule(NamedTuple):
@@ -19,11 +31,13 @@ class Rule(NamedTuple):
     Attributes:
       results: `results(site, operands)`, the relations of its results.
       sizes: the parameters that may differ between the whole and a piece, because `results` looks at them.
-      raw: whether `results` is given known numbers as they are, and unknown operands; else their relation, and none unknown.
+      takes: the relations that `results` may be given; of an operand with another nothing is known.
+      raw: whether `results` is given operands as they are; else known numbers by their relation, and what it takes only.
     """
 
     results: Callable[[Site, Sequence[Value]], list[Value]]
     sizes: frozenset[str] = frozenset()
+    takes: tuple[type, ...] = (Same, Split, Total)
     raw: bool = False
 
 
@@ -46,12 +60,30 @@ def results_of(site: Site, values: Sequence[Value]) -> list[Value]:
         values = related(site, values)
         if unknown := first_unknown(values):
             return [unknown] * site.num_results
+        for value in values:
+            if not isinstance(value, rule.takes):
+                return [not_linear(site, value)] * site.num_results
     return rule.results(site, values)
 
 
 LINEAR_IN_ONE = frozenset(
-    "neg mul div convert_element_type reduce_precision copy name sharding_constraint stop_gradient reduce_sum reshape squeeze "
-    "expand_dims transpose broadcast_in_dim".split()
+    [
+        "neg",
+        "mul",
+        "div",
+        "convert_element_type",
+        "reduce_precision",
+        "copy",
+        "name",
+        "sharding_constraint",
+        "stop_gradient",
+        "reduce_sum",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "broadcast_in_dim",
+    ]
 )
 """What is linear in an operand, the others being numbers that are the same for all rows."""
 
@@ -159,7 +191,7 @@ def _any_of_all(site: Site, values: Sequence[Value]) -> list[Value]:
 
 
 def _attention_kernel(site: Site, values: Sequence[Value]) -> list[Value]:
-    """cuDNN's attention: operands [rows, ...], each row's result from that row alone, and of its bias if it has rows."""
+    """CuDNN's attention: operands [rows, ...], each row's result from that row alone, and of its bias if it has rows."""
     dims = {dim for shapes in map(site.operand, range(len(values))) for dim in differing(shapes)}
     dims |= {dim for shapes in map(site.result, range(site.num_results)) for dim in differing(shapes)}
     splits = {value.place for value in values if isinstance(value, Split)}
@@ -174,24 +206,27 @@ def _rules(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
+MOVED = (Same, Split, Total, Extreme)
+"""The relations that survive wherever entries are moved to."""
+
 _ENTRY_BY_ENTRY = (ARITHMETIC | SPECIAL | IDENTITIES) - {"bitcast_convert_type"}
 
 TABLE: dict[str, Rule] = {
     **dict.fromkeys(_ENTRY_BY_ENTRY, Rule(elementwise, raw=True)),
     **_rules(Rule(_bitcast), "bitcast_convert_type"),
-    **_rules(Rule(moves.reshape, frozenset(["new_sizes"])), "reshape"),
-    **_rules(Rule(moves.broadcast, frozenset(["shape"])), "broadcast_in_dim"),
-    **_rules(Rule(moves.transpose), "transpose"),
-    **_rules(Rule(moves.squeeze), "squeeze"),
-    **_rules(Rule(moves.expand_dims), "expand_dims"),
-    **_rules(Rule(moves.slice_entries, frozenset(["start_indices", "limit_indices", "strides"])), "slice"),
-    **_rules(Rule(moves.rev), "rev"),
+    **_rules(Rule(moves.reshape, frozenset(["new_sizes"]), takes=MOVED), "reshape"),
+    **_rules(Rule(moves.broadcast, frozenset(["shape"]), takes=MOVED), "broadcast_in_dim"),
+    **_rules(Rule(moves.transpose, takes=MOVED), "transpose"),
+    **_rules(Rule(moves.squeeze, takes=MOVED), "squeeze"),
+    **_rules(Rule(moves.expand_dims, takes=MOVED), "expand_dims"),
+    **_rules(Rule(moves.slice_entries, frozenset(["start_indices", "limit_indices", "strides"]), takes=(*MOVED, Columns)), "slice"),
+    **_rules(Rule(moves.rev, takes=MOVED), "rev"),
     **_rules(Rule(moves.pad, raw=True), "pad"),
     **_rules(Rule(moves.concatenate, raw=True), "concatenate"),
-    **_rules(Rule(moves.split, frozenset(["sizes"])), "split"),
+    **_rules(Rule(moves.split, frozenset(["sizes"]), takes=MOVED), "split"),
     **_rules(Rule(moves.stack, raw=True), "stack"),
     **_rules(Rule(reductions.reduce_sum), "reduce_sum"),
-    **_rules(Rule(reductions.reduce_extreme), "reduce_max reduce_min reduce_or reduce_and"),
+    **_rules(Rule(reductions.reduce_extreme, takes=MOVED), "reduce_max reduce_min reduce_or reduce_and"),
     **_rules(Rule(reductions.reduce_other), "reduce_prod reduce_xor"),
     **_rules(Rule(reductions.argmax), "argmax argmin"),
     **_rules(Rule(reductions.along("axis", linear=True)), "cumsum"),
@@ -218,9 +253,9 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(_fold_in, raw=True), "random_fold_in"),
     **_rules(Rule(_threefry, raw=True), "threefry2x32"),
     **_rules(Rule(_iota, frozenset(["shape"])), "iota"),
-    **_rules(Rule(_identities), "optimization_barrier device_put"),
+    **_rules(Rule(_identities, raw=True), "optimization_barrier device_put"),
     **_rules(Rule(_no_results, frozenset(["callback", "effect"]), raw=True), "debug_callback debug_print"),
-    **_rules(Rule(_any_of_all), "unvmap_any unvmap_all"),
+    **_rules(Rule(_any_of_all, takes=MOVED), "unvmap_any unvmap_all"),
     **_rules(
         Rule(_attention_kernel), "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
     ),

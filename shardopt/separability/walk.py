@@ -1,7 +1,7 @@
 """The proof: one walk over the trace of the whole batch and that of a piece, equation by equation."""
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -169,7 +169,7 @@ def _call(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
 
 def _written_by_jax(site: Site) -> bool:
     """Return whether all that is called stands in jax's own numpy, rather than in a function of the user's of the same name."""
-    folder = os.path.join(os.path.dirname(jax.__file__), "_src", "numpy")
+    folder = str(Path(jax.__file__).parent / "_src" / "numpy")
     for jaxpr in site.params_of("jaxpr"):
         for eqn in opened(jaxpr).eqns:
             traceback = eqn.source_info.traceback
@@ -193,7 +193,7 @@ def _along_axis(site: Site, values: Sequence[Value]) -> Value:
     axes = [eqn.params["dimension_numbers"].start_index_map for eqn in (whole, piece)]
     same = all(equal_params(whole.params[name], piece.params[name]) for name in ("mode", "fill_value"))
     operands = related(site, values)
-    if axes[0] != axes[1] or len(axes[0]) != 1 or not same or (unknown := first_unknown(operands)):
+    if axes[0] != axes[1] or len(axes[0]) != 1 or not same or first_unknown(operands):
         return first_unknown(operands) or site.unknown("traces")
     (axis,) = axes[0]
     if axis in differing(site.operand(0)) or not all(
@@ -241,17 +241,17 @@ def _custom(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
 def _linear_solve(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     """Follow all functions of a linear solver on what is solved for: then so do those that the derivative needs."""
     lengths = site.params["const_lengths"]
-    functions = {name: pair for name, pair in ((name, [getattr(one, name) for one in site.params_of("jaxprs")]) for name in lengths._fields)}  # fmt: skip
+    functions = {name: [getattr(one, name) for one in site.params_of("jaxprs")] for name in lengths._fields}
     start, consts = 0, {}
     for name in lengths._fields:
         consts[name] = values[start : start + getattr(lengths, name)]
         start += getattr(lengths, name)
     right = values[start:]
-    solution = scope.relate(site, *functions["solve"], [*consts["solve"], *right])
+    solution = scope.relate(site, functions["solve"][0], functions["solve"][1], [*consts["solve"], *right])
     for name, pair in functions.items():
         if name == "solve" or pair[0] is None:
             continue
-        results = scope.relate(site, *pair, [*consts[name], *solution])
+        results = scope.relate(site, pair[0], pair[1], [*consts[name], *solution])
         if any(result != one for result, one in zip(results, solution, strict=False)):
             return [first_unknown(results) or site.unknown("mixes")] * site.num_results
     return solution
@@ -260,8 +260,20 @@ def _linear_solve(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 COLLECTIVES = frozenset(
-    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant all_gather_reduced reduce_scatter psum_scatter "
-    "all_to_all ppermute pgather unreduced_psum axis_index pbroadcast ragged_all_to_all".split()
+    [
+        *(
+            "psum",
+            "psum2",
+            "psum_invariant",
+            "pmax",
+            "pmin",
+            "all_gather",
+            "all_gather_invariant",
+            "all_gather_reduced",
+        ),
+        *("reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pgather", "unreduced_psum", "axis_index"),
+        *("pbroadcast", "ragged_all_to_all"),
+    ]
 )
 SUMS = frozenset(["psum", "psum2", "psum_invariant"])
 
