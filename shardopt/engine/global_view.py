@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardopt.core.block_model import takes_rng
 from shardopt.core.errors import format_error
 from shardopt.core.types import Metric, PyTree, abstract
-from shardopt.engine.batches import num_rows
+from shardopt.engine.batch_dims import num_rows, resized, row_counts, shown_leaves
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
 from shardopt.engine.layout import Layout
@@ -64,8 +64,13 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
         if not config.per_replica:
             return gradients_of(params, batch, step, rng, 0)
         (replica,) = config.axes.stacked
-        run = jax.vmap(gradients_of, in_axes=(0, 0, None, None, 0), spmd_axis_name=replica)
-        return run(params, by_replica(config, batch), step, rng, jnp.arange(config.axes.sizes[replica]))
+        leaves, assembled = by_replica(config, batch)
+
+        def of_replica(params, leaves, replica):
+            return gradients_of(params, assembled(leaves), step, rng, replica)
+
+        run = jax.vmap(of_replica, spmd_axis_name=replica)
+        return run(params, leaves, jnp.arange(config.axes.sizes[replica]))
 
     return gradients
 
@@ -102,8 +107,13 @@ def _parts(
 
     if count == 1:
         return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
-    micro_batches = cut_rows(config, batch, count), numbers(count)
-    return jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
+    leaves, assembled = cut_rows(config, batch, count)
+
+    def body(_, leaves_and_index):
+        leaves, index = leaves_and_index
+        return None, one_micro_batch(assembled(leaves), index)
+
+    return jax.lax.scan(body, None, (leaves, numbers(count)))[1]
 
 
 def _loss_of_rows(config: StrategyConfig, layout: Layout, count: int, *args: PyTree) -> LossParts:
@@ -128,15 +138,25 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
       batch: the whole batch.
       training: whether the loss gets a random key, if it takes one.
     """
-    count, rows = config.micro_batches, num_rows(batch)
+    count, rows = config.micro_batches, num_rows(config, batch)
+    if count > 1 and len(row_counts(config, batch)) != 1:
+        what = f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a number of rows."
+        fix = "use micro_batches=1, which is the same; or name the dim of rows of a leaf, or None: batch_dims=[(regex, dim or None)]."
+        warnings.warn(format_error(config.strategy, what, shown_leaves(config, batch), fix), stacklevel=2)
+        return 1
     if count == 1 or rows % config.num_row_pieces:
         return 1
     if config.separable:
         return count
-    shapes = abstract(batch)
-    piece = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows // count, *x.shape[1:]), x.dtype) if x.ndim else x, shapes
-    )
+    if config.batch_dims:
+        what = (
+            f"micro_batches={count}, but the whole batch runs at once: with batch_dims it is not found out whether the loss "
+            "is a (weighted) mean over rows."
+        )
+        fix = "use micro_batches=1, which is the same; or separable=True if you know that it is such a mean."
+        warnings.warn(format_error(config.strategy, what, fix=fix), stacklevel=2)
+        return 1
+    piece = resized(config, abstract(batch), rows=rows // count)
     key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
     find = functools.partial(find_mixing, who=config.strategy, key=key, training=training)
     mixing = on_mesh(config.home.auto, find, config.home.axes)(config.loss_fn, as_gathered(config, layout), piece)
