@@ -12,6 +12,9 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, leaves_with_paths, path_text
 from shardopt.engine.config import StrategyConfig
 
+FIX_ROWS = "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]"
+"""What helps where leaves do not agree on a number of rows, for messages."""
+
 
 def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     """Return the dim of a batch leaf that counts rows; None if the leaf has no rows, so that all rows share it.

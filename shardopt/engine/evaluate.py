@@ -13,7 +13,7 @@ from shardopt.engine.batch_dims import map_rows, num_rows
 from shardopt.engine.batches import as_arrays
 from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.global_view import global_parts
+from shardopt.engine.global_view import global_totals
 from shardopt.engine.gradients import in_specs, micro_batch_losses
 from shardopt.engine.inputs import check_rows, check_state, place_batch
 from shardopt.engine.layout import Layout, shardings
@@ -110,12 +110,6 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
 def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
     """Return `(params, batch) -> LossParts` of the whole batch."""
-    parts_of = global_parts(config, layout)
-
-    def totals(params, batch):
-        parts, size = parts_of(params, batch), num_rows(config, batch)
-        return LossParts(of_rows(parts.loss, size), {name: of_rows(x, size) for name, x in parts.metrics.items()}, {})
-
     on_params = shardings(config.mesh, layout.specs.params)
     everywhere = config.home.shardings(PartitionSpec())
-    return make_program(config, totals, (on_params, None), everywhere)
+    return make_program(config, global_totals(config, layout), (on_params, None), everywhere)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from shardopt.core.block_model import takes_rng
 from shardopt.core.errors import format_error
 from shardopt.core.types import Metric, PyTree, abstract
-from shardopt.engine.batch_dims import num_rows, resized, row_counts, shown_leaves
+from shardopt.engine.batch_dims import FIX_ROWS, num_rows, resized, row_counts, shown_leaves
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
-from shardopt.engine.metrics import factor, objective
+from shardopt.engine.metrics import factor, objective, of_rows
 from shardopt.engine.micro_batches import accumulate, numbers
 from shardopt.engine.reductions import scale, sum_parts
 from shardopt.engine.rows import RowContext, with_rows
@@ -79,21 +79,27 @@ def global_loss(
     config: StrategyConfig, layout: Layout
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
     """Return what `make_loss` returns: the loss and metrics of the whole batch."""
-    parts_of = global_parts(config, layout)
-    return lambda params, batch, step=None, rng=None: parts_of(params, batch, step, rng).divided()
 
-
-def global_parts(config: StrategyConfig, layout: Layout) -> Callable[..., LossParts]:
-    """Return `parts(params, batch, step=None, rng=None)`, the loss of the whole batch as total and weight."""
-
-    def parts_of(params, batch, step=None, rng=None):
+    def loss(params, batch, step=None, rng=None):
         def key_of(index):
             return None if step is None or rng is None else step_key(config, step, rng, index, device=0)
 
         count = num_micro_batches(config, layout, batch, training=rng is not None)
-        return _sum(config, _parts(config, layout, params, batch, count, key_of))
+        return _sum(config, _parts(config, layout, params, batch, count, key_of)).divided()
 
-    return parts_of
+    return loss
+
+
+def global_totals(config: StrategyConfig, layout: Layout) -> Callable[[PyTree, PyTree], LossParts]:
+    """Return `totals(params, batch)`: the loss and metrics of the whole batch, totals and weights being those of all rows."""
+
+    def totals(params, batch):
+        count = num_micro_batches(config, layout, batch, training=False)
+        parts = _sum(config, _parts(config, layout, params, batch, count, lambda index: None))
+        rows = num_rows(config, batch) // count  # of each micro-batch: what is summed is per row
+        return LossParts(of_rows(parts.loss, rows), {name: of_rows(x, rows) for name, x in parts.metrics.items()}, {})
+
+    return totals
 
 
 def _parts(
@@ -141,7 +147,7 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
     count, rows = config.micro_batches, num_rows(config, batch)
     if count > 1 and len(row_counts(config, batch)) != 1:
         what = f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a number of rows."
-        fix = "use micro_batches=1, which is the same; or name the dim of rows of a leaf, or None: batch_dims=[(regex, dim or None)]."
+        fix = f"use micro_batches=1, which is the same; or {FIX_ROWS}."
         warnings.warn(format_error(config.strategy, what, shown_leaves(config, batch), fix), stacklevel=2)
         return 1
     if count == 1 or rows % config.num_row_pieces:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
-from shardopt.engine.batch_dims import check_positions, check_row_dims, placed_specs, row_counts, shown_leaves
+from shardopt.engine.batch_dims import FIX_ROWS, check_positions, check_row_dims, placed_specs, row_counts, shown_leaves
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import data_axes
@@ -126,8 +126,8 @@ def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
     what = "batch leaves must agree on a number of rows, the global batch." if counts else "no batch leaf has rows."
     fix = "give leaves the shape [global batch, ...]."
     if has_arrays:
-        fix = "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]"
-        fix += "." if config.view == "global" else '; or use view="global", which takes leaves of any shapes.'
+        elsewhere = '; or use view="global", which takes leaves of any shapes' if config.view == "per_device" else ""
+        fix = f"{FIX_ROWS}{elsewhere}."
     raise ValueError(format_error(config.strategy, what, shown_leaves(config, batch), fix))
 
 
