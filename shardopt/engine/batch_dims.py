@@ -118,7 +118,7 @@ def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
     In the global view leaves need not agree on a number of rows, as those of a graph do not. Each is then split along its
     rows if the devices divide them, else along its first dim that they divide, else not.
     """
-    if config.view == "per_device" or len(row_counts(config, batch)) < 2:
+    if len(row_counts(config, batch)) < 2:
         return batch_specs(config, batch)
     devices = math.prod(config.axes.sizes[axis] for axis in config.axes.rows)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from shardopt.core.errors import format_error, plural
+from shardopt.core.errors import NotSeparableError, format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.engine.batch_dims import FIX_ROWS, check_positions, check_row_dims, placed_specs, row_counts, shown_leaves
 from shardopt.engine.config import StrategyConfig
@@ -114,14 +114,16 @@ def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
     """Return the number of rows that the leaves of a batch have; None in the global view, where they may have no common one.
 
     Raises:
+      NotSeparableError: if `batch_dims` are given for a loss that devices run on their own rows, without `separable=True`.
       ValueError: if `batch_dims` name a dim that a leaf does not have, or there is no array; or, where devices or replicas
         see rows of their own, no array has rows, or their numbers differ.
     """
     check_row_dims(config, batch)
     counts, has_arrays = row_counts(config, batch), any(map(np.ndim, jax.tree.leaves(batch)))
     if len(counts) == 1:
+        _check_known(config)
         return next(iter(counts))
-    if has_arrays and config.view == "global" and not config.per_replica:
+    if has_arrays and config.view != "per_device" and not config.per_replica:
         return None
     what = "batch leaves must agree on a number of rows, the global batch." if counts else "no batch leaf has rows."
     fix = "give leaves the shape [global batch, ...]."
@@ -129,6 +131,14 @@ def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
         elsewhere = '; or use view="global", which takes leaves of any shapes' if config.view == "per_device" else ""
         fix = f"{FIX_ROWS}{elsewhere}."
     raise ValueError(format_error(config.strategy, what, shown_leaves(config, batch), fix))
+
+
+def _check_known(config: StrategyConfig) -> None:
+    """Refuse to cut along named dims for a loss of which it is not known that it may be: `find_mixing` looks at dim 0."""
+    if config.batch_dims and config.view != "global" and not config.separable and config.num_pieces > 1:
+        what = "with batch_dims it is not found out whether the loss is a (weighted) mean over rows."
+        fix = 'use view="global", which is exact for every loss; or separable=True if you know that it is such a mean.'
+        raise NotSeparableError(format_error(config.strategy, what, fix=fix))
 
 
 def check_batch(config: StrategyConfig, batch: PyTree) -> None:

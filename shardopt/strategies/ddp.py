@@ -110,9 +110,9 @@ def ddp(
         rows share, such as a table: every device and micro-batch gets all of it. With `view="global"` leaves
         need not agree on a number of rows, as nodes and edges of a graph do not. The devices then split each leaf
         along the first dim that they divide, its rows before others; a leaf without such a dim is on all devices.
-      sequence_dims: which dim of a batch leaf counts positions, where it is not dim 1 (0 where rows are another dim, none
-        where all rows share the leaf): `[(regex, dim or None), ...]`,
-        searched in key paths of the batch, the first match wins. Only read where the mesh has a context axis.
+      sequence_dims: which dim of a batch leaf counts positions: `[(regex, dim or None), ...]`, as `batch_dims`. By default it is
+        the first dim beside the rows, so dim 1 of [rows, positions, ...]; a leaf that all rows share has none. Only read
+        where the mesh has a context axis.
       expert_leaves: regexes of key paths of leaves whose first dim (of a block, for leaves of a BlockModel's "blocks") counts
         experts, which an expert axis splits. Without such an axis they are leaves as others.
 

@@ -283,6 +283,22 @@ def test_fit_counts_examples_and_check_compares(mesh_of, x64, capsys):
     assert last["examples_per_second"] == pytest.approx(ROWS * last["steps_per_second"])
 
 
+def mean_over_time(params, batch):
+    """A mean over dim 0 of frames, and no mean over their rows, which are dim 1."""
+    return (jnp.tanh(batch["frames"] @ params["w"]).mean(0).sum(0) @ params["v"]) ** 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_that_mixes_rows_is_refused_wherever_they_are(micro_batches, mesh_of):
+    opt = so.ddp(TX, mesh_of(data=2), mean_over_time, batch_dims=DIMS, micro_batches=micro_batches)
+    state, message = opt.init(params()), r"a \(weighted\) mean over rows"
+    for call in (opt.step, opt.evaluate):
+        with pytest.raises(so.NotSeparableError, match=message):
+            call(state, batches()[0])
+    with pytest.raises(so.NotSeparableError, match=message):
+        so.training.evaluation(opt, batches(1))(state)
+
+
 DISAGREE = (
     "batch leaves must agree on a number of rows, the global batch.\n"
     "  frames: shape (5, 16, 4); dim 0 has 5 rows\n  offset: shape (); no rows\n"
