@@ -153,6 +153,15 @@ def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
     assert relative_difference(opt.synchronize(state).params, final) <= 1e-10
 
 
+def test_a_batch_that_is_one_array(mesh_of, x64):
+    """Its key path is empty, and what says which rows of it count has rows in dim 0 all the same."""
+    frames, start = batches()[0]["frames"], params()
+    loss = lambda params, batch: (jnp.tanh(batch @ params["w"]).sum(0) @ params["v"]).mean()  # noqa: E731
+    opt = so.zero(TX, mesh_of(data=2), loss, stage=1, batch_dims=[("", 1)], separable=True, micro_batches=2)
+    found = so.training.evaluation(opt, [frames[:, :7]])(opt.init(start))["val_loss"]
+    np.testing.assert_allclose(found, loss(start, frames[:, :7]), rtol=1e-12)
+
+
 def test_positions_are_the_other_dim(mesh_of, x64):
     """On a context axis the positions of frames [T, B, ...] are their dim 0, and a table has none."""
 
@@ -175,7 +184,7 @@ def test_positions_are_the_other_dim(mesh_of, x64):
 
 
 def test_where_leaves_live(mesh_of):
-    opt = so.ddp(TX, mesh_of(data=4), weighted, batch_dims=[*DIMS, ("frames", 0)])
+    opt = so.ddp(TX, mesh_of(data=4), weighted, batch_dims=[*DIMS, ("frames", 2)])
     specs = jax.tree.map(lambda x: x.sharding.spec, place_batch(opt.config, batches()[0] | {"offset": np.float32(1)}))
     rows = P("data")
     assert specs == {"frames": P(None, "data"), "target": rows, "weight": rows, "table": P(), "offset": P()}
@@ -285,7 +294,7 @@ def test_fit_counts_examples_and_check_compares(mesh_of, x64, capsys):
 
 def mean_over_time(params, batch):
     """A mean over dim 0 of frames, and no mean over their rows, which are dim 1."""
-    return (jnp.tanh(batch["frames"] @ params["w"]).mean(0).sum(0) @ params["v"]) ** 2
+    return ((jnp.tanh(batch["frames"] @ params["w"]) @ params["v"]).sum(1) ** 2).mean()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
