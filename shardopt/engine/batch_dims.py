@@ -1,6 +1,8 @@
 """Which dims of a batch are split: its rows over the axes of rows, positions of its sequences over the context axis."""
 
+import math
 import re
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -10,46 +12,149 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, leaves_with_paths, path_text
 from shardopt.engine.config import StrategyConfig
 
+FIX_ROWS = "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]"
+"""What helps where leaves do not agree on a number of rows, for messages."""
+
+
+def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
+    """Return the dim of a batch leaf that counts rows; None if the leaf has no rows, so that all rows share it.
+
+    Args:
+      config: whose `batch_dims` may name the leaf; else it is dim 0, of leaves with a dim.
+      path: the key path of the leaf.
+      ndim: its number of dims.
+    """
+    return _named(config.batch_dims, path, default=0) if ndim else None
+
 
 def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     """Return the dim of a batch leaf that counts positions; None if it has none, or nothing splits positions.
 
     Args:
-      config: whose `sequence_dims` may name the leaf; else it is dim 1, of leaves with two dims or more.
+      config: whose `sequence_dims` may name the leaf; else it is the first dim beside that of the rows.
       path: the key path of the leaf.
       ndim: its number of dims.
     """
     if not config.axes.positions:
         return None
-    default = 1 if ndim > 1 else None
-    return next((dim for pattern, dim in config.sequence_dims if re.search(pattern, path)), default)
+    rows = row_dim(config, path, ndim)
+    default = None if rows is None or ndim < 2 else int(rows == 0)
+    return _named(config.sequence_dims, path, default)
 
 
-def batch_specs(
+def _named(dims: Sequence[tuple[str, int | None]], path: str, default: int | None) -> int | None:
+    return next((dim for pattern, dim in dims if re.search(pattern, path)), default)
+
+
+def map_rows(config: StrategyConfig, change: Callable[[PyTree, int], PyTree], batch: PyTree) -> PyTree:
+    """Return the batch with `change(leaf, row_dim)` in place of each leaf that has rows."""
+
+    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        dim = row_dim(config, path_text(path), np.ndim(leaf))
+        return leaf if dim is None else change(leaf, dim)
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def pieces(
+    config: StrategyConfig, cut: Callable[[jax.Array, str, int], jax.Array], batch: PyTree
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+    """Return the leaves with rows cut into pieces [pieces, ...], and what makes a batch of one piece of each of them.
+
+    Such a batch has all of each leaf that rows share; no copies of it are made.
+
+    Args:
+      config: whose `batch_dims` may name leaves.
+      cut: `cut(leaf, key path, row_dim)`, which returns the pieces of a leaf.
+      batch: the batch.
+    """
+    leaves, treedef = leaves_with_paths(batch), jax.tree.structure(batch)
+    dims = [row_dim(config, path, np.ndim(leaf)) for path, leaf in leaves]
+
+    def assembled(parts: Sequence[jax.Array]) -> PyTree:
+        rest = iter(parts)
+        both = zip(leaves, dims, strict=True)
+        return treedef.unflatten([leaf if dim is None else next(rest) for (_, leaf), dim in both])
+
+    return [cut(leaf, path, dim) for (path, leaf), dim in zip(leaves, dims, strict=True) if dim is not None], assembled
+
+
+def row_counts(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
+    """Return the numbers of rows that leaves of a batch have: one number, if they agree."""
+    dims = ((leaf, row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
+    return frozenset(leaf.shape[dim] for leaf, dim in dims if dim is not None)
+
+
+def num_rows(config: StrategyConfig, batch: PyTree) -> int:
+    """Return the number of rows of a batch; 1 where leaves do not agree on it, so that the batch counts as one."""
+    counts = row_counts(config, batch)
+    return next(iter(counts)) if len(counts) == 1 else 1
+
+
+def shown_leaves(config: StrategyConfig, batch: PyTree) -> list[str]:
+    """Return each leaf of a batch with its shape and its rows, for messages."""
+
+    def one(path: str, leaf: PyTree) -> str:
+        shape, dim = np.shape(leaf), row_dim(config, path, np.ndim(leaf))
+        rows = "no rows" if dim is None else f"dim {dim} has {plural(shape[dim], 'row')}"
+        return f"{path or 'batch'}: shape {shape}; {rows}"
+
+    return [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
+
+
+def batch_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
+    """Return how batch leaves are placed, as `PartitionSpec`: split along their rows; leaves without rows on all devices."""
+
+    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
+        name, ndim = path_text(path), np.ndim(leaf)
+        return leaf_spec(config, name, ndim, row_dim(config, name, ndim))
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
+    """Return where the leaves of a batch that is given to a step live, as `PartitionSpec`.
+
+    In the global view leaves need not agree on a number of rows, as those of a graph do not. Each is then split along its
+    rows if the devices divide them, else along its first dim that they divide, else not.
+    """
+    if len(row_counts(config, batch)) < 2:
+        return batch_specs(config, batch)
+    devices = math.prod(config.axes.sizes[axis] for axis in config.axes.rows)
+
+    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
+        name, shape = path_text(path), np.shape(leaf)
+        rows, positions = row_dim(config, name, len(shape)), sequence_dim(config, name, len(shape))
+        dims = [] if rows is None else [rows, *(dim for dim in range(len(shape)) if dim != positions)]
+        even = next((dim for dim in dims if shape[dim] and shape[dim] % devices == 0), None)
+        return leaf_spec(config, name, len(shape), even)
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def leaf_spec(
     config: StrategyConfig,
-    batch: PyTree,
+    path: str,
+    ndim: int,
+    dim: int | None,
     *,
     rows: tuple[str, ...] | None = None,
     leading: tuple[str | None, ...] = (),
-) -> PyTree:
-    """Return how batch leaves [rows, ...] are placed, as `PartitionSpec`; numbers that all rows share are on all devices.
+) -> PartitionSpec:
+    """Return the spec of a batch leaf that is split along a dim, and along its positions.
 
     Args:
-      config: whose axes they are placed on.
-      batch: the batch.
-      rows: the axes that split rows; by default all that do.
-      leading: entries for dims in front of the rows, which the leaves are to get.
+      config: whose axes it is placed on.
+      path: the key path of the leaf.
+      ndim: its number of dims.
+      dim: the dim that the axes of rows split, or None.
+      rows: these axes; by default all that split rows.
+      leading: entries for dims that the leaf gets in front.
     """
-    rows = config.axes.rows if rows is None else rows
-
-    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
-        if not np.ndim(leaf):
-            return PartitionSpec()
-        dim = sequence_dim(config, path_text(path), np.ndim(leaf))
-        between = () if dim is None else (*[None] * (dim - 1), config.axes.positions)
-        return PartitionSpec(*leading, rows, *between)
-
-    return jax.tree_util.tree_map_with_path(one, batch)
+    positions = sequence_dim(config, path, ndim) if ndim else None
+    split = {positions: config.axes.positions, dim: config.axes.rows if rows is None else rows}
+    last = max((one for one in split if one is not None), default=-1)
+    return PartitionSpec(*leading, *(split.get(at) for at in range(last + 1)))
 
 
 def lengths(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
@@ -62,12 +167,31 @@ def resized(config: StrategyConfig, batch: PyTree, *, rows: int, position_shares
     """Return the shapes of a batch of other rows, and of sequences cut into shares."""
 
     def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.ShapeDtypeStruct:
-        shape = [rows, *leaf.shape[1:]] if leaf.ndim else []
-        if leaf.ndim and (dim := sequence_dim(config, path_text(path), leaf.ndim)) is not None:
+        name, shape = path_text(path), list(leaf.shape)
+        if (dim := row_dim(config, name, leaf.ndim)) is not None:
+            shape[dim] = rows
+        if shape and (dim := sequence_dim(config, name, leaf.ndim)) is not None:
             shape[dim] //= position_shares
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def check_row_dims(config: StrategyConfig, batch: PyTree) -> None:
+    """Refuse `batch_dims` that name a dim that a leaf does not have.
+
+    Raises:
+      ValueError: if there is such a leaf.
+    """
+    dims = [(path, np.shape(leaf), row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)]
+    missing = [
+        f"{path or 'batch'}: shape {shape}; no dim {dim} for rows"
+        for path, shape, dim in dims
+        if dim is not None and not 0 <= dim < len(shape)
+    ]
+    if missing:
+        fix = "name a dim that the leaf has, or None for a leaf that all rows share."
+        raise ValueError(format_error(config.strategy, "batch_dims do not fit the batch.", missing, fix))
 
 
 def check_positions(config: StrategyConfig, batch: PyTree) -> None:
@@ -85,15 +209,17 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
         shown, dim = f"{path or 'batch'}: shape {np.shape(leaf)}", sequence_dim(config, path, np.ndim(leaf))
         if dim is None:
             continue
-        if not 0 < dim < np.ndim(leaf):
+        if not 0 <= dim < np.ndim(leaf):
             missing.append(f"{shown}; no dim {dim} for positions")
+        elif dim == row_dim(config, path, np.ndim(leaf)):
+            missing.append(f"{shown}; dim {dim} counts rows")
         else:
             lengths.add(leaf.shape[dim])
             if leaf.shape[dim] % shares:
                 uneven.append(f"{shown}; dim {dim} is {leaf.shape[dim]}, remainder {leaf.shape[dim] % shares}")
     axis = f"mesh axis 'context' (size {shares})"
     if missing:
-        fix = "name a dim of 1 or more that the leaf has, or None."
+        fix = "name a dim that the leaf has and that does not count rows, or None."
         raise ValueError(format_error(config.strategy, "sequence_dims do not fit the batch.", missing, fix))
     if not lengths:
         what = f"{axis} splits positions, and no batch leaf has any."

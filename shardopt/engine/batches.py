@@ -36,11 +36,6 @@ def as_arrays(who: str, batch: PyTree) -> PyTree:
     return converted
 
 
-def num_rows(batch: PyTree) -> int:
-    """Return the first dim of the first leaf that has one; 0 if none has."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), 0)
-
-
 def _is_ready(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in _NO_NUMBERS

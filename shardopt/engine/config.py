@@ -31,6 +31,9 @@ View = Literal["auto", "per_device", "global"]
 OptStateLayout = Literal["within", "matrices"]
 """How sharded optimizer state is cut: within each leaf, or between whole matrices, each on an owner."""
 
+BatchDims = Sequence[tuple[str, int | None]]
+"""(regex of key paths of the batch, the dim that counts rows or None); the first that matches counts."""
+
 SequenceDims = Sequence[tuple[str, int | None]]
 """(regex of key paths of the batch, the dim that counts positions or None); the first that matches counts."""
 
@@ -134,6 +137,7 @@ class StrategyConfig(NamedTuple):
         are compiled of a config whose view is chosen.
       separable: True if the user says that pieces of the batch add up; None to find out.
       axis_names: what the user's mesh calls its axes; None for our names.
+      batch_dims: which dim of a batch leaf counts rows, by key path.
       sequence_dims: which dim of a batch leaf counts positions, by key path.
       expert_leaves: regexes of key paths of leaves whose first dim (of a block) counts experts.
       opt_state_layout: whether sharded optimizer state is cut within leaves, or whole matrices live on owners.
@@ -165,6 +169,7 @@ class StrategyConfig(NamedTuple):
     view: View = "auto"
     separable: bool | None = None
     axis_names: Axes | None = None
+    batch_dims: BatchDims = ()
     sequence_dims: SequenceDims = ()
     expert_leaves: Sequence[str] = ()
     opt_state_layout: OptStateLayout = "within"
@@ -182,6 +187,12 @@ class StrategyConfig(NamedTuple):
         """Where state, batch and metrics live: the user's mesh."""
         assert self.user_mesh is not None
         return self.user_mesh
+
+    @property
+    def has_global_view(self) -> bool:
+        """Whether the loss may run on the whole batch: not in a pipeline, nor with what takes each device's own gradient."""
+        alone = self.schedule is None and self.reducer is None and self.scatter_dtype is None
+        return alone and self.view != "per_device"
 
     @property
     def gathers_once(self) -> bool:
@@ -260,7 +271,10 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     check_rules(rules, who=who)
     frozen = _check_regexes(who, "frozen", config.frozen)
     expert_leaves = _check_regexes(who, "expert_leaves", config.expert_leaves)
-    sequence_dims = _check_sequence_dims(who, config)
+    batch_dims = _check_dims(who, "batch_dims", config.batch_dims, example="[('^frames$', 1), ('^table$', None)]")
+    sequence_dims = _check_dims(
+        who, "sequence_dims", config.sequence_dims, example="[('^image$', 2), ('^labels$', None)]"
+    )
     gather_dtype = _check_dtype(who, "gather_dtype", config.gather_dtype, fix="None to gather what is stored")
     scatter_dtype = _check_scatter_dtype(who, config)
     if model is not None:
@@ -270,6 +284,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
         user_mesh=user_mesh,
         rules=rules,
         frozen=frozen,
+        batch_dims=batch_dims,
         sequence_dims=sequence_dims,
         expert_leaves=expert_leaves,
         offload=offload,
@@ -406,14 +421,15 @@ def _check_regexes(who: str, name: str, given: Sequence[str]) -> tuple[str, ...]
     return patterns
 
 
-def _check_sequence_dims(who: str, config: StrategyConfig) -> SequenceDims:
-    given = config.sequence_dims
+def _check_dims(
+    who: str, name: str, given: Sequence[tuple[str, int | None]], *, example: str
+) -> Sequence[tuple[str, int | None]]:
     pairs = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     is_pair = lambda one: isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)  # noqa: E731
     if pairs is None or not all(is_pair(one) and (one[1] is None or is_integer(one[1])) for one in pairs):
-        what = f"sequence_dims must be a sequence of (regex of key paths, dim or None), got {given!r}."
-        raise TypeError(format_error(who, what, fix="write sequence_dims=[('^image$', 2), ('^labels$', None)]."))
-    _check_patterns(who, "sequence_dims", [pattern for pattern, _ in pairs])
+        what = f"{name} must be a sequence of (regex of key paths, dim or None), got {given!r}."
+        raise TypeError(format_error(who, what, fix=f"write {name}={example}."))
+    _check_patterns(who, name, [pattern for pattern, _ in pairs])
     return pairs
 
 

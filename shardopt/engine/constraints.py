@@ -8,8 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.types import PyTree
-from shardopt.engine.batch_dims import batch_specs, lengths
-from shardopt.engine.batches import num_rows
+from shardopt.engine.batch_dims import leaf_spec, lengths, num_rows, pieces
 from shardopt.engine.config import StrategyConfig
 from shardopt.partition import LeafPlan
 
@@ -56,7 +55,7 @@ def batch_apart(config: StrategyConfig, run_block: Callable[..., PyTree], batch:
     Left alone, the partitioner may follow a weight instead. Leaves whose first dim does not count the rows are left to it,
     and so is a second one that does not count positions.
     """
-    rows, axes, positions = num_rows(batch), config.axes, lengths(config, batch)
+    rows, axes, positions = num_rows(config, batch), config.axes, lengths(config, batch)
 
     def place(x: jax.Array) -> jax.Array:
         if x.shape[:1] != (rows,) or rows % axes.num_row_shares:
@@ -72,27 +71,31 @@ def batch_apart(config: StrategyConfig, run_block: Callable[..., PyTree], batch:
     return run
 
 
-def cut_rows(config: StrategyConfig, batch: PyTree, count: int) -> PyTree:
-    """Return the rows as micro-batches [count, rows, ...], of which each device keeps its own: those of `micro_batches.cut`."""
+def cut_rows(
+    config: StrategyConfig, batch: PyTree, count: int
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+    """Return the rows as micro-batches, of which each device keeps its own: those of `micro_batches.cut`."""
     devices = config.axes.num_row_shares
 
-    def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if not x.ndim:
-            return jnp.broadcast_to(x, (count,))
-        pieces = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(config, pieces.reshape(count, -1, *x.shape[1:]), spec)
+    def cut(x: jax.Array, path: str, dim: int) -> jax.Array:
+        before, after = x.shape[:dim], x.shape[dim + 1 :]
+        parts = jnp.moveaxis(x.reshape(*before, devices, count, -1, *after), dim + 1, 0)
+        spec = leaf_spec(config, path, x.ndim, dim, rows=config.axes.summed_rows, leading=(None,))
+        return constrain(config, parts.reshape(count, *before, -1, *after), spec)
 
-    return jax.tree.map(one, batch, batch_specs(config, batch, rows=config.axes.summed_rows, leading=(None,)))
+    return pieces(config, cut, batch)
 
 
-def by_replica(config: StrategyConfig, batch: PyTree) -> PyTree:
-    """Return the rows as [replicas, rows, ...], of which each replica keeps its own."""
+def by_replica(
+    config: StrategyConfig, batch: PyTree
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+    """Return the rows as those of each replica, [replicas, ...], which are where that replica is; see `pieces`."""
     (replica,) = config.axes.stacked
     count = config.axes.sizes[replica]
 
-    def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if not x.ndim:
-            return jnp.broadcast_to(x, (count,))
-        return constrain(config, x.reshape(count, -1, *x.shape[1:]), spec)
+    def cut(x: jax.Array, path: str, dim: int) -> jax.Array:
+        parts = jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
+        spec = leaf_spec(config, path, x.ndim, dim, rows=config.axes.summed_rows, leading=(replica,))
+        return constrain(config, parts, spec)
 
-    return jax.tree.map(one, batch, batch_specs(config, batch, rows=config.axes.summed_rows, leading=(replica,)))
+    return pieces(config, cut, batch)

@@ -9,10 +9,11 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives import per_device
 from shardopt.core.types import PyTree, TrainState
-from shardopt.engine.batches import as_arrays, num_rows
+from shardopt.engine.batch_dims import map_rows, num_rows
+from shardopt.engine.batches import as_arrays
 from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.global_view import global_parts
+from shardopt.engine.global_view import global_totals
 from shardopt.engine.gradients import in_specs, micro_batch_losses
 from shardopt.engine.inputs import check_rows, check_state, place_batch
 from shardopt.engine.layout import Layout, shardings
@@ -34,6 +35,7 @@ class Totals:
     those of the rows.
 
     In the global view a batch runs at once, so that any loss is exact; where devices do not divide it, each runs all of it.
+    There a batch whose leaves do not agree on a number of rows, such as a graph, counts as one row.
 
     Args:
       config: of the optimizer; `of_evaluation` of it is run.
@@ -57,23 +59,30 @@ class Totals:
         check_state(self._config, state)
         batch = as_arrays(self._config.strategy, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
-        if not size:
+        if size == 0:
             return
         if self._views.of(self._layouts.of(state.params), batch) == "global":
-            placed = place_batch(self._config, batch, everywhere=size % self._config.axes.num_row_shares != 0)
+            uneven = size is not None and size % self._config.axes.num_row_shares != 0
+            placed = place_batch(self._config, batch, everywhere=uneven)
             yield self._programs_of_batch.of(state.params)(state.params, placed)
             return
+        assert size is not None  # else there is the global view only
         even = size // pieces * pieces
         program = (self._programs if even == size else self._programs_of_parts).of(state.params)
         if even:
-            yield self._run(program, state, batch if even == size else _rows(batch, slice(even)), pieces)
+            yield self._run(program, state, batch if even == size else self._rows(batch, slice(even)), pieces)
         if even < size:
             rows = np.minimum(np.arange(even, even + pieces), size - 1)
-            yield self._run(program, state, _rows(batch, rows), size - even)
+            yield self._run(program, state, self._rows(batch, rows), size - even)
 
     def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
         counted = np.arange(self._pieces) < valid
-        return program(state.params, *(place_batch(self._config, one) for one in (batch, counted)))
+        by_piece = self._config._replace(batch_dims=(), sequence_dims=())  # those of the batch
+        return program(state.params, place_batch(self._config, batch), place_batch(by_piece, counted))
+
+    def _rows(self, batch: PyTree, rows: slice | np.ndarray) -> PyTree:
+        """Return some rows of a batch."""
+        return map_rows(self._config, lambda leaf, dim: leaf[(slice(None),) * dim + (rows,)], batch)
 
 
 def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
@@ -82,7 +91,7 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
     def local(params, batch, step, rng, counted):
         parts = losses(config, layout, params, batch, step, rng)
-        size = num_rows(batch) // config.micro_batches
+        size = num_rows(config, batch) // config.micro_batches
 
         def of_counted(metric):
             metric = of_rows(metric, size)
@@ -104,16 +113,6 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
 def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
     """Return `(params, batch) -> LossParts` of the whole batch."""
-    parts_of = global_parts(config, layout)
-
-    def totals(params, batch):
-        parts, size = parts_of(params, batch), num_rows(batch)
-        return LossParts(of_rows(parts.loss, size), {name: of_rows(x, size) for name, x in parts.metrics.items()}, {})
-
     on_params = shardings(config.mesh, layout.specs.params)
     everywhere = config.home.shardings(PartitionSpec())
-    return make_program(config, totals, (on_params, None), everywhere)
-
-
-def _rows(batch: PyTree, rows: slice | np.ndarray) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[rows] if np.ndim(leaf) else leaf, batch)
+    return make_program(config, global_totals(config, layout), (on_params, None), everywhere)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from shardopt.core.block_model import takes_rng
 from shardopt.core.errors import format_error
-from shardopt.core.types import Metric, PyTree, abstract
-from shardopt.engine.batches import num_rows
+from shardopt.core.types import Metric, PyTree, abstract, leaves_with_paths
+from shardopt.engine.batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
-from shardopt.engine.metrics import factor, objective
+from shardopt.engine.metrics import factor, objective, of_rows
 from shardopt.engine.micro_batches import accumulate, numbers
 from shardopt.engine.reductions import scale, sum_parts
 from shardopt.engine.rows import RowContext, with_rows
@@ -64,8 +64,13 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
         if not config.per_replica:
             return gradients_of(params, batch, step, rng, 0)
         (replica,) = config.axes.stacked
-        run = jax.vmap(gradients_of, in_axes=(0, 0, None, None, 0), spmd_axis_name=replica)
-        return run(params, by_replica(config, batch), step, rng, jnp.arange(config.axes.sizes[replica]))
+        leaves, assembled = by_replica(config, batch)
+
+        def of_replica(params, leaves, replica):
+            return gradients_of(params, assembled(leaves), step, rng, replica)
+
+        run = jax.vmap(of_replica, spmd_axis_name=replica)
+        return run(params, leaves, jnp.arange(config.axes.sizes[replica]))
 
     return gradients
 
@@ -74,21 +79,27 @@ def global_loss(
     config: StrategyConfig, layout: Layout
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
     """Return what `make_loss` returns: the loss and metrics of the whole batch."""
-    parts_of = global_parts(config, layout)
-    return lambda params, batch, step=None, rng=None: parts_of(params, batch, step, rng).divided()
 
-
-def global_parts(config: StrategyConfig, layout: Layout) -> Callable[..., LossParts]:
-    """Return `parts(params, batch, step=None, rng=None)`, the loss of the whole batch as total and weight."""
-
-    def parts_of(params, batch, step=None, rng=None):
+    def loss(params, batch, step=None, rng=None):
         def key_of(index):
             return None if step is None or rng is None else step_key(config, step, rng, index, device=0)
 
         count = num_micro_batches(config, layout, batch, training=rng is not None)
-        return _sum(config, _parts(config, layout, params, batch, count, key_of))
+        return _sum(config, _parts(config, layout, params, batch, count, key_of)).divided()
 
-    return parts_of
+    return loss
+
+
+def global_totals(config: StrategyConfig, layout: Layout) -> Callable[[PyTree, PyTree], LossParts]:
+    """Return `totals(params, batch)`: the loss and metrics of the whole batch, totals and weights being those of all rows."""
+
+    def totals(params, batch):
+        count = num_micro_batches(config, layout, batch, training=False)
+        parts = _sum(config, _parts(config, layout, params, batch, count, lambda index: None))
+        rows = num_rows(config, batch) // count  # of each micro-batch: what is summed is per row
+        return LossParts(of_rows(parts.loss, rows), {name: of_rows(x, rows) for name, x in parts.metrics.items()}, {})
+
+    return totals
 
 
 def _parts(
@@ -102,8 +113,13 @@ def _parts(
 
     if count == 1:
         return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
-    micro_batches = cut_rows(config, batch, count), numbers(count)
-    return jax.lax.scan(lambda _, one: (None, one_micro_batch(*one)), None, micro_batches)[1]
+    leaves, assembled = cut_rows(config, batch, count)
+
+    def body(_, leaves_and_index):
+        leaves, index = leaves_and_index
+        return None, one_micro_batch(assembled(leaves), index)
+
+    return jax.lax.scan(body, None, (leaves, numbers(count)))[1]
 
 
 def _loss_of_rows(config: StrategyConfig, layout: Layout, count: int, *args: PyTree) -> LossParts:
@@ -128,16 +144,26 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
       batch: the whole batch.
       training: whether the loss gets a random key, if it takes one.
     """
-    count, rows = config.micro_batches, num_rows(batch)
+    count, rows = config.micro_batches, num_rows(config, batch)
+    if count > 1 and len(row_counts(config, batch)) != 1:
+        what = f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a number of rows."
+        fix = f"use micro_batches=1, which is the same; or {FIX_ROWS}."
+        warnings.warn(format_error(config.strategy, what, shown_leaves(config, batch), fix), stacklevel=2)
+        return 1
     if count == 1 or rows % config.num_row_pieces:
         return 1
     if config.separable:
         return count
     key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None
-    blocks = (
-        config.axes.num_row_shares
-    )  # of the rows of each device each micro-batch has a part: `constraints.cut_rows`
-    find = functools.partial(find_mixing, pieces=count, blocks=blocks, who=config.strategy, key=key, training=training)
+    find = functools.partial(
+        find_mixing,
+        pieces=count,
+        blocks=config.axes.num_row_shares,  # each micro-batch has a part of the rows of each device: `constraints.cut_rows`
+        dims=[row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)],
+        who=config.strategy,
+        key=key,
+        training=training,
+    )
     params = as_gathered(config, layout)
     mixing = on_mesh(config.home.auto, find, config.home.axes)(config.loss_fn, params, abstract(batch))
     if mixing is None:

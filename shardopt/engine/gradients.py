@@ -1,5 +1,6 @@
 """The per-device view: differentiate the loss of each micro-batch, and reduce the gradient once."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -152,7 +153,8 @@ def micro_batch_gradients(
         weights = micro_batch_losses(config, layout, params, batch, step, rng).loss.weight
         return all_reduce([x.sum(0) for x in weights], config.axes.summed)
 
-    return accumulate(one_micro_batch, batch, config.micro_batches, keep, sum_weights)
+    cut_here = functools.partial(cut, config)
+    return accumulate(one_micro_batch, batch, config.micro_batches, keep, sum_weights, cut_here)
 
 
 def _in_the_loop(grads: list[jax.Array]) -> list[jax.Array]:
@@ -176,9 +178,12 @@ def micro_batch_losses(
         key = None if rng is None else step_key(config, step, rng, index)
         return loss_of_rows(config, layout, tree, micro_batch, key)
 
-    def body(_, micro_batch_and_index):
-        return None, one_micro_batch(*micro_batch_and_index)
-
     if config.micro_batches == 1:
         return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
-    return jax.lax.scan(body, None, (cut(batch, config.micro_batches), numbers(config.micro_batches)))[1]
+    leaves, assembled = cut(config, batch, config.micro_batches)
+
+    def body(_, leaves_and_index):
+        leaves, index = leaves_and_index
+        return None, one_micro_batch(assembled(leaves), index)
+
+    return jax.lax.scan(body, None, (leaves, numbers(config.micro_batches)))[1]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
-from shardopt.engine.batch_dims import batch_specs, check_positions
+from shardopt.engine.batch_dims import FIX_ROWS, check_positions, check_row_dims, placed_specs, row_counts, shown_leaves
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import data_axes
@@ -110,18 +110,25 @@ def check_placement(config: StrategyConfig, abstract: TrainState, placed: TrainS
         raise ValueError(format_error(config.strategy, what, problems, fix))
 
 
-def check_rows(config: StrategyConfig, batch: PyTree) -> int:
-    """Return the number of rows of a batch, whose leaves are arrays [rows, ...] or numbers that all rows share.
+def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
+    """Return the number of rows that the leaves of a batch have; None in the global view, where they may have no common one.
 
     Raises:
-      ValueError: if there is no array with rows, or their numbers differ.
+      ValueError: if `batch_dims` name a dim that a leaf does not have, or there is no array; or, where devices or replicas
+        see rows of their own, no array has rows, or their numbers differ.
     """
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
-    if len(sizes) != 1:
-        listed = [f"{path or 'batch'}: shape {np.shape(leaf)}" for path, leaf in leaves_with_paths(batch)]
-        what = "batch leaves must share their first dim, the global batch."
-        raise ValueError(format_error(config.strategy, what, listed, "give every leaf the shape [global batch, ...]."))
-    return sizes.pop()
+    check_row_dims(config, batch)
+    counts, has_arrays = row_counts(config, batch), any(map(np.ndim, jax.tree.leaves(batch)))
+    if len(counts) == 1:
+        return next(iter(counts))
+    if has_arrays and config.has_global_view and not config.per_replica:
+        return None
+    what = "batch leaves must agree on a number of rows, the global batch." if counts else "no batch leaf has rows."
+    fix = "give leaves the shape [global batch, ...]."
+    if has_arrays:
+        elsewhere = '; or use view="global", which takes leaves of any shapes' if config.view == "per_device" else ""
+        fix = f"{FIX_ROWS}{elsewhere}."
+    raise ValueError(format_error(config.strategy, what, shown_leaves(config, batch), fix))
 
 
 def check_batch(config: StrategyConfig, batch: PyTree) -> None:
@@ -131,6 +138,9 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
       ValueError: as `check_rows` and `check_positions`, and if the size is not divisible by replica * data * micro_batches.
     """
     size = check_rows(config, batch)
+    if size is None:  # it runs whole
+        check_positions(config, batch)
+        return
     axes, micro_batches = data_axes(config.mesh), config.micro_batches
     devices = math.prod(config.mesh.shape[axis] for axis in axes)
     pieces = devices * micro_batches
@@ -148,12 +158,12 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
 def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = False) -> PyTree:
     """Put each leaf's rows, and positions, on the devices that need them; leaves placed so are returned as they are.
 
-    A numpy leaf holds the whole global batch on every process; only rows for local devices are copied. Numbers that all
+    A numpy leaf holds the whole global batch on every process; only rows for local devices are copied. Leaves that all
     rows share go to all devices.
 
     Args:
       config: whose axes split the batch.
-      batch: a pytree of arrays [global batch, ...] and numbers.
+      batch: a pytree of arrays and numbers.
       everywhere: put all rows on all devices instead.
     """
 
@@ -172,7 +182,7 @@ def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = Fal
         rows = np.asarray(leaf)
         return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
 
-    return jax.tree.map(place, batch, batch_specs(config, batch))
+    return jax.tree.map(place, batch, placed_specs(config, batch))
 
 
 def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:

@@ -27,7 +27,7 @@ from shardopt.core.types import (
     leaves_with_paths,
     wide_dtype,
 )
-from shardopt.engine.batches import num_rows
+from shardopt.engine.batch_dims import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import GATHERED, batch_apart, gather_leaves
 from shardopt.engine.explain import explained
@@ -91,7 +91,7 @@ def _loss_of_rows(
     config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
 ) -> LossParts:
     plans = layout.treedef.unflatten(layout.plans)
-    rows, loss_fn = num_rows(batch), config.loss_fn
+    rows, loss_fn = num_rows(config, batch), config.loss_fn
     if config.view == "per_device":
         loss_fn = with_rows(row_context(config), loss_fn)
     model = as_block_model(loss_fn)

@@ -1,21 +1,27 @@
 """Micro-batches: the rows cut into equal parts, and what each gives summed in a scan."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from shardopt.core.types import PyTree, wide_dtype
+from shardopt.engine.batch_dims import pieces
+from shardopt.engine.config import StrategyConfig
 from shardopt.engine.loss import LossParts
 
 
-def cut(batch: PyTree, count: int) -> PyTree:
-    """Return rows as micro-batches [count, rows, ...]; each gets the numbers that all rows share."""
+def cut(config: StrategyConfig, batch: PyTree, count: int) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+    """Return the rows as micro-batches, as `pieces` does."""
+    return pieces(config, functools.partial(_cut, count), batch)
 
-    def one(x: jax.Array) -> jax.Array:
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (count,))
 
-    return jax.tree.map(one, batch)
+def _cut(count: int, x: jax.Array, path: str, dim: int) -> jax.Array:
+    """Return x [..., rows, ...] as [count, ..., rows / count, ...]."""
+    del path  # on one device there is nothing to place
+    parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    return jnp.moveaxis(parts, dim, 0)
 
 
 def numbers(count: int) -> jax.Array:
@@ -29,7 +35,7 @@ def accumulate(
     count: int,
     keep: Callable[[list[jax.Array]], list[jax.Array]],
     sum_weights: Callable[[], Sequence[jax.Array]],
-    cut: Callable[[PyTree, int], PyTree] = cut,
+    cut: Callable[[PyTree, int], tuple[list[jax.Array], Callable[..., PyTree]]],
 ) -> tuple[list[jax.Array], LossParts]:
     """Sum gradients over micro-batches in a scan, in fp32 at least; parts come stacked [count, ...].
 
@@ -46,12 +52,17 @@ def accumulate(
         grads, parts = one_micro_batch(batch, jnp.int32(0))
         return grads, jax.tree.map(lambda x: x[None], parts)
 
-    def body(sums, micro_batch_and_index):
-        grads, parts = one_micro_batch(*micro_batch_and_index, *weights)
+    leaves, assembled = cut(batch, count)
+
+    def run(leaves, index, *weights):
+        return one_micro_batch(assembled(leaves), index, *weights)
+
+    def body(sums, leaves_and_index):
+        grads, parts = run(*leaves_and_index, *weights)
         return keep([total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]), parts
 
-    micro_batches = cut(batch, count), numbers(count)
-    shapes, found = jax.eval_shape(one_micro_batch, *jax.tree.map(lambda x: x[0], micro_batches))
+    micro_batches = leaves, numbers(count)
+    shapes, found = jax.eval_shape(run, *jax.tree.map(lambda x: x[0], micro_batches))
     weights = [sum_weights()] if isinstance(found.loss.weight, tuple) else []
     zeros = keep([jnp.zeros(one.shape, wide_dtype(one.dtype)) for one in shapes])
     sums, parts = jax.lax.scan(body, zeros, micro_batches)

@@ -7,7 +7,7 @@ from shardopt.core.block_model import BLOCKS, as_block_model, call
 from shardopt.core.block_remat import checkpointed
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
-from shardopt.engine.batches import num_rows
+from shardopt.engine.batch_dims import num_rows
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import LossParts, all_gather_leaves, loss_parts, step_key
@@ -128,8 +128,8 @@ def _stage_fns(
     blocks, outer_indices = _block_and_outer(layout)
     plans = layout.treedef.unflatten(layout.plans)
     block_treedef, num_blocks = jax.tree.structure(plans[BLOCKS]), layout.plans[blocks[0]].shape[0]
-    micro_batches = cut(batch, config.micro_batches)
-    rows, pieces = num_rows(batch) // config.micro_batches, config.num_pieces
+    micro_batches, assembled = cut(config, batch, config.micro_batches)
+    rows, pieces = num_rows(config, batch) // config.micro_batches, config.num_pieces
 
     outer = [params[i] for i in outer_indices]
     trained = [place for place, i in enumerate(outer_indices) if layout.plans[i].trainable]
@@ -145,7 +145,7 @@ def _stage_fns(
         return {name: value for name, value in layout.treedef.unflatten(all_leaves).items() if name != BLOCKS}
 
     def rows_of(m):
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), micro_batches)
+        return assembled([jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in micro_batches])
 
     def key_of(m):
         return None if rng is None else step_key(config, step, rng, m)

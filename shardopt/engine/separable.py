@@ -18,8 +18,7 @@ from shardopt.collectives.per_device import TENSOR
 from shardopt.core.block_model import LossFn, as_block_model, call, takes_rng
 from shardopt.core.errors import NotSeparableError, format_error, plural
 from shardopt.core.types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
-from shardopt.engine.batch_dims import resized, sequence_dim
-from shardopt.engine.batches import num_rows
+from shardopt.engine.batch_dims import num_rows, resized, row_dim, sequence_dim
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import loss_parts
@@ -118,7 +117,7 @@ def find_mixing(
         within = loss_fn if context is None else with_rows(context, loss_fn)
         with analysis():
             returned = call(within, key, 0, params, batch)
-        loss_parts(who, returned, num_rows(batch))  # refuses what is no loss
+        loss_parts(who, returned, 1)  # refuses what is no loss
         results[:] = _results(returned)
         return [jnp.asarray(leaf) for one in results for leaf in one.leaves]
 
@@ -232,7 +231,7 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
         training=training,
     )
     params, replicas = as_gathered(config, layout), axes.num_all_row_shares // axes.num_row_shares
-    whole = resized(config, abstract(batch), rows=max(1, num_rows(batch) // replicas))
+    whole = resized(config, abstract(batch), rows=max(1, num_rows(config, batch) // replicas))
     cuts_experts = any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1
     if cuts_experts and (obstacle := _experts_elsewhere(config, layout, find.keywords["key"], params, whole)):
         return obstacle
@@ -241,10 +240,11 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
         dims = [sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(whole)]
         along = functools.partial(find, pieces=axes.num_position_shares, dims=dims, positions=True)
         mixing, over = on_mesh(config.mesh, along)(config.loss_fn, params, whole), "positions"
-    for rows, pieces in _row_cuts(config, num_rows(whole)):
+    row_dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(whole)]
+    for rows, pieces in _row_cuts(config, num_rows(config, whole)):
         if mixing is None and pieces > 1:
             shared = resized(config, whole, rows=rows, position_shares=axes.num_position_shares)
-            along = functools.partial(find, pieces=pieces, context=row_context(config))
+            along = functools.partial(find, pieces=pieces, dims=row_dims, context=row_context(config))
             mixing, over = on_mesh(config.mesh, along)(config.loss_fn, params, shared), "rows"
     if mixing is None:
         return None

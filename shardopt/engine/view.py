@@ -7,6 +7,7 @@ import jax
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
+from shardopt.engine.batch_dims import FIX_ROWS, row_counts, shown_leaves
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
 from shardopt.engine.separable import Obstacle, find_obstacle
@@ -71,7 +72,11 @@ class Views:
         config = self._config
         if config.view == "global":
             return ViewChoice("global", 'view="global" was asked for.')
-        obstacle = find_obstacle(config, layout, batch, training=self._training)
+        if len(row_counts(config, batch)) > 1:
+            what = "batch leaves do not agree on a number of rows."
+            obstacle = Obstacle(what, tuple(shown_leaves(config, batch)), f"{FIX_ROWS}.", "")
+        else:
+            obstacle = find_obstacle(config, layout, batch, training=self._training)
         if obstacle is None:
             if config.separable:
                 reason = "separable=True says that the loss is a mean over rows; this was not checked."
@@ -80,7 +85,7 @@ class Views:
             else:
                 reason = "the loss is proved to be a (weighted) mean over rows."
             return ViewChoice("per_device", reason)
-        if config.view == "per_device" or not has_global_view(config):
+        if not config.has_global_view:
             raise obstacle.error(config.strategy)
         if not self._warned:
             self._warned = True
@@ -92,13 +97,3 @@ class Views:
         fix = f"nothing, or view='global' to ask for it without this warning. For less traffic: {obstacle.fix}"
         lines = [*obstacle.lines, COST]
         warnings.warn(format_error(self._config.strategy, what, lines, fix), stacklevel=2)
-
-
-def has_global_view(config: StrategyConfig) -> bool:
-    """Return whether the loss can run on the whole batch: not in a pipeline, nor with what takes each device's own gradient."""
-    return config.schedule is None and config.reducer is None and config.scatter_dtype is None
-
-
-def resolved(config: StrategyConfig, view: Literal["per_device", "global"]) -> StrategyConfig:
-    """Return the config of programs in one of the two views."""
-    return config._replace(view=view)

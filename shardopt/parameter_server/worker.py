@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardopt.core.block_model import LossFn, as_block_model, call, run_blocks, takes_rng
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract
-from shardopt.engine.batches import as_arrays, num_rows
+from shardopt.engine.batch_dims import num_rows
+from shardopt.engine.batches import as_arrays
 from shardopt.engine.config import DDP, StrategyConfig, check_config
 from shardopt.engine.inputs import check_batch, check_keys, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
@@ -213,8 +214,8 @@ def make_gradients(
     programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
 
     def prepare(mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
-        config = check_config(StrategyConfig(who, tx, mesh, loss_fn, DDP))
-        program = jax.jit(on_mesh(config.mesh, _program(who, loss_fn, config.mesh)))
+        config = check_config(StrategyConfig(who, tx, mesh, loss_fn, DDP, view="global"))
+        program = jax.jit(on_mesh(config.mesh, _program(config)))
         # Threads may come here at once: whoever is first leaves what all of them use.
         return prepared.setdefault(mesh, (config, programs.setdefault(config.mesh.abstract_mesh, program)))
 
@@ -225,18 +226,20 @@ def make_gradients(
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
         batch = place_batch(config, batch)
         found = program(params, batch, rng, np.int32(worker), np.int32(clock))
-        return found._replace(rows=num_rows(batch))
+        return found._replace(rows=num_rows(config, batch))
 
     prepare(mesh)
     return run
 
 
-def _program(who: str, loss_fn: LossFn, mesh: Mesh) -> Callable[..., Update]:
+def _program(config: StrategyConfig) -> Callable[..., Update]:
+    who, loss_fn = config.strategy, config.loss_fn
+
     def program(params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> Update:
         key = _key(loss_fn, rng, worker, clock)
 
         def total(part: PyTree) -> tuple[jax.Array, LossParts]:
-            parts = _loss(who, loss_fn, merge(params, part), batch, key)
+            parts = _loss(config, merge(params, part), batch, key)
             if isinstance(parts.loss.total, tuple):
                 what = "a loss of several terms needs the weights of all workers before any of them differentiates it."
                 raise ValueError(format_error(who, what, fix="return so.Weighted with one total and one weight."))
@@ -246,7 +249,7 @@ def _program(who: str, loss_fn: LossFn, mesh: Mesh) -> Callable[..., Update]:
         if parts.updates:
             what = "loss_fn returns so.Updated, for which asynchronous workers have no common value."
             raise ValueError(format_error(who, what, [*parts.updates], "train such leaves with ddp, zero or fsdp."))
-        if mesh.size > 1:
+        if config.mesh.size > 1:
             replicated = jax.tree.map(lambda _: PartitionSpec(), (grads, parts))
             grads, parts = jax.lax.with_sharding_constraint((grads, parts), replicated)
         update = Update(grads, parts.loss, parts.metrics, None)
@@ -255,11 +258,11 @@ def _program(who: str, loss_fn: LossFn, mesh: Mesh) -> Callable[..., Update]:
     return program
 
 
-def _loss(who: str, loss_fn: LossFn, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
-    model, rows = as_block_model(loss_fn), num_rows(batch)
+def _loss(config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
+    model, rows = as_block_model(config.loss_fn), num_rows(config, batch)
     if model is not None:
-        return loss_parts(who, run_blocks(model, params, batch, key), rows)
-    return loss_parts(who, call(loss_fn, key, 0, params, batch), rows)
+        return loss_parts(config.strategy, run_blocks(model, params, batch, key), rows)
+    return loss_parts(config.strategy, call(config.loss_fn, key, 0, params, batch), rows)
 
 
 def _key(loss_fn: LossFn, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> jax.Array | None:

@@ -9,7 +9,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import DDP, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import DDP, BatchDims, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 from shardopt.reducers import Reducer
@@ -26,6 +26,7 @@ def ddp(
     frozen: Sequence[str] = (),
     evaluate_fn: LossFn | None = None,
     axes: Axes | None = None,
+    batch_dims: BatchDims = (),
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     compiler_options: CompilerOptions | None = None,
@@ -81,7 +82,7 @@ def ddp(
       loss_fn: `loss_fn(params, batch) -> scalar`, the mean over the examples it was given, or `Weighted`; or
         `(that, aux dict)`, with metrics as `Sum` says; with a keyword `rng`, a fresh key per step, device and micro-batch.
         Or a `BlockModel`.
-        Batch leaves are [global batch, ...] outside and [rows here, ...] inside. It runs in the per-device view, but
+        Batch leaves are [global batch, ...] outside and [rows here, ...] inside, but for `batch_dims`. It runs in the per-device view, but
         for a tensor axis above 1; there a kernel that wants every axis manual (Pallas, callbacks) is wrapped in
         `jax.shard_map(kernel, in_specs=..., out_specs=..., axis_names={"tensor"}, check_vma=False)`. Where tensor is 1,
         callbacks, `jax.debug`, `equinox.error_if` and `jax_debug_nans` work as on one device.
@@ -104,8 +105,14 @@ def ddp(
       axes: what your own mesh calls its axes, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default our names.
         State and metrics live on that very mesh, Auto or Explicit, whatever `jax.set_mesh` says. Rules name its axes, and so
         does a loss in the global view; in the per-device view a loss calls them data, tensor, replica, pipeline, context and expert.
-      sequence_dims: which dim of a batch leaf counts positions, where it is not dim 1: `[(regex, dim or None), ...]`,
-        searched in key paths of the batch, the first match wins. Only read where the mesh has a context axis.
+      batch_dims: which dim of a batch leaf counts rows, where it is not dim 0: `[(regex, dim or None), ...]`, searched in key
+        paths of the batch, the first match wins. `("^frames$", 1)` is for frames [T, B, ...]. None is for a leaf that all
+        rows share, such as a table: every device and micro-batch gets all of it. With `view="global"` leaves
+        need not agree on a number of rows, as nodes and edges of a graph do not. The devices then split each leaf
+        along the first dim that they divide, its rows before others; a leaf without such a dim is on all devices.
+      sequence_dims: which dim of a batch leaf counts positions: `[(regex, dim or None), ...]`, as `batch_dims`. By default it is
+        the first dim beside the rows, so dim 1 of [rows, positions, ...]; a leaf that all rows share has none. Only read
+        where the mesh has a context axis.
       expert_leaves: regexes of key paths of leaves whose first dim (of a block, for leaves of a BlockModel's "blocks") counts
         experts, which an expert axis splits. Without such an axis they are leaves as others.
 
@@ -143,6 +150,7 @@ def ddp(
             frozen=frozen,
             evaluate_fn=evaluate_fn,
             axis_names=axes,
+            batch_dims=batch_dims,
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
             compiler_options=compiler_options,

@@ -10,7 +10,7 @@ from shardopt.core.block_model import LossFn
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import ZERO_3, OptStateLayout, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import ZERO_3, BatchDims, OptStateLayout, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 
@@ -31,6 +31,7 @@ def fsdp(
     view: View = "auto",
     separable: bool | None = None,
     axes: Axes | None = None,
+    batch_dims: BatchDims = (),
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     opt_state_layout: OptStateLayout = "within",
@@ -77,6 +78,7 @@ def fsdp(
       view: see `ddp`.
       separable: see `ddp`.
       axes: see `ddp`.
+      batch_dims: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
       opt_state_layout: "within" shards optimizer state as the parameters are. "matrices" has each matrix worked on by one
@@ -128,6 +130,7 @@ def fsdp(
             view=view,
             separable=separable,
             axis_names=axes,
+            batch_dims=batch_dims,
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
             opt_state_layout=opt_state_layout,

@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import PLACEMENTS, OptStateLayout, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import PLACEMENTS, BatchDims, OptStateLayout, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes, read_mesh
 from shardopt.pipeline import Schedule, schedules
@@ -39,6 +39,7 @@ def hybrid(
     view: View = "auto",
     separable: bool | None = None,
     axes: Axes | None = None,
+    batch_dims: BatchDims = (),
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     opt_state_layout: OptStateLayout = "within",
@@ -102,6 +103,7 @@ def hybrid(
       view: see `ddp`; "global" is for meshes with pipeline=1.
       separable: see `ddp`.
       axes: see `ddp`.
+      batch_dims: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
       opt_state_layout: see `fsdp`; for placements that shard optimizer state.
@@ -198,6 +200,7 @@ def hybrid(
             view=view,
             separable=separable,
             axis_names=axes,
+            batch_dims=batch_dims,
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
             opt_state_layout=opt_state_layout,

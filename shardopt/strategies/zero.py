@@ -11,7 +11,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import Rules
 from shardopt.engine.build import build
 from shardopt.engine.compiler_options import CompilerOptions
-from shardopt.engine.config import STAGES, OptStateLayout, SequenceDims, StrategyConfig, View
+from shardopt.engine.config import STAGES, BatchDims, OptStateLayout, SequenceDims, StrategyConfig, View
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.engine.user_mesh import Axes
 
@@ -32,6 +32,7 @@ def zero(
     view: View = "auto",
     separable: bool | None = None,
     axes: Axes | None = None,
+    batch_dims: BatchDims = (),
     sequence_dims: SequenceDims = (),
     expert_leaves: Sequence[str] = (),
     opt_state_layout: OptStateLayout = "within",
@@ -71,6 +72,7 @@ def zero(
       view: see `ddp`.
       separable: see `ddp`.
       axes: see `ddp`.
+      batch_dims: see `ddp`.
       sequence_dims: see `ddp`.
       expert_leaves: see `ddp`.
       opt_state_layout: see `fsdp`; in stages 1 and 2 gradients of blocks that data divides are reduce-scattered to their
@@ -117,6 +119,7 @@ def zero(
             view=view,
             separable=separable,
             axis_names=axes,
+            batch_dims=batch_dims,
             sequence_dims=sequence_dims,
             expert_leaves=expert_leaves,
             opt_state_layout=opt_state_layout,

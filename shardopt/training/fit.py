@@ -14,7 +14,8 @@ from shardopt.core.arguments import check_count
 from shardopt.core.early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState
-from shardopt.engine.batches import as_arrays, num_rows
+from shardopt.engine.batch_dims import num_rows
+from shardopt.engine.batches import as_arrays
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.runtime.probe import probe_or_warn
 from shardopt.runtime.progress import is_reported
@@ -204,7 +205,7 @@ def fit(
             scheduled = saving if evaluate_every is None else step % evaluate_every == 0
             evaluating = evaluate is not None and (scheduled or (step == num_steps and not local_updates))
             ledger.enter("wait")
-            late = meter.push(step, stream.drawn - 1, arriving, examples=num_rows(batch), wanted=logging)
+            late = meter.push(step, stream.drawn - 1, arriving, examples=num_rows(opt.config, batch), wanted=logging)
             ledger.enter("log")
             if late is not None:
                 report(*late)

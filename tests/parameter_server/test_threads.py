@@ -380,8 +380,7 @@ REFUSED = {
     "a batch without rows": (
         {"batches_of": lambda worker: [{"x": np.float32(1.0)}], "workers": 1},
         ValueError,
-        "async_sgd: batch leaves must share their first dim, the global batch.\n"
-        "  x: shape ()\nFix: give every leaf the shape [global batch, ...].",
+        "async_sgd: no batch leaf has rows.\n  x: shape (); no rows\nFix: give leaves the shape [global batch, ...].",
     ),
 }
 

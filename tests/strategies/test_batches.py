@@ -165,8 +165,7 @@ class Batch:
         (
             {"scale": 1.0},
             ValueError,
-            "ddp: batch leaves must share their first dim, the global batch.\n  scale: shape ()\n"
-            "Fix: give every leaf the shape [global batch, ...].",
+            "ddp: no batch leaf has rows.\n  scale: shape (); no rows\nFix: give leaves the shape [global batch, ...].",
         ),
     ],
 )

@@ -260,7 +260,7 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
             {"sequence_dims": [("^y$", 2)]},
             "ddp: sequence_dims do not fit the batch.\n"
             "  y: shape (8, 12); no dim 2 for positions\n"
-            "Fix: name a dim of 1 or more that the leaf has, or None.",
+            "Fix: name a dim that the leaf has and that does not count rows, or None.",
         ),
     ],
     ids=["uneven", "none", "missing"],

@@ -117,6 +117,16 @@ def test_evaluation_of_batches_that_devices_do_not_divide(mesh_of, x64):
     np.testing.assert_allclose(found, (32 * one + 5 * other) / 37, rtol=1e-12)
 
 
+def test_evaluation_weighs_batches_that_are_cut_as_those_that_run_whole(mesh_of, x64):
+    case = LOSSES["batch_norm"]
+    of_rows = lambda params, batch: ((batch["x"] @ params["up"]) ** 2).mean(1)  # noqa: E731
+    loss = lambda params, batch: so.Weighted(of_rows(params, batch).sum(), jnp.sum(jnp.ones_like(batch["x"][:, 0])))  # noqa: E731
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss, view="global", micro_batches=2, separable=True)
+    batches = [*case.batches(1), *case.batches(1, rows=5)]
+    found = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
+    np.testing.assert_allclose(found, np.concatenate([of_rows(case.params, batch) for batch in batches]).mean())
+
+
 def sam(opaque_mode):
     rise = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
     return optax.contrib.sam(optax.sgd(0.05, momentum=0.9), rise, opaque_mode=opaque_mode)

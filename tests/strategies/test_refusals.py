@@ -191,9 +191,10 @@ FIRST_BATCH = [
         {},
         {"x": np.ones((16, 8)), "y": np.ones((8,)), "z": np.float32(1)},
         ValueError,
-        "ddp: batch leaves must share their first dim, the global batch.\n"
-        "  x: shape (16, 8)\n  y: shape (8,)\n  z: shape ()\n"
-        "Fix: give every leaf the shape [global batch, ...].",
+        "ddp: batch leaves must agree on a number of rows, the global batch.\n"
+        "  x: shape (16, 8); dim 0 has 16 rows\n  y: shape (8,); dim 0 has 8 rows\n  z: shape (); no rows\n"
+        "Fix: name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]; or use "
+        'view="global", which takes leaves of any shapes.',
     ),
     (
         square,
