@@ -15,6 +15,7 @@ from shardopt.engine.inputs import check_batch, check_state, place_batch
 from shardopt.engine.layout import make_layout
 from shardopt.engine.metrics import values
 from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.view import Views
 from shardopt.mesh import on_mesh
 
 
@@ -88,9 +89,10 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
     if config.per_replica:
         what = "replicas of this strategy train apart, so there is no one gradient to compare."
         raise ValueError(format_error("check", what, fix="check the strategy that was combined."))
-    own = config._replace(loss_fn=_without_key(config.loss_fn), reducer=None, scatter_dtype=None)
-    whole = own._replace(view="global", micro_batches=1, schedule=None)
     placed = place_batch(config, batch)
+    view = Views(config, training=True).of(make_layout(config, abstract(state.params)), placed)
+    own = config._replace(loss_fn=_without_key(config.loss_fn), reducer=None, scatter_dtype=None, view=view)
+    whole = own._replace(view="global", micro_batches=1, schedule=None)
     ours, theirs = (_run(one, state, placed) for one in (own, whole))
     wanted = dict(theirs)
     found = CheckReport(tuple(_compared(config, name, leaf, wanted[name], tolerance) for name, leaf in ours))

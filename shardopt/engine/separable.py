@@ -194,18 +194,23 @@ class Obstacle(NamedTuple):
     fix: str
     operation: str
 
-    def error(self, who: str) -> NotSeparableError:
-        """Return the error of a strategy that cannot do otherwise."""
-        return NotSeparableError(format_error(who, self.what, self.lines, self.fix), operation=self.operation)
+    def error(self, config: StrategyConfig) -> NotSeparableError:
+        """Return the error of a strategy that cannot run the loss otherwise."""
+        no_view = "" if config.schedule is None else "a mesh with pipeline=1; or "
+        no_view = no_view or ("no reducer; or " if config.reducer is not None else "")
+        no_view = no_view or ("no scatter_dtype; or " if config.scatter_dtype is not None else "")
+        fix = f"{no_view or GLOBAL}{self.fix}"
+        return NotSeparableError(format_error(config.strategy, self.what, self.lines, fix), operation=self.operation)
 
 
+GLOBAL = 'view="global", which is exact for every loss; or '
 FIX = (
-    'view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or so.batch_sum for what a row needs '
-    "of the whole batch, and so.Weighted for a normaliser that depends on the rows; or separable=True if you know better."
+    "so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of the whole batch, and so.Weighted for a normaliser "
+    "that depends on the rows; or separable=True if you know better."
 )
 FIX_POSITIONS = (
     "so.nn.attention for what a position needs of the others, and so.nn.positions for its index; inputs and targets as leaves "
-    'of their own rather than shifted in the loss; view="global"; a mesh with context=1; or separable=True if you know better.'
+    "of their own rather than shifted in the loss; a mesh with context=1; or separable=True if you know better."
 )
 
 
@@ -297,8 +302,8 @@ def _experts_elsewhere(
         f"{config.axes.sizes['expert']} devices along expert has its own experts."
     )
     fix = (
-        "decay or clip weights in the optax chain; view='global'; a mesh with expert=1; or separable=True if the loss sends "
-        "tokens over expert itself."
+        "decay or clip weights in the optax chain; a mesh with expert=1; or separable=True if the loss sends tokens over expert "
+        "itself."
     )
     operation = next((_operation(Op(at)) for at in found.values() if at is not None), "")
     return Obstacle(what, tuple(lines), fix, operation)

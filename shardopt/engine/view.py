@@ -72,7 +72,7 @@ class Views:
         config = self._config
         if config.view == "global":
             return ViewChoice("global", 'view="global" was asked for.')
-        if len(row_counts(config, batch)) > 1:
+        if len(row_counts(config, batch)) != 1:
             what = "batch leaves do not agree on a number of rows."
             obstacle = Obstacle(what, tuple(shown_leaves(config, batch)), f"{FIX_ROWS}.", "")
         else:
@@ -86,7 +86,7 @@ class Views:
                 reason = "the loss is proved to be a (weighted) mean over rows."
             return ViewChoice("per_device", reason)
         if not config.has_global_view:
-            raise obstacle.error(config.strategy)
+            raise obstacle.error(config)
         if not self._warned:
             self._warned = True
             self._warn(obstacle)
@@ -94,6 +94,6 @@ class Views:
 
     def _warn(self, obstacle: Obstacle) -> None:
         what = f"the loss runs in the global view, once on the whole batch: {obstacle.what}"
-        fix = f"nothing, or view='global' to ask for it without this warning. For less traffic: {obstacle.fix}"
+        fix = f"view='global' asks for it without this warning. For less traffic: {obstacle.fix}"
         lines = [*obstacle.lines, COST]
         warnings.warn(format_error(self._config.strategy, what, lines, fix), stacklevel=2)

@@ -104,7 +104,7 @@ def row_id(row):
 def test_equals_one_device(name, mesh, micro_batches, view, mesh_of, x64):
     """Steps, metrics, and the evaluation of rows that the devices do not divide; one program does for all steps."""
     options = {"rules": RULES if "tensor" in mesh else (), "micro_batches": micro_batches, "view": view}
-    opt = STRATEGIES[name](TX, mesh_of(**mesh), weighted, batch_dims=DIMS, separable=True, **options)
+    opt = STRATEGIES[name](TX, mesh_of(**mesh), weighted, batch_dims=DIMS, **options)
     state, metrics = trains_as_one_device(opt, on_one_device, params(), batches())
     assert int(metrics["rows"]) == ROWS
     some = first_rows(batches()[0], 5)
@@ -157,7 +157,7 @@ def test_a_batch_that_is_one_array(mesh_of, x64):
     """Its key path is empty, and what says which rows of it count has rows in dim 0 all the same."""
     frames, start = batches()[0]["frames"], params()
     loss = lambda params, batch: (jnp.tanh(batch @ params["w"]).sum(0) @ params["v"]).mean()  # noqa: E731
-    opt = so.zero(TX, mesh_of(data=2), loss, stage=1, batch_dims=[("", 1)], separable=True, micro_batches=2)
+    opt = so.zero(TX, mesh_of(data=2), loss, stage=1, batch_dims=[("", 1)], micro_batches=2)
     found = so.training.evaluation(opt, [frames[:, :7]])(opt.init(start))["val_loss"]
     np.testing.assert_allclose(found, loss(start, frames[:, :7]), rtol=1e-12)
 
@@ -170,9 +170,7 @@ def test_positions_are_the_other_dim(mesh_of, x64):
         return ((found - batch["targets"]) ** 2).mean()
 
     dims = [("^(frames|targets)$", 1), ("^table$", None)]
-    opt = so.fsdp(
-        TX, mesh_of(data=2, context=2), loss, batch_dims=dims, separable=True, min_shard_elements=8, micro_batches=2
-    )
+    opt = so.fsdp(TX, mesh_of(data=2, context=2), loss, batch_dims=dims, min_shard_elements=8, micro_batches=2)
     draw = np.random.default_rng(4)
     turned = [
         {"frames": draw.normal(size=(6, 8, WIDTH)), "targets": draw.normal(size=(6, 8)), "table": np.ones((3, 3))}
@@ -264,16 +262,8 @@ def test_an_asynchronous_worker_of_several_devices_takes_a_graph(mesh_of, x64):
             "Fix: use micro_batches=1, which is the same; or name the dim of rows of a leaf, or None if all rows share it: "
             "batch_dims=[(regex, dim or None)].",
         ),
-        (
-            on_one_device,
-            {"batch_dims": DIMS},
-            batches()[0],
-            "ddp: micro_batches=2, but the whole batch runs at once: with batch_dims it is not found out whether the loss "
-            "is a (weighted) mean over rows.\n"
-            "Fix: use micro_batches=1, which is the same; or separable=True if you know that it is such a mean.",
-        ),
     ],
-    ids=["graph", "batch_dims"],
+    ids=["graph"],
 )
 def test_a_batch_that_is_not_cut_runs_whole_and_it_is_said(loss, options, batch, message, mesh_of, x64):
     opt = so.ddp(TX, mesh_of(data=2), loss, micro_batches=2, view="global", **options)
@@ -283,7 +273,7 @@ def test_a_batch_that_is_not_cut_runs_whole_and_it_is_said(loss, options, batch,
 
 
 def test_fit_counts_examples_and_check_compares(mesh_of, x64, capsys):
-    opt = so.fsdp(TX, mesh_of(data=2), weighted, batch_dims=DIMS, separable=True, micro_batches=2)
+    opt = so.fsdp(TX, mesh_of(data=2), weighted, batch_dims=DIMS, micro_batches=2)
     report = so.check(opt, opt.init(params()), batches()[0])
     assert len(report.differences) == 4
     assert capsys.readouterr().out == f"{report}\n"
@@ -299,7 +289,7 @@ def mean_over_time(params, batch):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_loss_that_mixes_rows_is_refused_wherever_they_are(micro_batches, mesh_of):
-    opt = so.ddp(TX, mesh_of(data=2), mean_over_time, batch_dims=DIMS, micro_batches=micro_batches)
+    opt = so.ddp(TX, mesh_of(data=2), mean_over_time, batch_dims=DIMS, micro_batches=micro_batches, view="per_device")
     state, message = opt.init(params()), r"a \(weighted\) mean over rows"
     for call in (opt.step, opt.evaluate):
         with pytest.raises(so.NotSeparableError, match=message):
@@ -324,12 +314,17 @@ def local_sgd(*args, **options):
 @pytest.mark.parametrize(
     ("strategy", "mesh", "options", "message"),
     [
-        (so.ddp, EIGHT, {}, f'ddp: {DISAGREE}; or use view="global", which takes leaves of any shapes.'),
+        (
+            so.ddp,
+            EIGHT,
+            {"view": "per_device"},
+            f'ddp: {DISAGREE}; or use view="global", which takes leaves of any shapes.',
+        ),
         (local_sgd, {"replica": 2, "data": 4}, {"view": "global"}, f"local_sgd: {DISAGREE}."),
         (
             so.ddp,
             EIGHT,
-            {"batch_dims": [(".", None)]},
+            {"batch_dims": [(".", None)], "view": "per_device"},
             "ddp: no batch leaf has rows.\n"
             "  frames: shape (5, 16, 4); no rows\n  offset: shape (); no rows\n  table: shape (3, 4); no rows\n"
             "  target: shape (16,); no rows\n  weight: shape (16,); no rows\n"
