@@ -15,7 +15,7 @@ from shardopt.engine.config import StrategyConfig
 from shardopt.engine.constraints import by_replica, cut_rows, shard_grads
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import Gradients, LossParts, loss_of_rows, step_key
-from shardopt.engine.metrics import factor, objective, of_rows
+from shardopt.engine.metrics import factor, objective, of_rows, value_of
 from shardopt.engine.micro_batches import accumulate, numbers
 from shardopt.engine.reductions import scale, sum_parts
 from shardopt.engine.rows import RowContext, with_rows
@@ -37,7 +37,9 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
 
         def total(train_leaves, rows, key, weights):
             parts = _loss_of_rows(config, layout, count, layout.merge(params, train_leaves), rows, key)
-            return objective(parts.loss, count, parts.loss.weight if weights is None else weights), parts
+            if count == 1:  # with the gradient of the weight, if it has one
+                return value_of(parts.loss), parts
+            return objective(parts.loss, count, weights), parts
 
         def one_micro_batch(rows, index, weights=None):
             key = step_key(config, step, rng, index, device=replica)
@@ -55,7 +57,9 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
         cut = lambda *args: cut_rows(config, *args)  # noqa: E731
         grads, parts = accumulate(one_micro_batch, batch, count, keep, sum_weights, cut)
         parts = _sum(config, parts)
-        grads = layout.merge([None] * len(layout.plans), [scale(grad, factor(parts.loss, count)) for grad in grads])
+        if count > 1:
+            grads = [scale(grad, factor(parts.loss, count)) for grad in grads]
+        grads = layout.merge([None] * len(layout.plans), grads)
         return Gradients(grads, *parts.divided(), parts.updates)
 
     def gradients(params, batch, step, rng, reducer_state=None):

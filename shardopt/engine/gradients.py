@@ -135,7 +135,7 @@ def micro_batch_gradients(
     def total(train_leaves, micro_batch, key, weights):
         parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), micro_batch, key)
         if weights is None and isinstance(parts.loss.weight, tuple):  # there are no other micro-batches
-            weights = all_reduce(parts.loss.weight, config.axes.summed)
+            weights = all_reduce(jax.lax.stop_gradient(parts.loss.weight), config.axes.summed)
         return objective(parts.loss, pieces, weights), parts
 
     def one_micro_batch(micro_batch, index, weights=None):

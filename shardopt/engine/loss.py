@@ -308,7 +308,7 @@ def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
         return Weighted(tuple(one.total for one in terms), tuple(one.weight for one in terms))
     total, weight = jnp.asarray(total), jnp.asarray(weight)
     total = total.astype(wide_dtype(total.dtype))
-    weight = jax.lax.stop_gradient(weight.astype(total.dtype))
+    weight = weight.astype(total.dtype)
     return Weighted(total / rows, weight / rows) if isinstance(value, Weighted) else Weighted(total, weight)
 
 

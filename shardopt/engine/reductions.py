@@ -58,7 +58,7 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
 
     added = {name: one for name, one in parts.metrics.items() if adds_up(one)}
     sums, treedef = jax.tree.flatten((parts.loss, added))
-    loss, added = treedef.unflatten(all_reduce([x.sum(0) for x in sums], (*axes.summed, *axes.stages)))
+    loss, added = treedef.unflatten(all_reduce([jnp.sum(x, 0) for x in sums], (*axes.summed, *axes.stages)))
 
     def extreme(metric: Metric) -> Metric:
         """Only the last stage has it: the sum over stages, then the largest or smallest over the others."""

@@ -332,7 +332,10 @@ def refused(build):
 
 def test_refusals(mesh_of):
     loss_fn, tx = LOSSES["clip"].loss_fn, optax.sgd(0.1)
-    fix = "Fix: use view='per_device' (each device runs the loss on its rows) or view='global' (one loss of the whole batch)."
+    fix = (
+        "Fix: use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its rows) or 'global' (one loss of "
+        "the whole batch)."
+    )
     assert refused(lambda: so.ddp(tx, mesh_of(data=8), loss_fn, view="whole")) == f"ddp: unknown view 'whole'.\n{fix}"
     assert (
         refused(lambda: so.zero(tx, mesh_of(data=8), loss_fn, view=1)) == f"zero: view must be a string, got 1.\n{fix}"

@@ -274,6 +274,35 @@ def test_a_step_within_a_trace_gets_the_same_verdict(how, mesh_of):
         calls[how](state, batch)
 
 
+def trained_weight(params, batch):
+    gate = jax.nn.sigmoid(batch["x"] @ params["gate"])
+    return so.Weighted(jnp.sum(gate * (batch["x"] @ params["up"]) ** 2), jnp.sum(gate))
+
+
+def on_one_device(params, batch):
+    total, weight = trained_weight(params, batch)
+    return total / weight
+
+
+@pytest.mark.parametrize("strategy", [so.ddp, so.fsdp])
+def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
+    params = {"up": np.linspace(-1, 1, 12), "gate": np.linspace(2, -1, 12)}
+    batches = [{"x": np.random.default_rng(step).normal(size=(8, 12)) * np.arange(1, 9)[:, None]} for step in range(3)]
+    tx = optax.sgd(0.1, momentum=0.9)
+    opt = strategy(tx, mesh_of(data=4), trained_weight)
+    state, own, moments = opt.init(params), params, tx.init(params)
+    with pytest.warns(UserWarning, match="the weight of so.Weighted depends on the parameters"):
+        for batch in batches:
+            state, _ = opt.step(state, batch)
+    for batch in batches:
+        updates, moments = tx.update(jax.grad(on_one_device)(own, batch), moments)
+        own = optax.apply_updates(own, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), state.params, own)
+    refusing = strategy(tx, mesh_of(data=4), trained_weight, view="per_device")
+    with pytest.raises(so.NotSeparableError, match="the weight of so.Weighted depends on the parameters"):
+        refusing.step(refusing.init(params), batches[0])
+
+
 def trusting(**options):
     loss = LOSSES["root_of_mean"]
     opt = so.fsdp(optax.sgd(0.1), so.make_mesh(data=4, devices=jax.devices()[:4]), loss.loss_fn, **options)
