@@ -162,6 +162,31 @@ def find_mixing(
     return None
 
 
+def find_trained_weight(
+    loss_fn: LossFn, params: PyTree, batch: PyTree, *, who: str = "loss_fn", key: jax.Array | None = None
+) -> str | None:
+    """Return which weight of a `Weighted` loss follows from the parameters, such as "the weight"; None if none does.
+
+    Args:
+      loss_fn: the loss, or a `BlockModel`.
+      params: parameters as shapes and dtypes.
+      batch: the batch as shapes and dtypes.
+      who: the function that the user called, for messages.
+      key: a random key as shape and dtype, for a loss that takes one.
+    """
+    results: list[_Result] = []
+
+    def traced(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+        with analysis():
+            returned = call(loss_fn, key, 0, params, batch)
+        loss_parts(who, returned, 1)
+        results[:] = _results(returned)
+        return [jnp.asarray(leaf) for one in results for leaf in one.leaves]
+
+    jaxpr = jax.make_jaxpr(traced)(params, batch, key)
+    return _trained_weight(jaxpr, results, len(jax.tree.leaves(params)))
+
+
 def _trained_weight(jaxpr: Any, results: Sequence[_Result], num_params: int) -> str | None:
     """Return which weight of the loss follows from the parameters, other than through `stop_gradient`."""
     marks = [{i: None} if i < num_params else {} for i in range(len(jaxpr.jaxpr.invars))]

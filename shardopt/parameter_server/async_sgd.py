@@ -48,9 +48,9 @@ def async_sgd(
     slowest when it begins one; see `parameter_server.make_server` for the exact meaning.
 
     **Equivalence**: with max_staleness=0, where the pushes of a clock are averaged and applied once, equal to `ddp` on
-    the union of the workers' batches, up to summation order, for a loss that is a (weighted) mean over rows. Any other
-    (in-batch negatives, batch norm) is that of each worker's own batch, all of it, however many devices the worker has:
-    workers see no rows of one another, so nothing is refused. Otherwise equal to its own event log, replayed, bit for
+    the union of the workers' batches, up to summation order. The loss must then be proved a (weighted) mean over rows, as for
+    `ddp`; any other is refused, because workers see no rows of one another. With a larger bound the loss is that of each
+    worker's own batch, all of it, however many devices the worker has. Such a run equals its own event log, replayed, bit for
     bit. Losses with `rng` draw what device w of `ddp` draws at step c, for worker w at its step c.
 
     **Placement**: the server keeps parameters and optimizer state, replicated, on the first device of worker 0 (on Ray

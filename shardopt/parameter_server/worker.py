@@ -14,13 +14,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.core.block_model import LossFn, as_block_model, call, run_blocks, takes_rng
-from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, abstract
-from shardopt.engine.batch_dims import num_rows
+from shardopt.core.errors import NotSeparableError, format_error
+from shardopt.core.types import PyTree, abstract, leaves_with_paths
+from shardopt.engine.batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.engine.batches import as_arrays
 from shardopt.engine.config import DDP, StrategyConfig, check_config
 from shardopt.engine.inputs import check_batch, check_keys, place_batch
 from shardopt.engine.loss import LossParts, loss_parts
+from shardopt.engine.separable import find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.parameter_server.run import BatchesOf, Compute, RunSpec
@@ -123,7 +124,7 @@ def sgd_spec(
             servers=servers,
             devices=devices,
         ),
-        partial(make_compute, who, tx, loss_fn, workers, sparse, codec),
+        partial(make_compute, who, tx, loss_fn, workers, sparse, codec, max_staleness == 0),
         header | codec_header(codec),
         check_params=partial(check_sgd_params, tx, rule, servers),
         servers=int(servers),
@@ -163,18 +164,25 @@ def make_compute(
     workers: Sequence[Mesh] | Sequence[int],
     sparse: Sequence[str],
     codec: Compressor | None,
+    synchronous: bool,
     batches_of: BatchesOf,
     key: np.ndarray,
     worker: int | None = None,
 ) -> Compute:
-    """Return workers that push the gradient of a batch: all, or one on all devices of its process; see `sgd_spec`."""
+    """Return workers that push the gradient of a batch: all, or one on all devices of its process; see `sgd_spec`.
+
+    If they are synchronous, the loss must be a mean over the batches of all workers.
+    """
     if worker is None:
         meshes = dict(enumerate(meshes_here(workers)))
     else:
         meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
     first = next(iter(meshes.values()))
     streams, compressors = Streams(who, batches_of), make_compressors(codec)
-    gradients, home = make_gradients(who, tx, loss_fn, first, key), first.devices.flat[0]
+    gradients, home = (
+        make_gradients(who, tx, loss_fn, first, key, together=len(workers) if synchronous else 1),
+        first.devices.flat[0],
+    )
 
     def update(worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
         if sparse:
@@ -203,13 +211,28 @@ Gradients = Callable[[Mesh, PyTree, PyTree, int, int], Update]
 
 
 def make_gradients(
-    who: str, tx: optax.GradientTransformation, loss_fn: LossFn, mesh: Mesh, rng: np.ndarray | None
+    who: str,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    mesh: Mesh,
+    rng: np.ndarray | None,
+    *,
+    together: int = 1,
 ) -> Gradients:
     """Return what computes an update, on any mesh whose devices share the rows of the batch.
 
     The gradient is taken in the global view, of the loss total over all rows. A loss with `rng` gets a key of its own
     for each clock and worker: the very one that `ddp` gives device `worker` at step `clock`.
+
+    Args:
+      who: the function that the user called, for messages.
+      tx: the optimizer, which is checked.
+      loss_fn: the loss.
+      mesh: a mesh of the kind that is used.
+      rng: the random key, as numbers.
+      together: the batches of how many workers the loss must be the mean over.
     """
+    check = make_check(together)
     prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = {}
     programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
 
@@ -223,6 +246,7 @@ def make_gradients(
         config, program = prepared.get(mesh) or prepare(mesh)
         batch = as_arrays(who, batch)
         check_batch(config, batch)
+        check(config, params, batch)
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
         batch = place_batch(config, batch)
         found = program(params, batch, rng, np.int32(worker), np.int32(clock))
@@ -230,6 +254,45 @@ def make_gradients(
 
     prepare(mesh)
     return run
+
+
+def make_check(together: int) -> Callable[[StrategyConfig, PyTree, PyTree], None]:
+    """Return what refuses a loss whose gradient the pushes of workers do not add up to, once for each shape of a batch.
+
+    Args:
+      together: how many workers there are.
+    """
+    settled: set[object] = set()
+
+    def check(config: StrategyConfig, params: PyTree, batch: PyTree) -> None:
+        shapes = abstract((params, batch))
+        key = jax.tree.structure(shapes), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
+        if key in settled:
+            return
+        rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss_fn) else None
+        if weight := find_trained_weight(config.loss_fn, *shapes, who=config.strategy, key=rng):
+            what = f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
+            fix = "stop_gradient on the weight, if its gradient is not wanted; or so.ddp, which takes it exactly."
+            raise NotSeparableError(format_error(config.strategy, what, fix=fix))
+        if together > 1 and len(row_counts(config, batch)) == 1:
+            _check_mean(config, *shapes, together, rng)
+        settled.add(key)
+
+    return check
+
+
+def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, together: int, rng: jax.Array | None) -> None:
+    union = resized(config, batch, rows=together * num_rows(config, batch))
+    dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
+    mixing = find_mixing(config.loss_fn, params, union, pieces=together, dims=dims, who=config.strategy, key=rng)
+    if mixing is None:
+        return
+    what = (
+        f"{mixing.what} is not shown to be a (weighted) mean over rows, so with max_staleness=0 {together} workers could train on "
+        f"another than so.ddp: {mixing.why}"
+    )
+    fix = "so.ddp, which sees all rows; or max_staleness=1, with which the loss is that of each worker's own batch."
+    raise NotSeparableError(format_error(config.strategy, what, mixing.lines, fix), operation=mixing.operation)
 
 
 def _program(config: StrategyConfig) -> Callable[..., Update]:
