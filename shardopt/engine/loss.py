@@ -83,7 +83,7 @@ def loss_of_rows(
     config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
 ) -> LossParts:
     """Return the loss of these rows; parameters that are sharded, or cast to travel, are gathered on the way."""
-    with explained(config):
+    with explained(config, num_rows(config, batch)):
         return _loss_of_rows(config, layout, params, batch, key)
 
 
@@ -241,7 +241,9 @@ def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
     if aux is None:
         aux = {}
     if not isinstance(aux, dict):
-        raise TypeError(f"{who}: the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}.")
+        what = f"the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}."
+        fix = "return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight."
+        raise TypeError(format_error(who, what, fix=fix))
     if taken := [name for name in RESERVED if name in aux]:
         fix = "rename it in the aux dict of loss_fn."
         raise ValueError(format_error(who, f"metric names that shardopt itself reports: {taken}.", fix=fix))

@@ -20,6 +20,7 @@ from shardopt.core.errors import NotSeparableError, format_error, plural
 from shardopt.core.types import Max, Min, PyTree, Sum, Updated, Weighted, abstract, leaves_with_paths
 from shardopt.engine.batch_dims import num_rows, resized, row_dim, sequence_dim
 from shardopt.engine.config import StrategyConfig
+from shardopt.engine.explain import explained
 from shardopt.engine.layout import Layout
 from shardopt.engine.loss import loss_parts
 from shardopt.engine.rows import RowContext, row_context, with_rows
@@ -126,6 +127,7 @@ def find_mixing(
         return make(params, batch, key)
 
     piece = treedef.unflatten([_cut(*pair, pieces) for pair in zip(leaves, dims, strict=True)])
+    # what is wrong with the loss itself is raised as it is
     whole_jaxpr = trace(whole_context, batch, {axis: 1 if axis in row_axes else size for axis, size in sizes.items()})
     try:
         piece_jaxpr = trace(context, piece, sizes)
@@ -252,6 +254,11 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
         config = config._replace(sync_gradients=True)
     if config.num_pieces == 1 or config.separable:
         return None
+    with explained(config._replace(view="per_device")):
+        return _obstacle(config, layout, batch, training=training)
+
+
+def _obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:
     axes = config.axes
     find = functools.partial(
         find_mixing,

@@ -275,7 +275,7 @@ def make_check(together: int) -> Callable[[StrategyConfig, PyTree, PyTree], None
             fix = "stop_gradient on the weight, if its gradient is not wanted; or so.ddp, which takes it exactly."
             raise NotSeparableError(format_error(config.strategy, what, fix=fix))
         if together > 1 and len(row_counts(config, batch)) == 1:
-            _check_mean(config, *shapes, together, rng)
+            _check_mean(config, shapes[0], shapes[1], together, rng)
         settled.add(key)
 
     return check
