@@ -5,6 +5,7 @@ around them, so that zeros, masks of ones and equal labels hide nothing. `proved
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ TOLERANCE = 1e-9
 """Relative difference up to which results are equal."""
 POINTS = 4
 """Points at which results are compared: the given one, and those with noise."""
+SMALL = 1e-3
+"""Scale of results that are smaller: a gradient of zero is rounding."""
 KINDS = {so.Sum: "sum", so.Max: "max", so.Min: "min"}
 
 
@@ -74,44 +77,34 @@ def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: in
       seed: of the noise.
     """
     with as_users_have_it():
-        whole_points = points(params, batch, seed)
-        rows = next(leaf.shape[1] for leaf in jax.tree.leaves(whole_points[1]) if leaf.ndim > 1)
-        piece = jax.tree.map(lambda x: _piece(x[0], rows, pieces, 0), whole_points[1])
-        try:
-            jax.eval_shape(loss_fn, jax.tree.map(lambda x: x[0], params_at := whole_points[0]), piece)
-        except Exception as error:
-            return Comparison({}, f"{type(error).__name__}: {error}".splitlines()[0])
-
-        def at_a_point(point: tuple[Any, Any]) -> tuple[dict, dict]:
-            params, batch = point
-            cuts = [jax.tree.map(lambda x, i=i: _piece(x, rows, pieces, i), batch) for i in range(pieces)]
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cuts)
-            parts = jax.lax.map(lambda cut: _parts(loss_fn, params, cut), stacked)
-            return _values(_parts(loss_fn, params, batch)), _together(parts)
-
-        both = jax.jit(lambda *point: jax.lax.map(at_a_point, point))(params_at, whole_points[1])
-        whole, cut = jax.tree.map(np.asarray, both)
-    return Comparison({name: _difference(whole[name], cut[name]) for name in whole})
+        run = jax.jit(functools.partial(_parts, loss_fn))
+        pairs = []
+        for params_at, batch_at in points(params, batch, seed):
+            rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch_at) if leaf.ndim)
+            try:
+                parts = [run(params_at, _piece(batch_at, rows // pieces, i)) for i in range(pieces)]
+            except Exception as error:
+                return Comparison({}, f"{type(error).__name__}: {error}".splitlines()[0])
+            pairs.append((_together([run(params_at, batch_at)]), _together(parts)))
+    return Comparison({name: _difference([(whole[name], cut[name]) for whole, cut in pairs]) for name in pairs[0][0]})
 
 
-def points(params: Any, batch: Any, seed: int) -> tuple[Any, Any]:
-    """Return trees whose leaves are stacked over points: the given one first, then others around it.
+def points(params: Any, batch: Any, seed: int) -> list[tuple[Any, Any]]:
+    """Return (params, batch) as given, and others around them.
 
     Floating leaves get additive noise, other leaves of the batch their rows in another order, each leaf its own.
     """
     draw = np.random.default_rng(seed)
 
-    def around(leaf: Any, is_rows: bool) -> np.ndarray:
-        leaf = np.asarray(leaf)
-        others = [leaf] * (POINTS - 1)
-        if np.issubdtype(leaf.dtype, np.floating):
-            others = [leaf + 0.5 * draw.normal(size=leaf.shape) for _ in others]
-        elif is_rows and leaf.ndim:
-            others = [draw.permutation(leaf) for _ in others]
-        return np.stack([leaf, *others])
+    def noisy(leaf: Any) -> np.ndarray:
+        return leaf + 0.5 * draw.normal(size=leaf.shape) if leaf.dtype == np.float64 else leaf
+
+    def moved(leaf: Any) -> np.ndarray:
+        return draw.permutation(leaf) if leaf.dtype != np.float64 and leaf.ndim else noisy(leaf)
 
     params, batch = doubled((params, batch))
-    return jax.tree.map(lambda x: around(x, False), params), jax.tree.map(lambda x: around(x, True), batch)
+    others = [(jax.tree.map(noisy, params), jax.tree.map(moved, batch)) for _ in range(POINTS - 1)]
+    return [(params, batch), *others]
 
 
 def doubled(tree: Any) -> Any:
@@ -120,9 +113,8 @@ def doubled(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
 
 
-def _piece(leaf: Any, rows: int, pieces: int, number: int) -> Any:
-    size = rows // pieces
-    return leaf[number * size : (number + 1) * size] if leaf.ndim else leaf
+def _piece(batch: Any, size: int, number: int) -> Any:
+    return jax.tree.map(lambda x: x[number * size : (number + 1) * size] if x.ndim else x, batch)
 
 
 def _parts(loss_fn: Callable, params: Any, batch: Any) -> dict[str, Any]:
@@ -157,43 +149,42 @@ def _metric(value: Any) -> dict[str, Any]:
     return {"mean": jnp.asarray(value)} if kind is None else {kind: jnp.asarray(value.value)}
 
 
-def _values(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of one whole."""
-    return _together(jax.tree.map(lambda x: x[None], parts))
+def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of all rows from the parts of pieces."""
+    stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *parts)
+    how = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
+    with np.errstate(all="ignore"):
+        results = _of_terms(*stacked.pop("loss"))
+        for name, part in stacked.items():
+            ((kind, value),) = part.items()
+            results[name] = _quotients(value) if kind == "ratio" else how[kind](value, axis=0)
+    return results
 
 
-def _together(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return results from parts whose leaves are stacked over pieces."""
-    results = {"loss": 0.0, "gradient": None}
-    for (total, weight), (total_slope, weight_slope) in zip(*parts["loss"], strict=True):
-        total, weight = jnp.sum(total), jnp.sum(weight)
-        results["loss"] += total / weight
-        slope = jax.tree.map(
-            lambda t, w, total=total, weight=weight: (jnp.sum(t, 0) - total / weight * jnp.sum(w, 0)) / weight,
-            total_slope,
-            weight_slope,
-        )
-        first = results["gradient"] is None
-        results["gradient"] = slope if first else jax.tree.map(jnp.add, results["gradient"], slope)
-    how = {"mean": lambda x: jnp.mean(x, 0), "sum": lambda x: jnp.sum(x, 0), "max": lambda x: jnp.max(x, 0)}
-    how["min"] = lambda x: jnp.min(x, 0)
-    how["ratio"] = lambda terms: sum(jnp.sum(total, 0) / jnp.sum(weight, 0) for total, weight in terms)
-    metrics = {name: part for name, part in parts.items() if name != "loss"}
-    return results | {name: how[kind](value) for name, part in metrics.items() for kind, value in part.items()}
+def _of_terms(terms: list[tuple[Any, Any]], slopes: list[tuple[Any, Any]]) -> dict[str, Any]:
+    gradient: Any = 0.0
+    for (total, weight), (total_slope, weight_slope) in zip(terms, slopes, strict=True):
+        value, weight = np.sum(total) / np.sum(weight), np.sum(weight)
+        leaves = zip(jax.tree.leaves(total_slope), jax.tree.leaves(weight_slope), strict=True)
+        flat = [(np.sum(t, 0) - value * np.sum(w, 0)).ravel() / weight for t, w in leaves]
+        gradient = gradient + np.concatenate(flat or [np.zeros(1)])
+    return {"loss": _quotients(terms), "gradient": gradient}
 
 
-def _difference(whole: Any, cut: Any) -> float:
-    """Return the largest difference over points and leaves, relative to the largest entry of all leaves at that point."""
-    pairs = [
-        (np.asarray(a, float).reshape(POINTS, -1), np.asarray(b, float).reshape(POINTS, -1))
-        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True)
-    ]
-    expected, found = (np.concatenate(side, axis=1) for side in zip(*pairs, strict=True))
-    same = (expected == found) | (np.isnan(expected) & np.isnan(found))
-    relevant = np.isfinite(expected).any(1) | np.isfinite(found).any(1)
-    if not relevant.any():
-        return float("nan")
-    scale = np.maximum(np.where(np.isfinite(expected), np.abs(expected), 0).max(1, initial=1e-3), 1e-3)
-    with np.errstate(invalid="ignore"):
-        relative = np.where(same, 0.0, np.abs(expected - found) / scale[:, None])
-    return float(np.max(np.where(np.isnan(relative), np.inf, relative)[relevant], initial=0.0))
+def _quotients(terms: list[tuple[Any, Any]]) -> Any:
+    return sum(np.sum(total, 0) / np.sum(weight, 0) for total, weight in terms)
+
+
+def _difference(pairs: list[tuple[Any, Any]]) -> float:
+    """Return the largest difference over points, relative to the largest entry at that point."""
+    worst = []
+    for expected, found in pairs:
+        expected, found = np.asarray(expected, float), np.asarray(found, float)
+        if not (np.isfinite(expected).any() or np.isfinite(found).any()):
+            continue
+        same = (expected == found) | (np.isnan(expected) & np.isnan(found))
+        scale = np.abs(expected[np.isfinite(expected)]).max(initial=SMALL)
+        with np.errstate(invalid="ignore"):
+            relative = np.where(same, 0.0, np.abs(expected - found) / scale)
+        worst.append(np.where(np.isnan(relative), np.inf, relative).max(initial=0.0))
+    return float(max(worst, default=np.nan))
