@@ -19,7 +19,7 @@ from shardopt.engine.separable import find_mixing
 
 TOLERANCE = 1e-9
 """Relative difference up to which results are equal."""
-POINTS = 4
+POINTS = 8
 """Points at which results are compared: the given one, and those with noise."""
 SMALL = 1e-3
 """Scale of results that are smaller: a gradient of zero is rounding."""
