@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from support import random_templates
-from support.piecewise import as_users_have_it
 
 import shardopt as so
+from support import random_templates
+from support.piecewise import as_users_have_it
 
 LONGEST = 12
 """The largest batch, and the length of tables."""
@@ -361,7 +361,14 @@ def layer_norm(x):
 
 
 TABLE = np.random.default_rng(7).normal(size=(LONGEST, 4))
-HELPERS = [halves_gradient, gradient_by_value, gradient_over_count, gradient_less_mean, sign_of_gradient, clipped_gradient]
+HELPERS = [
+    halves_gradient,
+    gradient_by_value,
+    gradient_over_count,
+    gradient_less_mean,
+    sign_of_gradient,
+    clipped_gradient,
+]
 HELPERS += [gradient_by_last_row, shifted_gradient, slope_of_its_own, slope_over_count, slope_less_mean, slope_by_mean]
 HELPERS += [jitted_norm, layer_norm]
 SCOPE = {"jax": jax, "jnp": jnp, "np": np, "so": so, "optax": optax, "functools": functools, "TABLE": TABLE}

@@ -243,9 +243,7 @@ FULL_SIZE = {
         "more than there are": lambda p, b: jnp.mean(errors(p, b)[:8]),
     }),
 }  # fmt: skip
-FULL_SIZE = {
-    (f"one row each: {name}" if case.rows == case.pieces else name): case for name, case in FULL_SIZE.items()
-}
+FULL_SIZE = {(f"one row each: {name}" if case.rows == case.pieces else name): case for name, case in FULL_SIZE.items()}
 
 
 def with_slope(slope: Callable[[Any, Any], Any], value: Callable[[Any], Any] = lambda x: x) -> Callable[[Any], Any]:
@@ -355,7 +353,7 @@ CARRIES = cases({
     "scaled by the row": carried(lambda c, e: c * (1 - e) + e),
     "negated": carried(lambda c, e: e - c),
     "negated twice a turn, once at the end": carried(lambda c, e: -(c + e)),
-    "rolled": carried_rows(lambda c, h: jnp.roll(c, 1) + h),
+    "rolled": Case(carried_rows(lambda c, h: jnp.roll(c, 1) + h)),
     "reversed": carried_rows(lambda c, h: c[::-1] + h),
     "transposed": lambda p, b: jnp.sum(
         jax.lax.scan(lambda c, x: (c.T + jnp.outer(x, x), None), jnp.zeros((4, 4)), b["x"] * p["scale"])[0] * p["square"]
@@ -367,7 +365,7 @@ CARRIES = cases({
     "replaced in part": carried_rows(lambda c, h: (c + h).at[0].set(h[0])),
     "indexed": carried_rows(lambda c, h: c[jnp.array([0, 0, 1])] + h),
     "one entry for all": carried_rows(lambda c, h: c[0] + h),
-    "sliced": carried_rows(lambda c, h: jnp.concatenate([c[1:], c[:1]]) + h),
+    "sliced": Case(carried_rows(lambda c, h: jnp.concatenate([c[1:], c[:1]]) + h)),
     "shifted in": carried_rows(lambda c, h: jnp.concatenate([c[1:], h[:1]])),
     "summed over features": carried_rows(lambda c, h: jnp.sum(c) + h),
     "averaged over features": carried_rows(lambda c, h: jnp.mean(c) + h),
@@ -410,9 +408,9 @@ CARRIES = cases({
     ),
     "running sums": lambda p, b: jnp.mean(jax.lax.scan(lambda c, e: (c + e, c + e), 0.0, errors(p, b))[1]),
     "running sums, scaled back": lambda p, b: jnp.mean(jax.lax.scan(lambda c, e: (c + e, (c + e) / rows_of(b)), 0.0, errors(p, b))[1]),
-    "a place by the counter": lambda p, b: jnp.sum(
+    "a place by the counter": Case(lambda p, b: jnp.sum(
         jax.lax.scan(lambda c, e: ((c[0] + 1, c[1].at[c[0] % 3].add(e)), None), (0, jnp.zeros(3)), errors(p, b))[0][1] * p["b"]
-    ) / rows_of(b),
+    ) / rows_of(b)),
     "a place set by the label": lambda p, b: jnp.sum(
         jax.lax.scan(lambda c, r: (c.at[r[1]].set(r[0]), None), jnp.zeros(3), (errors(p, b), b["label"]))[0]
     ) / rows_of(b),
@@ -722,7 +720,9 @@ GATHERS = cases({
 BY_LENGTH = {
     "a branch on the length": Case(lambda p, b: _by_length(p, b, 6)),
     "the same below it": Case(lambda p, b: _by_length(p, b, 7), True),
-    "as many tokens as rows": Case(lambda p, b: jnp.max(errors(p, b)) if b["seq"].shape[1] == 6 else jnp.mean(errors(p, b))),
+    "as many tokens as rows": Case(
+        lambda p, b: jnp.max(errors(p, b)) if b["seq"].shape[1] == 6 else jnp.mean(errors(p, b))
+    ),
     "as wide as a piece": Case(lambda p, b: jnp.mean(b["x"] if b["x"].shape[0] != b["x"].shape[1] else b["x"] ** 2)),
     "normed over the dim of that size": Case(
         lambda p, b: jnp.mean(jax.nn.softmax(b["x"] @ p["w"], axis=b["x"].shape.index(4)) * b["y"]), False
