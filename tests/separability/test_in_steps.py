@@ -44,9 +44,11 @@ def test_slices_of_all_rows_are_refused(row, mesh_of):
     loss = opt.evaluate(opt.init(PARAMS), BATCH)["loss"]
     assert abs(loss - jax.jit(loss_fn)(PARAMS, BATCH)) > 1e-4 * abs(loss)  # or the row shows nothing
     opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device")
-    opt.specs(abstract(PARAMS))
+    state = opt.init(PARAMS)
     with pytest.raises(so.NotSeparableError):
-        opt.step.lower(opt.abstract_state(), abstract(BATCH))
+        opt.step(state, BATCH)
+    with pytest.raises(so.NotSeparableError):
+        opt.step.lower(*abstract((state, BATCH)))
 
 
 WEIGHTS = {
