@@ -27,7 +27,7 @@ def tally(seeds: range) -> Tally:
         is_accepted, comparison = proved(*given), compare(*given)
         separable += comparison.separable
         accepted += comparison.separable and is_accepted
-        if is_accepted and not comparison.separable:
+        if is_accepted and not comparison.separable and not comparison.undecided:
             unsound.append(f"{program}{comparison}")
     return Tally(separable, accepted, unsound)
 

@@ -38,14 +38,15 @@ class Comparison(NamedTuple):
     error: str | None = None
 
     @property
-    def worst(self) -> float:
-        """The largest of the differences."""
-        return max(self.differences.values(), key=lambda x: np.inf if np.isnan(x) else x, default=np.inf)
-
-    @property
     def separable(self) -> bool:
         """Whether the loss of the whole is that of the pieces."""
-        return self.error is None and self.worst <= TOLERANCE
+        return self.error is None and all(one <= TOLERANCE for one in self.differences.values())
+
+    @property
+    def undecided(self) -> bool:
+        """Whether nothing differs, but some result is finite nowhere."""
+        worst = [one for one in self.differences.values() if not np.isnan(one)]
+        return self.error is None and len(worst) < len(self.differences) and all(one <= TOLERANCE for one in worst)
 
 
 @contextlib.contextmanager
