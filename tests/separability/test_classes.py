@@ -1,0 +1,67 @@
+"""Every class of losses that a proof of separability can get wrong; and losses that it must accept."""
+
+import jax
+import pytest
+from support.piecewise import as_users_have_it, compare, proved
+from support.row_classes import ACCEPTED, CLASSES, PARAMS, batch_of
+from support.separable_losses import BATCH, SEPARABLE
+from support.tiers import tiered
+
+ROWS = [(name, row) for name, losses in CLASSES.items() for row in losses]
+QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::8]}
+SLOW_TO_INITIALISE = ("linen", "nnx", "equinox")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("name", "row"), [pair for pair in ROWS if not CLASSES[pair[0]][pair[1]].separable])
+def test_what_is_no_mean_is_not_accepted(name, row):
+    case = CLASSES[name][row]
+    assert not proved(case.loss_fn, PARAMS, batch_of(case.rows), case.pieces)
+
+
+@pytest.mark.parametrize("row", tiered(ACCEPTED, lambda row: True, fast=lambda row: ":" not in row))
+def test_what_must_be_accepted(row):
+    case = ACCEPTED[row]
+    assert proved(case.loss_fn, PARAMS, batch_of(case.rows), case.pieces)
+
+
+@pytest.mark.parametrize("pieces", [4, 16])
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_means_as_people_write_them_are_accepted(name, pieces):
+    params, loss_fn = SEPARABLE[name]()
+    assert proved(loss_fn, params, BATCH, pieces)
+
+
+@pytest.mark.parametrize(("name", "row"), tiered(ROWS, lambda pair: pair in QUICK))
+def test_labels_are_those_of_the_oracle(name, row):
+    agrees(CLASSES[name][row])
+
+
+@pytest.mark.parametrize("row", tiered(ACCEPTED, lambda row: ":" not in row and row not in SLOW_TO_INITIALISE))
+def test_what_must_be_accepted_is_a_mean(row):
+    agrees(ACCEPTED[row])
+
+
+def agrees(case):
+    comparison = compare(case.loss_fn, PARAMS, batch_of(case.rows), case.pieces)
+    assert comparison.separable == case.separable, comparison
+
+
+def test_the_oracle_sees_what_only_the_gradient_shows():
+    rule = CLASSES["custom_jvp rules"]["over the count"]
+    differences = compare(rule.loss_fn, PARAMS, batch_of(rule.rows), rule.pieces).differences
+    assert differences["loss"] < 1e-12
+    assert differences["gradient"] > 0.1
+
+
+def test_the_oracle_sees_behind_zeros():
+    row = CLASSES["degrees"]["hidden behind zeros"]
+    batch = batch_of(row.rows)
+    whole, half = (jax.tree.map(lambda x, rows=rows: x[:rows], batch) for rows in (8, 4))
+    other = jax.tree.map(lambda x: x[4:], batch)
+    with as_users_have_it():
+        value, parts = row.loss_fn(PARAMS, whole), [row.loss_fn(PARAMS, one) for one in (half, other)]
+    assert (
+        abs(float(value) - sum(float(part) for part in parts) / 2) < 1e-12
+    )  # at the given numbers it looks like a mean
+    assert not compare(row.loss_fn, PARAMS, batch, row.pieces).separable

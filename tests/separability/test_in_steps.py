@@ -1,0 +1,90 @@
+"""What only a step shows: slices of the rows of all devices, and gradients of weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.core.types import abstract
+
+DRAW = np.random.default_rng(0)
+PARAMS = {"w": DRAW.normal(size=(4,)).astype(np.float32)}
+BATCH = {"x": DRAW.normal(size=(8, 4)).astype(np.float32), "y": DRAW.normal(size=8).astype(np.float32)}
+
+
+def outputs(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"])
+
+
+def own(batch):
+    return batch["x"].shape[0]
+
+
+OF_ALL_ROWS = {
+    "as many as there are here": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[: own(b)] ** 2),
+    "all but the last": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[: own(b) - 1] ** 2),
+    "against the first": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[: own(b)]),
+    "against the last": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[-own(b) :]),
+    "by a dynamic slice": lambda p, b: jnp.mean(
+        outputs(p, b) * jax.lax.dynamic_slice(so.gather_batch(b["y"]), (0,), (own(b),))
+    ),
+    "by a lookup": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[jnp.arange(own(b))]),
+    "the last here": lambda p, b: jnp.mean(outputs(p, b)) * so.gather_batch(b["y"])[own(b) - 1],
+    "by strides": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[:: 8 // own(b)] ** 2),
+    "reshaped": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b)).reshape(own(b), -1)[:, 0] * b["y"]),
+}
+
+
+@pytest.mark.parametrize("row", OF_ALL_ROWS)
+def test_slices_of_all_rows_are_refused(row, mesh_of):
+    loss_fn, mesh = OF_ALL_ROWS[row], mesh_of(data=2)
+    opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device", separable=True)
+    loss = opt.evaluate(opt.init(PARAMS), BATCH)["loss"]
+    assert abs(loss - jax.jit(loss_fn)(PARAMS, BATCH)) > 1e-4 * abs(loss)  # or the row shows nothing
+    opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device")
+    state = opt.init(PARAMS)
+    with pytest.raises(so.NotSeparableError):
+        opt.step(state, BATCH)
+    with pytest.raises(so.NotSeparableError):
+        opt.step.lower(*abstract((state, BATCH)))
+
+
+WEIGHTS = {
+    "a sigmoid": lambda p, b: jax.nn.sigmoid(b["x"] @ p["w"]),
+    "a softplus of another row": lambda p, b: jax.nn.softplus(b["x"][:, ::-1] @ p["w"]),
+    "a square of the parameters": lambda p, b: jnp.full(own(b), jnp.sum(p["w"] ** 2)),
+    "an exponential": lambda p, b: jnp.exp(0.3 * outputs(p, b)) * (b["y"] > -1),
+}
+TERMS = {
+    "one term": lambda p, b, weight: so.Weighted(jnp.sum(outputs(p, b) * weight), jnp.sum(weight)),
+    "another total": lambda p, b, weight: so.Weighted(jnp.sum(outputs(p, b) - b["y"]), jnp.sum(weight)),
+    "two terms": lambda p, b, weight: so.Weighted((jnp.sum(outputs(p, b)), jnp.sum(b["y"])), (own(b), jnp.sum(weight))),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("view", ["per_device", "global"])
+@pytest.mark.parametrize(
+    ("weight", "terms"),
+    [*((weight, "one term") for weight in WEIGHTS), *(("a sigmoid", terms) for terms in list(TERMS)[1:])],
+)
+def test_weights_of_the_parameters_are_differentiated_or_refused(weight, terms, view, micro_batches, mesh_of):
+    loss_fn = lambda p, b: TERMS[terms](p, b, WEIGHTS[weight](p, b))  # noqa: E731
+
+    def quotient(params):
+        loss = loss_fn(params, BATCH)
+        several = type(loss.total) is tuple
+        pairs = zip(loss.total, loss.weight, strict=True) if several else [(loss.total, loss.weight)]
+        return sum(total / weight for total, weight in pairs)
+
+    exact = jax.jit(jax.grad(quotient))(PARAMS)["w"]
+    opt = so.ddp(optax.sgd(1.0), mesh_of(data=2), loss_fn, view=view, micro_batches=micro_batches)
+    state = opt.init(PARAMS)
+    try:
+        state, _ = opt.step(state, BATCH)
+    except ValueError as error:
+        assert "weight" in str(error)  # noqa: PT017
+        return
+    np.testing.assert_allclose(PARAMS["w"] - np.asarray(state.params["w"]), exact, rtol=1e-4, atol=1e-6)
