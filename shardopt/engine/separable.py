@@ -8,6 +8,7 @@ import functools
 import linecache
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,8 @@ from shardopt.separability.relations import (
     tolerance_of,
 )
 from shardopt.separability.walk import DifferentTracesError, prove
+
+_HERE = Path(__file__).parent
 
 
 class Mixing(NamedTuple):
@@ -491,4 +494,8 @@ def _frame(op: Op) -> source_info_util.Frame | None:
         for eqn in (op.eqn, *reversed(op.callers))
         for frame in source_info_util.user_frames(eqn.source_info.traceback)
     ]
-    return next((frame for frame in frames if "site-packages" not in frame.file_name), next(iter(frames), None))
+    return next((frame for frame in frames if not _of_a_library(frame.file_name)), next(iter(frames), None))
+
+
+def _of_a_library(path: str) -> bool:
+    return "site-packages" in path or path.startswith((f"{_HERE.parent / 'nn'}{os.sep}", f"{_HERE}{os.sep}"))

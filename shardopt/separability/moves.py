@@ -177,6 +177,27 @@ def rev(site: Site, values: Sequence[Value]) -> list[Value]:
     return [value]
 
 
+def tile(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Repeat all entries of dims, one copy after the other.
+
+    Copies of what is the same are the pieces' copies concatenated, if the whole has n times as many. Copies of rows are further
+    blocks.
+    """
+    value, repeats = values[0], site.params_of("reps")
+    uneven = [dim for dim in range(len(repeats[0])) if repeats[0][dim] != repeats[1][dim]]
+    longer = [dim for dim in uneven if site.operand()[0][dim] != 1 or site.operand()[1][dim] != 1]
+    if isinstance(value, Split):
+        times = repeats[0][value.dim]
+        fine = not longer and value.dim not in uneven and value.order is None
+        return [Split(value.dim, value.blocks * times, value.ratio) if fine else site.unknown("mixes")]
+    if not longer:
+        return [value]
+    if isinstance(value, Same) and uneven == longer == [longer[0]] and not differing(site.operand()):
+        times = repeats[0][longer[0]] == repeats[1][longer[0]] * site.pieces
+        return [Split(longer[0], 1, value.ratio) if times else site.unknown("position")]
+    return [site.unknown("position")]
+
+
 def pad(site: Site, values: Sequence[Value]) -> list[Value]:
     """Put a number around entries, along other dims than those of rows."""
     changed = {

@@ -221,6 +221,7 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(moves.expand_dims, takes=MOVED), "expand_dims"),
     **_rules(Rule(moves.slice_entries, frozenset(["start_indices", "limit_indices", "strides"]), takes=(*MOVED, Columns)), "slice"),
     **_rules(Rule(moves.rev, takes=MOVED), "rev"),
+    **_rules(Rule(moves.tile, frozenset(["reps"]), takes=MOVED), "tile"),
     **_rules(Rule(moves.pad, raw=True), "pad"),
     **_rules(Rule(moves.concatenate, raw=True), "concatenate"),
     **_rules(Rule(moves.split, frozenset(["sizes"]), takes=MOVED), "split"),
@@ -234,7 +235,7 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(reductions.along("dimension")), "sort"),
     **_rules(Rule(reductions.top_k), "top_k"),
     **_rules(
-        Rule(reductions.window, frozenset(["window_dimensions"])),
+        Rule(reductions.window),
         "reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add",
     ),
     **_rules(Rule(reductions.dot_general), "dot_general"),

@@ -1,6 +1,6 @@
 """The proof: one walk over the trace of the whole batch and that of a piece, equation by equation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardopt.separability.elementwise import first_unknown, related, unify
 from shardopt.separability.numbers import as_numbers
 from shardopt.separability.relations import Extreme, Known, Same, Site, Split, Total, Unknown, Value, differing
 from shardopt.separability.scope import DifferentTracesError, Scope, opened
+from shardopt.separability.single_rows import batched_product
 from shardopt.separability.table import equal_params, results_of
 
 POSITIONS, ATTENTION = "shardopt_positions", "shardopt_attention"
@@ -80,17 +81,32 @@ def relate(scope: Scope, whole: Any, piece: Any, values: Sequence[Value]) -> lis
         return known[whole_atom] if twin[whole_atom] is piece_atom else Unknown("traces")
 
     twin: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
-    if len(jaxprs[0].eqns) != len(jaxprs[1].eqns):
-        pairs = zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False)
-        raise DifferentTracesError(next((eqns[0] for eqns in pairs if not _alike(*eqns)), None))
-    for eqns in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=True):
-        if not _alike(*eqns):
-            raise DifferentTracesError(eqns[0])
+    for eqns in _pairs(jaxprs[0].eqns, jaxprs[1].eqns):
         site = Site(*eqns, scope.pieces, scope.callers)
         operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
         known.update(zip(eqns[0].outvars, _results(scope, site, operands), strict=True))
         twin.update(zip(eqns[0].outvars, eqns[1].outvars, strict=True))
     return [read(*atoms) for atoms in zip(jaxprs[0].outvars, jaxprs[1].outvars, strict=True)]
+
+
+def _pairs(whole: Sequence[JaxprEqn], piece: Sequence[JaxprEqn]) -> Iterator[tuple[JaxprEqn, JaxprEqn]]:
+    """Yield equations that belong together.
+
+    Raises:
+      DifferentTracesError: at the first that do not.
+    """
+    at = 0
+    for eqn in whole:
+        if at < len(piece) and _alike(eqn, piece[at]):
+            yield eqn, piece[at]
+            at += 1
+        elif (product := batched_product(eqn, piece[at : at + 4])) is not None:
+            yield eqn, product
+            at += 4
+        else:
+            raise DifferentTracesError(eqn)
+    if at < len(piece):
+        raise DifferentTracesError(piece[at])
 
 
 def _consts(jaxpr: Any) -> Sequence[Any]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core.primitives import ARITHMETIC, DECOMPOSITIONS, ELEMENTWISE, IDENTITIES, SPECIAL
-from shardopt.separability import arithmetic
+from shardopt.separability import elementwise
 from shardopt.transforms import primitives as shard_primitives
 
 lax = jax.lax
@@ -86,7 +86,7 @@ def test_a_part_is_made_as_the_whole_is():
 
 def test_every_list_is_of_these():
     assert not ARITHMETIC & SPECIAL
-    assert arithmetic.SAME | arithmetic.COMPARE | arithmetic.POWERS.keys() <= ELEMENTWISE
-    assert {"threefry2x32", "random_fold_in"} == arithmetic.ENTRYWISE - ELEMENTWISE
+    kinds = elementwise.LINEAR, elementwise.ADDITIVE, elementwise.HOMOGENEOUS, elementwise.UNSCALED
+    assert frozenset().union(*kinds, elementwise.POWERS) <= ELEMENTWISE
     assert {"bitcast_convert_type"} == ELEMENTWISE - shard_primitives._ELEMENTWISE
     assert IDENTITIES <= shard_primitives._KEEPS_ZERO

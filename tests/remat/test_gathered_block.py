@@ -123,6 +123,6 @@ def test_a_block_that_returns_another_shape_is_refused(mesh_of):
     with pytest.raises(ValueError, match="a block must return") as error:
         opt.step(state, np.ones((ROWS, DIM), np.float32))
     assert str(error.value) == (
-        "fsdp: a block must return what it is given, int32[], float32[8, 32]; it returned int32[], bfloat16[8, 32].\n"
+        "fsdp: a block must return what it is given, int32[], float32[16, 32]; it returned int32[], bfloat16[16, 32].\n"
         "Fix: let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
     )

@@ -4,7 +4,6 @@ import jax
 import pytest
 from support.piecewise import as_users_have_it, compare, proved
 from support.row_classes import ACCEPTED, CLASSES, PARAMS, batch_of
-from support.separable_losses import BATCH, SEPARABLE
 from support.tiers import tiered
 
 ROWS = [(name, row) for name, losses in CLASSES.items() for row in losses]
@@ -23,13 +22,6 @@ def test_what_is_no_mean_is_not_accepted(name, row):
 def test_what_must_be_accepted(row):
     case = ACCEPTED[row]
     assert proved(case.loss_fn, PARAMS, batch_of(case.rows), case.pieces)
-
-
-@pytest.mark.parametrize("pieces", [4, 16])
-@pytest.mark.parametrize("name", SEPARABLE)
-def test_means_as_people_write_them_are_accepted(name, pieces):
-    params, loss_fn = SEPARABLE[name]()
-    assert proved(loss_fn, params, BATCH, pieces)
 
 
 @pytest.mark.parametrize(("name", "row"), tiered(ROWS, lambda pair: pair in QUICK))

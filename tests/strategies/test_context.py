@@ -207,7 +207,7 @@ def counts_rows(params, batch):
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 def test_a_loss_that_mixes_positions_is_refused_before_anything_compiles(loss, operation, mesh_of):
-    opt = so.ddp(TX, mesh_of(data=2, context=2), loss)
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device")
     with pytest.raises(so.NotSeparableError, match=r"is not shown to be a \(weighted\) mean over positions") as error:
         opt.step(opt.init(params()), batches()[0])
     assert re.match(operation, error.value.operation)
@@ -231,7 +231,7 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
         return errors(params, batch).mean() + (so.nn.attention(heads, heads, heads) ** 2).mean()
 
     whole = batches()[0] | {"whole": batches()[0]["x"]}
-    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, sequence_dims=[("^whole$", None)])
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device", sequence_dims=[("^whole$", None)])
     with pytest.raises(so.NotSeparableError, match=r"not shown to be a .* mean over positions"):
         opt.step(opt.init(params()), whole)
 

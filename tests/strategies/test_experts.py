@@ -185,7 +185,7 @@ def penalised(params, batch):
 
 def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
     """A penalty on weights would be that of one device's experts."""
-    opt = strategy("ddp", mesh_of(expert=2), penalised)
+    opt = strategy("ddp", mesh_of(expert=2), penalised, view="per_device")
     with pytest.raises(so.NotSeparableError) as caught:
         opt.step(opt.init(params(penalised)), batches(1)[0])
     said = str(caught.value)
@@ -198,7 +198,7 @@ def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
 
 def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
     block = lambda block, x: MODEL.block(block, x) + block["experts"]["down"].sum()  # noqa: E731
-    opt = strategy("fsdp", mesh_of(expert=2), MODEL._replace(block=block))
+    opt = strategy("fsdp", mesh_of(expert=2), MODEL._replace(block=block), view="per_device")
     with pytest.raises(
         so.NotSeparableError, match=r"blocks/experts/down: reduce_sum at tests/strategies/test_experts\.py"
     ):

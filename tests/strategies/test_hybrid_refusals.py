@@ -250,10 +250,10 @@ def test_refused_at_the_first_parameters(make, message, no_compile):
 CHANGES = [
     (
         lambda w, x: (x + x @ w["kernel"]).astype(jnp.bfloat16),
-        "given, float32[2, 8]; it returned bfloat16[2, 8].",
+        "given, float32[16, 8]; it returned bfloat16[16, 8].",
     ),
-    (lambda w, x: x[:, :4], "given, float32[2, 8]; it returned float32[2, 4]."),
-    (lambda w, x: (), "given, float32[2, 8]; it returned nothing."),
+    (lambda w, x: x[:, :4], "given, float32[16, 8]; it returned float32[16, 4]."),
+    (lambda w, x: (), "given, float32[16, 8]; it returned nothing."),
     (lambda w, x: [x], "given, PyTreeDef(*); it returned PyTreeDef([*])."),
 ]
 

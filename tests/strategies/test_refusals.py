@@ -188,7 +188,7 @@ FIRST_BATCH = [
     ),
     (
         square,
-        {},
+        {"view": "per_device"},
         {"x": np.ones((16, 8)), "y": np.ones((8,)), "z": np.float32(1)},
         ValueError,
         "ddp: batch leaves must agree on a number of rows, the global batch.\n"
@@ -209,7 +209,7 @@ FIRST_BATCH = [
         {},
         X,
         ValueError,
-        "ddp: loss_fn must return a scalar, but its total has shape (2,).\n"
+        "ddp: loss_fn must return a scalar, but its total has shape (16,).\n"
         "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight).",
     ),
     (
@@ -217,7 +217,7 @@ FIRST_BATCH = [
         {},
         X,
         ValueError,
-        "ddp: loss_fn must return a scalar, but its weight has shape (2,).\n"
+        "ddp: loss_fn must return a scalar, but its weight has shape (16,).\n"
         "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight).",
     ),
     (
@@ -239,7 +239,8 @@ FIRST_BATCH = [
         {},
         X,
         TypeError,
-        "ddp: the aux value of loss_fn must be a dict of metrics, got float.",
+        "ddp: the aux value of loss_fn must be a dict of metrics, got float.\n"
+        "Fix: return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight.",
     ),
     (
         lambda params, batch: (square(params, batch), {}, {}),
