@@ -79,7 +79,8 @@ class ShardedOptimizer(NamedTuple):
     Attributes:
       init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
-        gives the `jax.stages.Lowered` program, also for abstract arguments.
+        gives the `jax.stages.Lowered` program, also for abstract arguments. An array that stands at two places of
+        `state`, or also in `batch`, is copied first, because its memory can be given away once.
       evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
         nothing donated.
       synchronize: `synchronize(state) -> state`, once all copies of the state are there and equal. In a synchronous
