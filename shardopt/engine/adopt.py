@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
@@ -57,7 +57,7 @@ def adopt(
         what = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
         raise TypeError(format_error(who, what, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
     if all(hasattr(params, name) for name in ("params", "opt_state", "step")):
-        step = int(params.step)
+        step = int(jax.device_get(params.step))
         params, opt_state = params.params, params.opt_state
     check_count(who, "step", step, least=0)
     if opt_state is not None and opt.config.local_updates is not None:
@@ -65,7 +65,7 @@ def adopt(
         fix = "leave opt_state out: each replica starts with a new one."
         raise ValueError(format_error(who, what, fix=fix))
     state = opt.init(params, rng)
-    first = jnp.asarray(step, state.step.dtype)
+    first = np.asarray(step, state.step.dtype)
     state = state._replace(step=jax.device_put(first, state.step.sharding))
     if opt_state is None:
         return state

@@ -133,7 +133,7 @@ def _compared(
         allowed = max((float(jnp.finfo(one).eps) ** 0.5 for one in dtypes), default=0.0)
     else:
         allowed = tolerance
-    return Difference(name, float(_relative(ours, theirs)), allowed)
+    return Difference(name, float(jax.device_get(_relative(ours, theirs))), allowed)
 
 
 @jax.jit

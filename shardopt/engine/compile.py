@@ -53,6 +53,7 @@ class AotCompiled:
         if traced:
             _check_traced(self.config, traced)
             return self.jitted(*args)
+        _check_jit(self.config.strategy)
         kind = (treedef, tuple(map(_kind, leaves)))
         if kind not in self._compiled:
             compiled = self._compile(*args)
@@ -80,6 +81,17 @@ class AotCompiled:
         compiled = lowered.compile()
         trim_malloc()
         return compiled
+
+
+def _check_jit(who: str) -> None:
+    """Refuse, by a ValueError, to run op by op: no operation alone has a mesh that is sharded over."""
+    if jax.config.jax_disable_jit:
+        what = "jax_disable_jit is set, and what runs on a mesh must be compiled."
+        fix = (
+            "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "
+            "loss_fn(params, batch) by itself, which runs op by op."
+        )
+        raise ValueError(format_error(who, what, fix=fix))
 
 
 def _check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:

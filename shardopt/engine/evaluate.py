@@ -55,7 +55,8 @@ class Totals:
         """Run what adds up to the batch: a plain value has its number of rows as weight."""
         check_state(self._config, state)
         batch = as_arrays(self._config.strategy, batch)
-        self._check_separable(self._layouts.of(state.params), state.params, batch)
+        with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):  # as for a step
+            self._check_separable(self._layouts.of(state.params), state.params, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
         if self._config.view == "global" and size:
             placed = place_batch(self._config, batch, everywhere=size % self._config.axes.num_row_shares != 0)

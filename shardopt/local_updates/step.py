@@ -94,7 +94,7 @@ class LocalStep:
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return self.local.sync.warmup_steps
         array, step = self._last_step
-        return step if state.step is array else int(state.step)
+        return step if state.step is array else int(jax.device_get(state.step))
 
 
 class StepVariant(NamedTuple):
