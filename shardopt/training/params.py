@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, is_array_like, leaves_with_paths
@@ -134,12 +134,12 @@ def _text(value: Any) -> str:
 
 def _fits(leaf: Any, value: Any) -> bool:
     """Return whether a value is of the kind of a leaf, or of one that it contains, as floating numbers do integers."""
-    if not is_array_like(value) and not isinstance(value, bool | int | float | complex):
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         return False
-    dtype = value.dtype if is_array_like(value) else np.asarray(value).dtype
+    dtype = jnp.result_type(value) if isinstance(value, bool | int | float | complex) else value.dtype
     if _is_key(leaf) or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype == leaf.dtype
-    if isinstance(value, jax.ShapeDtypeStruct) or not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
+    if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
         return False
     order = ["integer", "floating", "complex"]
     mine, theirs = _kind(leaf.dtype), _kind(dtype)
@@ -184,5 +184,5 @@ def _copy_program(shape: tuple[int, ...], dtype: Any, impl: str | None, where: S
         return copied(jnp.broadcast_to(leaf, shape))
 
     auto = on_auto_axes(where)
-    on_devices = on_mesh(auto.mesh, run) if isinstance(auto, NamedSharding) else run
-    return jax.jit(on_devices, out_shardings=where)
+    mesh = auto.mesh if isinstance(auto, NamedSharding) else None
+    return jax.jit(on_mesh(mesh, run) if isinstance(mesh, Mesh) else run, out_shardings=where)
