@@ -10,7 +10,7 @@ from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.engine.compression import CompressedOptState
 from shardopt.engine.inputs import copied
-from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import on_mesh
 
@@ -53,9 +53,7 @@ def adopt(
       (7, (8, 32))
     """
     who = "adopt"
-    if not isinstance(opt, ShardedOptimizer):
-        what = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
-        raise TypeError(format_error(who, what, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
+    check_is_strategy(who, opt)
     if all(hasattr(params, name) for name in ("params", "opt_state", "step")):
         step = int(jax.device_get(params.step))
         params, opt_state = params.params, params.opt_state

@@ -14,7 +14,7 @@ from shardopt.engine.gradients import make_gradients
 from shardopt.engine.inputs import check_batch, check_state, place_batch
 from shardopt.engine.layout import make_layout
 from shardopt.engine.metrics import values
-from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.mesh import on_mesh
 
 
@@ -71,6 +71,7 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
       The report, which was printed already.
 
     Raises:
+      TypeError: if `opt` is no `ShardedOptimizer`.
       NotSeparableError: if something differs by more.
       ValueError: if replicas of the strategy train apart.
 
@@ -82,6 +83,7 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
       loss           0.0e+00
       gradient of w  0.0e+00
     """
+    check_is_strategy("check", opt)
     config = opt.config
     check_state(config, state)
     check_batch(config, batch)

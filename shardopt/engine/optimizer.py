@@ -124,6 +124,13 @@ class ShardedOptimizer(NamedTuple):
         return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
 
 
+def check_is_strategy(who: str, opt: object) -> None:
+    """Refuse, by a TypeError, what is not a `ShardedOptimizer`, such as the loss or the optax transformation alone."""
+    if not isinstance(opt, ShardedOptimizer):
+        what = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
+        raise TypeError(format_error(who, what, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
+
+
 def not_a_transformation(strategy: str) -> TypeError:
     """Return the error of a `ShardedOptimizer` in `optax.chain`, `optax.MultiSteps` or flax's `TrainState.create`."""
     what = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
