@@ -24,7 +24,7 @@ from shardopt.audit.walk import (
     trip_count,
 )
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree
+from shardopt.core.types import PyTree, leaves_with_paths
 
 Devices = tuple[jax.Device, ...]
 
@@ -65,7 +65,8 @@ def audit(
     Raises:
       TypeError: if `program` is nothing of these, arguments come with something that is lowered already, or
         `schedule` is not a `Schedule`.
-      ValueError: if no mesh is given and none can be found, the mesh has other devices than the program or lists
+      ValueError: if arguments are abstract and have no shardings, so that the program would be for one device of several; no
+        mesh is given and none can be found, the mesh has other devices than the program or lists
         them in another order, no loop of the program turns as often as `schedule` has ticks, or the text is not that of
         an HLO module.
 
@@ -144,6 +145,7 @@ def _compiled_text(
 ) -> tuple[str, Compiled | None]:
     if not isinstance(program, str | Lowered | Compiled) and hasattr(program, "lower"):
         program = program.lower(*args)
+        _check_placed(who, program, args)
     elif args:
         what = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
         raise TypeError(format_error(who, what, fix="leave them out."))
@@ -158,6 +160,27 @@ def _compiled_text(
     if text is None:
         raise ValueError(format_error(who, "this backend does not give the text of its compiled programs."))
     return text, compiled
+
+
+def _check_placed(who: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
+    """Refuse arguments that are abstract and nowhere, of which jax makes a program for one device, that sends nothing."""
+    leaves = leaves_with_paths(args)
+    nowhere = [
+        f"argument {path}: {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+    ]
+    if not nowhere or jax.device_count() == 1:
+        return
+    placed = any(len(leaf.sharding.device_set) > 1 for _, leaf in leaves if getattr(leaf, "sharding", None) is not None)
+    partitions = re.search(r"mhlo.num_partitions = (\d+)", lowered.as_text())
+    if not placed and partitions is not None and int(partitions[1]) == 1:
+        what = "these arguments have no shardings, so the program would be for one device, and send nothing."
+        fix = (
+            "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or jitted.lower(...), if "
+            "one device is meant."
+        )
+        raise ValueError(format_error(who, what, nowhere, fix))
 
 
 def _count(header: str, word: str) -> int:

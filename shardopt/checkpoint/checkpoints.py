@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
@@ -38,6 +39,9 @@ from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.runtime import progress
 
 _WHO = "Checkpoints"
+_ASKED: Any = object()
+"""Stands for an argument that has no default, so that its absence can be explained."""
+
 _LOG = logging.getLogger(__name__)
 
 _TRIES, _PAUSE = 5, 0.1
@@ -78,7 +82,7 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         every: int,
-        keep: int | None,
+        keep: int | None = _ASKED,
         *,
         best: str | None = None,
         mode: str = "min",
@@ -90,7 +94,7 @@ class Checkpoints:
         Args:
           directory: the folder of the run.
           every: steps between checkpoints, at least 1.
-          keep: how many of the newest checkpoints to keep, at least 1; None for all.
+          keep: how many of the newest checkpoints to keep, at least 1; None for all. It has no default.
           best: a metric's name: the best checkpoint by it is kept as well. Checkpoints saved without this metric,
             or with a NaN, do not compete.
           mode: "min" or "max".
@@ -109,6 +113,9 @@ class Checkpoints:
           CheckpointError: if it cannot be written to.
         """
         check_count(_WHO, "every", every)
+        if keep is _ASKED:
+            fix = "pass keep=3 for the newest three, or keep=None for all."
+            raise TypeError(format_error(_WHO, "keep must be given: older checkpoints are deleted by it.", fix=fix))
         if keep is not None:
             check_count(_WHO, "keep", keep)
         if mode not in ("min", "max"):

@@ -1,6 +1,7 @@
 """`restore`: check everything, then read each shard where it is wanted."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,13 +139,19 @@ def check_target(who: str, target: ShardedOptimizer | PyTree, abstract_params: P
         raise TypeError(format_error(who, "abstract_params are for an optimizer, not for an abstract state."))
     leaves = leaves_by_path(target)
     strange = [
-        f"{show(path) or 'target'}: {type(leaf).__name__}"
+        f"{show(path) or 'target'}: {type(leaf).__name__}{' without a sharding' * isinstance(leaf, jax.ShapeDtypeStruct)}"
         for path, leaf in leaves.items()
         if any(getattr(leaf, name, None) is None for name in ("shape", "dtype", "sharding"))
     ]
     if strange or not leaves:
         what = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
-        raise TypeError(format_error(who, what, strange, fix="pass opt, or opt.abstract_state(abstract_params)."))
+        raise TypeError(format_error(who, what, strange, fix=_TARGET_FIX))
+
+
+_TARGET_FIX = (
+    "pass opt, or opt.abstract_state(abstract_params); or make leaves by jax.ShapeDtypeStruct(shape, dtype, "
+    "sharding=jax.sharding.NamedSharding(mesh, spec))."
+)
 
 
 def fill(
@@ -239,6 +246,15 @@ def _choose(who: str, directory: Path, step: int | None) -> int:
     if (directory / MANIFEST_NAME).exists():
         what = f"{directory} is the folder of one step, not of a run."
         fix = f"pass {str(directory.parent)!r} and step={directory.name}."
+    elif (file := _of_flax(directory)) is not None:
+        what = f"{file} was written by flax (msgpack), not by shardopt."
+        fix = (
+            "read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then "
+            "so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
+        )
+    elif directory.is_file():
+        what = f"{directory} is a file, and checkpoints are folders."
+        fix = "pass the folder that was given to save or Checkpoints; so.from_bytes reads what so.to_bytes returned."
     elif step is None or not steps:
         what = f"there is no checkpoint in {directory}" + ("." if directory.is_dir() else ", which does not exist.")
         fix = "pass the folder that was given to save or Checkpoints."
@@ -247,6 +263,25 @@ def _choose(who: str, directory: Path, step: int | None) -> int:
         what += ": its save was interrupted." if interrupted(directory, step) else "."
         fix = f"choose one of the steps {', '.join(map(str, steps[-8:]))}, or leave step out for the newest."
     raise StepNotFoundError(format_error(who, what, fix=fix))
+
+
+def _of_flax(path: Path) -> Path | None:
+    """Return the file that flax wrote: the path, or the newest of its folder; they are named so, and hold a msgpack map."""
+    files = sorted(path.iterdir(), key=_number) if path.is_dir() else [path]
+    return next((file for file in reversed(files) if _is_of_flax(file)), None)
+
+
+def _number(file: Path) -> tuple[int, str]:
+    digits = re.search(r"\d+$", file.stem)
+    return int(digits[0]) if digits else -1, file.name
+
+
+def _is_of_flax(file: Path) -> bool:
+    if not (file.suffix == ".msgpack" or re.fullmatch(r".*_\d+", file.name)) or not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        first = opened.read(1)
+    return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
 
 
 def _check_undamaged(who: str, directory: Path, step: int) -> None:

@@ -3,14 +3,14 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.engine.compression import CompressedOptState
 from shardopt.engine.inputs import copied
-from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import on_mesh
 
@@ -53,11 +53,9 @@ def adopt(
       (7, (8, 32))
     """
     who = "adopt"
-    if not isinstance(opt, ShardedOptimizer):
-        what = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
-        raise TypeError(format_error(who, what, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
+    check_is_strategy(who, opt)
     if all(hasattr(params, name) for name in ("params", "opt_state", "step")):
-        step = int(params.step)
+        step = int(jax.device_get(params.step))
         params, opt_state = params.params, params.opt_state
     check_count(who, "step", step, least=0)
     if opt_state is not None and opt.config.local_updates is not None:
@@ -65,7 +63,7 @@ def adopt(
         fix = "leave opt_state out: each replica starts with a new one."
         raise ValueError(format_error(who, what, fix=fix))
     state = opt.init(params, rng)
-    first = jnp.asarray(step, state.step.dtype)
+    first = np.asarray(step, state.step.dtype)
     state = state._replace(step=jax.device_put(first, state.step.sharding))
     if opt_state is None:
         return state

@@ -53,13 +53,18 @@ class BatchFn:
 
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Run on a state and a batch."""
-        program, args = self.prepare(state, batch)
+        program, args = self._prepared(state, batch)
         return self.limit(program(*args))
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
-        program, args = self.prepare(state, batch)
+        program, args = self._prepared(state, batch)
         return program.lower(*args)
+
+    def _prepared(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        # Preparing looks at traces after they end, and may compare numbers. The program itself is traced as jax is set.
+        with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):
+            return self.prepare(state, batch)
 
 
 class TrainFn(BatchFn):
@@ -183,6 +188,10 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
         # optax.chain and flax's TrainState call this as soon as they have parameters, and `update` a gradient later.
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("optax", "flax"):
             raise not_a_transformation(config.strategy)
+        with jax.transfer_guard("allow"):  # to put parameters on devices is what init is asked for
+            return placed_state(params, rng)
+
+    def placed_state(params: PyTree, rng: jax.Array | None) -> TrainState:
         key = typed_key(config, rng)
         if is_init_fn(params):
             given = key if rng is None else rng

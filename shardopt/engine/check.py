@@ -14,7 +14,7 @@ from shardopt.engine.gradients import make_gradients
 from shardopt.engine.inputs import check_batch, check_state, place_batch
 from shardopt.engine.layout import make_layout
 from shardopt.engine.metrics import values
-from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.engine.view import Views
 from shardopt.mesh import on_mesh
 
@@ -72,6 +72,7 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
       The report, which was printed already.
 
     Raises:
+      TypeError: if `opt` is no `ShardedOptimizer`.
       NotSeparableError: if something differs by more.
       ValueError: if replicas of the strategy train apart.
 
@@ -83,6 +84,7 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
       loss           0.0e+00
       gradient of w  0.0e+00
     """
+    check_is_strategy("check", opt)
     config = opt.config
     check_state(config, state)
     check_batch(config, batch)
@@ -135,7 +137,7 @@ def _compared(
         allowed = max((float(jnp.finfo(one).eps) ** 0.5 for one in dtypes), default=0.0)
     else:
         allowed = tolerance
-    return Difference(name, float(_relative(ours, theirs)), allowed)
+    return Difference(name, float(jax.device_get(_relative(ours, theirs))), allowed)
 
 
 @jax.jit

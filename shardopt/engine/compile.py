@@ -14,6 +14,7 @@ from shardopt.audit.hlo_text import parse
 from shardopt.audit.walk import collectives_of
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract, is_array_like
+from shardopt.engine.aliases import DonatedState
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.user_mesh import on_auto_axes
 from shardopt.mesh import on_mesh
@@ -31,29 +32,43 @@ class AotCompiled:
       config: of the strategy.
       jitted: the function, whose `in_shardings` are on the mesh of our names. The first argument is of one kind always.
       check: refuses a compiled program by its text; called once for each kind of arguments.
+      donated: keeps the buffers of the first argument distinct, where it is a state that is donated.
     """
 
-    def __init__(self, config: StrategyConfig, jitted: jax.stages.Wrapped, check: Callable[[str], None] | None = None):
-        self.config, self.jitted, self.check = config, jitted, check
+    def __init__(
+        self,
+        config: StrategyConfig,
+        jitted: jax.stages.Wrapped,
+        check: Callable[[str], None] | None = None,
+        donated: DonatedState | None = None,
+    ):
+        self.config, self.jitted, self.check, self.donated = config, jitted, check, donated
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Return what the jitted function returns."""
         leaves, treedef = jax.tree.flatten(args[1:])
-        traced = [leaf for leaf in [*jax.tree.leaves(args[0]), *leaves] if isinstance(leaf, Tracer)]
+        first = jax.tree.leaves(args[0])
+        traced = [leaf for leaf in [*first, *leaves] if isinstance(leaf, Tracer)]
         if traced:
             _check_traced(self.config, traced)
             return self.jitted(*args)
+        _check_jit(self.config.strategy)
         kind = (treedef, tuple(map(_kind, leaves)))
         if kind not in self._compiled:
             compiled = self._compile(*args)
             if self.check is not None:
                 self.check(compiled.as_text() or "")
             self._compiled[kind] = compiled
+        if self.donated is not None:
+            args = (self.donated.distinct(args[0], first, leaves), *args[1:])
         if jax.debug_nans.value or jax.debug_infs.value:  # jit finds the place
             with jax.set_mesh(None):
                 return self.jitted(*jax.tree.map(_put_on_auto_axes, args))
-        return self._compiled[kind](*args)
+        result = self._compiled[kind](*args)
+        if self.donated is not None:
+            self.donated.remember(result[0])
+        return result
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
@@ -66,6 +81,17 @@ class AotCompiled:
         compiled = lowered.compile()
         trim_malloc()
         return compiled
+
+
+def _check_jit(who: str) -> None:
+    """Refuse, by a ValueError, to run op by op: no operation alone has a mesh that is sharded over."""
+    if jax.config.jax_disable_jit:
+        what = "jax_disable_jit is set, and what runs on a mesh must be compiled."
+        fix = (
+            "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "
+            "loss_fn(params, batch) by itself, which runs op by op."
+        )
+        raise ValueError(format_error(who, what, fix=fix))
 
 
 def _check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
@@ -105,7 +131,7 @@ def make_program(
     in_shardings: PyTree,
     out_shardings: PyTree,
     *,
-    donate: tuple[int, ...] = (),
+    donated: DonatedState | None = None,
     keep_unused: bool = False,
 ) -> AotCompiled:
     """Return a function as a program of a strategy: on its mesh, by its compiler options, compiled ahead of its first call.
@@ -120,21 +146,21 @@ def make_program(
       run: the function, traced on `config.mesh`.
       in_shardings: of its arguments, on the mesh of our names; None: where they lie.
       out_shardings: of its results, on the user's mesh.
-      donate: which arguments give their memory to the results.
+      donated: given where the first argument is a state that gives its memory to the first result, the next state.
       keep_unused: whether arguments that are not read count as well.
     """
     jitted = jax.jit(
         on_mesh(config.mesh, run),
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        donate_argnums=donate,
+        donate_argnums=() if donated is None else (0,),
         keep_unused=keep_unused,
         compiler_options=dict(config.compiler_options or {}),
     )
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     if config.schedule is None or config.mesh.shape["tensor"] == 1 or not on_cpu:
-        return AotCompiled(config, jitted)
-    return AotCompiled(config, jitted, functools.partial(_check_permutes, config.strategy, config.mesh))
+        return AotCompiled(config, jitted, donated=donated)
+    return AotCompiled(config, jitted, functools.partial(_check_permutes, config.strategy, config.mesh), donated)
 
 
 def _check_permutes(who: str, mesh: Mesh, text: str) -> None:

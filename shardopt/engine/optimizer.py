@@ -79,7 +79,8 @@ class ShardedOptimizer(NamedTuple):
     Attributes:
       init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
-        gives the `jax.stages.Lowered` program, also for abstract arguments.
+        gives the `jax.stages.Lowered` program, also for abstract arguments. An array that stands at two places of
+        `state`, or also in `batch`, is copied first, because its memory can be given away once.
       evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
         nothing donated.
       synchronize: `synchronize(state) -> state`, once all copies of the state are there and equal. In a synchronous
@@ -121,6 +122,13 @@ class ShardedOptimizer(NamedTuple):
         """The position in the mesh, from 0 to `world_size - 1`, of this process's first device."""
         here = jax.process_index()
         return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
+
+
+def check_is_strategy(who: str, opt: object) -> None:
+    """Refuse, by a TypeError, what is not a `ShardedOptimizer`, such as the loss or the optax transformation alone."""
+    if not isinstance(opt, ShardedOptimizer):
+        what = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
+        raise TypeError(format_error(who, what, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
 
 
 def not_a_transformation(strategy: str) -> TypeError:

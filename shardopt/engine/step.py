@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, TrainState, abstract
+from shardopt.engine.aliases import DonatedState
 from shardopt.engine.compile import make_program
 from shardopt.engine.compression import CompressedOptState, init_compression
 from shardopt.engine.config import StrategyConfig
@@ -93,7 +94,7 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         specs=config.home.specs(layout.specs),
         shardings=on_state,
         init_opt_state=functools.partial(init_opt_state, config, layout),
-        step=make_program(config, step, (on_entry, None), (on_state, replicated), donate=(0,)),
+        step=make_program(config, step, (on_entry, None), (on_state, replicated), donated=DonatedState(config.mesh)),
         evaluate=compile_evaluate(config, layout),
         synchronize=jax.block_until_ready,
     )

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives import BUCKET_BYTES, all_gather, all_reduce, per_device
 from shardopt.core.errors import format_error
-from shardopt.core.types import PyTree, wide_dtype
+from shardopt.core.types import PyTree, abstract, leaves_with_paths, wide_dtype
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.gradients import grad_specs
 from shardopt.engine.layout import Layout, shardings
@@ -49,7 +49,9 @@ def apply_update(
         return place(jax.grad(loss_at)(trained), home)
 
     asked = Asked(found.loss, grads, loss_at, grad_at)
-    updates, opt_state = _update(config, layout, grads, opt_state, shards, asked)
+    updates, after = _update(config, layout, grads, opt_state, shards, asked)
+    _check_same_form(config.strategy, opt_state, after)
+    opt_state = after
     shards = place(optax.apply_updates(shards, updates), home)
     new = layout.merge(frozen, jax.tree.leaves(shards))
     new = _replace_updated(config, layout, new, found.updates)
@@ -96,6 +98,20 @@ def _update(
     if "opt_state" in config.offload:
         return streamed_update(config, layout, (grads, opt_state, params), asked, update)
     return update(grads, opt_state, params)
+
+
+def _check_same_form(who: str, before: PyTree, after: PyTree) -> None:
+    """Refuse, by a ValueError, an optimizer whose state does not keep its structure, shapes and dtypes."""
+    fix = "let init make each leaf with the shape and dtype that update returns, or cast to it in update."
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        what = "update of the optimizer returned a state of another structure than it was given."
+        raise ValueError(format_error(who, what, fix="let init make what update returns."))
+    show = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"  # noqa: E731
+    leaves = zip(leaves_with_paths(abstract(before)), jax.tree.leaves(abstract(after)), strict=True)
+    changed = [f"{path or 'the state'}: {show(a)}, then {show(b)}" for (path, a), b in leaves if show(a) != show(b)]
+    if changed:
+        what = "update of the optimizer changed its state's form, which must be the same at every step."
+        raise ValueError(format_error(who, what, changed, fix))
 
 
 def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]) -> PyTree:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import Max, Min, PyTree, Sum, TrainState
+from shardopt.engine.aliases import DonatedState
 from shardopt.engine.compile import AotCompiled, make_program
 from shardopt.engine.config import StrategyConfig, SyncConfig
 from shardopt.engine.gradients import make_gradients
@@ -66,6 +67,7 @@ class LocalStep:
         self.local, self.specs = local, specs
         self._programs: dict[StepVariant, AotCompiled] = {}
         self._last_step: tuple[jax.Array | None, int] = (None, 0)
+        self._donated = DonatedState(local.config.mesh)  # of all variants: each is handed what another returned
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Take a step; metrics are those of the replicas of this process: their mean, sum, largest or smallest."""
@@ -81,7 +83,7 @@ class LocalStep:
     def _program(self, step: int) -> AotCompiled:
         variant = variant_of(self.local.sync, step)
         if variant not in self._programs:
-            self._programs[variant] = make_step(self.local, self.specs, variant)
+            self._programs[variant] = make_step(self.local, self.specs, variant, self._donated)
         return self._programs[variant]
 
     def _step_of(self, state: TrainState) -> int:
@@ -92,7 +94,7 @@ class LocalStep:
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return self.local.sync.warmup_steps
         array, step = self._last_step
-        return step if state.step is array else int(state.step)
+        return step if state.step is array else int(jax.device_get(state.step))
 
 
 class StepVariant(NamedTuple):
@@ -130,8 +132,11 @@ def variant_of(sync: SyncConfig, step: int) -> StepVariant:
     return StepVariant(send=due(done - 1), apply=due(done - sync.delay))
 
 
-def make_step(local: LocalLayout, specs: TrainState, variant: StepVariant) -> AotCompiled:
+def make_step(
+    local: LocalLayout, specs: TrainState, variant: StepVariant, donated: DonatedState | None = None
+) -> AotCompiled:
     """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one a replica."""
+    donated = donated or DonatedState(local.config.mesh)
     config, layout, delay = local.config._replace(sync_gradients=variant.warm), local.layout, local.sync.delay
     together = variant.warm and config.view == "global"  # one loss of the whole batch, at parameters that are equal yet
     gradients = make_gradients(config._replace(local_updates=None) if together else config, layout)
@@ -196,7 +201,7 @@ def make_step(local: LocalLayout, specs: TrainState, variant: StepVariant) -> Ao
 
     on_entry, on_exit = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
     # keep_unused: what a step overwrites unread, such as what was on its way, gives its memory as well.
-    return make_program(config, step, (on_entry, None), on_exit, donate=(0,), keep_unused=True)
+    return make_program(config, step, (on_entry, None), on_exit, donated=donated, keep_unused=True)
 
 
 def make_average(local: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:

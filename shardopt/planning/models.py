@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from shardopt.core.block_model import as_block_model
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules, leaves_with_paths
 from shardopt.planning.attention_kernels import BACKWARD, FORWARD, splash_flops
@@ -325,7 +326,7 @@ MODELS = {
 """Shapes by name, at the sequence length they were trained with."""
 
 
-def find_model(who: str, name: str | Transformer) -> Transformer:
+def find_model(who: str, name: Any) -> Transformer:
     """Return the shape of a name; a `Transformer` of one's own is returned as it is.
 
     Raises:
@@ -340,7 +341,15 @@ def find_model(who: str, name: str | Transformer) -> Transformer:
         return name
     if not isinstance(name, str):
         fix = "pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
-        raise TypeError(format_error(who, f"model must be a name, a Transformer or a Workload, got {name!r}.", fix=fix))
+        shown = repr(name) if isinstance(name, int | float | None) else type(name).__name__
+        if as_block_model(name) is not None:
+            fix = "pass so.planning.trace(model, abstract_params, abstract_batch), which counts what a row costs."
+        elif callable(name):
+            fix = (
+                "make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
+                "loss without blocks so.aot compiles one layout."
+            )
+        raise TypeError(format_error(who, f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix))
     short = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
     if short not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."

@@ -72,7 +72,7 @@ def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], given: Arrays, x: Array
         # Or a compiler that sees both passes at once would keep what the first one gathered.
         weights, dy = jax.lax.optimization_barrier(([given[i] for i in trained], dy))
         dx, dw = passes().both(replaced(given, trained, weights), residuals, dy)
-        return replaced([None] * len(given), trained, dw), replaced([None] * len(x), moving, dx)
+        return replaced([None] * len(given), trained, dw), replaced([None] * len(x_shapes), moving, dx)
 
     run = jax.custom_vjp(copy)
     run.defvjp(forward, backward)

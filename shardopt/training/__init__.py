@@ -6,6 +6,7 @@ from shardopt.training.fit import FitResult, fit
 from shardopt.training.goodput import Goodput
 from shardopt.training.hyperparams import hyperparams, with_hyperparams
 from shardopt.training.loggers import jsonl, tensorboard
+from shardopt.training.params import with_params
 from shardopt.training.resume import FirstState
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "jsonl",
     "tensorboard",
     "with_hyperparams",
+    "with_params",
 ]

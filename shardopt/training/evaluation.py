@@ -14,7 +14,7 @@ from shardopt.engine.config import check_evaluate_fn
 from shardopt.engine.evaluate import Totals
 from shardopt.engine.loss import LossParts
 from shardopt.engine.metrics import added, value_of
-from shardopt.engine.optimizer import ShardedOptimizer
+from shardopt.engine.optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.training.loggers import ShowBatches
 
 Evaluate = Callable[[TrainState], Mapping[str, float | np.ndarray | jax.Array]]
@@ -45,7 +45,7 @@ def evaluation(
       prefix: put before the name of each metric, since training reports "loss" too.
 
     Raises:
-      TypeError: if `batches` is an iterator, which would be empty the second time; `evaluate_fn` is not a function.
+      TypeError: if `opt` is no `ShardedOptimizer`; `batches` is an iterator, which would be empty the second time; `evaluate_fn` is not a function.
       ValueError: by the returned function, if there are no batches.
       NotSeparableError: by the returned function, in the per-device view, if the loss is no (weighted) mean over rows.
 
@@ -57,6 +57,7 @@ def evaluation(
       >>> evaluate(opt.init({"mean": jnp.array(2.0)}))["val_loss"] == 2 / 3
       True
     """
+    check_is_strategy("evaluation", opt)
     if iter(batches) is batches:
         what = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
         raise TypeError(format_error("evaluation", what, fix="pass list(itertools.islice(batches, n))."))

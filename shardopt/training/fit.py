@@ -159,7 +159,7 @@ def fit(
 
         stream, meter, history = Stream(batches), Meter(checkpoints), []
         state, seen = begin(opt, state, stream, early_stopping, checkpoints, display.say)
-        step = int(state.step)
+        step = int(jax.device_get(state.step))
         saved = None if checkpoints is None else checkpoints.latest()
         measured: dict[str, float] = {}
         display.advance(step)

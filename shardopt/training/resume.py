@@ -111,7 +111,7 @@ def begin(
 
 def step_of(state: TrainState | FirstState) -> int:
     """Return the steps that were taken."""
-    return 0 if isinstance(state, FirstState) else int(state.step)
+    return 0 if isinstance(state, FirstState) else int(jax.device_get(state.step))
 
 
 def _made(opt: ShardedOptimizer, state: TrainState | FirstState) -> TrainState:

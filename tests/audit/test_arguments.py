@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
@@ -59,6 +59,30 @@ def test_meshes_may_be_abstract_or_mappings(program):
     mesh = so.make_mesh(data=4, tensor=2)
     for given in (mesh, mesh.abstract_mesh, {"data": 4, "tensor": 2}):
         assert audit(program, X, mesh=given).collectives[0].axes == ("data",)
+
+
+def test_abstract_arguments_without_shardings_are_refused(mesh_of):
+    """jax would compile for one device, and a table without collectives would look like good news."""
+    mesh, grads = mesh_of(data=8), jax.jit(jax.grad(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)))
+    params, rows = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
+    message = (
+        "audit: these arguments have no shardings, so the program would be for one device, and send nothing.\n"
+        "  argument 0/w: float32[8, 4]\n"
+        "  argument 1: bfloat16[16, 8]\n"
+        "Fix: pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or jitted.lower(...), if "
+        "one device is meant."
+    )
+    for named in (None, mesh):
+        with refused(ValueError, message):
+            audit(grads, params, rows, mesh=named)
+    assert audit(grads.lower(params, rows)).collectives == ()
+    split = NamedSharding(mesh, P("data"))
+    found = audit(grads, params, jax.ShapeDtypeStruct((16, 8), jnp.bfloat16, sharding=split))
+    assert {one.axes for one in found.collectives} == {("data",)}
+
+
+def test_shardings_may_be_those_of_the_program(program):
+    assert audit(program, jax.ShapeDtypeStruct((8, 16), jnp.float32)).collectives[0].axes == ("data",)
 
 
 def test_strange_programs_are_refused(program):

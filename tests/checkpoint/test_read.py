@@ -282,14 +282,51 @@ def test_an_abstract_state_is_filled_as_it_is_placed(saved, make_opt, new_params
     [
         (None, ""),
         ("opt", "  target: str\n"),
-        ({"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": np.ones(2)}, "  b: ndarray\n  w: ShapeDtypeStruct\n"),
+        (
+            {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": np.ones(2)},
+            "  b: ndarray\n  w: ShapeDtypeStruct without a sharding\n",
+        ),
     ],
 )
 def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_of):
     what = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
-    fix = "Fix: pass opt, or opt.abstract_state(abstract_params)."
+    fix = (
+        "Fix: pass opt, or opt.abstract_state(abstract_params); or make leaves by jax.ShapeDtypeStruct(shape, dtype, "
+        "sharding=jax.sharding.NamedSharding(mesh, spec))."
+    )
     assert complaint_of(lambda: restore(tmp_path, target), TypeError) == f"restore: {what}\n{listed}{fix}"
     assert complaint_of(lambda: so.from_bytes(target, b""), TypeError) == f"from_bytes: {what}\n{listed}{fix}"
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "named"])
+def test_what_flax_wrote_is_named_and_its_remedy_works(how, tmp_path, complaint_of, same):
+    from flax import serialization
+
+    opt = so.fsdp(optax.adam(0.1), so.make_mesh(), lambda params, batch: jnp.mean((batch @ params["dense"]["w"]) ** 2))
+    state, _ = opt.step(opt.init({"dense": {"w": jnp.ones((8, 8))}}), jnp.ones((8, 8)))
+    state = state._replace(step=state.step + 9)
+    for step in (9, 10):
+        file = tmp_path / (f"step{step}.msgpack" if how == "named" else f"checkpoint_{step}")
+        file.write_bytes(serialization.to_bytes(jax.device_get(state._asdict())))
+    (tmp_path / "notes").mkdir()
+    assert complaint_of(lambda: restore(file if how == "file" else tmp_path, opt), so.StepNotFoundError) == (
+        f"restore: {file} was written by flax (msgpack), not by shardopt.\n"
+        "Fix: read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then "
+        "so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
+    )
+    tree = serialization.msgpack_restore(file.read_bytes())
+    adopted = so.adopt(opt, tree["params"], tree["opt_state"], step=int(tree["step"]))
+    assert same(adopted, state)
+
+
+def test_a_file_is_no_folder(tmp_path, trained, complaint_of):
+    for name in ("model.safetensors", "checkpoint_3", "state.msgpack", "empty_1"):
+        file = tmp_path / name
+        file.write_bytes(b"" if name == "empty_1" else b"text")
+        assert complaint_of(lambda file=file: restore(file, trained[0]), so.StepNotFoundError) == (
+            f"restore: {file} is a file, and checkpoints are folders.\n"
+            "Fix: pass the folder that was given to save or Checkpoints; so.from_bytes reads what so.to_bytes returned."
+        )
 
 
 def test_an_abstract_state_has_its_parameters_already(tmp_path, trained, complaint_of):

@@ -175,6 +175,20 @@ def test_unknown_models_and_kinds_are_refused():
     with refused(TypeError, message):
         find_model("plan", 3)
     message = (
+        "plan: model must be a name, a Transformer or a Workload, got function.\n"
+        "Fix: make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
+        "loss without blocks so.aot compiles one layout."
+    )
+    with refused(TypeError, message):
+        so.plan(lambda params, batch: 0.0, hardware="v5p", chips=8, batch_size=64)
+    model = so.BlockModel(embed=lambda outer, batch: batch, block=lambda w, x: x, loss=lambda outer, x, batch: 0.0)
+    message = (
+        "plan: model must be a name, a Transformer or a Workload, got BlockModel.\n"
+        "Fix: pass so.planning.trace(model, abstract_params, abstract_batch), which counts what a row costs."
+    )
+    with refused(TypeError, message):
+        so.plan(model, hardware="v5p", chips=8, batch_size=64)
+    message = (
         "Transformer: 2 sizes cannot be used.\n  dim must be positive, got 0\n  width must be positive, got 0\n"
         "Fix: choose positive sizes, and heads in equal groups."
     )

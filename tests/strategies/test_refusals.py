@@ -260,3 +260,54 @@ def test_refused_at_the_first_batch(loss_fn, options, batch, error, message, req
     with pytest.raises(error) as caught:
         opt.step(state, batch)
     assert str(caught.value) == message
+
+
+def test_check_wants_a_strategy():
+    state = so.ddp(TX, mesh(), square).init(PARAMS)
+    message = (
+        "check: opt must be a so.ShardedOptimizer, got function.\n"
+        "Fix: pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."
+    )
+    with pytest.raises(TypeError) as caught:
+        so.check(square, state, X)
+    assert str(caught.value) == message
+
+
+def kept_as(first, then):
+    """An optimizer whose state begins as `first` makes it, and goes on as `then` does."""
+    update = lambda grads, state, params=None: (grads, jax.tree.map(then, grads))  # noqa: E731
+    return optax.GradientTransformation(lambda params: jax.tree.map(first, params), update)
+
+
+CHANGING = [
+    (
+        kept_as(lambda x: x.astype(jnp.bfloat16), lambda g: g),
+        "update of the optimizer changed its state's form, which must be the same at every step.\n"
+        "  w: bfloat16[8, 8], then float32[8, 8]\n"
+        "Fix: let init make each leaf with the shape and dtype that update returns, or cast to it in update.",
+    ),
+    (
+        kept_as(lambda x: x[0], lambda g: g),
+        "update of the optimizer changed its state's form, which must be the same at every step.\n"
+        "  w: float32[8], then float32[8, 8]\n"
+        "Fix: let init make each leaf with the shape and dtype that update returns, or cast to it in update.",
+    ),
+    (
+        kept_as(lambda x: (x, x), lambda g: g),
+        "update of the optimizer returned a state of another structure than it was given.\n"
+        "Fix: let init make what update returns.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tx", "message"), CHANGING)
+@pytest.mark.parametrize("strategy", ["fsdp", "local_sgd"])
+def test_an_optimizer_whose_state_changes_its_form_is_refused(strategy, tx, message, request):
+    inner = so.fsdp if strategy == "fsdp" else so.ddp
+    opt = inner(tx, mesh() if strategy == "fsdp" else mesh(replica=2), square)
+    opt = opt if strategy == "fsdp" else so.local_sgd(opt, sync_every=2)
+    state = opt.init(PARAMS)
+    request.getfixturevalue("no_compile")
+    with pytest.raises(ValueError) as caught:
+        opt.step(state, X)
+    assert str(caught.value) == f"{strategy}: {message}"

@@ -146,6 +146,15 @@ def test_a_loss_that_cannot_run_is_refused(given, message):
         evaluation(so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss), [rows_of(8)], evaluate_fn=given)
 
 
+def test_a_loss_alone_is_no_strategy():
+    message = (
+        "evaluation: opt must be a so.ShardedOptimizer, got function.\n"
+        "Fix: pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        evaluation(row_loss, [rows_of(8)])
+
+
 def test_a_loss_that_mixes_rows_is_refused_or_evaluated_whole():
     """A perplexity: the exponential of a mean is no mean. In the global view a batch runs at once, of one row too."""
     mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(1)

@@ -59,6 +59,11 @@ def test_resumed_equals_unbroken_and_one_process(told):
     np.testing.assert_allclose(first["params"], alone.state.params["w"], rtol=2e-5)
 
 
+def test_parameters_that_all_set_live_where_they_did(told):
+    for found in told[0]:
+        assert found["with_params"] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 4, 6], [True] * 3]
+
+
 def test_only_the_first_process_logs_and_shows(told):
     (first, second), (shown, silent) = told
     assert first["whole"]["logged"] == [10, 20, 30]

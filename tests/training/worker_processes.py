@@ -78,4 +78,11 @@ except NonFiniteLossError as error:
     found["nan"] = [error.step, error.position]
 state = with_hyperparams(new_state(), learning_rate=0.25)
 found["hyperparams"] = hyperparams(run("changed", state, batches(40), num_steps=3).state)
+
+state = resumed.state
+numbers = np.arange(4, dtype=np.float64)
+of_one, of_all = (so.with_params(state, {"w": w}).params["w"] for w in (numbers, jnp.asarray(numbers)))
+twice = so.with_params(state, {"w": jax.jit(lambda w: 2 * w)(of_one)}).params["w"]
+found["with_params"] = [np.asarray(gather(w)).tolist() for w in (of_one, of_all, twice)]
+found["with_params"].append([str(w.sharding) == str(state.params["w"].sharding) for w in (of_one, of_all, twice)])
 print(json.dumps(found), flush=True)
