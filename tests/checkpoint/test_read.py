@@ -282,7 +282,10 @@ def test_an_abstract_state_is_filled_as_it_is_placed(saved, make_opt, new_params
     [
         (None, ""),
         ("opt", "  target: str\n"),
-        ({"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": np.ones(2)}, "  b: ndarray\n  w: ShapeDtypeStruct without a sharding\n"),
+        (
+            {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": np.ones(2)},
+            "  b: ndarray\n  w: ShapeDtypeStruct without a sharding\n",
+        ),
     ],
 )
 def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_of):
@@ -327,7 +330,7 @@ def test_a_file_is_no_folder(tmp_path, trained, complaint_of):
 
 
 def test_an_abstract_state_has_its_parameters_already(tmp_path, trained, complaint_of):
-    wanted = trained[0].abstract_state()
+    wanted = trained[0].abstract_state(trained[1]().params)
     message = complaint_of(lambda: restore(tmp_path, wanted, abstract_params=wanted.params), TypeError)
     assert message == "restore: abstract_params are for an optimizer, not for an abstract state."
 

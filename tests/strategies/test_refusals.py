@@ -1,5 +1,7 @@
 """Bad input is refused before anything compiles, and the message says what to do."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -306,6 +308,5 @@ def test_an_optimizer_whose_state_changes_its_form_is_refused(strategy, tx, mess
     opt = opt if strategy == "fsdp" else so.local_sgd(opt, sync_every=2)
     state = opt.init(PARAMS)
     request.getfixturevalue("no_compile")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{strategy}: {message}')}$"):
         opt.step(state, X)
-    assert str(caught.value) == f"{strategy}: {message}"
