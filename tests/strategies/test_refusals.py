@@ -1,7 +1,5 @@
 """Bad input is refused before anything compiles, and the message says what to do."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -308,5 +306,6 @@ def test_an_optimizer_whose_state_changes_its_form_is_refused(strategy, tx, mess
     opt = opt if strategy == "fsdp" else so.local_sgd(opt, sync_every=2)
     state = opt.init(PARAMS)
     request.getfixturevalue("no_compile")
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{strategy}: {message}')}$"):
+    with pytest.raises(ValueError, match="update of the optimizer") as caught:
         opt.step(state, X)
+    assert str(caught.value) == f"{strategy}: {message}"
