@@ -37,7 +37,7 @@ class DonatedState:
 
     def remember(self, state: PyTree) -> None:
         """Remember what a program returned, without keeping it alive."""
-        self._returned = [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+        self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
 
     def distinct(self, state: PyTree, leaves: Sequence[jax.Array], others: Sequence[Any]) -> PyTree:
         """Return the state, with copies in place of leaves that share memory with another argument.
