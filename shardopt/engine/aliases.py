@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from shardopt.core.types import PyTree
@@ -36,7 +37,7 @@ class DonatedState:
 
     def remember(self, state: PyTree) -> None:
         """Remember what a program returned, without keeping it alive."""
-        self._returned = [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+        self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
 
     def distinct(self, state: PyTree, leaves: Sequence[jax.Array], others: Sequence[Any]) -> PyTree:
         """Return the state, with copies in place of leaves that share memory with another argument.
@@ -80,9 +81,9 @@ def _copy_program(mesh: Mesh, where: tuple[Sharding, ...]) -> jax.stages.Wrapped
     return jax.jit(on_mesh(mesh, copied), out_shardings=list(where))
 
 
-def _addresses(leaf: jax.Array) -> set[tuple[Sharding, int]]:
-    """Return where the shards of this process lie; nothing of an array without elements."""
-    if not leaf.size or leaf.is_deleted():
+def _addresses(leaf: jax.Array | np.ndarray) -> set[tuple[Sharding, int]]:
+    """Return where the shards of this process lie; nothing of a numpy array, or of one without elements."""
+    if not isinstance(leaf, jax.Array) or not leaf.size or leaf.is_deleted():
         return set()
     data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     shards = (data.addressable_data(i) for i in range(len(data.sharding.addressable_devices)))

@@ -85,7 +85,8 @@ class AotCompiled:
 
 def _check_jit(who: str) -> None:
     """Refuse, by a ValueError, to run op by op: no operation alone has a mesh that is sharded over."""
-    if jax.config.jax_disable_jit:
+    switches: Any = jax.config  # whose attributes type checkers do not know
+    if switches.jax_disable_jit:
         what = "jax_disable_jit is set, and what runs on a mesh must be compiled."
         fix = (
             "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "

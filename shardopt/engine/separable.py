@@ -140,26 +140,28 @@ def find_mixing(
     relations: list[Value] = [Same() for _ in jax.tree.leaves(params)]
     relations += [Same() if dim is None else Split(dim, blocks) for dim in dims]
     relations += [Same(drawn=True) for _ in jax.tree.leaves(key)]
-    try:
-        found = prove(
-            whole_jaxpr,
-            piece_jaxpr,
-            relations,
-            pieces=pieces,
-            row_axes=row_axes,
-            other_axes=frozenset(sizes) - frozenset(context.axes if context is not None else ()),
-            positions=positions,
-            training=training,
-        )
-    except DifferentTracesError as error:
-        op = None if error.eqn is None else Op(error.eqn)
-        why = f"it does other things on {counts[0][0]} {unit} than on {counts[0][1]}."
-        return Mixing("the loss", why, _operation(op), () if op is None else (_line(op),))
-    values = iter(found)
-    for result in results:
-        mixing = _problem(result, [next(values) for _ in result.leaves], pieces)
-        if mixing is not None:
-            return mixing._replace(why=_of_positions(mixing.why)) if positions else mixing
+    relate = functools.partial(
+        prove,
+        whole_jaxpr,
+        piece_jaxpr,
+        relations,
+        pieces=pieces,
+        row_axes=row_axes,
+        other_axes=frozenset(sizes) - frozenset(context.axes if context is not None else ()),
+        positions=positions,
+    )
+    # derivative rules are traced one by one, which takes longest: so only once the values are known to be right
+    for with_rules in (False, True)[: 1 + training]:
+        try:
+            values = iter(relate(training=with_rules))
+        except DifferentTracesError as error:
+            op = None if error.eqn is None else Op(error.eqn)
+            why = f"it does other things on {counts[0][0]} {unit} than on {counts[0][1]}."
+            return Mixing("the loss", why, _operation(op), () if op is None else (_line(op),))
+        for result in results:
+            mixing = _problem(result, [next(values) for _ in result.leaves], pieces)
+            if mixing is not None:
+                return mixing._replace(why=_of_positions(mixing.why)) if positions else mixing
     if training and (name := _trained_weight(whole_jaxpr, results, len(jax.tree.leaves(params)))):
         return Mixing(
             "the loss", f"{name} of so.Weighted depends on the parameters, so the mean has a gradient of the weight."

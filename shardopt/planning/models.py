@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from shardopt.core.block_model import as_block_model
+from shardopt.core.block_model import BlockModel
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Rules, leaves_with_paths
 from shardopt.planning.attention_kernels import BACKWARD, FORWARD, splash_flops
@@ -342,7 +342,7 @@ def find_model(who: str, name: Any) -> Transformer:
     if not isinstance(name, str):
         fix = "pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
         shown = repr(name) if isinstance(name, int | float | None) else type(name).__name__
-        if as_block_model(name) is not None:
+        if isinstance(name, BlockModel):
             fix = "pass so.planning.trace(model, abstract_params, abstract_batch), which counts what a row costs."
         elif callable(name):
             fix = (

@@ -103,6 +103,9 @@ def cond(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     branches = list(zip(*site.params_of("branches"), strict=True))
     if isinstance(which, Known) and which.equal and which.whole.size == 1:
         return scope.relate(site, *branches[int(np.clip(which.whole.item(), 0, len(branches) - 1))], operands)
+    going_on = [branch for branch in branches if not _raises(branch[0])]
+    if len(going_on) == 1 < len(branches):  # the others end the run, whichever piece takes them
+        return scope.relate(site, *going_on[0], operands)
     taken = related(site, values)[0]
     if not (isinstance(taken, Same) and taken.ratio == 1.0):
         return [first_unknown([taken]) or site.unknown("mixes")] * site.num_results
@@ -116,6 +119,13 @@ def cond(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
             value = Same() if value.equal else Unknown("count", value.op)
         results.append(value)
     return results
+
+
+def _raises(branch: Any) -> bool:
+    """Return whether a branch is that of `equinox.error_if` which raises an error."""
+    callbacks = [eqn.params.get("callback") for eqn in opened(branch).eqns if eqn.primitive.name == "pure_callback"]
+    functions = [getattr(callback, "callback_func", None) for callback in callbacks]
+    return any(getattr(function, "__module__", "") == "equinox._errors" for function in functions)
 
 
 # --- one row a turn ---------------------------------------------------------------------------------------------------

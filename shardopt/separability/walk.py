@@ -84,7 +84,8 @@ def relate(scope: Scope, whole: Any, piece: Any, values: Sequence[Value]) -> lis
     for eqns in _pairs(jaxprs[0].eqns, jaxprs[1].eqns):
         site = Site(*eqns, scope.pieces, scope.callers)
         operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
-        known.update(zip(eqns[0].outvars, _results(scope, site, operands), strict=True))
+        results = _results(scope, site, operands)
+        known.update(zip(eqns[0].outvars, results, strict=True))
         twin.update(zip(eqns[0].outvars, eqns[1].outvars, strict=True))
     return [read(*atoms) for atoms in zip(jaxprs[0].outvars, jaxprs[1].outvars, strict=True)]
 
@@ -168,10 +169,6 @@ def _call(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
         return [Split(0)]
     if scope.positions and name == ATTENTION:
         return [_attention(site, values)]
-    if (
-        name == "branched_error_if_impl"
-    ):  # equinox.error_if: its operand, or an error, which is one wherever it is raised
-        return [Same(), values[0]] if len(values) == 2 and site.num_results == 2 else [site.unknown("primitive")]
     key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
     if key is None or len(opened(site.params[key]).invars) != len(values):
         return [first_unknown(values) or site.unknown("primitive")] * site.num_results

@@ -35,6 +35,7 @@ from shardopt.training.resume import (
     step_of,
     written_out,
 )
+from shardopt.training.tolerance import Tolerance
 
 
 class FitResult(NamedTuple):
@@ -117,7 +118,9 @@ def fit(
       A `FitResult`.
 
     Raises:
-      NonFiniteLossError: if the loss is NaN or infinite, at the latest one step after; or if an update made the state so.
+      NonFiniteLossError: if the loss is NaN or infinite, at the latest one step after; or if an update made the state so. Not
+        where `optax.apply_if_finite` skipped the update of that step; but from the step on that it applies again, because
+        there were more than `max_consecutive_errors` in a row.
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
       ValueError: if a count is out of range, the state was donated, the folder has checkpoints and `checkpoints.resume`
         is not set, the batches cannot be put back, a metric is not a scalar, `evaluate` takes the name of a training
@@ -160,6 +163,7 @@ def fit(
         stream, meter, history = Stream(batches), Meter(checkpoints), []
         state, seen = begin(opt, state, stream, early_stopping, checkpoints, display.say)
         step = int(jax.device_get(state.step))
+        tolerance = Tolerance(opt.wrapped, state.opt_state)
         saved = None if checkpoints is None else checkpoints.latest()
         measured: dict[str, float] = {}
         display.advance(step)
@@ -205,7 +209,14 @@ def fit(
             scheduled = saving if evaluate_every is None else step % evaluate_every == 0
             evaluating = evaluate is not None and (scheduled or (step == num_steps and not local_updates))
             ledger.enter("wait")
-            late = meter.push(step, stream.drawn - 1, arriving, examples=num_rows(opt.config, batch), wanted=logging)
+            late = meter.push(
+                step,
+                stream.drawn - 1,
+                arriving,
+                examples=num_rows(opt.config, batch),
+                wanted=logging,
+                tolerated=tolerance(state.opt_state),
+            )
             ledger.enter("log")
             if late is not None:
                 report(*late)

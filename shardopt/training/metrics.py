@@ -32,15 +32,23 @@ class Meter:
         self._steps = self._examples = 0
 
     def push(
-        self, step: int, position: int, metrics: Mapping[str, jax.Array], *, examples: int, wanted: bool
+        self,
+        step: int,
+        position: int,
+        metrics: Mapping[str, jax.Array],
+        *,
+        examples: int,
+        wanted: bool,
+        tolerated: jax.Array | None = None,
     ) -> tuple[int, dict[str, float]] | None:
         """Hand in a step (`step` counts it), drawn after `position` batches, its scalar metrics still being computed.
 
-        Settles the step before: returns (step, metrics) of it if it was wanted and has not been settled yet.
+        Settles the step before: returns (step, metrics) of it if it was wanted and has not been settled yet. A loss that is
+        not finite ends the run, but where `tolerated` is true.
         """
         if self._pending is None and not self._settled:
             _check_metrics(metrics)
-        late, self._pending = self._pending, _Pending(step, position, metrics, examples, wanted)
+        late, self._pending = self._pending, _Pending(step, position, metrics, examples, wanted, tolerated)
         if late is None:
             return None
         fetched = self._fetch(late, everything=late.wanted)
@@ -62,7 +70,7 @@ class Meter:
         chosen = {"loss": pending.metrics["loss"]} | (dict(pending.metrics) if everything else {})
         fetched = jax.device_get(chosen)
         values = {name: fetched[name].item() for name in chosen}  # jax sorts dicts; the loss shall come first
-        if not math.isfinite(loss := values["loss"]):
+        if not math.isfinite(loss := values["loss"]) and not _is_true(pending.tolerated):
             _fail(f"the loss became {loss}", pending.step - 1, pending.position, self._checkpoints)
         return values | self._speed(pending.examples, finished=everything)
 
@@ -85,6 +93,11 @@ class _Pending(NamedTuple):
     metrics: Mapping[str, jax.Array]
     examples: int
     wanted: bool
+    tolerated: jax.Array | None
+
+
+def _is_true(value: jax.Array | None) -> bool:
+    return value is not None and bool(jax.device_get(value))
 
 
 def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:

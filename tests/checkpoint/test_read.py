@@ -330,7 +330,7 @@ def test_a_file_is_no_folder(tmp_path, trained, complaint_of):
 
 
 def test_an_abstract_state_has_its_parameters_already(tmp_path, trained, complaint_of):
-    wanted = trained[0].abstract_state()
+    wanted = trained[0].abstract_state(trained[1]().params)
     message = complaint_of(lambda: restore(tmp_path, wanted, abstract_params=wanted.params), TypeError)
     assert message == "restore: abstract_params are for an optimizer, not for an abstract state."
 

@@ -76,6 +76,13 @@ def test_a_batch_may_hold_an_array_of_the_state(mesh_of):
         np.testing.assert_array_equal(state.params["rows"], X)
 
 
+def test_leaves_may_be_numpy_arrays(mesh_of):
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
+    state = opt.init(PARAMS)._replace(step=np.int32(3))
+    state, _ = opt.step(state, X)
+    assert int(state.step) == 4
+
+
 def test_replicas_that_train_apart(mesh_of):
     opt = so.local_sgd(so.ddp(optax.sgd(0.1), mesh_of(replica=2), from_reference, frozen=["ref"]), sync_every=2)
     state = stepped(opt, PARAMS)

@@ -308,6 +308,6 @@ def test_an_optimizer_whose_state_changes_its_form_is_refused(strategy, tx, mess
     opt = opt if strategy == "fsdp" else so.local_sgd(opt, sync_every=2)
     state = opt.init(PARAMS)
     request.getfixturevalue("no_compile")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="update of the optimizer") as caught:
         opt.step(state, X)
     assert str(caught.value) == f"{strategy}: {message}"

@@ -126,6 +126,54 @@ def test_skipped_gradients_and_infinite_masks_may_be_meant(mesh_of, memory):
     assert result.state.params["mask"].tolist() == [0, -np.inf]
 
 
+TOLERANT = {
+    "ddp": lambda tx, mesh_of: so.ddp(tx, mesh_of(data=2), plain_loss),
+    "fsdp": lambda tx, mesh_of: so.fsdp(tx, mesh_of(data=2), plain_loss, min_shard_elements=1),
+    "local_sgd": lambda tx, mesh_of: so.local_sgd(so.ddp(tx, mesh_of(replica=2), plain_loss), sync_every=5),
+}
+
+
+def plain_loss(params, batch):
+    return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("strategy", TOLERANT)
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_apply_if_finite_decides_how_many_losses_in_a_row_may_be_no_numbers(
+    strategy, log_every, batches, memory, mesh_of
+):
+    tx = optax.chain(optax.clip(1.0), optax.apply_if_finite(optax.adam(0.05), 2))
+    opt = TOLERANT[strategy](tx, mesh_of)
+    first = lambda: opt.init({"w": jnp.zeros(4), "b": jnp.zeros(())})  # noqa: E731
+    data = batches
+    for at in (0, 4, 5, 8, 9):  # two in a row are skipped, also where a checkpoint is saved
+        data = spoiled(data, at)
+    checkpoints = memory(5)
+    options = {"log_every": log_every, "progress": False}
+    result = fit(opt, first(), data, num_steps=15, checkpoints=checkpoints, **options)
+    assert result.stopped == "completed"
+    assert sorted(checkpoints.disk) == [5, 10, 15]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
+    if log_every == 1:
+        assert [one["step"] for one in result.history if np.isnan(one["loss"])] == [1, 5, 6, 9, 10]
+    with pytest.raises(NonFiniteLossError, match=r"^fit: the loss became nan at step 10 \(batch 10") as caught:
+        fit(opt, first(), spoiled(data, 10), num_steps=15, checkpoints=memory(5), **options)
+    assert (caught.value.step, caught.value.position) == (10, 10)
+
+
+def test_a_loss_that_is_no_number_with_a_gradient_that_is_ends_the_run(mesh_of):
+    """The update was applied: apply_if_finite looks at gradients."""
+
+    def loss_fn(params, batch):
+        return (batch["x"] * params["w"]).mean() + jax.lax.stop_gradient(batch["bad"]).mean()
+
+    opt = so.ddp(optax.apply_if_finite(optax.sgd(0.1), 3), mesh_of(data=2), loss_fn)
+    batches = [{"x": np.ones(4, np.float32), "bad": np.zeros(4, np.float32)} for _ in range(9)]
+    batches[3]["bad"][:] = np.nan
+    with pytest.raises(NonFiniteLossError, match="the loss became nan at step 3"):
+        fit(opt, opt.init({"w": jnp.zeros(())}), batches, num_steps=9, progress=False)
+
+
 def test_the_device_is_never_waited_for_between_reports(opt, new_state, batches):
     """A step's loss is looked at only once the next step is dispatched, also where metrics are logged."""
     for log_every in (1, 100):
