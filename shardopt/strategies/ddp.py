@@ -39,12 +39,13 @@ def ddp(
     the gradient of the mean over the global batch.
 
     **Equivalence**: equal to one device on the union batch, up to summation order, for every optax transformation but
-    lookahead (which has two copies of the parameters), and every loss that is a (weighted) mean over rows. Losses with
-    `rng` agree in expectation: each device draws its own, the same for every strategy.
+    lookahead (which has two copies of the parameters), and **every** loss. A loss that is proved to be a (weighted) mean over
+    rows runs on each device's rows: the per-device view. There, losses with `rng` agree in expectation: each device draws its
+    own, the same for every strategy. Every other loss runs in the global view, and a warning says why.
 
-    With `view="global"` the step is L(p, B) and its gradient on the whole batch B, for **every** loss L: in-batch negatives,
-    batch norm, sums, sorting, whatever mixes rows. The loss is written as for one device, runs under `jit` on global arrays,
-    and XLA's partitioner divides the work: rows stay on their devices, weights are gathered where the placement shards
+    In the global view the step is L(p, B) and its gradient on the whole batch B: in-batch negatives, batch norm, sums, sorting,
+    whatever mixes rows. The loss is written as for one device, runs under `jit` on global arrays, and XLA's partitioner divides
+    the work: rows stay on their devices, weights are gathered where the placement shards
     them (of a `BlockModel` one block at a time), gradients go to where the optimizer state is. A loss with `rng` gets the
     key that `ddp` gives on one device, and draws the same. `micro_batches` cut the batch where the loss is shown to be a mean over
     rows; elsewhere it runs at once, which a warning says. Replicas that train apart (`local_sgd`, `diloco`) each see their
@@ -54,13 +55,13 @@ def ddp(
     leaves with two dims or more, and the loss sees rows [rows here, positions here, ...]. Gradients are summed over
     it, and what a placement shards is sharded over data and context together. A loss that is a (weighted) mean over
     positions needs no change; positions see each other through `so.nn.attention`, and know their number from
-    `so.nn.positions`. A loss that mixes them otherwise is refused. With `view="global"` it sees whole sequences.
+    `so.nn.positions`. A loss that mixes them otherwise runs in the global view, where it sees whole sequences.
 
     On a mesh with an expert axis (`so.make_mesh(expert=4)`) rows are split over it as over data, and each leaf that
     `expert_leaves` names, [experts, ...], by experts: the loss sees its own [experts here, ...] and sends tokens to the devices
     of their experts, as `so.nn.mixture_of_experts` does. So the gradient of such a leaf is complete over expert, and summed
     over replica, data and context alone. All other leaves are sharded over data and expert (and context) together.
-    A loss that uses a leaf of experts elsewhere, such as in a penalty on weights, is refused.
+    A loss that uses a leaf of experts elsewhere, such as in a penalty on weights, runs in the global view.
 
     **Placement**: parameters, gradients and optimizer state replicated over data and replica; sharded over tensor
     where a rule says so.
@@ -69,7 +70,7 @@ def ddp(
     last micro-batch: 2(N-1)/N Psi on the wire; and a few bytes for the loss and metrics. What attention sends over context
     is said by `so.nn.attention`, what tokens send over expert by `so.nn.mixture_of_experts`.
 
-    With `view="global"`, what compiled programs were seen to send (`so.audit`): besides what the loss needs of other rows, the
+    In the global view, what compiled programs were seen to send (`so.audit`): besides what the loss needs of other rows, the
     bytes of the per-device view, but each block's gradient in the loop over blocks, and again each micro-batch. XLA:TPU
     scatters the gradients of `zero` and `fsdp` as the per-device view does; XLA:CPU all-reduces them and cuts, 2(N-1)/N Psi
     instead of (N-1)/N Psi. With `gather_dtype` gradients are summed in that dtype.
@@ -98,10 +99,11 @@ def ddp(
       evaluate_fn: the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters as they are placed; by
         default `loss_fn`. Its form is that of `loss_fn`; it gets no key.
       compiler_options: what XLA is told when it compiles a step, name -> value; by default `so.compiler_options(mesh)`.
-      view: "per_device": each device runs `loss_fn` on its rows. "global": it runs once, on the whole batch, and the
-        partitioner of XLA divides the work; see above.
-      separable: True says that the loss is a (weighted) mean over rows, and skips the check of that. The check also refuses a
-        `jax.custom_vjp` whose backward rule mixes rows, or is not linear in what comes back (clips it, takes its sign).
+      view: "auto": each device runs `loss_fn` on its rows if that is proved to be exact; else it runs once on the whole batch,
+        with a warning. "per_device": as the former, or an error. "global": as the latter, without a proof or a warning.
+        `opt.config.report()` shows what was taken, and why.
+      separable: True says that the loss is a (weighted) mean over rows, so that nothing is proved. `so.check` compares such a loss
+        with one device.
       axes: what your own mesh calls its axes, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default our names.
         State and metrics live on that very mesh, Auto or Explicit, whatever `jax.set_mesh` says. Rules name its axes, and so
         does a loss in the global view; in the per-device view a loss calls them data, tensor, replica, pipeline, context and expert.
@@ -121,8 +123,8 @@ def ddp(
 
     Raises:
       TypeError: if an argument is of the wrong kind; `tx` is not an optax transformation.
-      NotSeparableError: by the first step, if the loss is not a (weighted) mean over rows, as far as its trace shows; or,
-        on a context axis, is not shown to be one over positions.
+      NotSeparableError: by a step of a new batch shape, if the loss is not proved to be a (weighted) mean over rows (on a context
+        axis over positions), and there is no global view: with `view="per_device"`, a reducer, `scatter_dtype` or a pipeline.
       ValueError: if a number is out of range, rules do not fit, a mesh axis above 1 has nothing to split, or
         `view="global"` is asked for with a reducer.
 

@@ -100,7 +100,7 @@ def hybrid(
       frozen: see `ddp`.
       evaluate_fn: see `ddp`; a `BlockModel` where there are stages.
       compiler_options: see `ddp`.
-      view: see `ddp`; "global" is for meshes with pipeline=1.
+      view: see `ddp`; a pipeline has no global view, and refuses a loss that is not proved to be a mean over rows.
       separable: see `ddp`.
       axes: see `ddp`.
       batch_dims: see `ddp`.
