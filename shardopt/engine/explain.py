@@ -72,6 +72,6 @@ def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ..
 
 
 def _add_note(config: StrategyConfig, rows: int | None, error: Exception) -> None:
-    if rows is not None and config.view == "per_device" and config.num_pieces > 1:
+    if rows is not None and "\nFix: " not in str(error) and config.view == "per_device" and config.num_pieces > 1:
         seen = f"{rows} of the {rows * config.num_row_pieces} rows"
         error.add_note(f"{config.strategy}: each device runs the loss on its own rows: it sees {seen} of the batch.")

@@ -56,12 +56,14 @@ class Mixing(NamedTuple):
       why: what is in the way, a sentence.
       operation: the operation that mixes rows, as "reduce_sum at loss.py:12 (clip)"; "" if it is not known.
       lines: that operation and what becomes of its result, with their source.
+      cause: the error of a loss that cannot be traced on a piece.
     """
 
     what: str
     why: str
     operation: str = ""
     lines: tuple[str, ...] = ()
+    cause: Exception | None = None
 
 
 class _Result(NamedTuple):
@@ -109,7 +111,7 @@ def find_mixing(
     dims = [0 if leaf.ndim else None for leaf in leaves] if dims is None else dims
     sizes = axis_sizes or {}
     row_axes = frozenset(context.axes if context is not None and context.devices == pieces else ())
-    whole_context = None if context is None else context._replace(devices=max(1, context.devices // pieces))
+    whole_context = None if context is None else context._replace(devices=1, micro_batches=1, refused=None)
     counts = [
         (leaf.shape[dim], leaf.shape[dim] // pieces) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None
     ]
@@ -136,7 +138,13 @@ def find_mixing(
         piece_jaxpr = trace(context, piece, sizes)
     except Exception as error:
         seen, rows = f"{counts[0][1]} of the {counts[0][0]} {unit}", f"{type(error).__name__}: {error}".splitlines()[0]
-        return Mixing("the loss", f"a piece is {seen}, on which the loss cannot be traced: {rows}")
+        return Mixing("the loss", f"a piece is {seen}, on which the loss cannot be traced: {rows}", cause=error)
+    shapes = [[var.aval.shape for var in one.jaxpr.outvars] for one in (whole_jaxpr, piece_jaxpr)]
+    grows = iter(whole != piece for whole, piece in zip(*shapes, strict=True))
+    for result in results:
+        grown = [next(grows) for _ in result.leaves]
+        if any(grown):
+            return Mixing(result.what, "it has another shape on a piece than on the whole batch.")
     relations: list[Value] = [Same() for _ in jax.tree.leaves(params)]
     relations += [Same() if dim is None else Split(dim, blocks) for dim in dims]
     relations += [Same(drawn=True) for _ in jax.tree.leaves(key)]
@@ -219,15 +227,19 @@ class Obstacle(NamedTuple):
       lines: the operations, with their source.
       fix: the remedies.
       operation: the operation that mixes rows; "" if it is not known.
+      cause: the error of a loss that cannot be traced on a piece.
     """
 
     what: str
     lines: tuple[str, ...]
     fix: str
     operation: str
+    cause: Exception | None = None
 
-    def error(self, config: StrategyConfig) -> NotSeparableError:
-        """Return the error of a strategy that cannot run the loss otherwise."""
+    def error(self, config: StrategyConfig) -> Exception:
+        """Return the error of a strategy that cannot run the loss otherwise: what shardopt itself says of it, or that it mixes rows."""
+        if self.cause is not None and "\nFix: " in str(self.cause):
+            return self.cause
         no_view = "" if config.schedule is None else "a mesh with pipeline=1; or "
         no_view = no_view or ("no reducer; or " if config.reducer is not None else "")
         no_view = no_view or ("no scatter_dtype; or " if config.scatter_dtype is not None else "")
@@ -293,14 +305,14 @@ def _obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training
     if over == "positions":
         cut = f"{axes.num_position_shares} devices along context share"
         what = f"{mixing.what} is not shown to be a (weighted) mean over positions, which {cut}: {mixing.why}"
-        return Obstacle(what, mixing.lines, FIX_POSITIONS, mixing.operation)
+        return Obstacle(what, mixing.lines, FIX_POSITIONS, mixing.operation, mixing.cause)
     parts = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
     parts += [f"{config.micro_batches} micro-batches"] * (config.micro_batches > 1)
     cut = " and ".join(parts)
     what = (
         f"{mixing.what} is not shown to be a (weighted) mean over rows, so {cut} could train on another: {mixing.why}"
     )
-    return Obstacle(what, mixing.lines, FIX, mixing.operation)
+    return Obstacle(what, mixing.lines, FIX, mixing.operation, mixing.cause)
 
 
 def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:

@@ -266,7 +266,9 @@ def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_else
     mesh, rows = mesh_of(data=2), np.arange(8, dtype=np.float32)
     assert mean(rows[:4]) == 1.5
     run = lambda micro_batches, rows: (  # noqa: E731
-        (opt := so.ddp(optax.sgd(0.1), mesh, loss_fn, micro_batches=micro_batches)).step(opt.init(np.float32(1)), rows)
+        (opt := so.ddp(optax.sgd(0.1), mesh, loss_fn, micro_batches=micro_batches, view="per_device")).step(
+            opt.init(np.float32(1)), rows
+        )
     )
     assert run(1, rows[:4])[1]["loss"] == 1.5**2
     with pytest.raises(ValueError, match="micro_batches=2"):
@@ -277,14 +279,18 @@ def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_else
 @pytest.mark.parametrize("name", ["gather_batch", "batch_mean", "batch_sum"])
 def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
     function = getattr(so, name)
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, x: (params * function(x)).sum(), micro_batches=2)
+    loss_fn = lambda params, x: (params * function(x)).sum()  # noqa: E731
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2)
+    with pytest.warns(UserWarning, match="micro_batches=2"):
+        _, metrics = opt.step(opt.init(np.float32(1)), np.arange(4, dtype=np.float32))
+    assert metrics["loss"] == loss_fn(1, np.arange(4, dtype=np.float32))
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2, view="per_device")
     message = (
         f"{name}: with micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
         "Fix: use micro_batches=1, or view='global'."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
-    loss_fn = lambda params, x: (params * function(x)).sum()  # noqa: E731
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2, view="global", separable=True)
     message = (
         f"{name}: with separable=True and micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole"
