@@ -172,7 +172,9 @@ def _check_placed(who: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
     ]
     if not nowhere or jax.device_count() == 1:
         return
-    placed = any(len(leaf.sharding.device_set) > 1 for _, leaf in leaves if getattr(leaf, "sharding", None) is not None)
+    placed = any(
+        isinstance(getattr(leaf, "sharding", None), NamedSharding) for _, leaf in leaves
+    )  # if only on a mesh of one
     partitions = re.search(r"mhlo.num_partitions = (\d+)", lowered.as_text())
     if not placed and partitions is not None and int(partitions[1]) == 1:
         what = "these arguments have no shardings, so the program would be for one device, and send nothing."

@@ -293,7 +293,8 @@ def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
     other = so.ddp(tx, mesh, lambda params, batch: jax.lax.pmean(params["up"].mean(), "data"), view="global")
     assert refused(lambda: other.step(other.init(case.params), batch)) == (
         "ddp: the loss calls a collective over 'data', but with view='global' it runs once, on the whole batch.\n"
-        "Fix: take the collective out (a mean is jnp.mean), use so.batch_mean, right in both views, or view='per_device'."
+        "Fix: take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None), use so.batch_mean, right in both "
+        "views, or view='per_device'."
     )
 
 
