@@ -53,18 +53,13 @@ class BatchFn:
 
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Run on a state and a batch."""
-        program, args = self._prepared(state, batch)
+        program, args = self.prepare(state, batch)
         return self.limit(program(*args))
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
-        program, args = self._prepared(state, batch)
+        program, args = self.prepare(state, batch)
         return program.lower(*args)
-
-    def _prepared(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
-        # Preparing looks at traces after they end, and may compare numbers. The program itself is traced as jax is set.
-        with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):
-            return self.prepare(state, batch)
 
 
 class TrainFn(BatchFn):
