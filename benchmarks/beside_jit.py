@@ -1,9 +1,10 @@
 """What a strategy costs beside plain jit + NamedSharding: seconds of a step and of its compiling, and what was compiled.
 
-Run: python benchmarks/beside_jit.py [--rounds 30] [--models mlp haiku flax] [--sizes small large] [--counts]
+Run: python benchmarks/beside_jit.py [--rounds 30] [--models mlp haiku flax contrastive] [--sizes small large] [--counts]
 
 Control: `jax.jit` of value_and_grad, optax and the gradient's norm, parameters replicated (for ddp) or placed as so.fsdp
-places them (for fsdp), rows over data: the partitioner does the rest. Test: `so.ddp` and `so.fsdp`, in both views. Same
+places them (for fsdp), rows over data: the partitioner does the rest. Test: `so.ddp` and `so.fsdp`, in both views; for a
+contrastive loss, which mixes rows, in the view that `view="auto"` takes. Same
 parameters, numpy batches, optimizer (AdamW) and outputs, interleaved in one run. Claim: a step takes at most 1.03 of
 the control's time, compiling at most 1.3. `--counts` prints flops, bytes and instructions of the programs, which do
 not depend on what else the machine does, and times nothing but the compiler.
@@ -51,6 +52,19 @@ def mlp(width, layers, length):
     return params, loss_fn, batches
 
 
+def contrastive(width, layers, length):
+    """Rows through square layers, each against all others: `view="auto"` runs it on the whole batch."""
+    params, _, batches = mlp(width, layers, length)
+
+    def loss_fn(params, batch):
+        x, y = batch["x"], batch["y"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jax.nn.logsumexp(x @ y.T, axis=1) - jnp.sum(x * y, axis=1))
+
+    return params, loss_fn, batches
+
+
 def _tokens(apply, length):
     def loss_fn(params, batch):
         logits = apply(params, batch["tokens"][:, :-1])
@@ -92,7 +106,9 @@ def flax(width, layers, length):
     return jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, length), jnp.int32)), *_tokens(net.apply, length)
 
 
-MODELS = {"mlp": mlp, "haiku": haiku, "flax": flax}
+MODELS = {"mlp": mlp, "haiku": haiku, "flax": flax, "contrastive": contrastive}
+VIEWS = {"contrastive": ("auto",)}
+"""The views of a model that has not both."""
 
 
 def plain(mesh, loss_fn, params, specs):
@@ -122,12 +138,12 @@ def plain(mesh, loss_fn, params, specs):
     return jitted, state, lambda batch: jax.device_put(batch, rows)
 
 
-def contenders(mesh, model):
-    """Return name -> (step with .lower, state, place): the controls and the strategies."""
+def contenders(mesh, model, views):
+    """Return name -> (step with .lower, state, place): the controls, and the strategies in these views."""
     params, loss_fn, _ = model
     made = {}
     for name, strategy in (("ddp", so.ddp), ("fsdp", so.fsdp)):
-        for view in ("per_device", "global"):
+        for view in views:
             opt = strategy(TX, mesh, loss_fn, view=view)
             made[f"{name} {view}"] = opt.step, opt.init(params), lambda batch: batch
         made[f"{name} jit"] = plain(mesh, loss_fn, params, opt.specs(params).params)
@@ -169,7 +185,7 @@ def counts(lowered, compiled):
 def compare(name, size, rounds, only_counts):
     """Compile every contender, and time them in turns; check first that they compute the same."""
     mesh, model = so.make_mesh(), MODELS[name](**SIZES[size])
-    made, batches = contenders(mesh, model), model[2]
+    made, batches = contenders(mesh, model, VIEWS.get(name, ("per_device", "global"))), model[2]
     seconds = {who: [] for who in made}
     results = {}
     for turn in range(-1, COMPILINGS):  # the first warms up what all use
@@ -186,9 +202,9 @@ def compare(name, size, rounds, only_counts):
         losses = {who: float(one()[0]["loss"]) for who, one in run.items()}
         np.testing.assert_allclose(list(losses.values()), losses["ddp jit"], rtol=1e-4)
         times = interleave(run, rounds=rounds)
-        for who, seconds in times.items():
-            results[who]["median seconds"] = statistics.median(seconds)
-            results[who]["time ratio"] = median_ratio(seconds, times[f"{who.split()[0]} jit"])
+        for who, steps in times.items():
+            results[who]["median seconds"] = statistics.median(steps)
+            results[who]["time ratio"] = median_ratio(steps, times[f"{who.split()[0]} jit"])
     for who, row in results.items():
         mine, base = seconds[who], seconds[f"{who.split()[0]} jit"]
         row |= {part: statistics.median(one[part] for one in mine) for part in mine[0]}
@@ -224,8 +240,9 @@ def main():
         for size in asked.sizes
         for name in asked.models
     }
-    if not asked.counts:
-        print("wrote", write_json(__file__, results))
+    if not asked.counts:  # some models get a file of their own
+        named = __file__ if asked.models == list(MODELS) else f"beside_jit_{'_'.join(asked.models)}.py"
+        print("wrote", write_json(named, results))
 
 
 if __name__ == "__main__":
