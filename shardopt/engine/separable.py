@@ -267,12 +267,17 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
       batch: a global batch; its shapes count.
       training: whether the loss is differentiated, and gets a random key if it takes one.
     """
-    if config.local_updates is not None and config.local_updates.warmup_steps:
-        config = config._replace(sync_gradients=True)
-    if config.num_pieces == 1 or config.separable:
-        return None
-    with explained(config._replace(view="per_device")):
-        return _obstacle(config, layout, batch, training=training)
+    configs = [config]
+    if config.local_updates is not None and config.local_updates.warmup_steps:  # in which replicas share one gradient
+        configs.append(config._replace(sync_gradients=True))
+    for one in configs:
+        if one.num_pieces == 1 or one.separable:
+            continue
+        with explained(one._replace(view="per_device")):
+            obstacle = _obstacle(one, layout, batch, training=training)
+        if obstacle is not None:
+            return obstacle
+    return None
 
 
 def _obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:

@@ -1,7 +1,8 @@
 """Which view a loss runs in: on each device's own rows if a proof says that it may, else on the whole batch."""
 
 import warnings
-from typing import Any, Literal, NamedTuple
+from collections.abc import Hashable
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -45,13 +46,14 @@ class Views:
 
     def __init__(self, config: StrategyConfig, *, training: bool):
         self._config, self._training = config, training
-        self._choices: list[tuple[Layout, Any, ViewChoice]] = []
+        self._choices: dict[Hashable, ViewChoice] = {}
+        self._layouts: list[Layout] = []  # kept, so that none takes the place of another in memory
         self._warned = False
 
     @property
     def last(self) -> ViewChoice | None:
         """The newest choice; None before the first batch."""
-        return self._choices[-1][2] if self._choices else None
+        return next(reversed(self._choices.values()), None)
 
     def of(self, layout: Layout, batch: PyTree) -> Literal["per_device", "global"]:
         """Return the view in which the loss of a batch of these shapes runs.
@@ -60,13 +62,14 @@ class Views:
           NotSeparableError: if the loss is not proved to be a (weighted) mean over rows, and there is no global view to run it in.
         """
         leaves, treedef = jax.tree.flatten(batch)
-        shapes = treedef, tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
-        for known, other, choice in self._choices:
-            if known is layout and other == shapes:
-                return choice.view
+        shapes = tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+        key = id(layout), treedef, shapes
+        if key in self._choices:
+            return self._choices[key].view
         with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):  # it traces the loss, and runs nothing
             choice = self._choose(layout, batch)
-        self._choices.append((layout, shapes, choice))
+        self._choices[key] = choice
+        self._layouts.append(layout)
         return choice.view
 
     def _choose(self, layout: Layout, batch: PyTree) -> ViewChoice:
