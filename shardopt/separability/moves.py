@@ -285,6 +285,16 @@ def split(site: Site, values: Sequence[Value]) -> list[Value]:
     return [value] * site.num_results
 
 
+def unstack(site: Site, values: Sequence[Value]) -> list[Value]:
+    """Cut a dim into its entries, which all are of the same rows."""
+    value, axis = values[0], site.params["axis"]
+    if axis in differing(site.operand()):
+        return [site.unknown("mixes")] * site.num_results
+    if isinstance(value, Split):
+        value = value.at(value.dim - (value.dim > axis))
+    return [value] * site.num_results
+
+
 def stack(site: Site, values: Sequence[Value]) -> list[Value]:
     """Join operands along a new dim."""
     joined, axis = join(site, values), site.params["axis"]

@@ -176,7 +176,7 @@ def test_a_weighted_loss_has_the_terms_for_balance_beside_it(mesh_of, x64):
 
 def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_of):
     config = config_of(balance="loss", param_dtype=jnp.float32)
-    opt = strategy("fsdp", mesh_of(data=2), config, micro_batches=2)
+    opt = strategy("fsdp", mesh_of(data=2), config, micro_batches=2, view="per_device")
     message = (
         "batch_mean: with micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
         "Fix: use micro_batches=1, or view='global', or balance='bias', which needs no other rows."

@@ -218,7 +218,8 @@ def test_a_loss_that_mixes_positions_is_refused_before_anything_compiles(loss, o
 
 
 def test_rows_of_the_whole_batch_are_not_to_be_had(mesh_of):
-    opt = so.ddp(TX, mesh_of(data=2, context=2), lambda p, batch: (so.batch_mean(errors(p, batch)) ** 2).mean())
+    loss = lambda p, batch: (so.batch_mean(errors(p, batch)) ** 2).mean()  # noqa: E731
+    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device")
     with pytest.raises(ValueError, match="on a context axis the loss sees a part of each sequence"):
         opt.step(opt.init(params()), batches()[0])
 
