@@ -43,7 +43,8 @@ from shardopt.separability.relations import (
     close,
     tolerance_of,
 )
-from shardopt.separability.walk import DifferentTracesError, prove
+from shardopt.separability.scope import DifferentTracesError
+from shardopt.separability.walk import prove
 
 _HERE = Path(__file__).parent
 
@@ -425,7 +426,7 @@ def _problem(result: _Result, values: Sequence[Value], pieces: int) -> Mixing | 
     ops = [value.op for value in values if isinstance(value, Total | Extreme) and value.op is not None]
     operation, lines = (_operation(ops[0]), (_line(ops[0]),)) if ops else ("", ())
     for leaf, value in zip(result.leaves, values, strict=True):
-        value = as_relation(value, jnp.asarray(leaf).dtype)
+        value = _as_relation(value, jnp.asarray(leaf).dtype)
         if isinstance(value, Unknown):
             return _unknown(result.what, value)
         if isinstance(value, Split):
@@ -461,7 +462,7 @@ def _problem(result: _Result, values: Sequence[Value], pieces: int) -> Mixing | 
     return None
 
 
-def as_relation(value: Value, dtype: Any) -> Value:
+def _as_relation(value: Value, dtype: Any) -> Value:
     """Return the relation of a result whose shape has no rows."""
     if not isinstance(value, Known):
         return value

@@ -162,6 +162,11 @@ def _results(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     return results_of(site, values)
 
 
+def _called(site: Site) -> str | None:
+    """Return the parameter that holds what an equation calls."""
+    return next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
+
+
 def _call(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     """Follow what is called; a few functions are known by their names."""
     name = site.params.get("name")
@@ -169,7 +174,7 @@ def _call(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
         return [Split(0)]
     if scope.positions and name == ATTENTION:
         return [_attention(site, values)]
-    key = next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
+    key = _called(site)
     if key is None or len(opened(site.params[key]).invars) != len(values):
         return [first_unknown(values) or site.unknown("primitive")] * site.num_results
     try:
@@ -240,7 +245,7 @@ def _attention(site: Site, values: Sequence[Value]) -> Value:
 
 def _custom(scope: Scope, site: Site, values: list[Value]) -> list[Value]:
     """Follow a function that has a derivative rule of its own: the function, and where the loss is differentiated the rule."""
-    key = next((key for key in ("call_jaxpr", "fun_jaxpr", "jaxpr") if key in site.params), None)
+    key = _called(site)
     if key is None:
         return [first_unknown(values) or site.unknown("primitive")] * site.num_results
     results = scope.relate(site, *site.params_of(key), values)
