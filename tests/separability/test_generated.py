@@ -1,4 +1,8 @@
-"""No random program is accepted that plain jax finds to be no mean over rows; and most of those that are means are accepted."""
+"""No random program is accepted that plain jax finds to be no mean over rows; and most of those that are means are accepted.
+
+Plain jax judges every accepted program. It judges a sample of the others, from which the share of accepted means is estimated:
+compiling both sides of a program takes forty times as long as the proof.
+"""
 
 from typing import NamedTuple
 
@@ -6,51 +10,64 @@ import pytest
 from support.piecewise import compare, proved
 from support.random_losses import random_loss
 
-CHUNK, QUICK, MANY = 60, 240, 10_000
+QUICK, MANY = 200, 10_000
 LEAST_SHARE = 0.5
 """The least share of separable programs that the proof accepts."""
 
 
 class Tally(NamedTuple):
-    """What became of some programs."""
+    """What became of some programs.
 
-    separable: int
+    Attributes:
+      programs: how many there were.
+      accepted: how many of them the proof accepts.
+      separable: how many of them are means over rows, as estimated from the sample of refused ones.
+      unsound: the programs that are accepted, but are no means.
+    """
+
+    programs: int
     accepted: int
+    separable: int
     unsound: list[str]
 
 
-def tally(seeds: range) -> Tally:
-    separable, accepted, unsound = 0, 0, []
+def tally(seeds: range, sample: int) -> Tally:
+    """Judge programs; of those that the proof refuses, each `sample`-th is compared."""
+    accepted, refused, refused_means, unsound = 0, 0, 0, []
     for seed in seeds:
         program = random_loss(seed)
-        given = program.loss_fn, program.params, program.batch, program.pieces
-        is_accepted, comparison = proved(*given), compare(*given)
-        separable += comparison.separable
-        accepted += comparison.separable and is_accepted
-        if is_accepted and not comparison.separable and not comparison.undecided:
-            unsound.append(f"{program}{comparison}")
-    return Tally(separable, accepted, unsound)
+        arguments = program.loss_fn, program.params, program.batch, program.pieces
+        if proved(*arguments):
+            accepted += 1
+            comparison = compare(*arguments)
+            if not comparison.separable and not comparison.undecided:
+                unsound.append(f"{program}{comparison}")
+        else:
+            refused += 1
+            if refused % sample == 0:
+                refused_means += compare(*arguments).separable
+    return Tally(len(seeds), accepted, accepted - len(unsound) + sample * refused_means, unsound)
 
 
-def judge(seeds: range, capsys: pytest.CaptureFixture) -> None:
-    result = tally(seeds)
+def judge(seeds: range, sample: int, capsys: pytest.CaptureFixture) -> None:
+    result = tally(seeds, sample)
     with capsys.disabled():
-        share = f"{result.accepted} of {result.separable} separable programs are accepted, of {len(seeds)} in all"
+        share = f"{result.accepted} of about {result.separable} separable programs are accepted, of {result.programs}"
         print(f"\nseeds {seeds.start} to {seeds.stop - 1}: {share}; {len(result.unsound)} unsound")
     assert not result.unsound, "\n".join([f"{len(result.unsound)} accepted that are no means:", *result.unsound])
-    assert len(seeds) * 0.35 < result.separable < len(seeds) * 0.85
+    assert result.programs * 0.25 < result.accepted < result.programs * 0.75
     assert result.accepted >= LEAST_SHARE * result.separable
 
 
-@pytest.mark.parametrize("start", range(0, QUICK, CHUNK))
+@pytest.mark.parametrize("start", range(0, QUICK, 50))
 def test_programs(start, capsys):
-    judge(range(start, start + CHUNK), capsys)
+    judge(range(start, start + 50), 5, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(QUICK, QUICK + MANY, 500))
 def test_ten_thousand_programs(start, capsys):
-    judge(range(start, start + 500), capsys)
+    judge(range(start, start + 500), 10, capsys)
 
 
 @pytest.mark.fast

@@ -1,5 +1,6 @@
 """Switches of jax that people debug with: leaked tracers, transfers that nobody asked for, no jit."""
 
+import itertools
 import re
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import tiered
 
 import shardopt as so
 
@@ -36,10 +38,11 @@ MODES = {
     "leaks": lambda: jax.check_tracer_leaks(True),
     "guard": lambda: jax.transfer_guard("disallow"),
 }
+SUSPECTED = [("leaks", "blocks"), ("leaks", "pipeline")]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", MODES)
+# Where jax suspects a leak, as in a custom derivative, it walks over all objects of the process: up to a minute late in a run.
+@pytest.mark.parametrize(("mode", "form"), tiered(itertools.product(MODES, FORMS), lambda row: row not in SUSPECTED))
 def test_init_step_and_evaluate_run_under(mode, form, mesh_of):
     opt, params = FORMS[form](mesh_of)
     evaluate = so.training.evaluation(opt, [X, X[:3]])
@@ -51,6 +54,7 @@ def test_init_step_and_evaluate_run_under(mode, form, mesh_of):
     assert np.isfinite([metrics["loss"], before["loss"], after["val_loss"]]).all()
 
 
+@pytest.mark.slow
 def test_what_a_loss_leaks_is_found_still(mesh_of):
     """The check is off while the loss is analysed, and on while the step is traced."""
     leaked = []
