@@ -41,6 +41,8 @@ def tally(seeds: range, sample: int) -> Tally:
             accepted += 1
             comparison = compare(*arguments)
             if not comparison.separable and not comparison.undecided:
+                comparison = compare(*arguments, jit=False)
+            if not comparison.separable and not comparison.undecided:
                 unsound.append(f"{program}{comparison}")
         else:
             refused += 1

@@ -65,7 +65,7 @@ def proved(loss_fn: Callable, params: Any, batch: Any, pieces: int) -> bool:
         return find_mixing(loss_fn, params, batch, pieces=pieces) is None
 
 
-def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: int = 0) -> Comparison:
+def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: int = 0, jit: bool = True) -> Comparison:
     """Compare a loss, its metrics and its gradient on the whole batch with those of its pieces together.
 
     With pieces b_i: a scalar is mean_i f(b_i), `Weighted` is sum_i total(b_i) / sum_i weight(b_i), `Sum`, `Max` and
@@ -78,9 +78,12 @@ def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: in
       batch: a tree of arrays, rows along dim 0; scalars are the same for all pieces.
       pieces: how many.
       seed: of the noise.
+      jit: whether to compile, which is fast. Operation by operation, nothing is fused: without optimisation XLA:CPU computes
+        a fused operand of a maximum twice, with other roundings, so its gradient finds no maximum and is NaN.
     """
     with as_users_have_it():
-        run = jax.jit(functools.partial(_parts, loss_fn))
+        run = functools.partial(_parts, loss_fn)
+        run = jax.jit(run) if jit else run
         pairs = []
         for params_at, batch_at in points(params, batch, seed):
             rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch_at) if leaf.ndim)
