@@ -17,6 +17,14 @@ from shardopt.separability.elementwise import first_unknown, is_zero, related
 from shardopt.separability.relations import Known, Same, Shapes, Site, Split, Total, Unknown, Value, differing
 from shardopt.separability.scope import DifferentTracesError, Scope
 
+SCALE = -0.7390851332151607
+"""Stands for any factor between the derivatives that a piece and the whole meet.
+
+A strategy divides the loss of a piece by the number of pieces, or by a weight which is known only to all of them, and makes up
+for it afterwards. That is right for a rule which is linear in the cotangents, as derivatives are. A rule that adds to them, clips
+them or takes their sign does not keep a factor that is neither 1 nor positive nor made of the sizes in the program.
+"""
+
 
 def follow_jvp(scope: Scope, site: Site, values: list[Value], results: list[Value]) -> list[Value]:
     """Follow a rule (operands, tangents) -> (results, their tangents).
@@ -51,11 +59,12 @@ def follow_jvp(scope: Scope, site: Site, values: list[Value], results: list[Valu
 def follow_vjp(scope: Scope, site: Site, values: list[Value], results: list[Value]) -> list[Value]:
     """Follow a rule (operands, cotangents of the results) -> (results, cotangents of the operands).
 
-    Let L_W = (1/n) sum L_i be a mean over pieces. Its derivative with respect to a value is, if the value is
+    A loss is the sum of what the pieces differentiate, times a factor s: L_W = s sum L_i. Its derivative with respect to a value
+    is, if the value is
 
-        Split(r)   L_W' = 1/(n r) concat(L_i')     Same(r)   L_W' = 1/(n r) sum L_i'     Total(c)   L_i' = n c L_W'
+        Split(r)   L_W' = s/r concat(L_i')     Same(r)   L_W' = s/r sum L_i'     Total(c)   L_i' = c/s L_W'
 
-    These go in at the results, and must come out at the operands.
+    These go in at the results, and must come out at the operands. For s, see `SCALE`.
     """
     out = _floating(site.whole.outvars)
     given = [i for i in _floating(site.whole.invars) if i >= site.params.get("num_consts", 0)]
@@ -99,11 +108,11 @@ def _or_unknown(site: Site, results: list[Value], wrong: bool) -> list[Value]:
 def _dual(site: Site, value: Value, shapes: Shapes) -> Value | None:
     """Return the relation of the derivative of a mean over pieces; None if it is not known."""
     if isinstance(value, Split) and differing(shapes) == (value.dim,) and value.order is None:
-        return Split(value.dim, value.blocks, 1 / (site.pieces * value.ratio))
+        return Split(value.dim, value.blocks, SCALE / value.ratio)
     if isinstance(value, Same) and not differing(shapes):
-        return Total(1 / (site.pieces * value.ratio), site.op)
+        return Total(SCALE / value.ratio, site.op)
     if isinstance(value, Total) and not differing(shapes):
-        return Same(1 / (site.pieces * value.ratio))
+        return Same(SCALE / value.ratio)
     return None
 
 

@@ -21,6 +21,11 @@ TOLERANCE = 1e-9
 """Relative difference up to which results are equal."""
 SINGLE = 16 * np.finfo(np.float32).eps
 """The same of results in single precision."""
+PIECE_SCALE = 0.25
+"""Strategies differentiate a share of a piece's loss: its part of the mean, or of a weight that only all pieces know.
+
+A power of two does not change how numbers are rounded.
+"""
 POINTS = 8
 """Points at which results are compared: the given one, and those with noise."""
 SMALL = 1e-3
@@ -70,7 +75,7 @@ def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: in
 
     With pieces b_i: a scalar is mean_i f(b_i), `Weighted` is sum_i total(b_i) / sum_i weight(b_i), `Sum`, `Max` and
     `Min` are what they say. The gradient is that of total / weight, the gradient of the weight included. Each piece is
-    differentiated by itself, so that a backward rule meets the cotangents that it would meet on a device.
+    differentiated by itself, at another scale than the whole: so a backward rule meets other cotangents, as on a device.
 
     Args:
       loss_fn: `loss_fn(params, batch)`.
@@ -88,7 +93,7 @@ def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: in
         for params_at, batch_at in points(params, batch, seed):
             rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch_at) if leaf.ndim)
             try:
-                parts = [run(params_at, _piece(batch_at, rows // pieces, i)) for i in range(pieces)]
+                parts = [run(params_at, _piece(batch_at, rows // pieces, i), PIECE_SCALE) for i in range(pieces)]
             except Exception as error:
                 return Comparison({}, f"{type(error).__name__}: {error}".splitlines()[0])
             pairs.append((_together([run(params_at, batch_at)]), _together(parts)))
@@ -123,8 +128,11 @@ def _piece(batch: Any, size: int, number: int) -> Any:
     return jax.tree.map(lambda x: x[number * size : (number + 1) * size] if x.ndim else x, batch)
 
 
-def _parts(loss_fn: Callable, params: Any, batch: Any) -> dict[str, Any]:
-    """Return of every result its kind's sums; of the loss, (totals, weights, their gradients)."""
+def _parts(loss_fn: Callable, params: Any, batch: Any, scale: float = 1.0) -> dict[str, Any]:
+    """Return of every result its kind's sums; of the loss, (totals, weights, their gradients).
+
+    The gradients are those of total * scale and weight * scale, divided by the scale.
+    """
 
     def of_loss(params: Any) -> tuple[Any, Any]:
         returned = loss_fn(params, batch)
@@ -134,9 +142,10 @@ def _parts(loss_fn: Callable, params: Any, batch: Any) -> dict[str, Any]:
     terms, pull, metrics = jax.vjp(of_loss, params, has_aux=True)
     leaves, treedef = jax.tree.flatten(terms)
     slopes = [
-        pull(treedef.unflatten([jnp.ones_like(x) * (i == j) for j, x in enumerate(leaves)])) for i in range(len(leaves))
+        pull(treedef.unflatten([(i == j) * scale * jnp.ones_like(x) for j, x in enumerate(leaves)]))
+        for i in range(len(leaves))
     ]
-    slopes = treedef.unflatten([slope[0] for slope in slopes])
+    slopes = treedef.unflatten([jax.tree.map(lambda x: x / scale, slope[0]) for slope in slopes])
     return {"loss": (terms, slopes), **metrics}
 
 

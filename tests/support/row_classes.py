@@ -497,6 +497,13 @@ DEGREES = cases({
     "backward by place": of_hidden(with_vjp(lambda x, ct: ct * jnp.arange(ct.shape[0])[:, None])),
     "backward by the mean of values": of_hidden(with_vjp(lambda x, ct: ct * jnp.mean(x))),
     "backward of the weights by sign": of_weights(with_vjp(lambda w, ct: jnp.sign(ct))),
+    "backward of the weights plus one": of_weights(with_vjp(lambda w, ct: ct + 1)),
+    "backward of the weights plus one, weighted": lambda p, b: so.Weighted(
+        jnp.sum((b["x"] @ with_vjp(lambda w, ct: ct + 1)(p["w"])) ** 2), rows_of(b)
+    ),
+    "backward of means by sign alone": lambda p, b: with_vjp(lambda x, ct: jnp.sign(ct))((b["x"] @ p["w"]).mean(0)).sum(),
+    "backward of means plus one": lambda p, b: with_vjp(lambda x, ct: ct + 1)((b["x"] @ p["w"]).mean(0)).sum(),
+    "backward of means is one": lambda p, b: with_vjp(lambda x, ct: jnp.ones_like(x))((b["x"] @ p["w"]).mean(0)).sum(),
     "backward of the weights by norm": of_weights(with_vjp(lambda w, ct: ct / (1 + jnp.linalg.norm(ct)))),
     "backward of the weights decays": of_weights(with_vjp(lambda w, ct: ct * jnp.sum(ct * w))),
     "backward of the mean by sign": lambda p, b: with_vjp(lambda x, ct: jnp.sign(ct) * x)(jnp.mean(errors(p, b))),
