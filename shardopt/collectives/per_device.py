@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardopt.collectives.buckets import all_reduce_buckets
 from shardopt.core.jaxprs import equations
 from shardopt.core.types import PyTree
-from shardopt.mesh import mesh_under_trace, spec_axes, without_types
+from shardopt.mesh import mesh_under_trace, spec_axes, trace_without_mesh
 
 TENSOR = "tensor"
 _CONSTRAINED = "can only refer to Auto axes"  # jax's, of with_sharding_constraint
@@ -57,7 +57,7 @@ def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_sp
                 return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args)))
         if _CONSTRAINED in said:
             return view(f, every - {TENSOR})(*args)
-        return view(without_types(f) if _MARKED in said else f, every)(*args)
+        return view(trace_without_mesh(f) if _MARKED in said else f, every)(*args)
 
     return run
 
