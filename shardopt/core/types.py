@@ -85,7 +85,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric of which the largest value is reported: `aux = {"longest": so.Max(lengths.max())}`.
+    """A metric that reports its largest value: `aux = {"longest": so.Max(lengths.max())}`.
 
     With v_i the value of device and micro-batch i, `metrics` holds max_i v_i; `evaluation` takes the largest of all
     batches.
@@ -100,7 +100,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-    """A metric of which the smallest value is reported: `aux = {"margin": so.Min(margins.min())}`.
+    """A metric that reports its smallest value: `aux = {"margin": so.Min(margins.min())}`.
 
     With v_i the value of device and micro-batch i, `metrics` holds min_i v_i; `evaluation` takes the smallest of all
     batches.
