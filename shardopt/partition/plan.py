@@ -95,7 +95,7 @@ class LeafPlan:
         return (self.axes,) if isinstance(self.axes, str) else self.axes
 
     def state_spec(self, *, sharded: bool) -> PartitionSpec:
-        """Return the spec of the update and of optimizer state with the leaf's shape: by owners, or that of the leaf."""
+        """Return the spec of the update, and of optimizer state with the shape of the leaf: `owned` if set, else `spec`."""
         return self.owned if sharded and self.owned is not None else self.spec(sharded=sharded)
 
     def spec(self, *, sharded: bool) -> PartitionSpec:

@@ -136,7 +136,7 @@ class Report(NamedTuple):
       owners: the owners of matrices, with `opt_state_layout="matrices"`.
       layouts: the bytes that each `opt_state_layout` sends; None if the optimizer works on no matrices, or its state is
         replicated.
-      view: one line that says in which view the loss runs, and why.
+      view: one line that names the view of the loss, and the reason.
     """
 
     rows: tuple[ReportRow, ...]

@@ -1,4 +1,4 @@
-"""Rules say which dims of which leaves the tensor axis splits."""
+"""Rules: they say which dims the tensor axis splits."""
 
 import re
 from collections.abc import Iterable, Sequence
