@@ -64,8 +64,8 @@ def fsdp(
       compiler_options: the options that XLA compiles a step with, name -> value; by default
         `so.compiler_options(mesh)`.
       view: where the loss runs. By default, "auto", it runs on each device's own rows, if that is proved to be exact.
-        Otherwise it runs once on the whole batch, and a warning says why. "per_device" raises an error if that is not
-        proved. "global" always runs it on the whole batch.
+        Otherwise it runs once on the whole batch, and a warning says why. "per_device" raises an error instead if it is
+        not proved. "global" always runs it on the whole batch.
       separable: True states that the loss is a (weighted) mean over rows, and skips the proof.
       axes: the names of the axes of your own mesh, such as `so.Axes(data="dp", tensor="tp")`; by default the names of
         `so.make_mesh`.
