@@ -11,9 +11,10 @@
 # %% [markdown]
 # # 2. Placements
 #
-# Training keeps three things: parameters, gradients, optimizer state. Each may be replicated on every device, or sharded.
+# Training stores parameters, gradients and optimizer state. Each of the three may be replicated on every device, or
+# sharded.
 #
-# **The idea: where things live decides what has to move.** You can look at both before you train.
+# **The idea: the placement of values decides which bytes a step sends.** You can look at both before you train.
 
 # %%
 # %matplotlib inline
@@ -59,7 +60,7 @@ print(f"{psi:,} bytes of parameters")
 # | `so.zero(stage=2)` | replicated | **sharded** | **sharded** |
 # | `so.fsdp` | **sharded** | **sharded** | **sharded** |
 #
-# That is all the difference between them.
+# The strategies differ in nothing else.
 
 # %%
 mesh = so.make_mesh(data=8)
@@ -72,10 +73,10 @@ strategies = {
 }
 
 # %% [markdown]
-# ## Where each leaf lives
+# ## The placement of each leaf
 #
-# A row is a leaf. A grey row is replicated on every device. A row of boxes is sharded, each box a shard. First `ddp`, then
-# `fsdp`:
+# Each row is a leaf. A grey row is replicated on every device. A row of boxes is sharded, and each box is a shard. First
+# `ddp`, then `fsdp`:
 
 # %%
 so.planning.plot_placement(strategies["ddp"], shapes)
@@ -84,118 +85,122 @@ so.planning.plot_placement(strategies["ddp"], shapes)
 so.planning.plot_placement(strategies["fsdp"], shapes)
 
 # %% [markdown]
-# The same as a table, with the optimizer state, and with the reason where a leaf stays replicated although the
-# strategy shards:
+# The report shows the same as a table. It adds the optimizer state. If a leaf stays replicated although the strategy
+# shards, it gives the reason:
 
 # %%
 print(strategies["fsdp"].config.report(shapes))
 
 # %% [markdown]
-# The report is computed from shapes. To check it we create the state twice, and count the bytes on the first device.
+# The report is computed from shapes. To check it, we create the state for two strategies, and count the bytes on the
+# first device.
 
 
 # %%
-def on_first_device(tree):
-    """Return the bytes of a tree of arrays that lie on device 0."""
+def bytes_on_first_device(tree):
+    """Return the bytes of a tree of arrays on device 0."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 reports = {name: opt.config.report(shapes) for name, opt in strategies.items()}
-held = {name: (report.params_bytes, report.opt_state_bytes) for name, report in reports.items()}
-for name, (params_bytes, opt_state_bytes) in held.items():
+held_bytes = {name: (report.params_bytes, report.opt_state_bytes) for name, report in reports.items()}
+for name, (params_bytes, opt_state_bytes) in held_bytes.items():
     print(f"{name:7} parameters {params_bytes:8,}   optimizer state {opt_state_bytes:9,}")
 
 for name in ("ddp", "fsdp"):
     state = strategies[name].init(init_fn, jax.random.key(0))
-    assert held[name] == (on_first_device(state.params), on_first_device(state.opt_state))
+    assert held_bytes[name] == (bytes_on_first_device(state.params), bytes_on_first_device(state.opt_state))
 
 # %% [markdown]
-# ## What moves
+# ## Traffic
 #
-# `so.audit` compiles the training step and reads every collective off the compiled program. It does not run anything,
-# so shapes are enough again. For `ddp` that is one all-reduce of the gradients, with a few bytes more in the same
-# bucket, such as the loss.
+# `so.audit` compiles the training step and lists every collective of the compiled program. It runs nothing, so shapes
+# are enough again. For `ddp` the list has one all-reduce of the gradients. A few other bytes travel with it, such as the
+# loss.
 
 # %%
 audits = {name: so.audit(opt.step, opt.abstract_state(shapes), batch) for name, opt in strategies.items()}
 print(audits["ddp"])
 
 # %% [markdown]
-# For `fsdp` weights are all-gathered where they are used, forward and backward, and gradients are reduce-scattered. The blocks
-# are gathered in a loop, one at a time.
+# For `fsdp` the weights are all-gathered where they are used, in the forward and in the backward pass. The gradients are
+# reduce-scattered. The blocks are gathered in a loop, one at a time.
 
 # %%
 print(audits["fsdp"])
 
 # %% [markdown]
-# ## Both at once
+# ## Memory and traffic together
 #
-# Memory on the left, bytes sent per device and step on the right.
+# The left plot shows the memory, the right plot the bytes sent per device and step.
 
 # %%
 kinds = {"all-reduce": "#33608c", "all-gather": "#218c6b", "reduce-scatter": "#b3882f", "all-to-all": "#a34d7c"}
-sent = {
-    name: {kind: found.by_kind()[kind].wire_bytes if kind in found.by_kind() else 0 for kind in kinds}
-    for name, found in audits.items()
+sent_bytes = {
+    name: {kind: audit.by_kind()[kind].wire_bytes if kind in audit.by_kind() else 0 for kind in kinds}
+    for name, audit in audits.items()
 }
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
-numbers = np.array(list(held.values())) / 1e6
-left.bar(list(held), numbers[:, 0], color="#6e94b8", label="parameters")
-left.bar(list(held), numbers[:, 1], bottom=numbers[:, 0], color="#d9a441", label="optimizer state")
-left.set(title="held per device between steps", ylabel="MB")
-left.legend(frameon=False)
-bottom = np.zeros(len(sent))
+figure, (memory_axes, traffic_axes) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+megabytes = np.array(list(held_bytes.values())) / 1e6
+memory_axes.bar(list(held_bytes), megabytes[:, 0], color="#6e94b8", label="parameters")
+memory_axes.bar(list(held_bytes), megabytes[:, 1], bottom=megabytes[:, 0], color="#d9a441", label="optimizer state")
+memory_axes.set(title="held per device between steps", ylabel="MB")
+memory_axes.legend(frameon=False)
+bottom = np.zeros(len(sent_bytes))
 for kind, color in kinds.items():
-    values = np.array([row[kind] for row in sent.values()]) / 1e6
-    right.bar(list(sent), values, bottom=bottom, color=color, label=kind)
+    values = np.array([row[kind] for row in sent_bytes.values()]) / 1e6
+    traffic_axes.bar(list(sent_bytes), values, bottom=bottom, color=color, label=kind)
     bottom += values
-right.set(title="sent per device and step", ylabel="MB")
-right.set_ylim(top=1.35 * bottom.max())
-right.legend(frameon=False, loc="upper left", ncols=4, fontsize=8, columnspacing=1)
+traffic_axes.set(title="sent per device and step", ylabel="MB")
+traffic_axes.set_ylim(top=1.35 * bottom.max())
+traffic_axes.legend(frameon=False, loc="upper left", ncols=4, fontsize=8, columnspacing=1)
 plt.show()
 
 # %% [markdown]
-# An all-reduce is a reduce-scatter and an all-gather. So sharding the optimizer state costs nothing on the wire.
-# Sharding the parameters too means gathering the blocks twice, in the forward and again in the backward pass: 1.5 times
-# as much for them. With $N$ devices and $\Psi$ bytes of parameters, ring collectives send $2\frac{N-1}{N}\Psi$ for the first
-# three, and $3\frac{N-1}{N}\Psi$ for the blocks of `fsdp`.
+# An all-reduce sends as much as a reduce-scatter and an all-gather. So sharding the optimizer state costs nothing on the
+# wire. Sharding the parameters as well means gathering the blocks twice, in the forward and in the backward pass. That
+# is 1.5 times as much for the blocks. With $N$ devices and $\Psi$ bytes of parameters, ring collectives send
+# $2\frac{N-1}{N}\Psi$ for the first three strategies, and $3\frac{N-1}{N}\Psi$ for the blocks of `fsdp`.
 #
-# One leaf of `fsdp` is never gathered: the embedding. A device needs few of its rows, so the tokens go to all devices, and the rows
-# come by an all-to-all, as their gradients go. The compiled programs agree, to one percent:
+# `fsdp` never gathers one leaf: the embedding. A device needs few of its rows. So the tokens are sent to all devices, and
+# an all-to-all returns the rows. Another one sends the gradients of the rows back. The compiled programs agree with these
+# formulas to one percent:
 
 # %%
-in_blocks = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes["blocks"]))
-table, tokens = 4 * shapes["embedding"].size, 16 * 32
-looked_up = 4 * tokens + 2 * 4 * tokens // 8 * config.dim  # all tokens; this device's rows, there and back
-gathered = 2 * (psi - table) + in_blocks
-formulas = dict.fromkeys(strategies, 2 * 7 / 8 * psi) | {"fsdp": 7 / 8 * (gathered + looked_up)}
-for name, said in formulas.items():
-    read = sum(sent[name].values())
-    print(f"{name:7} formula {said:9,.0f}   compiled program {read:9,}   ratio {read / said:.3f}")
-    assert abs(read / said - 1) < 0.01
+block_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes["blocks"]))
+table_bytes, tokens = 4 * shapes["embedding"].size, 16 * 32
+lookup_bytes = 4 * tokens + 2 * 4 * tokens // 8 * config.dim  # all tokens; rows of this device and their gradients
+gathered_bytes = 2 * (psi - table_bytes) + block_bytes
+formulas = dict.fromkeys(strategies, 2 * 7 / 8 * psi) | {"fsdp": 7 / 8 * (gathered_bytes + lookup_bytes)}
+for name, predicted_bytes in formulas.items():
+    compiled_bytes = sum(sent_bytes[name].values())
+    print(
+        f"{name:7} formula {predicted_bytes:9,.0f}   compiled program {compiled_bytes:9,}   ratio {compiled_bytes / predicted_bytes:.3f}"
+    )
+    assert abs(compiled_bytes / predicted_bytes - 1) < 0.01
 
 # %% [markdown]
 # ## A second axis
 #
-# A mesh can have more axes than one. With `tensor=2` each block is sharded over two devices: a rule says for each leaf
-# over which dim. The four pairs of devices then shard the rest as before. Two strips in a row are two sharded dims.
+# A mesh can have several axes. With `tensor=2` each block is sharded over two devices; rules say on which dim of each
+# leaf. The four pairs of devices then shard the leaves over `data` as before. Two strips in a row are two sharded dims.
 
 # %%
 print(*gpt.rules, sep="\n")
-both = so.fsdp(tx, so.make_mesh(data=4, tensor=2), model, rules=gpt.rules)
-so.planning.plot_placement(both, shapes)
+tensor_opt = so.fsdp(tx, so.make_mesh(data=4, tensor=2), model, rules=gpt.rules)
+so.planning.plot_placement(tensor_opt, shapes)
 
 # %% [markdown]
-# Now activations move too: they are summed over `tensor`, inside every block:
+# Now a step also sends activations: they are summed over `tensor` inside every block.
 
 # %%
-found = so.audit(both.step, both.abstract_state(shapes), batch)
-for axes, traffic in found.by_axis().items():
+tensor_audit = so.audit(tensor_opt.step, tensor_opt.abstract_state(shapes), batch)
+for axes, traffic in tensor_audit.by_axis().items():
     print(f"over {' and '.join(axes):16} {traffic.wire_bytes:8,} bytes in {traffic.calls} calls")
-assert {("data",), ("tensor",)} <= set(found.by_axis())
+assert {("data",), ("tensor",)} <= set(tensor_audit.by_axis())
 
 # %% [markdown]
-# Less memory costs more traffic. Start with `so.ddp`. When memory runs out go down the table.
+# Less memory costs more traffic. Start with `so.ddp`. If the model does not fit, go down the table.
 #
 # **Next**: [3. Pipelines](3_pipelines.ipynb) cuts the model into stages, and sends activations instead of weights.

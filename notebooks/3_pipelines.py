@@ -11,11 +11,11 @@
 # %% [markdown]
 # # 3. Pipelines
 #
-# A deep model can be cut into stages. Each device holds a few blocks, and sends activations to the next. A stage that
-# waits for its neighbour is idle. So the batch is split too, into micro-batches, which follow one another.
+# A deep model can be cut into stages. Each device holds a few blocks, and sends activations to the next device. A stage
+# that waits for its neighbour is idle. So the batch is also split, into micro-batches that follow one another.
 #
-# **The idea: a schedule is a table of what each stage does when, and idle time is its empty boxes.** You can draw it
-# before you run it.
+# **The idea: a schedule is a table of stages and times, and its empty boxes are idle time.** You can draw it before you
+# run it.
 
 # %%
 # %matplotlib inline
@@ -36,15 +36,16 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # %% [markdown]
 # ## The simplest schedule
 #
-# Four stages, eight micro-batches. First all forwards, then all backwards. A row is a stage, time goes to the right,
-# the number in a box is the micro-batch. A backward takes twice as long as a forward, as it computes two gradients.
+# There are four stages and eight micro-batches. First come all forward passes, then all backward passes. A row is a
+# stage, time goes to the right, and the number in a box is the micro-batch. A backward pass takes twice as long as a
+# forward pass, because it computes two gradients.
 
 # %%
 so.schedules.gpipe(4, 8).plot()
 
 # %% [markdown]
-# The pale corners are the bubble: stages with nothing to do. For $S$ stages and $M$ micro-batches its share is
-# $\frac{S-1}{M+S-1}$.
+# The pale corners are the bubble: stages with nothing to do. For $S$ stages and $M$ micro-batches the share of the
+# bubble is $\frac{S-1}{M+S-1}$.
 
 # %%
 gpipe = so.schedules.gpipe(4, 8)
@@ -53,21 +54,22 @@ print("activations that each stage keeps at its worst tick:", gpipe.peak_activat
 assert gpipe.bubble_fraction == 3 / 11
 
 # %% [markdown]
-# Every micro-batch waits, with all its activations, until the last forward is done. That takes a lot of memory.
+# Every micro-batch waits, with all its activations, until the last forward pass is done. That takes a lot of memory.
 #
-# ## Backwards as soon as possible
+# ## Backward passes as soon as possible
 #
-# One forward, one backward, in turn (1F1B). The bubble is the same, but fewer activations wait. Here both run on every
-# tick; `one_f_one_b` is the textbook's, with one of them a tick. It keeps half as much, and in one program idles more.
+# Forward and backward passes alternate (1F1B). The bubble is the same, but fewer activations wait. Here both run in
+# every tick. `one_f_one_b` is the schedule of textbooks, with one pass per tick. It keeps half as many activations, and
+# in one program it is idle for longer.
 
 # %%
 so.schedules.eager_one_f_one_b(4, 8).plot()
 
 # %% [markdown]
-# ## Smaller stages, more of them
+# ## More and smaller stages
 #
 # `interleaved` gives each device two chunks of the model, pale and dark. A chunk takes half as long, so the corners
-# are half as wide. In turn more messages are sent.
+# are half as wide. But stages send more messages.
 
 # %%
 so.schedules.interleaved(4, 8, num_chunks=2).plot()
@@ -75,8 +77,8 @@ so.schedules.interleaved(4, 8, num_chunks=2).plot()
 # %% [markdown]
 # ## Fill the bubble with work
 #
-# A backward computes two things. The neighbour waits for the gradient of the input. Nothing waits for the gradient
-# of the weights. So that half can be delayed until the stage would be idle.
+# A backward pass computes two gradients. The neighbour waits for the gradient of the input. No stage waits for the
+# gradient of the weights. So this half can be delayed until the stage would be idle.
 
 # %%
 so.schedules.zero_bubble_lockstep(4, 8).plot()
@@ -84,29 +86,29 @@ so.schedules.zero_bubble_lockstep(4, 8).plot()
 # %% [markdown]
 # ## More micro-batches
 #
-# All bubbles shrink as micro-batches become more. What is kept in memory does not grow with them, except for `gpipe`.
+# With more micro-batches all bubbles become smaller. The activations in memory do not grow, except with `gpipe`.
 
 # %%
-makers = {
+builders = {
     "gpipe": so.schedules.gpipe,
     "eager_one_f_one_b": so.schedules.eager_one_f_one_b,
     "interleaved, 2 chunks": functools.partial(so.schedules.interleaved, num_chunks=2),
     "zero_bubble_lockstep": so.schedules.zero_bubble_lockstep,
 }
-chunks = {name: 2 if "2 chunks" in name else 1 for name in makers}
+chunks = {name: 2 if "2 chunks" in name else 1 for name in builders}
 counts = [4, 8, 16, 32]
-tables = {name: [make(4, count) for count in counts] for name, make in makers.items()}
+tables = {name: [build(4, count) for count in counts] for name, build in builders.items()}
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+figure, (idle_axes, activation_axes) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
 for (name, row), style in zip(tables.items(), ["o-", "s--", "^-", "D:"], strict=True):
-    left.plot(counts, [100 * table.program_bubble_fraction for table in row], style, label=name)
-    right.plot(counts, [max(table.peak_activations) / chunks[name] for table in row], style, label=name)
-left.set(title="idle share of the program, 4 stages", xlabel="micro-batches", ylabel="%", ylim=(0, None))
-right.set(title="activations that a stage keeps", xlabel="micro-batches", ylabel="micro-batches of a stage")
-right.set_ylim(bottom=0)
-for axes in (left, right):
+    idle_axes.plot(counts, [100 * table.program_bubble_fraction for table in row], style, label=name)
+    activation_axes.plot(counts, [max(table.peak_activations) / chunks[name] for table in row], style, label=name)
+idle_axes.set(title="idle share of the program, 4 stages", xlabel="micro-batches", ylabel="%", ylim=(0, None))
+activation_axes.set(title="activations that a stage keeps", xlabel="micro-batches", ylabel="micro-batches of a stage")
+activation_axes.set_ylim(bottom=0)
+for axes in (idle_axes, activation_axes):
     axes.set_xticks(counts)
-left.legend(frameon=False)
+idle_axes.legend(frameon=False)
 plt.show()
 
 for name, row in tables.items():
@@ -116,17 +118,17 @@ for name, row in tables.items():
     assert name == "gpipe" or row[-1].peak_activations == row[1].peak_activations
 
 # %% [markdown]
-# ## Now run them
+# ## Run the schedules
 #
-# A pipeline must know where the blocks are. A `so.BlockModel` says what comes before the blocks, one block, and what
-# comes after. The parameters of all blocks are stacked.
+# A pipeline must know the blocks of the model. A `so.BlockModel` has three functions: `embed` runs before the blocks,
+# `block` is one block, and `loss` runs after the blocks. The parameters of all blocks are stacked.
 
 # %%
 width, depth = 32, 8
 
 
 def init_fn(rng):
-    """Draw the parameters: stacked blocks, and the outer ones."""
+    """Draw the parameters: the stacked blocks, and the outer parameters."""
     up, down, first = jax.random.split(rng, 3)
     return {
         "blocks": {
@@ -144,14 +146,14 @@ model = so.BlockModel(
     loss=lambda outer, x, batch: jnp.mean((x @ outer["out"] - batch["y"]) ** 2),
 )
 
-draw = np.random.default_rng(0)
-x = draw.uniform(-1, 1, (256, 2)).astype(np.float32)
+rng = np.random.default_rng(0)
+x = rng.uniform(-1, 1, (256, 2)).astype(np.float32)
 batch = {"x": x, "y": np.sin(3 * x[:, :1]) * np.cos(2 * x[:, 1:])}
 tx = optax.adam(2e-3)
 num_steps = 60
 
 # %% [markdown]
-# For comparison: one device, and optax alone.
+# For comparison, we train on one device with optax only.
 
 
 # %%
@@ -170,20 +172,22 @@ for _ in range(num_steps):
     plain.append(float(loss))
 
 # %% [markdown]
-# And pipelines: four stages, two devices in each (`data=2`), eight micro-batches.
+# Then we train three pipelines, with four stages, two devices in each stage (`data=2`) and eight micro-batches.
 
 # %%
 mesh = so.make_mesh(data=2, pipeline=4)
 losses = {}
 for name in ("eager_one_f_one_b", "interleaved, 2 chunks", "zero_bubble_lockstep"):
-    opt = so.hybrid(tx, mesh, model, schedule=makers[name], micro_batches=8, placement="zero1")
+    opt = so.hybrid(tx, mesh, model, schedule=builders[name], micro_batches=8, placement="zero1")
     state, losses[name] = opt.init(init_fn, jax.random.key(0)), []
     for _ in range(num_steps):
         state, metrics = opt.step(state, batch)
         losses[name].append(float(metrics["loss"]))
-    worst = np.max(np.abs(np.array(losses[name]) - plain))
-    print(f"{name:22} loss {losses[name][0]:.3f} -> {losses[name][-1]:.4f}, at most {worst:.0e} from one device")
-    assert worst < 1e-3
+    largest_distance = np.max(np.abs(np.array(losses[name]) - plain))
+    print(
+        f"{name:22} loss {losses[name][0]:.3f} -> {losses[name][-1]:.4f}, at most {largest_distance:.0e} from one device"
+    )
+    assert largest_distance < 1e-3
 
 print("the blocks are split over the stages:", state.params["blocks"]["up"].sharding.spec)
 
@@ -197,11 +201,11 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# A schedule changes when things are computed, not what. So choose by how much is idle and how much is kept.
+# A schedule changes the order of computations, not their results. So choose a schedule by its idle time and its memory.
 #
-# Our simulated devices share the cores of one machine, so here a pipeline saves no time. On real ones the empty boxes
+# Our simulated devices share the cores of one machine, so here a pipeline saves no time. On real devices the empty boxes
 # are idle time.
 #
-# You can also write a schedule of your own. It is a table, and it is checked before it runs: see CONTRIBUTING.
+# You can also write your own schedule. It is a table, and shardopt checks it before it runs: see CONTRIBUTING.
 #
-# **Next**: [4. Less communication](4_less_communication.ipynb), for links that are slow.
+# **Next**: [4. Less communication](4_less_communication.ipynb), for slow links between devices.

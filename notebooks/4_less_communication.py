@@ -11,10 +11,10 @@
 # %% [markdown]
 # # 4. Less communication
 #
-# Between machines links are slow. Then sending gradients takes longer than computing them.
+# Links between machines are slow. Sending gradients then takes longer than computing them.
 #
-# **The idea: you can send far less, at little cost in learning, if what was not sent is kept for later.** There are two
-# ways. Send fewer bits each step, or send less often.
+# **The idea: training can send far fewer bytes and still learn well, if it keeps the unsent part for later.** There are
+# two ways: send fewer bits in each step, or send less often.
 
 # %%
 # %matplotlib inline
@@ -33,8 +33,7 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # %% [markdown]
 # ## A problem
 #
-# A network learns to imitate another one, from examples that never repeat. We watch the loss on examples that it never
-# trains on.
+# A network learns to imitate another network, from examples that never repeat. We measure the loss on held-out examples.
 
 # %%
 sizes = [(16, 128), (128, 128), (128, 4)]
@@ -47,7 +46,7 @@ def init_fn(rng):
 
 
 def apply(params, x):
-    """Return what the network answers."""
+    """Return the outputs of the network."""
     *hidden, last = params
     for w in hidden:
         x = jnp.tanh(2 * x @ w)
@@ -64,7 +63,7 @@ teacher = init_fn(jax.random.key(1))
 
 @jax.jit
 def batch_of(number):
-    """Return batch number `number`, the same for everybody."""
+    """Return batch number `number`, the same in every run."""
     x = jax.random.normal(jax.random.key(number), (256, 16))
     return {"x": x, "y": apply(teacher, x)}
 
@@ -76,29 +75,30 @@ tx = optax.adam(optax.cosine_decay_schedule(5e-3, num_steps))
 mesh = so.make_mesh(data=4)
 
 # %% [markdown]
-# We train six times on four devices, and each time keep the curve and the bytes sent per device and step. The bytes
-# are not a formula: `so.audit` reads them from the compiled program.
+# We train six times on four devices. Each time we keep the curve of the loss, and the bytes sent per device and step. The
+# bytes do not come from a formula: `so.audit` reads them from the compiled program.
 
 # %%
-curves, sent = {}, {}
+curves, bytes_per_step = {}, {}
 
 
 def wire_bytes(opt, state):
-    """Return the bytes sent per device in the step that comes next."""
-    return sum(found.wire_bytes * found.calls for found in so.audit(opt.step, state, batches[0]).collectives)
+    """Return the bytes that a device sends in the next step."""
+    collectives = so.audit(opt.step, state, batches[0]).collectives
+    return sum(collective.wire_bytes * collective.calls for collective in collectives)
 
 
 def train(name, opt, sync_every=1):
-    """Train, and put the curve and the bytes a step, the mean over `sync_every` steps, under a name."""
+    """Train, and store the curve and the bytes per step (the mean of `sync_every` steps) under a name."""
     state, curve, total = opt.init(init_fn, jax.random.key(0)), [], 0
     for step, batch in enumerate(batches):
-        if step in (0, sync_every - 1):  # a step that sends nothing, and one that does, are programs of their own
+        if step in (0, sync_every - 1):  # steps with and without synchronisation are two programs
             total += wire_bytes(opt, state) * (1 if step == sync_every - 1 else sync_every - 1)
         state, _ = opt.step(state, batch)
         if step % 10 == 9:
             curve.append((step + 1, float(opt.evaluate(state, held_out)["loss"])))
-    curves[name], sent[name] = np.array(curve), total / sync_every
-    print(f"{name:21} loss {curve[-1][1]:.4f}, {sent[name]:9,.0f} bytes a step")
+    curves[name], bytes_per_step[name] = np.array(curve), total / sync_every
+    print(f"{name:21} loss {curve[-1][1]:.4f}, {bytes_per_step[name]:9,.0f} bytes a step")
 
 
 train("exact", so.ddp(tx, mesh, loss_fn))
@@ -106,12 +106,11 @@ train("exact", so.ddp(tx, mesh, loss_fn))
 # %% [markdown]
 # ## Fewer bits
 #
-# A reducer says how a mean of gradients crosses the wire. `int8` sends a byte a number instead of four. `power_sgd`
-# sends two thin matrices whose product is near the gradient. `top_k` sends the largest two in a hundred, and nothing of
-# the rest.
+# A reducer compresses gradients for the mean over devices. `int8` sends one byte per number instead of four. `power_sgd`
+# sends two thin matrices whose product is near the gradient. `top_k` sends the two percent of numbers that are largest.
 #
-# Each loses something at each step. `error_feedback` keeps what was lost and adds it to the next gradient. So nothing is
-# lost, only delayed.
+# Each of them loses a part of the gradient in every step. `error_feedback` keeps this error and adds it to the next
+# gradient. So nothing is lost, only delayed.
 
 # %%
 feedback = so.reducers.error_feedback
@@ -120,7 +119,7 @@ train("power_sgd, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reduc
 train("top_k, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reducers.top_k(density=0.02))))
 
 # %% [markdown]
-# What does error feedback gain? We leave it out once.
+# What does error feedback gain? We train once without it.
 
 # %%
 train("power_sgd, forgetful", so.ddp(tx, mesh, loss_fn, reducer=so.reducers.power_sgd(rank=4)))
@@ -128,55 +127,57 @@ train("power_sgd, forgetful", so.ddp(tx, mesh, loss_fn, reducer=so.reducers.powe
 # %% [markdown]
 # ## Less often
 #
-# Now each of the four is a replica that trains by itself for twenty steps. Then they synchronise. With DiLoCo they send
-# the change of their parameters, and an outer optimizer treats its mean as a gradient. Until the next synchronisation
-# the shared parameters do not change, so their curve has steps.
+# Now each of the four devices is a replica that trains alone for twenty steps. Then the replicas synchronise. With DiLoCo
+# they send the change of their parameters, and an outer optimizer uses the mean change as a gradient. The shared
+# parameters do not change until the next synchronisation, so their curve has steps.
 
 # %%
-every = 20
+steps_per_round = 20
 inner = so.ddp(tx, so.make_mesh(replica=4, data=1), loss_fn)
 outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
-train("diloco, every 20", so.diloco(inner, sync_every=every, outer=outer), every)
+train("diloco, every 20", so.diloco(inner, sync_every=steps_per_round, outer=outer), steps_per_round)
 
 # %% [markdown]
-# ## The curves, beside each other
+# ## The curves, next to each other
 
 # %%
-looks = {
+styles = {
     "int8, feedback": ("#33608c", "-"),
     "power_sgd, feedback": ("#218c6b", "-"),
     "power_sgd, forgetful": ("#218c6b", ":"),
     "top_k, feedback": ("#b3882f", "-"),
     "diloco, every 20": ("#a34d7c", "-"),
 }
-figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True, layout="constrained")
-for axes in (left, right):
+figure, (bits_axes, rounds_axes) = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True, layout="constrained")
+for axes in (bits_axes, rounds_axes):
     axes.semilogy(*curves["exact"].T, color="0.75", linewidth=6, label="exact")
     axes.set_xlabel("step")
-for name, (color, line) in looks.items():
-    axes = right if "diloco" in name else left
-    axes.semilogy(*curves[name].T, line, color=color, linewidth=1.8, label=name)
-left.set(title="fewer bits", ylabel="held-out loss")
-right.set(title="less often")
-for axes in (left, right):
+for name, (color, line_style) in styles.items():
+    axes = rounds_axes if "diloco" in name else bits_axes
+    axes.semilogy(*curves[name].T, line_style, color=color, linewidth=1.8, label=name)
+bits_axes.set(title="fewer bits", ylabel="held-out loss")
+rounds_axes.set(title="less often")
+for axes in (bits_axes, rounds_axes):
     axes.set_yticks([0.1, 0.2, 0.4, 0.8], ["0.1", "0.2", "0.4", "0.8"])
     axes.minorticks_off()
     axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## And the bytes
+# ## The bytes
 #
-# Left is cheap, down is good.
+# Points on the left send few bytes. Points at the bottom have a low loss.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 for name, curve in curves.items():
-    color = looks.get(name, ("black",))[0]
-    axes.semilogx(sent[name] / 1000, curve[-1, 1], "o", color=color, fillstyle="none" if "forget" in name else "full")
+    color = styles.get(name, ("black",))[0]
+    axes.semilogx(
+        bytes_per_step[name] / 1000, curve[-1, 1], "o", color=color, fillstyle="none" if "forget" in name else "full"
+    )
     axes.annotate(
         name,
-        (sent[name] / 1000, curve[-1, 1]),
+        (bytes_per_step[name] / 1000, curve[-1, 1]),
         (8, 2 if "diloco" in name else -4),
         textcoords="offset points",
         color=color,
@@ -189,23 +190,23 @@ axes.grid(alpha=0.3)
 plt.show()
 
 # %%
-final = {name: curve[-1, 1] for name, curve in curves.items()}
+final_losses = {name: curve[-1, 1] for name, curve in curves.items()}
 for name in curves:
     print(
-        f"{name:21} {sent['exact'] / sent[name]:5.1f} times fewer bytes, loss {final[name] / final['exact']:.2f} times"
+        f"{name:21} {bytes_per_step['exact'] / bytes_per_step[name]:5.1f} times fewer bytes, loss {final_losses[name] / final_losses['exact']:.2f} times"
     )
 
-assert sent["int8, feedback"] < sent["exact"] / 3.5
-assert sent["power_sgd, feedback"] < sent["exact"] / 8
-assert sent["diloco, every 20"] < sent["exact"] / 19
-assert final["int8, feedback"] < 1.05 * final["exact"]
-assert final["power_sgd, feedback"] < 0.9 * final["power_sgd, forgetful"]
+assert bytes_per_step["int8, feedback"] < bytes_per_step["exact"] / 3.5
+assert bytes_per_step["power_sgd, feedback"] < bytes_per_step["exact"] / 8
+assert bytes_per_step["diloco, every 20"] < bytes_per_step["exact"] / 19
+assert final_losses["int8, feedback"] < 1.05 * final_losses["exact"]
+assert final_losses["power_sgd, feedback"] < 0.9 * final_losses["power_sgd, forgetful"]
 
 # %% [markdown]
-# Fewer bits can be nearly free, if what was lost is kept. The solid and the hollow green dot send the
-# same bytes. How far you can go depends on the model, and on how much of the training is still to come: all of these
-# lag most at the beginning. `so.reducers.warm_up` sends exact means there. `docs/benchmarks.md` has longer runs with three seeds.
+# Fewer bits cost almost nothing, if the error is kept. The solid and the hollow green dot send the same bytes. How far
+# you can go depends on the model, and on the length of the training: all methods lag most at the beginning.
+# `so.reducers.warm_up` sends exact means at the beginning. `docs/benchmarks.md` has longer runs with three seeds.
 #
-# Both ways compose. `so.diloco(inner, reducer=...)` sends seldom *and* little.
+# You can combine both ways: `so.diloco(inner, reducer=...)` sends less often *and* fewer bits.
 #
 # **Next**: [5. Training without barriers](5_without_barriers.ipynb), for workers that stall.

@@ -11,11 +11,11 @@
 # %% [markdown]
 # # 5. Training without barriers
 #
-# In one program all devices wait for the slowest, at every step. If a worker stalls now and then (a full disk, a busy
-# network, other jobs on the same machine), all of them wait.
+# In one program all devices wait for the slowest one, in every step. Sometimes a worker stalls: a full disk, a busy
+# network, other jobs on the same machine. Then all devices wait.
 #
-# **The idea: let workers run ahead of one another, up to a bound, and log what happened.** The bound limits how old a
-# gradient can be. The log makes the run repeatable, bit for bit.
+# **The idea: workers may run ahead of each other, up to a bound, and a log records all events.** The bound limits the age
+# of a gradient. With the log you can repeat the run, bit for bit.
 
 # %%
 # %matplotlib inline
@@ -39,8 +39,8 @@ server = so.parameter_server
 # %% [markdown]
 # ## A problem, and workers that stall
 #
-# Each worker has batches of its own: `batches_of(worker)` gives them. Ours come from a slow disk. Most take 20 ms, and
-# one in ten takes 120 ms.
+# Each worker has its own batches: `batches_of(worker)` yields them. Our batches come from a slow disk. Most take 20 ms,
+# and one in ten takes 120 ms.
 
 # %%
 sizes = [(8, 32), (32, 1)]
@@ -53,7 +53,7 @@ def init_fn(rng):
 
 
 def apply(params, x):
-    """Return what a small network answers."""
+    """Return the outputs of a small network."""
     up, down = params
     return jnp.tanh(x @ up) @ down
 
@@ -69,52 +69,52 @@ params = init_fn(jax.random.key(0))
 
 def batches_of(worker, seconds=0.0, stall=0.0):
     """Yield the batches of a worker, with a pause before each."""
-    draw, pause = np.random.default_rng(worker), np.random.default_rng(100 + worker)
+    rng, pause_rng = np.random.default_rng(worker), np.random.default_rng(100 + worker)
     while True:
-        time.sleep(stall if pause.random() < 0.1 else seconds)
-        x = draw.normal(size=(32, 8)).astype(np.float32)
+        time.sleep(stall if pause_rng.random() < 0.1 else seconds)
+        x = rng.normal(size=(32, 8)).astype(np.float32)
         yield {"x": x, "y": np.asarray(apply(teacher, x))}
 
 
-def from_a_slow_disk(worker):
-    """Yield the same batches, late."""
+def slow_batches_of(worker):
+    """Yield the same batches, but slowly."""
     return batches_of(worker, seconds=0.02, stall=0.12)
 
 
 # %% [markdown]
-# ## All wait
+# ## All workers wait
 #
-# With `max_staleness=0` the gradients of all four are averaged and applied once, as `so.ddp` does. A stall of one stops
-# all. Blue computes, grey fetches data, amber waits for others. (Blue is so short here that you hardly see it. We leave
-# out the beginning, when everything is compiled.)
+# With `max_staleness=0` the gradients of all four workers are averaged and applied once, as `so.ddp` does. If one worker
+# stalls, all stop. Blue is computing, grey is fetching data, amber is waiting for other workers. (Blue is so short here
+# that you hardly see it. We leave out the beginning, when everything is compiled.)
 
 
 # %%
-def settled(log, skip=5):
-    """Return the log with times counted from when every worker had made a few steps."""
+def from_steady_state(log, skip=5):
+    """Return the log from the time when every worker has taken `skip` steps; times count from there."""
     start = max(event.time for event in log if event.kind == "push" and event.clock < skip)
     before = max(event.version for event in log if event.time <= start)
     return [event._replace(time=max(event.time - start, 0.0), version=max(event.version - before, 0)) for event in log]
 
 
 def run(max_staleness, num_updates):
-    """Train for real, on four threads with a device each."""
+    """Train on four threads, each with one device."""
     opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=4, max_staleness=max_staleness)
-    return opt.run(params, from_a_slow_disk, num_updates=num_updates)
+    return opt.run(params, slow_batches_of, num_updates=num_updates)
 
 
 waiting = run(max_staleness=0, num_updates=50)
-server.plot_timeline(settled(waiting.log), until=1.5)
+server.plot_timeline(from_steady_state(waiting.log), until=1.5)
 
 # %% [markdown]
-# ## Few wait
+# ## Few workers wait
 #
-# Now a worker may be up to eight steps ahead of the slowest. Each gradient is applied as it comes. A stall stops only
-# the worker that has it. Amber appears only where others have reached the bound.
+# Now a worker may be up to eight steps ahead of the slowest worker. Each gradient is applied when it arrives. A stall
+# stops only the worker that stalls. Amber appears only when other workers have reached the bound.
 
 # %%
 ahead = run(max_staleness=8, num_updates=200)
-server.plot_timeline(settled(ahead.log), until=1.5)
+server.plot_timeline(from_steady_state(ahead.log), until=1.5)
 
 # %%
 for name, result in {"max_staleness=0": waiting, "max_staleness=8": ahead}.items():
@@ -128,29 +128,29 @@ assert max(ahead.metrics["staleness"]) <= 8
 # %% [markdown]
 # ## Replay
 #
-# Threads never run twice in the same order, so no two such runs are alike. To investigate one,
-# use its log. It has every pull and every push, in order:
+# Threads run in a different order each time, so no two such runs are equal. To investigate a run, use its log. The log
+# has every pull and every push, in order:
 
 # %%
 for event in list(ahead.log)[4:10]:
     print(event)
 
 # %% [markdown]
-# `replay` repeats the run on one thread, gradient by gradient. The result equals that of the run, bit for bit.
+# `replay` repeats the run on one thread, gradient by gradient. Its parameters equal the parameters of the run, bit for bit.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "run.jsonl"
 ahead.log.save(path)
 log = server.Log.load(path)
 
-again = server.replay(log, optax.sgd(0.1), loss_fn, params, batches_of)
-same = [bool((one == other).all()) for one, other in zip(again, ahead.params, strict=True)]
-print("equal bit for bit:", same)
-assert all(same)
+replayed = server.replay(log, optax.sgd(0.1), loss_fn, params, batches_of)
+is_equal = [bool((first == second).all()) for first, second in zip(replayed, ahead.params, strict=True)]
+print("equal bit for bit:", is_equal)
+assert all(is_equal)
 
 # %% [markdown]
-# The replay did not need the slow disk: when things happened is in the log. It does need the same data. With other
-# data it raises an error:
+# The replay does not need the slow disk, because the times are in the log. It does need the same data. With other data
+# it raises an error:
 
 # %%
 try:
@@ -163,12 +163,12 @@ else:
 # %% [markdown]
 # ## What do late gradients cost?
 #
-# A late gradient was computed for parameters that have changed since. To see what that costs, and what waiting
-# costs, we use the simulator. It is the same server in virtual time: eight workers, steps of a second, one in ten with
-# a stall of ten seconds. The gradients are real.
+# A late gradient was computed with parameters that have changed since then. To measure the cost of late gradients, and
+# the cost of waiting, we use the simulator. It runs the same server in virtual time. There are eight workers, steps take
+# a second, and one step in ten stalls for ten seconds. The gradients are real.
 #
-# To be fair, the averaged run gets eight times the learning rate: one update of eight gradients weighs as much as eight
-# updates of one.
+# For a fair comparison the averaged run has eight times the learning rate. Then one update with eight gradients counts as
+# much as eight updates with one gradient.
 
 # %%
 step_seconds = server.durations.with_stalls(server.durations.lognormal(1.0, 0.2), probability=0.1, seconds=10.0)
@@ -181,7 +181,7 @@ simulated = {
 }
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
+figure, (gradient_axes, time_axes) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
 colors = ["black", "#33608c", "#b3882f"]
 for (name, result), color in zip(simulated.items(), colors, strict=True):
     losses = result.metrics["history"]["loss"]
@@ -190,12 +190,12 @@ for (name, result), color in zip(simulated.items(), colors, strict=True):
     times = np.array([seconds[version] for version in range(1, len(losses) + 1)])
     width = len(losses) // 20  # each point is the mean of a twentieth of the run
     mean = np.convolve(losses, np.ones(width) / width, "valid")
-    left.semilogy(gradients[width - 1 :], mean, color=color, label=name)
-    right.semilogy(times[width - 1 :], mean, color=color, label=name)
+    gradient_axes.semilogy(gradients[width - 1 :], mean, color=color, label=name)
+    time_axes.semilogy(times[width - 1 :], mean, color=color, label=name)
     print(f"{name:16} {result.metrics['seconds']:5.0f} virtual seconds, loss {mean[-1]:.3f}")
-left.set(title="over gradients: what being late costs", xlabel="gradients", ylabel="loss")
-right.set(title="over time: what waiting costs", xlabel="virtual seconds")
-for axes in (left, right):
+gradient_axes.set(title="over gradients: what being late costs", xlabel="gradients", ylabel="loss")
+time_axes.set(title="over time: what waiting costs", xlabel="virtual seconds")
+for axes in (gradient_axes, time_axes):
     axes.set_yticks([0.02, 0.05, 0.1, 0.2, 0.5], ["0.02", "0.05", "0.1", "0.2", "0.5"])
     axes.minorticks_off()
     axes.legend(frameon=False)
@@ -210,29 +210,29 @@ seconds = [result.metrics["seconds"] for result in simulated.values()]
 assert seconds[0] > 1.5 * seconds[1] > 1.5 * seconds[2]
 
 # %% [markdown]
-# On the left: per gradient all learn about equally well. On the right: without waiting, the run is done much sooner.
+# On the left: all runs learn about equally well per gradient. On the right: without waiting, a run ends much sooner.
 #
 # ## When a bound does not help
 #
-# One worker is always four times slower. The others run ahead until they reach the bound, here four steps. From
-# then on they are as slow as the slowest.
+# One worker is always four times slower. The others run ahead until they reach the bound, here four steps. After that
+# they are as slow as the slowest worker.
 
 # %%
 uneven = [server.SimulatedWorker()] * 3 + [server.SimulatedWorker(step_seconds=4.0)]
 server.plot_timeline(server.simulate(uneven, max_staleness=4, until=40.0).log)
 
 # %% [markdown]
-# So a bound helps against stalls that pass. Against a worker that is always slow only removing the bound helps
-# (`max_staleness=None`), or giving it less work (`so.async_local_sgd`).
+# So a bound helps against stalls that pass. It does not help against a worker that is always slow. Then remove the bound
+# (`max_staleness=None`), or give the worker less work (`so.async_local_sgd`).
 
 # %%
 bounds = [0, 1, 2, 4, 8, 16, 32]
 cases = {"stalls that pass": workers[:4], "one always four times slower": uneven}
 figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
 for (name, group), style in zip(cases.items(), ["o-", "s-"], strict=True):
-    free = server.simulate(group, max_staleness=None, until=2000.0).metrics["pushes_per_second"]
+    unbounded_rate = server.simulate(group, max_staleness=None, until=2000.0).metrics["pushes_per_second"]
     rates = [server.simulate(group, max_staleness=s, until=2000.0).metrics["pushes_per_second"] for s in bounds]
-    shares = 100 * np.array(rates) / free
+    shares = 100 * np.array(rates) / unbounded_rate
     axes.plot(range(len(bounds)), shares, style, label=name)
     print(f"{name:30}", " ".join(f"{share:3.0f}%" for share in shares))
     assert (shares[4] > 80) == (name == "stalls that pass")
@@ -242,6 +242,6 @@ axes.legend(frameon=False, loc="center right")
 plt.show()
 
 # %% [markdown]
-# Workers may also be processes that join, leave or are killed: `backend="ray"`. The log and its replay stay the same.
+# With `backend="ray"` workers are processes that may join, leave or be killed. The log and its replay stay the same.
 #
 # **Next**: [6. Planning a pod](6_planning_a_pod.ipynb), before you rent one.

@@ -11,10 +11,12 @@
 # %% [markdown]
 # # 7. A million tokens
 #
-# A long text does not fit into one device: what a transformer keeps for the backward pass grows with every token.
+# A long text does not fit into the memory of one device. A transformer keeps activations for the backward pass, and they
+# grow with every token.
 #
-# **The idea: split the tokens of a row over devices, the mesh axis `context`.** Almost all of a transformer looks at one token at a
-# time and does not notice. Attention is the exception: a token looks at all those before it. So keys and values travel.
+# **The idea: split the tokens of a row over devices, on the mesh axis `context`.** Most layers of a transformer look at one
+# token at a time, so nothing changes for them. Attention is the exception: a token looks at all tokens before it. So
+# devices send keys and values to each other.
 
 # %%
 # %matplotlib inline
@@ -37,42 +39,42 @@ jax.config.update("jax_num_cpu_devices", 8)
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100})
 
 # %% [markdown]
-# ## One axis more
+# ## One more axis
 #
-# A GPT needs no change. A batch needs inputs and targets as leaves of their own, since the next token may lie on the
-# next device: `data.next_token` makes them. We train the same model on one device, and on eight that share every row
-# by four.
+# A GPT needs no change. A batch needs separate leaves for inputs and targets, because the next token may be on the next
+# device: `data.next_token` makes them. We train the same model on one device, and on eight devices, where four devices
+# share every row.
 
 # %%
 config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
 windows, _ = data.split(data.open_corpus(), 256)
-batches = [data.next_token(one) for one in data.spread_batches(windows, 8, 12)]
+batches = [data.next_token(batch) for batch in data.spread_batches(windows, 8, 12)]
 tx = optax.adam(3e-3)
 model = gpt.model(config)
 
 
 def losses_of(opt):
     """Return the loss of each step."""
-    state, found = opt.init(lambda rng: gpt.init(config, rng), jax.random.key(0)), []
+    state, losses = opt.init(lambda rng: gpt.init(config, rng), jax.random.key(0)), []
     for batch in batches:
         state, metrics = opt.step(state, batch)
-        found.append(float(metrics["loss"]))
-    return np.array(found)
+        losses.append(float(metrics["loss"]))
+    return np.array(losses)
 
 
-alone = losses_of(so.ddp(tx, so.make_mesh(data=1, devices=jax.devices()[:1]), model))
-shared = losses_of(so.fsdp(tx, so.make_mesh(data=2, context=4), model))
-print("one device:   ", alone[[0, 5, 11]].round(4))
-print("eight devices:", shared[[0, 5, 11]].round(4))
-assert np.allclose(alone, shared, rtol=1e-4)
+losses_on_one = losses_of(so.ddp(tx, so.make_mesh(data=1, devices=jax.devices()[:1]), model))
+losses_on_eight = losses_of(so.fsdp(tx, so.make_mesh(data=2, context=4), model))
+print("one device:   ", losses_on_one[[0, 5, 11]].round(4))
+print("eight devices:", losses_on_eight[[0, 5, 11]].round(4))
+assert np.allclose(losses_on_one, losses_on_eight, rtol=1e-4)
 
 # %% [markdown]
-# ## Who holds which tokens
+# ## Which device holds which tokens
 #
-# A token looks only at those before it. Cut in order, the first device has little to do, the last one much, and all wait for
-# it. `so.nn.zigzag` deals the tokens out so that everybody has an early piece and a late one.
+# A token looks only at the tokens before it. If the row is cut in order, the first device has little work, the last device
+# has much, and all wait for it. `so.nn.zigzag` distributes the tokens so that every device has an early and a late piece.
 #
-# Each picture has a token a line; a dot is a token that it looks at; the colour is the device that has the work.
+# In each picture a line is a token. A dot is a token that it looks at. The colour is the device that does the work.
 
 # %%
 mesh, length = so.make_mesh(data=2, context=4), 32
@@ -97,18 +99,20 @@ panels[0].set_ylabel("token that looks")
 plt.tight_layout()
 
 # %% [markdown]
-# ## Three ways to look at what others hold
+# ## Three methods of attention
 #
-# `so.nn.attention` has three methods. In a **ring** keys and values go from neighbour to neighbour; each device sees a
-# piece at a time and keeps none. By **all-to-all** devices swap tokens for heads: each gets some heads of all tokens. An
-# **all-gather** fetches everything at once.
+# `so.nn.attention` has three methods.
 #
-# What they send is read from compiled programs: the forward pass of one layer with 16 heads, a row of 1024 tokens, and 16 or 4
-# heads of keys.
+# - **Ring**: keys and values go from neighbour to neighbour. Each device sees one piece at a time, and keeps none.
+# - **All-to-all**: devices exchange tokens for heads. Each device gets some heads of all tokens.
+# - **All-gather**: each device fetches all keys and values at once.
+#
+# We read the bytes that they send from compiled programs: the forward pass of one layer with 16 heads, a row of 1024
+# tokens, and 16 or 4 heads of keys.
 
 
 # %%
-def sent(method, context, kv_heads):
+def bytes_sent(method, context, kv_heads):
     """Return the bytes that a device sends over context."""
     mesh = so.make_mesh(data=1, context=context, devices=jax.devices()[:context])
     spec = jax.P(None, "context")
@@ -120,16 +124,18 @@ def sent(method, context, kv_heads):
         check_vma=False,
     )
     shape = lambda heads: jax.ShapeDtypeStruct((1, 1024, heads, 8), jnp.float32)
-    found = so.audit(jax.jit(attend), shape(16), shape(kv_heads), shape(kv_heads), mesh=mesh).collectives
-    return sum(one.wire_bytes * one.calls for one in found)
+    collectives = so.audit(jax.jit(attend), shape(16), shape(kv_heads), shape(kv_heads), mesh=mesh).collectives
+    return sum(collective.wire_bytes * collective.calls for collective in collectives)
 
 
 sizes, marks = [2, 4, 8], {"ring": "o-", "all_to_all": "s--", "all_gather": "x:"}
 figure, panels = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
 for axes, kv_heads in zip(panels, (16, 4), strict=True):
     for method, mark in marks.items():
-        able = [size for size in sizes if method != "all_to_all" or kv_heads % size == 0]
-        axes.plot(able, [sent(method, size, kv_heads) / 2**20 for size in able], mark, label=method)
+        possible_sizes = [size for size in sizes if method != "all_to_all" or kv_heads % size == 0]
+        axes.plot(
+            possible_sizes, [bytes_sent(method, size, kv_heads) / 2**20 for size in possible_sizes], mark, label=method
+        )
     axes.set(title=f"16 heads, {kv_heads} of keys and values", xlabel="devices along context", xticks=sizes)
     axes.set_ylim(0)
 panels[0].set_ylabel("MiB sent a device, forward")
@@ -137,18 +143,19 @@ panels[0].legend(frameon=False)
 plt.tight_layout()
 
 # %% [markdown]
-# The ring sends all keys past everybody: the bytes stay. All-to-all sends each token's heads once: with more devices each
-# sends less. Where heads of keys are few, the ring has less to carry, and all-to-all cannot be cut finer than they are.
+# The ring sends all keys past every device, so the bytes do not change with more devices. All-to-all sends the heads of
+# each token once, so each device sends less with more devices. With few heads of keys the ring sends less. All-to-all then
+# works on at most as many devices as there are heads of keys.
 #
-# ## What it costs in memory
+# ## Memory
 #
-# Scores of every token with every other are never held: attention goes tile by tile. So what a device needs grows with its
-# own tokens alone. These are sizes of compiled programs, of attention and its gradient.
+# Attention works tile by tile, so the scores of all pairs of tokens are never in memory at once. The memory of a device
+# grows only with its own tokens. These numbers are from compiled programs for attention and its gradient.
 
 
 # %%
 def temporaries(length, context):
-    """Return the temporary bytes a device needs for attention and its gradient."""
+    """Return the temporary bytes that a device needs for attention and its gradient."""
     shape = jax.ShapeDtypeStruct((1, length, 4, 16), jnp.float32)
 
     def run(q, k, v):
@@ -173,20 +180,20 @@ plt.show()
 # %% [markdown]
 # ## A million
 #
-# And a real model? The real compiler for TPUs says, without a TPU. `benchmarks/long_context.py` compiled Llama 3 8B with
-# long rows; that takes minutes a row, so here is what it found. Memory is that of one chip.
+# What about a real model? The XLA:TPU compiler can tell, without a TPU. `benchmarks/long_context.py` compiled Llama 3 8B
+# with long rows. Compilation takes minutes for each row, so we show its saved results. The memory is for one chip.
 
 # %%
-found = json.loads(Path("../benchmarks/results/long_context.json").read_text())["results"]
-for one in sorted(found, key=lambda one: (one["length"], one["context"])):
+results = json.loads(Path("../benchmarks/results/long_context.json").read_text())["results"]
+for result in sorted(results, key=lambda result: (result["length"], result["context"])):
     print(
-        f"{one['topology']:10} {one['length']:>9,} tokens, context={one['context']:<3} "
-        f"{one['peak_bytes'] / 1e9:5.1f} of {one['hbm_bytes'] / 1e9:.0f} GB"
+        f"{result['topology']:10} {result['length']:>9,} tokens, context={result['context']:<3} "
+        f"{result['peak_bytes'] / 1e9:5.1f} of {result['hbm_bytes'] / 1e9:.0f} GB"
     )
-assert all(one["peak_bytes"] < one["hbm_bytes"] for one in found)
+assert all(result["peak_bytes"] < result["hbm_bytes"] for result in results)
 
 # %% [markdown]
-# Which sizes of data, tensor and context are best for a model, a length and a number of chips? `so.plan` ranks them.
+# Which sizes of data, tensor and context are best for a model, a row length and a number of chips? `so.plan` ranks them.
 
 # %%
 shape = so.planning.MODELS["llama3-8b"]
@@ -195,5 +202,5 @@ print(plans.best.layout)
 print(f"{plans.best.memory.total / 1e9:.0f} GB a chip, {plans.best.time.total:.1f} s a step if all ran at its peak")
 
 # %% [markdown]
-# That was the last of the seven. `docs/data_parallel.md` says when to take which method, and `docs/models.md` how to pack documents
-# into long rows.
+# This was the last of the seven notebooks. `docs/data_parallel.md` says which method to use when. `docs/models.md` says how
+# to pack documents into long rows.

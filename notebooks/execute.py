@@ -1,6 +1,6 @@
-"""Run the notebooks, and write each with what it printed and drew: `python notebooks/execute.py [2_placements ...]`.
+"""Run the notebooks and save them with their outputs: `python notebooks/execute.py [2_placements ...]`.
 
-The scripts are the source: edit `N_name.py`, run this, commit both. Needs `pip install 'shardopt[notebooks]'`.
+The scripts are the source: edit `N_name.py`, run this file, commit both. Needs `pip install 'shardopt[notebooks]'`.
 """
 
 import os
@@ -21,16 +21,16 @@ def read(script: Path) -> nbformat.NotebookNode:
     """Return a script as a notebook without outputs, the same bytes each time."""
     notebook = jupytext.read(script)
     for number, cell in enumerate(notebook.cells):
-        cell.id = f"{script.stem.split('_')[0]}-{number}"  # jupytext draws them
+        cell.id = f"{script.stem.split('_')[0]}-{number}"  # jupytext draws random ids
     notebook.metadata = {"jupytext": {"formats": "ipynb,py:percent"}, "kernelspec": KERNEL}
     return notebook
 
 
 def execute(script: Path, *, environment: Mapping[str, str] = os.environ, timeout: int = 300) -> nbformat.NotebookNode:
-    """Return the notebook as a kernel of this Python ran it; `timeout` is seconds a cell.
+    """Run a notebook with a kernel of this Python, and return it with outputs; `timeout` is in seconds per cell.
 
     Raises:
-      nbclient.exceptions.CellExecutionError: if a cell raises, with its traceback.
+      nbclient.exceptions.CellExecutionError: if a cell raises an error; it contains the traceback.
     """
     notebook = read(script)
     quiet = ["--IPKernelApp.log_level=ERROR"]
@@ -38,7 +38,7 @@ def execute(script: Path, *, environment: Mapping[str, str] = os.environ, timeou
         notebook, timeout=timeout, kernel_name=KERNEL["name"], record_timing=False, extra_arguments=quiet
     )
     client.execute(cwd=str(script.parent), env=dict(environment))
-    notebook.metadata.pop("language_info", None)  # the version of whoever ran it
+    notebook.metadata.pop("language_info", None)  # it would record the Python version of this machine
     return notebook
 
 

@@ -1,4 +1,4 @@
-"""`make_mesh`: sizes that multiply up, and devices laid so that the busiest axis has the shortest wires."""
+"""`make_mesh`: it infers axis sizes, and puts the devices that communicate most next to each other."""
 
 import contextlib
 import functools
@@ -17,8 +17,8 @@ from shardopt.core.errors import format_error
 
 AXES = ("replica", "data", "pipeline", "expert", "context", "tensor")
 """All mesh axes, outermost first: tensor neighbours are adjacent devices."""
-_OPTIONAL = ("replica", "expert", "context")
-"""Those that a mesh has only above size 1."""
+_OPTIONAL_AXES = ("replica", "expert", "context")
+"""Axes that a mesh has only if their size is above 1."""
 
 
 def make_mesh(
@@ -31,52 +31,52 @@ def make_mesh(
     expert: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Lay the devices out as a mesh with axes data, pipeline and tensor (and replica, expert and context, if above 1).
-
-    Tensor neighbours are adjacent devices, context comes next, then expert and pipeline; data is outermost, replica outside
-    it. On TPU the physical torus is respected; several slices are put on replica and data.
+    """Arrange the devices in a mesh with axes data, pipeline and tensor (and replica, expert and context, if above 1).
 
     Args:
-      data: size of the data axis; at most one size may be -1, which takes what the others leave.
+      data: size of the data axis. At most one size may be -1; it is inferred from the number of devices.
       tensor: size of the tensor axis.
       pipeline: size of the pipeline axis.
-      replica: size of the replica axis, which exists only when it is above 1.
-      context: size of the context axis, which splits the positions of sequences and exists only when it is above 1.
-      expert: size of the expert axis, which splits the experts of leaves that a strategy's `expert_leaves` name, and rows
-        of the batch as data does; it exists only when it is above 1.
-      devices: the devices to use, in whatever shape; by default `jax.devices()`.
+      replica: size of the replica axis, which exists only if it is above 1.
+      context: size of the context axis, which splits the positions of sequences. It exists only if it is above 1.
+      expert: size of the expert axis, which exists only if it is above 1. It splits rows of the batch, as data does,
+        and the experts of the leaves in a strategy's `expert_leaves`.
+      devices: the devices to use, in any shape; by default `jax.devices()`.
 
     Returns:
       A `jax.sharding.Mesh` with `AxisType.Auto` axes.
 
     Raises:
       TypeError: if a size is not an integer.
-      ValueError: if a size is zero or below -1, two are -1, the product is not the device count, or there are no
+      ValueError: if a size is zero or below -1, two sizes are -1, the product is not the device count, or there are no
         devices.
 
     Example:
       >>> import jax, shardopt as so
       >>> so.make_mesh(devices=jax.devices()[:1]).axis_names
       ('data', 'pipeline', 'tensor')
+
+    **Order of devices**: tensor neighbours are adjacent devices. Then follow, from the inside out, context, expert,
+    pipeline, data and replica. On TPU the mesh follows the physical torus. Several slices are put on replica and data.
     """
     devices = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
     if not devices:
         raise ValueError(format_error("make_mesh", "there are no devices.", fix="pass some, or leave devices out."))
-    asked = {"replica": replica, "data": data, "pipeline": pipeline}
-    asked |= {"expert": expert, "context": context, "tensor": tensor}
-    sizes = _infer_sizes({axis: asked[axis] for axis in AXES}, len(devices))
-    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL}
-    grid = _arrange(sizes, devices, outer=len([axis for axis in sizes if axis in ("replica", "data")]))
+    requested_sizes = {"replica": replica, "data": data, "pipeline": pipeline}
+    requested_sizes |= {"expert": expert, "context": context, "tensor": tensor}
+    sizes = _infer_sizes({axis: requested_sizes[axis] for axis in AXES}, len(devices))
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL_AXES}
+    grid = _arrange(sizes, devices, num_outer_dims=len([axis for axis in sizes if axis in ("replica", "data")]))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def spec_axes(spec: Iterable[str | tuple[str | None, ...] | None]) -> list[str]:
-    """Return the mesh axes that a `PartitionSpec` names, in the order of the dims."""
+    """Return the mesh axes in a `PartitionSpec`, in the order of the dims."""
     return [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
 
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes that the rows of a batch are split over: data, and replica and expert where there are such."""
+    """Return the axes that split the rows of a batch: data, and replica and expert if the mesh has them."""
     return tuple(axis for axis in ("replica", "data", "expert") if axis in mesh.axis_names)
 
 
@@ -84,7 +84,7 @@ _roles: ContextVar[Mapping[str, tuple[str, ...]] | None] = ContextVar("roles", d
 
 
 def axes_of_role(role: str) -> tuple[str, ...]:
-    """Return the axes of the mesh under trace that play a role ("data", "tensor"): a user's mesh may call them otherwise."""
+    """Return the axes of the mesh under trace that play a role ("data", "tensor"); a user's mesh may have other names."""
     roles = _roles.get()
     if roles is not None:
         return roles.get(role, ())
@@ -95,15 +95,15 @@ _under_trace: ContextVar[AbstractMesh | None] = ContextVar("mesh under trace", d
 
 
 def mesh_under_trace() -> AbstractMesh:
-    """Return the mesh under trace, also where jax is not told of it."""
+    """Return the mesh under trace, including a mesh that `trace_without_mesh` hides from jax."""
     return _under_trace.get() or jax.sharding.get_abstract_mesh()
 
 
-def without_types(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f` traced without jax knowing of the mesh, which may be done where every axis is manual.
+def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f`, traced without a mesh in jax's types. Every mesh axis must be manual.
 
-    Arrays then have no mesh in their types. With it some have and some have not, and equinox's loops, which diffrax is
-    made of, take these for others. `mesh_under_trace` still tells of it, with every axis manual.
+    Otherwise some arrays have a mesh in their types and some do not. The loops of equinox, which diffrax uses, then
+    refuse them as different types. `mesh_under_trace` still returns the mesh, with every axis manual.
     """
 
     def run(*args: Any) -> Any:
@@ -121,12 +121,12 @@ def without_types(f: Callable[..., Any]) -> Callable[..., Any]:
 def on_mesh(
     mesh: Mesh, f: Callable[..., Any], roles: Mapping[str, tuple[str, ...]] | None = None
 ) -> Callable[..., Any]:
-    """Return `f` traced on this mesh, whatever mesh the user's program has set with `jax.set_mesh`.
+    """Return `f`, traced on this mesh even if the user's program has set another mesh with `jax.set_mesh`.
 
     Args:
       mesh: the mesh.
       f: the function.
-      roles: role -> its axes, where they have other names than ours.
+      roles: role -> its axes, for a mesh with other axis names than `AXES`.
     """
 
     @functools.wraps(f)
@@ -146,7 +146,7 @@ _analysed: ContextVar[bool] = ContextVar("analysed", default=False)
 
 @contextlib.contextmanager
 def analysis() -> Iterator[None]:
-    """Say, while a loss is traced, that it is only to be seen what it does with rows."""
+    """Mark traces inside this context as an analysis: they only show how a loss uses the rows of a batch."""
     token = _analysed.set(True)
     try:
         yield
@@ -155,50 +155,54 @@ def analysis() -> Iterator[None]:
 
 
 def is_analysed() -> bool:
-    """Return whether a loss is traced only to see what it does with rows: then a layer shows its plain form, not a kernel."""
+    """Return whether a trace is an analysis of a loss: a layer then uses its plain form, not a kernel."""
     return _analysed.get()
 
 
 def device_kind() -> str | None:
-    """Return the kind of the devices of the mesh under trace ("cpu", "TPU v4"); None where jax does not tell."""
+    """Return the kind of the devices of the mesh under trace, such as "cpu" or "TPU v4"; None if jax does not know it."""
     return getattr(getattr(mesh_under_trace(), "abstract_device", None), "device_kind", None)
 
 
 def device_kind_or_default() -> str:
-    """Return `device_kind()`, or the kind of the default device, on which a model runs that no strategy has."""
+    """Return `device_kind()`, or the kind of the default device, for a model that runs outside of every strategy."""
     return device_kind() or jax.devices()[0].device_kind
 
 
-def _infer_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
-    listed = ", ".join(
-        f"{axis}={size}" for axis, size in asked.items() if (axis, size) not in (("context", 1), ("expert", 1))
+def _infer_sizes(requested_sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+    sizes_text = ", ".join(
+        f"{axis}={size}"
+        for axis, size in requested_sizes.items()
+        if (axis, size) not in (("context", 1), ("expert", 1))
     )
-    for axis, size in asked.items():
+    for axis, size in requested_sizes.items():
         if not is_integer(size):
             raise TypeError(f"make_mesh: {axis} must be an integer, got {size!r} ({type(size).__name__}).")
-    if bad := [f"{axis}={size}" for axis, size in asked.items() if size < 1 and size != -1]:
+    if invalid_sizes := [f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1]:
         raise ValueError(
-            format_error("make_mesh", f"sizes must be positive, or -1 for one of them; got {', '.join(bad)}.")
+            format_error("make_mesh", f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.")
         )
-    unknown = [axis for axis, size in asked.items() if size == -1]
-    if len(unknown) > 1:
+    inferred_axes = [axis for axis, size in requested_sizes.items() if size == -1]
+    if len(inferred_axes) > 1:
         fix = "give every size but one."
-        raise ValueError(format_error("make_mesh", f"only one size can be -1, got {' and '.join(unknown)}.", fix=fix))
-    known = math.prod(size for size in asked.values() if size != -1)
-    if unknown and count % known:
-        what = f"cannot infer {unknown[0]}: {count} devices are not divisible by {known} ({listed})."
-        raise ValueError(format_error("make_mesh", what, fix=f"choose sizes whose product divides {count}."))
-    if not unknown and known != count:
-        what = f"{listed} needs {known} devices, but there are {count}."
-        fix = f"set one size to -1, choose sizes whose product is {count}, or pass devices=jax.devices()[:{known}]."
-        if known > count:
-            fix = f"set one size to -1, or choose sizes whose product is {count}."
-        raise ValueError(format_error("make_mesh", what, fix=fix))
-    return {axis: count // known if size == -1 else int(size) for axis, size in asked.items()}
+        raise ValueError(
+            format_error("make_mesh", f"only one size can be -1, got {' and '.join(inferred_axes)}.", fix=fix)
+        )
+    known_product = math.prod(size for size in requested_sizes.values() if size != -1)
+    if inferred_axes and num_devices % known_product:
+        problem = f"cannot infer {inferred_axes[0]}: {num_devices} devices are not divisible by {known_product} ({sizes_text})."
+        raise ValueError(format_error("make_mesh", problem, fix=f"choose sizes whose product divides {num_devices}."))
+    if not inferred_axes and known_product != num_devices:
+        problem = f"{sizes_text} needs {known_product} devices, but there are {num_devices}."
+        fix = f"set one size to -1, choose sizes whose product is {num_devices}, or pass devices=jax.devices()[:{known_product}]."
+        if known_product > num_devices:
+            fix = f"set one size to -1, or choose sizes whose product is {num_devices}."
+        raise ValueError(format_error("make_mesh", problem, fix=fix))
+    return {axis: num_devices // known_product if size == -1 else int(size) for axis, size in requested_sizes.items()}
 
 
-def _arrange(sizes: dict[str, int], devices: list[Any], *, outer: int) -> np.ndarray:
-    """Return the devices in a shape whose first `outer` dims may go from slice to slice."""
+def _arrange(sizes: dict[str, int], devices: list[Any], *, num_outer_dims: int) -> np.ndarray:
+    """Return the devices in the shape of the mesh; only its first `num_outer_dims` dims may cross slices."""
     shape = tuple(sizes.values())
     slices: dict[int, list[Any]] = {}
     for device in devices:
@@ -206,14 +210,14 @@ def _arrange(sizes: dict[str, int], devices: list[Any], *, outer: int) -> np.nda
     if len(slices) == 1:
         return _within_slice(sizes, devices)
     if len({len(members) for members in slices.values()}) > 1:
-        listed = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
+        sizes_text = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
         fix = "pass as many devices of every slice."
-        raise ValueError(format_error("make_mesh", f"the slices have different sizes ({listed}).", fix=fix))
-    within, across = _over_slices(shape, len(slices), outer)
+        raise ValueError(format_error("make_mesh", f"the slices have different sizes ({sizes_text}).", fix=fix))
+    within, across = _over_slices(shape, len(slices), num_outer_dims)
     inner = dict(zip(sizes, within, strict=True))
     grids = np.stack([_within_slice(inner, slices[index]) for index in sorted(slices)])
-    # each mesh axis counts slices first, then devices within one
-    order = [axis for dim in range(len(shape)) for axis in (dim, dim + len(shape))]
+    # along each mesh axis, slices come first, then the devices within a slice
+    order = [i for dim in range(len(shape)) for i in (dim, dim + len(shape))]
     return grids.reshape(across + within).transpose(order).reshape(shape)
 
 
@@ -226,44 +230,53 @@ def _within_slice(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
         return _over_cores(shape, devices)
     if all(sizes.get(axis, 1) == 1 for axis in ("expert", "context")):
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    # Weights are gathered over these together: laid as data alone, that is a gather; else XLA:TPU makes it an all-reduce.
-    together = [axis for axis in ("data", "expert", "context") if axis in sizes]
-    order = [*(axis for axis in sizes if axis not in (*together, "tensor")), *together, "tensor"]
-    joined = [sizes[axis] for axis in order if axis not in together]
-    joined.insert(len(joined) - 1, math.prod(sizes[axis] for axis in together))
-    grid = mesh_utils.create_device_mesh(joined, devices, allow_split_physical_axes=True)
+    # Weights are gathered over these axes together. If the devices lie as along one data axis, XLA:TPU emits a gather,
+    # else an all-reduce.
+    joined_axes = [axis for axis in ("data", "expert", "context") if axis in sizes]
+    order = [*(axis for axis in sizes if axis not in (*joined_axes, "tensor")), *joined_axes, "tensor"]
+    grid_sizes = [sizes[axis] for axis in order if axis not in joined_axes]
+    grid_sizes.insert(len(grid_sizes) - 1, math.prod(sizes[axis] for axis in joined_axes))
+    grid = mesh_utils.create_device_mesh(grid_sizes, devices, allow_split_physical_axes=True)
     return grid.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in sizes])
 
 
 def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    """Arrange chips that show up as several devices: their cores become neighbours on the innermost axis they divide.
+    """Arrange chips with several devices (cores): cores are neighbours on the innermost axis that their number divides.
 
-    `mesh_utils` arranges chips only, one device each.
+    `mesh_utils` only arranges chips with one device each.
     """
     cores = 1 + max(device.core_on_chip for device in devices)
     dims = [dim for dim, size in enumerate(shape) if size % cores == 0]
     if not dims:
-        what = f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
+        problem = f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
         raise ValueError(
-            format_error("make_mesh", what, fix="make one axis even, so that it can hold both cores of a chip.")
+            format_error("make_mesh", problem, fix="make one axis even, so that it can hold both cores of a chip.")
         )
     dim = dims[-1]
-    chips = tuple(size // cores if at == dim else size for at, size in enumerate(shape))
-    by_place = {(device.process_index, tuple(device.coords), device.core_on_chip): device for device in devices}
-    first = [device for device in devices if device.core_on_chip == 0]
-    grid = mesh_utils.create_device_mesh(chips, first, allow_split_physical_axes=True)
-    pick = np.vectorize(lambda device, core: by_place[device.process_index, tuple(device.coords), core], otypes="O")
-    return np.stack([pick(grid, core) for core in range(cores)], axis=dim + 1).reshape(shape)
+    chips = tuple(size // cores if i == dim else size for i, size in enumerate(shape))
+    device_at = {(device.process_index, tuple(device.coords), device.core_on_chip): device for device in devices}
+    first_cores = [device for device in devices if device.core_on_chip == 0]
+    grid = mesh_utils.create_device_mesh(chips, first_cores, allow_split_physical_axes=True)
+    pick_core = np.vectorize(
+        lambda device, core: device_at[device.process_index, tuple(device.coords), core], otypes="O"
+    )
+    return np.stack([pick_core(grid, core) for core in range(cores)], axis=dim + 1).reshape(shape)
 
 
-def _over_slices(shape: tuple[int, ...], slices: int, outer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split a mesh shape into the part within a slice and the part across slices, outermost axes across."""
-    within, across, left = list(shape), [1] * len(shape), slices
-    for dim in range(outer):  # replica and data; the others stay inside a slice
-        across[dim] = math.gcd(within[dim], left)
+def _over_slices(
+    shape: tuple[int, ...], num_slices: int, num_outer_dims: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Split a mesh shape into a shape within a slice and a shape across slices; only the first `num_outer_dims` dims cross slices."""
+    within, across, remaining_slices = list(shape), [1] * len(shape), num_slices
+    for dim in range(num_outer_dims):  # replica and data; the others stay inside a slice
+        across[dim] = math.gcd(within[dim], remaining_slices)
         within[dim] //= across[dim]
-        left //= across[dim]
-    if left != 1:
-        what = f"{slices} slices cannot be laid along replica and data, whose sizes are {shape[:outer]}."
-        raise ValueError(format_error("make_mesh", what, fix=f"choose data (times replica) divisible by {slices}."))
+        remaining_slices //= across[dim]
+    if remaining_slices != 1:
+        problem = (
+            f"{num_slices} slices cannot be laid along replica and data, whose sizes are {shape[:num_outer_dims]}."
+        )
+        raise ValueError(
+            format_error("make_mesh", problem, fix=f"choose data (times replica) divisible by {num_slices}.")
+        )
     return tuple(within), tuple(across)

@@ -1,4 +1,4 @@
-"""Collectives over trees, and the one convention for gradients inside `shard_map`."""
+"""Collectives over trees, and the convention for gradients inside `shard_map`."""
 
 from shardopt.collectives.buckets import BUCKET_BYTES, SMALL_BUCKET_BYTES, MeshAxes
 from shardopt.collectives.per_device import all_reduce, constrain_tensor, has_auto_tensor, per_device, shard_by_shard

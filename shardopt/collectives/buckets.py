@@ -1,8 +1,8 @@
-"""Several small leaves in one collective, where a collective costs more than the copies that joining them takes.
+"""Send several small leaves in one collective, where a collective costs more time than the copies that join the leaves.
 
-Between processes on CPU each collective is a round trip over sockets that takes a millisecond or so, and XLA:CPU joins
-none of them; XLA:GPU does it by itself (its combiner passes), and on a TPU there is nothing to save. PyTorch's FSDP joins
-those of a module for the same reason.
+Between processes on CPU each collective is a round trip over sockets of about a millisecond, and XLA:CPU joins none of
+them. XLA:GPU joins collectives itself (its combiner passes), and on a TPU joining gains nothing. PyTorch's FSDP joins
+the leaves of a module for the same reason.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from shardopt.mesh import device_kind
 
 MeshAxes = str | tuple[str, ...]
-"""A mesh axis, or several taken together."""
+"""A mesh axis, or several axes that act as one."""
 
 SMALL_BUCKET_BYTES = 2**21
-"""Whole bytes that travel together, about what a socket takes in a millisecond; so much is held once more meanwhile."""
+"""The unsharded bytes of a bucket: about as many as a socket sends in a millisecond. A bucket needs that memory once more."""
 BUCKET_BYTES = 25 * 2**20
-"""The same of leaves that are all there anyway: what PyTorch's DistributedDataParallel joins by default."""
+"""The bytes of a bucket of unsharded leaves: the default of PyTorch's DistributedDataParallel."""
 
 
 def all_gather_buckets(
@@ -30,15 +30,21 @@ def all_gather_buckets(
     *,
     bucket_bytes: int,
 ) -> list[jax.Array]:
-    """Return every x made whole on its dim: `gather(x, axis, dim)`, one for each group of `bucket_bytes` whole bytes."""
-    n = jax.lax.axis_size(axis)
+    """Return every x all-gathered on its dim, with one call of `gather(x, axis, dim)` for each bucket.
 
-    def several(some: list[jax.Array], dims: list[int]) -> list[jax.Array]:
-        rows = gather(_flat([x[None] for x in some]), axis, 0)  # [n, all elements]
-        parts = jnp.split(rows, _ends([x.size for x in some]), axis=1)
-        return [_unrolled(part.reshape(n, *x.shape), dim) for part, x, dim in zip(parts, some, dims, strict=True)]
+    A bucket has at most `bucket_bytes` unsharded bytes.
+    """
+    num_shards = jax.lax.axis_size(axis)
 
-    return _by_group(xs, dims, bucket_bytes // n, lambda x, dim: gather(x, axis, dim), several)
+    def gather_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+        rows = gather(_flatten_rows([x[None] for x in bucket]), axis, 0)  # [n, all elements]
+        parts = jnp.split(rows, _split_points([x.size for x in bucket]), axis=1)
+        return [
+            _join_shards(part.reshape(num_shards, *x.shape), dim)
+            for part, x, dim in zip(parts, bucket, dims, strict=True)
+        ]
+
+    return _move_in_buckets(xs, dims, bucket_bytes // num_shards, lambda x, dim: gather(x, axis, dim), gather_bucket)
 
 
 def reduce_scatter_buckets(
@@ -49,59 +55,63 @@ def reduce_scatter_buckets(
     *,
     bucket_bytes: int,
 ) -> list[jax.Array]:
-    """Return every x summed, and this device's shard of it: `scatter(x, axis, dim)`, one for each such group."""
-    n = jax.lax.axis_size(axis)
+    """Return this device's shard of the sum of every x, with one call of `scatter(x, axis, dim)` for each bucket."""
+    num_shards = jax.lax.axis_size(axis)
 
-    def several(some: list[jax.Array], dims: list[int]) -> list[jax.Array]:
-        rows = [shards_of(x, dim, n) for x, dim in zip(some, dims, strict=True)]
-        row = scatter(_flat(rows), axis, 0)  # [1, all elements of a shard]
-        parts = jnp.split(row, _ends([one[0].size for one in rows]), axis=1)
-        return [part.reshape(one.shape[1:]) for part, one in zip(parts, rows, strict=True)]
+    def scatter_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+        all_shard_rows = [shards_of(x, dim, num_shards) for x, dim in zip(bucket, dims, strict=True)]
+        sums = scatter(_flatten_rows(all_shard_rows), axis, 0)  # [1, all elements of a shard]
+        parts = jnp.split(sums, _split_points([shard_rows[0].size for shard_rows in all_shard_rows]), axis=1)
+        return [part.reshape(shard_rows.shape[1:]) for part, shard_rows in zip(parts, all_shard_rows, strict=True)]
 
-    return _by_group(xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), several)
+    return _move_in_buckets(xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), scatter_bucket)
 
 
 def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Return every x summed over mesh axes, one sum for each group of small leaves.
+    """Return every x summed over mesh axes, with one all-reduce for each bucket of small leaves.
 
-    Within one process each goes alone: XLA:CPU makes one collective of them by itself, and of leaves joined here one
-    function of all that computes them, which takes half as long again to compile a step.
+    Within one process each leaf has its own all-reduce, and XLA:CPU joins them itself. If they were joined before, XLA:CPU
+    would compile everything that computes them as one function, and a step would take 1.5 times as long to compile.
     """
 
-    def several(some: list[jax.Array], _: Sequence[int]) -> list[jax.Array]:
-        row = jax.lax.psum(_flat([x[None] for x in some])[0], axes)
-        parts = jnp.split(row, _ends([x.size for x in some]))
-        return [part.reshape(x.shape) for part, x in zip(parts, some, strict=True)]
+    def reduce_bucket(bucket: list[jax.Array], _: Sequence[int]) -> list[jax.Array]:
+        sums = jax.lax.psum(_flatten_rows([x[None] for x in bucket])[0], axes)
+        parts = jnp.split(sums, _split_points([x.size for x in bucket]))
+        return [part.reshape(x.shape) for part, x in zip(parts, bucket, strict=True)]
 
     limit = BUCKET_BYTES if jax.process_count() > 1 else 0
-    return _by_group(xs, [0] * len(xs), limit, lambda x, _: jax.lax.psum(x, axes), several)
+    return _move_in_buckets(xs, [0] * len(xs), limit, lambda x, _: jax.lax.psum(x, axes), reduce_bucket)
 
 
-def _by_group(
+def _move_in_buckets(
     xs: Sequence[jax.Array],
     dims: Sequence[int],
     limit: int,
-    alone: Callable[[jax.Array, int], jax.Array],
-    several: Callable[[list[jax.Array], list[int]], list[jax.Array]],
+    move_leaf: Callable[[jax.Array, int], jax.Array],
+    move_bucket: Callable[[list[jax.Array], list[int]], list[jax.Array]],
 ) -> list[jax.Array]:
-    """Move leaves in buckets of one dtype and at most `limit` bytes; elsewhere than on CPU each alone."""
-    results = [alone(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
+    """Move leaves in buckets of one dtype and at most `limit` bytes; except on CPU, move each leaf separately."""
+    results = [move_leaf(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
     nbytes, dtypes = [x.size * x.dtype.itemsize for x in xs], [x.dtype for x in xs]
     for bucket in plan_buckets(nbytes, dtypes, limit if device_kind() == "cpu" else 0):
-        some, where = [xs[i] for i in bucket.members], [dims[i] for i in bucket.members]
-        moved = several(some, where) if len(some) > 1 else [alone(some[0], where[0])]
+        bucket_leaves, bucket_dims = [xs[i] for i in bucket.members], [dims[i] for i in bucket.members]
+        moved = (
+            move_bucket(bucket_leaves, bucket_dims)
+            if len(bucket_leaves) > 1
+            else [move_leaf(bucket_leaves[0], bucket_dims[0])]
+        )
         for i, x in zip(bucket.members, moved, strict=True):
             results[i] = x
     return results
 
 
 class Bucket(NamedTuple):
-    """Leaves that travel in one collective.
+    """Leaves that share one collective.
 
     Attributes:
-      key: what they have in common, such as their dtype.
-      members: their positions.
-      sizes: of each.
+      key: a property that the leaves share, such as their dtype.
+      members: the indices of the leaves.
+      sizes: the size of each leaf.
     """
 
     key: Any
@@ -110,47 +120,47 @@ class Bucket(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The size of all of them."""
+        """The sum of the sizes."""
         return sum(self.sizes)
 
 
 def plan_buckets(sizes: Sequence[int], keys: Sequence[Hashable], limit: int) -> list[Bucket]:
     """Put leaves with equal keys into buckets of at most `limit`, in order.
 
-    A leaf above the limit is in a bucket of its own, and one of size 0 in none. Sizes and limit have one unit.
+    A leaf above the limit gets its own bucket, and a leaf of size 0 gets none. Sizes and limit have the same unit.
 
     Example:
       >>> plan_buckets([3, 0, 5, 2], ["a", "a", "a", "a"], limit=8)
       [Bucket(key='a', members=(0, 2), sizes=(3, 5)), Bucket(key='a', members=(3,), sizes=(2,))]
     """
     buckets: list[list[int]] = []
-    last: dict[Hashable, list[int]] = {}  # of each key
+    last_bucket: dict[Hashable, list[int]] = {}  # key -> its last bucket
     for i, (size, key) in enumerate(zip(sizes, keys, strict=True)):
         if not size:
             continue
-        if key not in last or sum(sizes[j] for j in last[key]) + size > limit:
+        if key not in last_bucket or sum(sizes[j] for j in last_bucket[key]) + size > limit:
             buckets.append([])
-            last[key] = buckets[-1]
-        last[key].append(i)
-    return [Bucket(keys[some[0]], tuple(some), tuple(sizes[i] for i in some)) for some in buckets]
+            last_bucket[key] = buckets[-1]
+        last_bucket[key].append(i)
+    return [Bucket(keys[members[0]], tuple(members), tuple(sizes[i] for i in members)) for members in buckets]
 
 
-def _flat(rows: Sequence[jax.Array]) -> jax.Array:
-    """Join [n, ...] each into [n, all elements]."""
+def _flatten_rows(rows: Sequence[jax.Array]) -> jax.Array:
+    """Join arrays [n, ...] into one array [n, all elements]."""
     return jnp.concatenate([x.reshape(x.shape[0], -1) for x in rows], axis=1)
 
 
-def _ends(sizes: Sequence[int]) -> list[int]:
+def _split_points(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
 
 
 def shards_of(x: jax.Array, dim: int, n: int) -> jax.Array:
-    """Return the n shards of a dim as rows, [n, shape of a shard]."""
-    cut = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-    return jnp.moveaxis(cut, dim, 0)
+    """Return the n shards of x along a dim as rows, [n, shape of a shard]."""
+    split = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    return jnp.moveaxis(split, dim, 0)
 
 
-def _unrolled(rows: jax.Array, dim: int) -> jax.Array:
-    """Return rows [n, shape of a shard] as one array: the inverse of `shards_of`."""
-    cut = jnp.moveaxis(rows, 0, dim)
-    return cut.reshape(*cut.shape[:dim], -1, *cut.shape[dim + 2 :])
+def _join_shards(rows: jax.Array, dim: int) -> jax.Array:
+    """Return rows [n, shape of a shard] joined along a dim: the inverse of `shards_of`."""
+    split = jnp.moveaxis(rows, 0, dim)
+    return split.reshape(*split.shape[:dim], -1, *split.shape[dim + 2 :])

@@ -1,13 +1,13 @@
-"""The per-device view, and the convention for what a gradient means in it.
+"""The per-device view, and its convention for gradients.
 
-Inside `per_device` **a gradient is local**: that of this device's own loss, whether the parameter is a copy or a
-shard, and nothing is summed until somebody asks for it. Each gradient is then reduced exactly once: by `all_reduce`,
-or by `reduce_scatter` (which is also what the backward pass of `all_gather` does).
+Inside `per_device` **a gradient is local**: it is the gradient of this device's own loss, whether the parameter is a
+copy or a shard. Nothing is summed implicitly. Each gradient is then reduced exactly once: by `all_reduce`, or by
+`reduce_scatter` (the backward pass of `all_gather` does the same).
 
-`jax.shard_map` offers two conventions. With `check_vma=True` the gradient of a replicated parameter arrives already
-summed, so a further `psum` makes it N times too large; with `check_vma=False` it arrives local. We take the second,
-because the first also makes a type error of every user loss that scans with a constant initial carry (an RNN's
-zeros), although the same loss runs on one device.
+`jax.shard_map` offers two conventions. With `check_vma=True` the gradient of a replicated parameter arrives summed, so
+another `psum` makes it N times too large. With `check_vma=False` it arrives local. We take the second. The first also
+raises a type error for every user loss that scans with a constant initial carry (an RNN's zeros), although the same
+loss runs on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,51 +19,52 @@ from jax.sharding import Mesh, PartitionSpec
 from shardopt.collectives.buckets import all_reduce_buckets
 from shardopt.core.jaxprs import equations
 from shardopt.core.types import PyTree
-from shardopt.mesh import mesh_under_trace, spec_axes, without_types
+from shardopt.mesh import mesh_under_trace, spec_axes, trace_without_mesh
 
 TENSOR = "tensor"
-_CONSTRAINED = "can only refer to Auto axes"  # jax's, of with_sharding_constraint
-_MARKED = "Closure-converted function called with different dynamic arguments"  # equinox's, whose loops compare types
+_CONSTRAINT_ERROR = "can only refer to Auto axes"  # raised by jax's with_sharding_constraint
+_MESH_TYPE_ERROR = "Closure-converted function called with different dynamic arguments"  # raised by equinox's loops
 
 
 def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
-    """Return `f` in the per-device view of every mesh axis but tensor, which stays with the partitioner.
+    """Return `f` in the per-device view of every mesh axis but tensor, which is left to the partitioner.
 
-    A tensor axis of size 1 stays with it only where `f` constrains an array over tensor, as it would above 1. Else nothing
-    is left to the partitioner: callbacks run, and jax finds the place of a NaN.
+    A tensor axis of size 1 is left to the partitioner only if `f` constrains an array over tensor. Otherwise every axis
+    is manual: callbacks run, and jax can locate a NaN.
 
     Args:
       f: a function of local shards. Gradients taken inside it are local (see the module).
       mesh: the mesh.
       in_specs: how the arguments are sharded over the manual axes; tensor is not named.
-      out_specs: likewise for the results. An axis that is not named must hold equal values along it.
+      out_specs: the same for the results. The results must be equal along every axis that is not named.
     """
 
-    def view(f: Callable[..., PyTree], manual: frozenset[str]) -> Callable[..., PyTree]:
+    def in_manual_view(f: Callable[..., PyTree], manual: frozenset[str]) -> Callable[..., PyTree]:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
-    every = frozenset(mesh.axis_names)
+    all_axes = frozenset(mesh.axis_names)
     if mesh.shape.get(TENSOR, 1) > 1:
-        return view(f, every - {TENSOR})
+        return in_manual_view(f, all_axes - {TENSOR})
 
     def run(*args: PyTree) -> PyTree:
         try:
-            program, shapes = jax.make_jaxpr(view(f, every), return_shape=True)(*args)
+            program, shapes = jax.make_jaxpr(in_manual_view(f, all_axes), return_shape=True)(*args)
         except ValueError as error:
-            said = f"{error} {error.__cause__}"
+            error_text = f"{error} {error.__cause__}"
         else:
-            said = _CONSTRAINED if _constrains_tensor(program.jaxpr) else ""
-            if not (said or jax.debug_nans.value or jax.debug_infs.value):  # these run the function itself
+            error_text = _CONSTRAINT_ERROR if _constrains_tensor(program.jaxpr) else ""
+            # checks for NaN and infinity need to run the function itself
+            if not (error_text or jax.debug_nans.value or jax.debug_infs.value):
                 return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args)))
-        if _CONSTRAINED in said:
-            return view(f, every - {TENSOR})(*args)
-        return view(without_types(f) if _MARKED in said else f, every)(*args)
+        if _CONSTRAINT_ERROR in error_text:
+            return in_manual_view(f, all_axes - {TENSOR})(*args)
+        return in_manual_view(trace_without_mesh(f) if _MESH_TYPE_ERROR in error_text else f, all_axes)(*args)
 
     return run
 
 
 def _constrains_tensor(jaxpr: Jaxpr) -> bool:
-    """Return whether a program constrains an array over tensor by a `NamedSharding`, which jax refuses when it lowers it."""
+    """Return whether a program constrains an array over tensor by a `NamedSharding`; jax refuses it only when lowering."""
     specs = (
         getattr(eqn.params["sharding"], "spec", ())
         for eqn in equations(jaxpr)
@@ -78,7 +79,7 @@ def has_auto_tensor() -> bool:
 
 
 def constrain_tensor(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
-    """Constrain local arrays to where `specs` place them over tensor, where that is left to the partitioner."""
+    """Constrain local arrays to their `specs` over tensor, if tensor is left to the partitioner."""
     if not has_auto_tensor():
         return list(leaves)
     return [jax.lax.with_sharding_constraint(x, spec) for x, spec in zip(leaves, specs, strict=True)]
@@ -92,7 +93,7 @@ def all_reduce(
     Args:
       leaves: local arrays.
       axes: mesh axis names; with none the leaves are returned as they are.
-      specs: how each leaf is sharded over the tensor axis; by default none is.
+      specs: how each leaf is sharded over the tensor axis; by default not at all.
     """
     if not axes:
         return list(leaves)
@@ -105,12 +106,12 @@ def shard_by_shard(
 ) -> list[jax.Array]:
     """Apply a collective to leaves in a nested region that is manual over the tensor axis as well.
 
-    The partitioner does not split a manual collective over an axis that is left to it: it would gather the operand
-    over tensor first. (XLA:CPU moreover aborts on a half-precision sum while some axis is left to the partitioner.)
-    Where tensor is manual already, as it mostly is at size 1, there is nothing to do.
+    The partitioner does not split a manual collective over an axis that is left to it: it would first gather the
+    operand over tensor. XLA:CPU also aborts on a half-precision sum while some axis is left to the partitioner. If
+    tensor is manual already, as it mostly is at size 1, the collective is called directly.
 
     Args:
-      f: maps arrays to as many arrays, not moving their tensor split.
+      f: maps arrays to as many arrays, and does not change how tensor splits them.
       leaves: local arrays.
       specs: how each leaf is sharded over the tensor axis.
     """

@@ -1,4 +1,4 @@
-"""What everything else stands on: the train state, the optimizer contract, losses, errors."""
+"""Types, errors and argument checks that every other package uses."""
 
 from shardopt.core.block_model import BlockModel
 from shardopt.core.errors import (

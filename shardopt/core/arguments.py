@@ -1,4 +1,4 @@
-"""Checks of arguments, in the same words everywhere."""
+"""Checks of arguments, with the same error messages in every function."""
 
 import math
 from typing import TypeGuard
@@ -12,23 +12,24 @@ from shardopt.core.types import PyTree
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value is a Python or numpy integer, and no bool."""
+    """Return whether a value is a Python or numpy integer, but not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a Python or numpy real number, and no bool."""
+    """Return whether a value is a Python or numpy real number, but not a bool."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def check_count(who: str, name: str, value: int, *, least: int = 1, allow_array: bool = False) -> None:
-    """Refuse what is not an integer of at least `least`.
+    """Raise an error unless `value` is an integer of at least `least`.
 
-    With `allow_array` a scalar integer `jax.Array`, as `optax.inject_hyperparams` makes, is taken unread.
+    With `allow_array`, a scalar integer `jax.Array` passes without a look at its value: `optax.inject_hyperparams` makes
+    such arrays.
 
     Raises:
-      TypeError: if it is of another kind.
-      ValueError: if it is below.
+      TypeError: if it has another type.
+      ValueError: if it is below `least`.
     """
     if allow_array and isinstance(value, jax.Array) and np.issubdtype(value.dtype, np.integer) and not value.ndim:
         return
@@ -39,10 +40,10 @@ def check_count(who: str, name: str, value: int, *, least: int = 1, allow_array:
 
 
 def check_is_number(who: str, name: str, value: float) -> None:
-    """Refuse what is not a real number.
+    """Raise an error unless `value` is a real number.
 
     Raises:
-      TypeError: if it is of another kind.
+      TypeError: if it has another type.
     """
     if not is_number(value):
         raise TypeError(f"{who}: {name} must be a number, got {value!r} ({type(value).__name__}).")
@@ -51,41 +52,41 @@ def check_is_number(who: str, name: str, value: float) -> None:
 def check_number(
     who: str, name: str, value: float, *, least: float = 0.0, below: float = math.inf, positive: bool = False
 ) -> None:
-    """Refuse what is not a finite number in [least, below), or not above 0 if `positive`.
+    """Raise an error unless `value` is a finite number in [least, below), and above 0 if `positive`.
 
     Raises:
-      TypeError: if it is of another kind.
+      TypeError: if it has another type.
       ValueError: if it is out of range.
     """
     check_is_number(who, name, value)
     if math.isfinite(value) and least <= value < below and (value > 0 or not positive):
         return
-    bounds = "above 0" if positive else f"at least {least:g}"
+    allowed_range = "above 0" if positive else f"at least {least:g}"
     if below != math.inf:
-        bounds += f" and below {below:g}"
-    raise ValueError(f"{who}: {name} must be finite, {bounds}; got {value}.")
+        allowed_range += f" and below {below:g}"
+    raise ValueError(f"{who}: {name} must be finite, {allowed_range}; got {value}.")
 
 
 def check_transformation(
     who: str, name: str, tx: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optax transformation as one that takes extra arguments.
+    """Return an optax transformation in the form that takes extra arguments.
 
     Raises:
       TypeError: if it has no callable `init` and `update`.
     """
-    if isinstance(tx, type) or not all(callable(getattr(tx, part, None)) for part in ("init", "update")):
+    if isinstance(tx, type) or not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
         fix = "pass a transformation such as optax.adamw(1e-3), called, not the function itself."
-        shown = getattr(tx, "__name__", type(tx).__name__)
-        raise TypeError(format_error(who, f"{name} must be an optax.GradientTransformation, got {shown}.", fix=fix))
+        tx_name = getattr(tx, "__name__", type(tx).__name__)
+        raise TypeError(format_error(who, f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix))
     return optax.with_extra_args_support(tx)
 
 
 def check_params(who: str, params: PyTree | None) -> PyTree:
-    """Return the parameters that `update` of a transformation was given.
+    """Return the parameters that were passed to `update` of a transformation.
 
     Raises:
-      ValueError: if there are none.
+      ValueError: if they are None.
     """
     if params is None:
         fix = "call update(grads, state, params)."

@@ -1,4 +1,4 @@
-"""A model as embed, a stack of equal blocks, and a loss: what can be gathered or pipelined block by block."""
+"""`BlockModel`: a model made of embed, a stack of equal blocks, and a loss. Strategies gather or pipeline it by blocks."""
 
 import functools
 import inspect
@@ -14,27 +14,21 @@ BLOCKS = "blocks"
 
 
 class BlockModel(NamedTuple):
-    """A model whose blocks are stacked, so that strategies can treat them one at a time.
+    """A model whose blocks are stacked, so that strategies can gather or pipeline them one at a time.
 
-    Parameters are a dict `{"blocks": leaves stacked [L, ...], **outer}`; "outer" below is that dict without
-    "blocks". Any of the three functions may take a keyword `rng` and then gets a fresh key per step, example
-    shard and block.
+    Parameters are a dict `{"blocks": leaves stacked [L, ...], **outer}`; "outer" below is that dict without "blocks".
+    Any of the three functions may take a keyword `rng`. It then gets a new random key for each step, piece of the batch
+    and block.
 
     Attributes:
       embed: `embed(outer, batch) -> x`.
       block: `block(one_block, x) -> x`, same shape and dtype.
-      loss: `loss(outer, x, batch) -> scalar | Weighted`, or `(that, aux dict)`. Outer parameters reach both
-        ends, so tied embeddings work.
-      remat: what the backward pass recomputes of a block. None: nothing that costs much; gathered weights, what
-        follows from them alone, and elementwise results where weights are sharded. "full": all of the block from its
-        input. "save:qkv,attention": all but the values that `jax.ad_checkpoint.checkpoint_name` gave these names.
-        "offload:qkv,attention": the same, and these values wait in host memory (on CPU there is no other); "offload": the
-        inputs of blocks alone, as "full", and they wait there. Neither in a pipeline. Otherwise a `jax.checkpoint` policy. A `jax.checkpoint` within the block is heeded everywhere. A name that
-        blocks do not have is refused when the first step is traced, with those that they have.
-
-      tables: key paths of outer parameters [V, D] that only `embed` reads, and only by `so.nn.embedding`. Where fsdp shards
-        parameters, in the per-device view and not in a pipeline, these are sharded by columns if data divides D, and are not
-        gathered where it costs fewer bytes to exchange the rows that a batch asks for.
+      loss: `loss(outer, x, batch) -> scalar | Weighted`, or `(loss, aux dict)`. Outer parameters reach both ends, so
+        tied embeddings work.
+      remat: which values of a block the backward pass computes again; the forms are listed below.
+      tables: key paths of outer parameters [V, D] that only `embed` reads, and only through `so.nn.embedding`. If fsdp
+        shards parameters, these are sharded by columns where data divides D. They are not gathered where it takes fewer
+        bytes to exchange the rows of a batch. Only in the per-device view and not in a pipeline.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,6 +40,22 @@ class BlockModel(NamedTuple):
       >>> params = {"blocks": {"kernel": jnp.zeros((3, 2, 2))}, "scale": jnp.ones(())}
       >>> model.loss_fn(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 2))})
       Array(1., dtype=float32)
+
+    **Forms of `remat`**:
+
+    - None computes only cheap values again: gathered weights, values that follow from weights alone, and elementwise
+      results if weights are sharded.
+    - "full" computes the whole block again from its input.
+    - "save:qkv,attention" computes all again except the values with these names, given by
+      `jax.ad_checkpoint.checkpoint_name`.
+    - "offload:qkv,attention" does the same, and keeps the named values in host memory (CPU has no separate host
+      memory). Not in a pipeline.
+    - "offload" computes the whole block again, as "full", and keeps the inputs of blocks in host memory. Not in a
+      pipeline.
+    - A `jax.checkpoint` policy decides for each value.
+
+    A `jax.checkpoint` within the block works with every form. A name that the blocks do not have raises an error when
+    the first step is traced; the error lists the names that they have.
     """
 
     embed: Callable[..., PyTree]
@@ -55,7 +65,7 @@ class BlockModel(NamedTuple):
     tables: tuple[str, ...] = ()
 
     def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Loss:
-        """Return the loss of a batch, on any device, as `loss` returns it."""
+        """Return the loss of a batch, in the form that `loss` returns."""
         return run_blocks(self, params, batch, rng)
 
 
@@ -64,7 +74,7 @@ LossFn = Callable[..., Loss] | BlockModel
 
 
 def as_block_model(loss_fn: LossFn) -> BlockModel | None:
-    """Return the `BlockModel` behind a loss: itself, or the owner of its `loss_fn` method; else None."""
+    """Return the `BlockModel` of a loss, if the loss is a `BlockModel` or its `loss_fn` method; else None."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     return owner if isinstance(owner, BlockModel) else None
 
@@ -79,14 +89,14 @@ def run_blocks(
     run_block: Callable[..., PyTree] | None = None,
     before_loss: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None,
 ) -> Loss:
-    """Run embed, a scan over the blocks, and loss; a strategy's hooks gather what it keeps sharded.
+    """Run embed, a scan over the blocks, and loss; hooks of a strategy gather parameters that it keeps sharded.
 
-    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and applies its `remat`;
-    `before_loss(outer, x)` gives what the loss is called with.
+    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and applies its `remat`.
+    `before_loss(outer, x)` returns the `outer` and `x` that the loss is called with.
     """
     blocks = params[BLOCKS]
-    kept = {name: value for name, value in params.items() if name != BLOCKS}
-    outer = gather_outer(kept)
+    sharded_outer = {name: value for name, value in params.items() if name != BLOCKS}
+    outer = gather_outer(sharded_outer)
     num_blocks, run = jax.tree.leaves(blocks)[0].shape[0], run_block or plain_block(model)
 
     def body(x, block_and_index):
@@ -96,20 +106,22 @@ def run_blocks(
     x = call(model.embed, rng, num_blocks, outer, batch)
     x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
     if before_loss is not None:
-        outer, x = before_loss(kept, x)
+        outer, x = before_loss(sharded_outer, x)
     return call(model.loss, rng, num_blocks + 1, outer, x, batch)
 
 
 def plain_block(model: BlockModel) -> Callable[..., PyTree]:
-    """Return `run(one_block, index, rng, x) -> x`, the block of a model, with its `remat`."""
+    """Return `run(one_block, index, rng, x) -> x`: the block of a model, with the model's `remat` applied."""
     return checkpointed(model.remat, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x))
 
 
 def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: PyTree) -> PyTree:
-    """Call `fn(*args)`, of a model its loss, with the keyword `rng` folded with `index` if it takes one and one is given.
+    """Call `fn(*args)`; if `fn` takes a keyword `rng` and there is a key, pass the key folded with `index`.
+
+    For a `BlockModel`, call its loss.
 
     Raises:
-      TypeError: if `fn` cannot do without a key and none is given.
+      TypeError: if `fn` requires a key and `rng` is None.
     """
     if isinstance(fn, BlockModel):
         fn = fn.loss_fn
@@ -124,10 +136,10 @@ def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: 
 
 
 def takes_rng(fn: Any) -> bool:
-    """Return whether a loss or block function takes a keyword named `rng` that is not bound already."""
+    """Return whether a loss or block function takes a keyword `rng` that is not bound yet."""
     model = as_block_model(fn)
     if model is not None:
-        return any(takes_rng(part) for part in (model.embed, model.block, model.loss))
+        return any(takes_rng(function) for function in (model.embed, model.block, model.loss))
     try:
         parameter = inspect.signature(fn).parameters.get("rng")
     except (TypeError, ValueError):  # builtins and some C callables have no signature

@@ -1,4 +1,4 @@
-"""What the backward pass keeps of a block and what it computes again: `BlockModel.remat`, read and applied."""
+"""Parse and apply `BlockModel.remat`: which values of a block are kept, and which the backward pass computes again."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +18,15 @@ Policy = Callable[..., Any]
 Remat = str | Policy | None
 """None, "full", "save:NAME,...", "offload:NAME,...", "offload" or a `jax.checkpoint` policy; see `BlockModel`."""
 INPUT = "shardopt_block_input"
-"""The name of what a block is given."""
+"""The checkpoint name of the input of a block."""
 
 
 class Named(NamedTuple):
-    """Values that are kept by the name that `jax.ad_checkpoint.checkpoint_name` gave them; all else is computed again.
+    """Keep the values with these names (given by `jax.ad_checkpoint.checkpoint_name`); all others are computed again.
 
     Attributes:
-      names: of the values.
-      offload: whether they wait in host memory.
+      names: the names of the values.
+      offload: whether the values are kept in host memory.
     """
 
     names: tuple[str, ...]
@@ -34,10 +34,10 @@ class Named(NamedTuple):
 
 
 def read_remat(who: str, remat: Remat) -> Named | Policy | Literal["full"] | None:
-    """Return what a `BlockModel.remat` says.
+    """Return a `BlockModel.remat` in parsed form.
 
     Raises:
-      ValueError: if it is none of the six.
+      ValueError: if it has none of the six forms.
     """
     if remat is None or callable(remat):
         return remat
@@ -45,50 +45,50 @@ def read_remat(who: str, remat: Remat) -> Named | Policy | Literal["full"] | Non
         return "full"
     if remat == "offload":
         return Named((INPUT,), offload=True)
-    what, _, names = remat.partition(":") if isinstance(remat, str) else ("", "", "")
-    read = tuple(name.strip() for name in names.split(","))
-    if what in ("save", "offload") and all(read):
-        return Named(tuple(dict.fromkeys(read)), offload=what == "offload")
-    wanted = "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
+    kind, _, names = remat.partition(":") if isinstance(remat, str) else ("", "", "")
+    value_names = tuple(name.strip() for name in names.split(","))
+    if kind in ("save", "offload") and all(value_names):
+        return Named(tuple(dict.fromkeys(value_names)), offload=kind == "offload")
+    forms = "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
     fix = "write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies."
-    raise ValueError(format_error(who, f"BlockModel.remat must be {wanted}, got {remat!r}.", fix=fix))
+    raise ValueError(format_error(who, f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix))
 
 
 def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
-    """Return `f`, whose backward pass computes again what `remat` says; its last argument is the input of a block.
+    """Return `f` with a backward pass that follows `remat`; the last argument of `f` is the input of a block.
 
     Raises:
-      ValueError: when it is called, if `remat` names a value that `f` does not have.
+      ValueError: by a call, if `remat` names a value that `f` does not have.
     """
-    read = read_remat("BlockModel", remat)
-    if read is None:
+    parsed_remat = read_remat("BlockModel", remat)
+    if parsed_remat is None:
         return f
-    # Blocks run in a scan, where nothing can be merged with the forward pass; the barrier against it would wait for all
-    # that is gathered.
+    # prevent_cse inserts a barrier that waits for all gathered weights. Blocks do not need it: they run in a scan, where
+    # XLA cannot merge recomputed values with the forward pass.
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-    if not isinstance(read, Named):
-        return checkpoint(f, policy=None if read == "full" else read)
+    if not isinstance(parsed_remat, Named):
+        return checkpoint(f, policy=None if parsed_remat == "full" else parsed_remat)
 
     def named(*args: Any) -> T:
         return f(*args[:-1], jax.tree.map(_as_input, args[-1]))
 
-    f_named = named if INPUT in read.names else f
+    f_named = named if INPUT in parsed_remat.names else f
 
     def run(*args: Any) -> T:
         values = named_values(jax.make_jaxpr(f_named)(*args))
-        _check_names(read, values)
-        return checkpoint(f_named, policy=_policy(read, values))(*args)
+        _check_names(parsed_remat, values)
+        return checkpoint(f_named, policy=_policy(parsed_remat, values))(*args)
 
     return run
 
 
 def named_values(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, list[ShapedArray]]:
-    """Return the values that have a name, by name in the order of the trace, also those of what is called in it."""
-    found: dict[str, list[ShapedArray]] = {}
+    """Return name -> named values, in the order of the trace; values in called jaxprs are included."""
+    values_by_name: dict[str, list[ShapedArray]] = {}
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "name":
-            found.setdefault(eqn.params["name"], []).append(cast(ShapedArray, eqn.outvars[0].aval))
-    return found
+            values_by_name.setdefault(eqn.params["name"], []).append(cast(ShapedArray, eqn.outvars[0].aval))
+    return values_by_name
 
 
 def _policy(named: Named, values: Mapping[str, Sequence[ShapedArray]]) -> Policy:
@@ -102,7 +102,7 @@ def _policy(named: Named, values: Mapping[str, Sequence[ShapedArray]]) -> Policy
     )
     largest = {name: max(map(_nbytes, values[name])) for name in named.names}
 
-    # What a kernel keeps beside its result, a number a row, stays where it is: XLA:TPU fails to offload it.
+    # XLA:TPU fails to offload the small second result of a kernel (one number per row), so it stays on the device.
     def policy(primitive: Primitive, *avals: ShapedArray, **params: Any) -> Any:
         small = primitive.name == "name" and 8 * _nbytes(avals[0]) < largest.get(params["name"], 0)
         return small or offload(primitive, *avals, **params)
@@ -120,8 +120,8 @@ def _nbytes(value: ShapedArray) -> int:
 
 def _check_names(named: Named, known: Mapping[str, Sequence[ShapedArray]]) -> None:
     if unknown := [name for name in named.names if name not in known]:
-        what = f"remat names {plural(len(unknown), 'value')} that the blocks do not have."
+        problem = f"remat names {plural(len(unknown), 'value')} that the blocks do not have."
         fix = "name what is to be kept, x = jax.ad_checkpoint.checkpoint_name(x, 'attention'), or use remat='full'."
         if known:
             fix = f"use some of {', '.join(known)}; jax.ad_checkpoint.checkpoint_name names others."
-        raise ValueError(format_error("BlockModel", what, unknown, fix))
+        raise ValueError(format_error("BlockModel", problem, unknown, fix))

@@ -1,4 +1,4 @@
-"""Early stopping: when a metric has not improved for a while, as a pure update of a small state."""
+"""Early stopping when a metric has not improved for a while, as a pure update of a small state."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -14,13 +14,13 @@ class EarlyStopping:
     """Stop when a metric has not improved for `patience` observations in a row.
 
     A training metric is observed every `log_every` steps, a metric of `evaluate` at each scheduled evaluation. A
-    value v improves on the best value b when v < b - min_delta ("min") or v > b + min_delta ("max"); NaN never
-    does. The best value and the count are saved in checkpoints, so a resumed run stops where an unbroken one would.
+    value v improves on the best value b if v < b - min_delta ("min") or v > b + min_delta ("max"). NaN is never an
+    improvement. Checkpoints save the best value and the count, so a resumed run stops at the same step.
 
     Args:
       metric: the name of a training metric or of a metric that `evaluate` returns.
-      patience: how many observations without improvement end the run; at least 1.
-      min_delta: the least change that counts as an improvement, in units of the metric; at least 0.
+      patience: the number of observations without improvement that ends the run; at least 1.
+      min_delta: the smallest change that counts as an improvement, in units of the metric; at least 0.
       mode: "min" if smaller is better, "max" if larger is.
 
     Raises:
@@ -56,12 +56,12 @@ class EarlyStopping:
 
 
 class StoppingState(NamedTuple):
-    """What early stopping remembers.
+    """The state of early stopping.
 
     Attributes:
       best: the best value seen, or None before the first number.
-      best_step: the number of steps taken when it was seen.
-      wait: observations since then.
+      best_step: the number of steps taken when the best value was seen.
+      wait: the number of observations since then.
     """
 
     best: float | None = None
@@ -70,7 +70,7 @@ class StoppingState(NamedTuple):
 
 
 def update(rule: EarlyStopping | None, state: StoppingState, step: int, metrics: Mapping[str, float]) -> StoppingState:
-    """Return the state after one observation; without a rule, or its metric among `metrics`, the state as it is."""
+    """Return the state after one observation; the same state if there is no rule, or `metrics` lacks its metric."""
     if rule is None or rule.metric not in metrics:
         return state
     value = float(metrics[rule.metric])
@@ -80,36 +80,36 @@ def update(rule: EarlyStopping | None, state: StoppingState, step: int, metrics:
 
 
 def out_of_patience(rule: EarlyStopping | None, state: StoppingState) -> str | None:
-    """Return the verdict "early" if patience is at its end, or else None."""
+    """Return the verdict "early" if the patience of the rule is used up, else None."""
     return "early" if rule is not None and state.wait >= rule.patience else None
 
 
 def best(rule: EarlyStopping | None, state: StoppingState) -> dict[str, float] | None:
-    """Return `{"step": n, metric: value}` of the best value seen, or None if there is none."""
+    """Return `{"step": n, metric: value}` for the best value seen, or None before the first value."""
     if rule is None or state.best is None or state.best_step is None:
         return None
     return {"step": state.best_step, rule.metric: state.best}
 
 
 def check_metric(rule: EarlyStopping | None, known: Collection[str], who: str = "fit") -> None:
-    """Refuse a metric that is not reported.
+    """Raise an error if the run does not report the metric of the rule.
 
     Raises:
       ValueError: if `rule.metric` is not in `known`.
     """
     if rule is not None and rule.metric not in known:
-        what = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
+        problem = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
         fix = "watch one of these, or return it from evaluate and give evaluate_every."
-        raise ValueError(format_error(who, what, sorted(known), fix))
+        raise ValueError(format_error(who, problem, sorted(known), fix))
 
 
 def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:
-    """Return what a checkpoint keeps: the state, and what it was measured by."""
+    """Return the state for a checkpoint, with the metric and mode of the rule."""
     return {"metric": rule.metric, "mode": rule.mode, **state._asdict()}
 
 
 def from_json(rule: EarlyStopping, saved: Mapping[str, Any]) -> StoppingState | None:
-    """Return the saved state, or None if it speaks of another metric or mode."""
+    """Return the state of a checkpoint, or None if it has another metric or mode."""
     if (saved["metric"], saved["mode"]) != (rule.metric, rule.mode):
         return None
     return StoppingState(saved["best"], saved["best_step"], saved["wait"])

@@ -1,4 +1,4 @@
-"""Error messages of one form: who, what, every offending leaf with its numbers, the remedy."""
+"""Error classes, and one format for messages: the function, the problem, every offending leaf, the fix."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ class NonFiniteLossError(FloatingPointError):
     """The loss became NaN or infinite.
 
     Attributes:
-      step: the step whose loss was not finite, counted from 0.
-      position: how many batches had been drawn before that step's batch, counted from 0.
+      step: the number of the step whose loss was not finite, counted from 0.
+      position: the number of batches drawn before the batch of that step.
     """
 
     def __init__(self, message: str, *, step: int, position: int):
@@ -19,10 +19,10 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class NotSeparableError(ValueError):
-    """A loss is not a (weighted) mean over rows, so that its pieces on several devices do not add up to it.
+    """A loss is not a (weighted) mean over rows, so the losses of the devices do not add up to the loss of the batch.
 
     Attributes:
-      operation: the operation that mixes rows, as in "reduce_sum at loss.py:12 (batch_loss)"; "" if it is not known.
+      operation: the operation that mixes rows, such as "reduce_sum at loss.py:12 (batch_loss)"; "" if it is unknown.
     """
 
     def __init__(self, message: str, *, operation: str = ""):
@@ -35,20 +35,20 @@ class CheckpointError(ValueError):
 
 
 class StepNotFoundError(CheckpointError):
-    """There is no checkpoint of the step that was asked for, or none at all."""
+    """There is no checkpoint of the requested step, or no checkpoint at all."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint, or what `to_bytes` made, is not what was written: a file or a part is missing, cut or changed."""
+    """A checkpoint, or the result of `to_bytes`, was damaged: a file or a part is missing, truncated or changed."""
 
 
 class CheckpointInUseError(CheckpointError):
     """Another process, or another `Checkpoints` of this one, is writing to the folder."""
 
 
-def format_error(who: str, what: str, offenders: Sequence[str] = (), fix: str = "") -> str:
-    """Format an error: `who: what`, one indented line an offender (at most eight), `Fix: ...`."""
-    lines = [f"{who}: {what}"]
+def format_error(who: str, problem: str, offenders: Sequence[str] = (), fix: str = "") -> str:
+    """Return the message `who: problem`, one indented line for each offender (at most eight), and `Fix: ...`."""
+    lines = [f"{who}: {problem}"]
     lines += [f"  {offender}" for offender in offenders[:MAX_LISTED]]
     if len(offenders) > MAX_LISTED:
         lines.append(f"  ... and {len(offenders) - MAX_LISTED} more")
@@ -61,7 +61,7 @@ def plural(count: int, noun: str) -> str:
     """Return `1 leaf`, `2 leaves`, `3 axes`, `4 batches`, `5 processes`."""
     if count == 1:
         return f"1 {noun}"
-    for ending, several in (("leaf", "leaves"), ("axis", "axes"), ("ch", "ches"), ("ss", "sses")):
+    for ending, plural_ending in (("leaf", "leaves"), ("axis", "axes"), ("ch", "ches"), ("ss", "sses")):
         if noun.endswith(ending):
-            return f"{count} {noun.removesuffix(ending)}{several}"
+            return f"{count} {noun.removesuffix(ending)}{plural_ending}"
     return f"{count} {noun}s"

@@ -1,4 +1,4 @@
-"""Packages that only an extra of shardopt brings: asked for where they are used, never at import."""
+"""Packages of shardopt's extras (`shardopt[plot]`): required when a function uses them, never at import."""
 
 import importlib.util
 
@@ -9,20 +9,20 @@ def is_installed(module: str) -> bool:
     """Return whether a top-level module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # by an import hook that blocks it
+    except ModuleNotFoundError:  # raised by import hooks that block a module
         return False
 
 
 def require(module: str, *, extra: str, who: str) -> None:
-    """Refuse to go on without a package that is not among shardopt's own dependencies; called before it is imported.
+    """Raise an error unless a package of an extra is installed; called before that package is imported.
 
     Args:
-      module: the name it is imported by, such as "matplotlib".
-      extra: the extra of shardopt that brings it, such as "plot".
+      module: the import name of the package, such as "matplotlib".
+      extra: the extra of shardopt that installs the package, such as "plot".
       who: the public function that needs it, for the message.
 
     Raises:
-      ModuleNotFoundError: if it is not installed; the message names the extra.
+      ModuleNotFoundError: if the package is not installed; the message names the extra.
 
     Example:
       >>> require("no_such_package", extra="plot", who="plot_plans")
@@ -32,5 +32,5 @@ def require(module: str, *, extra: str, who: str) -> None:
       Fix: pip install 'shardopt[plot]'
     """
     if not is_installed(module):
-        what = f"{module} is needed, which is not installed."
-        raise ModuleNotFoundError(format_error(who, what, fix=f"pip install 'shardopt[{extra}]'"), name=module)
+        problem = f"{module} is needed, which is not installed."
+        raise ModuleNotFoundError(format_error(who, problem, fix=f"pip install 'shardopt[{extra}]'"), name=module)

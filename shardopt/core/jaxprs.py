@@ -1,4 +1,4 @@
-"""Walking through a jaxpr."""
+"""Walks over the equations of a jaxpr."""
 
 from collections.abc import Iterator
 
@@ -6,39 +6,40 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 CHECKPOINTS = ("remat2", "checkpoint")
-"""The names of `jax.checkpoint`, whose equations stand in its parameter `jaxpr`."""
+"""The primitive names of `jax.checkpoint`; its parameter `jaxpr` holds the equations of the function."""
 
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield every equation in the order of the trace, each followed by those of what it calls."""
+    """Yield all equations in the order of the trace; after an equation, the equations of the jaxprs that it calls."""
     for eqn in jaxpr.eqns:
         yield from within(eqn)
 
 
 def within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Yield an equation, and those of what it calls."""
+    """Yield an equation, then all equations of the jaxprs that it calls."""
     yield eqn
     for inner in called(eqn):
         yield from equations(inner)
 
 
 def called(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return what an equation calls: the body of a function or loop, the branches of a choice."""
-    inner = (getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(eqn.params))
-    return [one for one in inner if hasattr(one, "eqns")]
+    """Return the jaxprs that an equation calls: the body of a function or loop, the branches of a `cond`."""
+    candidates = (getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(eqn.params))
+    return [candidate for candidate in candidates if hasattr(candidate, "eqns")]
 
 
 def scan_carry(eqn: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
-    """Return how many values a scan carries, and the place of the first among its arguments; those after them are scanned.
+    """Return the number of values that a scan carries, and the index of the first among its arguments.
 
-    Versions of jax write it down differently: what is scanned, or stacked, has a dim more than in the body.
+    The arguments after the carry are scanned. Versions of jax store these numbers differently, so they are read off the
+    shapes: a scanned argument or a stacked result has one dim more outside of the body.
     """
-    more = [
-        sum(_ndim(outer) != _ndim(inner) for outer, inner in zip(*both, strict=True))
-        for both in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
+    num_scanned, num_stacked = [
+        sum(_ndim(outer) != _ndim(inner) for outer, inner in zip(*outer_and_inner, strict=True))
+        for outer_and_inner in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
     ]
-    num_carry = len(eqn.outvars) - more[1]
-    return num_carry, len(eqn.invars) - more[0] - num_carry
+    num_carry = len(eqn.outvars) - num_stacked
+    return num_carry, len(eqn.invars) - num_scanned - num_carry
 
 
 def _ndim(var: Var | Literal) -> int:

@@ -1,8 +1,8 @@
-"""jax's primitives that act element by element, and those that decompose matrices, by name, in all releases that are supported.
+"""Names of jax's elementwise primitives and matrix decompositions, in all supported releases.
 
-Of the former each element of the result is made of the elements at its place, and of nothing else; an operand has the
-shape of the result, or is one number. What knows more of some of them (what they do to zeros, to sums, in what way they grow) says so
-where it is needed.
+Each element of an elementwise result depends only on the elements at the same position of the operands. An operand has
+the shape of the result, or is a single number. More facts about some primitives (their effect on zeros and sums, how
+their values grow) stand in the analyses that need them.
 """
 
 
@@ -17,21 +17,21 @@ ARITHMETIC = _names(
     "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
     "sub tan tanh xor"
 )
-"""What compilers fuse into whatever reads it."""
+"""Cheap primitives: compilers fuse them into the operation that reads their result."""
 
 SPECIAL = _names(
     "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac polygamma regularized_incomplete_beta zeta"
 )
-"""Functions that are a series or a loop."""
+"""Expensive primitives: functions that are computed by a series or a loop."""
 
 IDENTITIES = _names("copy layout_constraint name pvary reshard sharding_constraint stop_gradient")
-"""What changes no value, and says where it lives or what becomes of it. `device_put` has a result for each operand."""
+"""Primitives that change no value, only its placement, name or gradient. `device_put` is left out: it has one result per operand."""
 
 ELEMENTWISE = ARITHMETIC | SPECIAL | IDENTITIES | {"bitcast_convert_type"}
-"""Between widths `bitcast_convert_type` makes several elements of one, or one of several."""
+"""`bitcast_convert_type` between dtypes of different widths turns one element into several, or several into one."""
 
 DECOMPOSITIONS = _names(
     "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product triangular_solve "
     "tridiagonal tridiagonal_solve"
 )
-"""Of the last two dims: all others count matrices."""
+"""These act on the last two dims; all other dims count matrices."""

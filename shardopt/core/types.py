@@ -1,4 +1,4 @@
-"""The values that strategies take and return, and the trees that they are kept in."""
+"""The values that strategies take and return: train state, losses and metrics, and helpers for their trees."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 PyTree = Any
 TreeDef = Any
-"""The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not take for a type."""
+"""The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not accept as a type."""
 Rule = tuple[str | re.Pattern[str], PartitionSpec]
 PlaceLeaf = Callable[[str, tuple[int, ...]], PartitionSpec | None]
 Rules = Sequence[Rule] | PlaceLeaf
@@ -21,12 +21,12 @@ Rules = Sequence[Rule] | PlaceLeaf
 
 
 class TrainState(NamedTuple):
-    """All that a training run carries from one step to the next.
+    """All values that a training run passes from one step to the next.
 
     Attributes:
       step: int32 scalar, the number of steps taken.
-      params: the parameter pytree, trainable and frozen leaves alike.
-      opt_state: the state of the wrapped optax transformation (over the trainable leaves).
+      params: the parameter pytree, with trainable and frozen leaves.
+      opt_state: the state of the wrapped optax transformation, for the trainable leaves.
       rng: uint32 key data; step `n` uses `fold_in(rng, n)`.
     """
 
@@ -37,21 +37,21 @@ class TrainState(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """A loss (or metric) as a total and the weight it is to be divided by, or as several of them.
+    """A loss (or metric) as a total and the weight that divides it, or as several such pairs.
 
-    The loss of a step is `sum(total) / sum(weight)` over the whole global batch, however it is cut
-    into devices and micro-batches, so padded or masked tokens count exactly. With tuples of K totals and
-    K weights it is the sum of K such quotients, each over its own weight:
+    The loss of a step is `sum(total) / sum(weight)` over the whole global batch, for any number of devices and
+    micro-batches. So padded or masked tokens count exactly. With tuples of K totals and K weights it is the sum of K
+    quotients:
 
         sum_k sum(total_k) / sum(weight_k)
 
-    The weights are treated as constants: they must not depend on the parameters. With several terms they are summed
-    before the loss is differentiated, with micro-batches by evaluating what they follow from once more; a pipeline and
-    the parameter server take one term only.
+    Weights are treated as constants: they must not depend on the parameters. Several weights are summed before the loss
+    is differentiated. With micro-batches this evaluates the computation of the weights once more. A pipeline and the
+    parameter server accept a single pair only.
 
     Attributes:
-      total: a scalar, or a tuple of them.
-      weight: a scalar, or a tuple of as many.
+      total: a scalar, or a tuple of scalars.
+      weight: a scalar, or a tuple of the same length.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,11 +67,13 @@ class Weighted(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A metric that adds up over the rows of the batch: `aux = {"tokens": so.Sum(mask.sum())}`.
+    """A metric that is summed over the rows of the batch: `aux = {"tokens": so.Sum(mask.sum())}`.
 
-    With v_i what device and micro-batch i returned, `metrics` holds sum_i v_i; over batches, `evaluation` adds them up.
-    Where replicas train apart (`local_sgd`, `diloco`), these are the replicas of this process, since others would have to be
-    waited for; in `history` of an asynchronous run they are what went into the update. So for `Max` and `Min`.
+    With v_i the value of device and micro-batch i, `metrics` holds sum_i v_i; `evaluation` also sums over batches.
+
+    If replicas train separately (`local_sgd`, `diloco`), the sum covers the replicas of this process only, so that no
+    process waits for others. In the `history` of an asynchronous run it covers the gradients of the update. The same
+    holds for `Max` and `Min`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,10 +85,10 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric whose largest value counts: `aux = {"longest": so.Max(lengths.max())}`.
+    """A metric that reports its largest value: `aux = {"longest": so.Max(lengths.max())}`.
 
-    With v_i what device and micro-batch i returned, `metrics` holds max_i v_i; over batches, `evaluation` takes the
-    largest.
+    With v_i the value of device and micro-batch i, `metrics` holds max_i v_i; `evaluation` takes the largest of all
+    batches.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,10 +100,10 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-    """A metric whose smallest value counts: `aux = {"margin": so.Min(margins.min())}`.
+    """A metric that reports its smallest value: `aux = {"margin": so.Min(margins.min())}`.
 
-    With v_i what device and micro-batch i returned, `metrics` holds min_i v_i; over batches, `evaluation` takes the
-    smallest.
+    With v_i the value of device and micro-batch i, `metrics` holds min_i v_i; `evaluation` takes the smallest of all
+    batches.
 
     Example:
       >>> import jax.numpy as jnp
@@ -113,26 +115,29 @@ class Min(NamedTuple):
 
 
 Metric = Weighted | Sum | Max | Min
-"""A metric that says how its parts become one."""
+"""A metric with a rule for how the values of devices and micro-batches are combined."""
 
 
 Loss = jax.Array | Weighted | tuple[jax.Array | Weighted, dict[str, Any]]
-"""What a loss returns: a scalar or `Weighted`, or that and an aux dict of metrics, each a mean, `Weighted`, `Sum`, `Max`, `Min`."""
+"""The result of a loss: a scalar or `Weighted`, or a pair of it and an aux dict of metrics.
+
+Each metric is an array (its mean is taken), `Weighted`, `Sum`, `Max` or `Min`.
+"""
 
 
 class Updated(NamedTuple):
     """New values for frozen leaves (batch statistics, counters), returned by a loss in its aux dict.
 
-    `values` is a nested dict that follows the parameter pytree, holding only the leaves that change:
-    `aux = {"accuracy": acc, "stats": so.Updated({"batch_stats": new_stats})}`. Floating leaves take
-    the mean over devices and micro-batches, integer leaves the maximum.
+    `values` is a nested dict with the structure of the parameters, but only with the leaves that change:
+    `aux = {"accuracy": acc, "stats": so.Updated({"batch_stats": new_stats})}`. A floating leaf becomes the mean over
+    devices and micro-batches, an integer leaf the maximum.
     """
 
     values: PyTree
 
 
 def path_text(path: KeyPath) -> str:
-    """Return a key path as names joined by slashes: `params["blocks"]["attention"]` is "blocks/attention"."""
+    """Return a key path as names joined by slashes: `params["blocks"]["attention"]` gives "blocks/attention"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -142,28 +147,28 @@ def leaves_with_paths(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 
 
 def is_array_like(leaf: object) -> bool:
-    """Return whether a leaf has a shape and a dtype: a numpy or jax array, or an abstract one."""
+    """Return whether a leaf has a shape and a dtype, as numpy, jax and abstract arrays have."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """Return the tree with `jax.ShapeDtypeStruct` leaves as jax would store them, reading no data."""
+    """Return the tree with `jax.ShapeDtypeStruct` leaves, with the dtypes that jax would store; no data is read."""
 
-    def one(leaf):
+    def abstract_leaf(leaf):
         if not is_array_like(leaf):
             leaf = np.asarray(leaf)
         dtype = leaf.dtype
-        if not jnp.issubdtype(dtype, jax.dtypes.extended):  # such as typed random keys
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):  # typed random keys have an extended dtype
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(abstract_leaf, tree)
 
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype in which many values of this one are summed: fp32 at least, complex where it is complex.
+    """Return the dtype for sums of many values of a dtype: at least fp32, and complex for complex values.
 
-    Written out, because `jnp.promote_types` refuses to under `jax_numpy_dtype_promotion="strict"`.
+    `jnp.promote_types` would do this, but raises an error under `jax_numpy_dtype_promotion="strict"`.
     """
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4:
         return jnp.dtype(dtype)
@@ -171,16 +176,16 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def merge_replicas(stacked: jax.Array, axis: int = 0) -> jax.Array:
-    """Return the one value that stands for those of several replicas: the rule where their number changes.
+    """Return one value for the values of several replicas, for when the number of replicas changes.
 
-    - Floating and complex leaves: the mean, computed in fp32 at least. It is what replicas agree on; and of
-      error-feedback memories it is the mean that the next reduction adds to that of the gradients, so none is lost.
-    - Integers and booleans: the maximum, as of `Updated`. Counts of steps are equal anyway.
+    - Floating and complex leaves: the mean, computed in at least fp32. Replicas agree on it. For error-feedback
+      memories the next reduction adds this mean to the mean of the gradients, so no gradient is lost.
+    - Integers and booleans: the maximum, as in `Updated`. Counts of steps are equal in all replicas.
     - Typed random keys, which have no order: the first.
 
     Args:
-      stacked: the values of the replicas along `axis`.
-      axis: which dim goes.
+      stacked: the values of the replicas, stacked along `axis`.
+      axis: the dim of the replicas, which is removed.
 
     Example:
       >>> import jax.numpy as jnp

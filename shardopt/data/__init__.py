@@ -1,6 +1,6 @@
-"""Data to train on: a corpus of files as bytes, cut into windows or packed as documents, drawn in batches.
+"""Training data: files as a corpus of bytes, cut into windows or packed as documents, and read in batches.
 
-A user of the library, which nothing in it imports but the command line.
+No other package of shardopt imports this one, except the command line.
 """
 
 from shardopt.data.corpus import (

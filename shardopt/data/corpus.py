@@ -1,4 +1,4 @@
-"""A corpus of files as bytes, cut into training and validation windows, drawn in shuffled batches."""
+"""A corpus of files as bytes, cut into training and validation windows, and read in shuffled batches."""
 
 import dataclasses
 import os
@@ -20,11 +20,11 @@ Batch = dict[str, np.ndarray]
 
 
 class Corpus(NamedTuple):
-    """Files read as one long row of bytes, in the order given, none of it kept in memory.
+    """Files that are read as one long sequence of bytes. Nothing is kept in memory.
 
     Attributes:
-      paths: the files.
-      starts: where each begins, and after the last one where it ends; [files + 1].
+      paths: the files, in order.
+      starts: [files + 1]: the position of the first byte of each file, then the total number of bytes.
     """
 
     paths: tuple[Path, ...]
@@ -32,14 +32,14 @@ class Corpus(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The length of the row."""
+        """The total number of bytes."""
         return self.starts[-1]
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Return the bytes [begin, end) as uint8.
 
         Raises:
-          OSError: if a file cannot be read any more, or is shorter than it was.
+          OSError: if a file cannot be read, or is shorter than when the corpus was opened.
         """
         parts = []
         file = int(np.searchsorted(self.starts, begin, side="right")) - 1
@@ -53,18 +53,18 @@ class Corpus(NamedTuple):
 def _read(path: Path, start: int, count: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
-        found = file.read(count)
-    if len(found) < count:
-        what = f"{str(path)!r} is shorter than when the corpus was opened: {start + len(found)} bytes and no more."
-        raise OSError(format_error("data", what, fix="leave the text alone while a model trains on it."))
-    return found
+        content = file.read(count)
+    if len(content) < count:
+        problem = f"{str(path)!r} is shorter than when the corpus was opened: {start + len(content)} bytes and no more."
+        raise OSError(format_error("data", problem, fix="leave the text alone while a model trains on it."))
+    return content
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
     """A range of a corpus as a sequence of windows: `windows[i]` is `{"tokens": int32 [length + 1]}`.
 
-    Window i holds the bytes from `begin + i * length` on, so that each byte but the first is a target once.
+    Window i starts at byte `begin + i * length`, so each byte but the first is a target once.
     """
 
     corpus: Corpus
@@ -84,7 +84,7 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The files of a corpus as a sequence of documents for `pack`: `documents[i]` is file i as int32 tokens, one a byte."""
+    """The files of a corpus as documents for `pack`: `documents[i]` is file i as int32 tokens, one token per byte."""
 
     corpus: Corpus
 
@@ -102,18 +102,18 @@ class Documents:
 
 
 def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
-    """Return the corpus of a file, of the text files below a folder, or of Python's own standard library.
+    """Return the corpus of a file, of the text files in a folder, or of Python's own standard library.
 
-    Files come in the order of their paths. Of a folder, hidden files, `__pycache__` and files that hold a zero
-    byte near their beginning (binary ones) are passed over. The standard library is taken without its tests, its
-    generated tables (`encodings`, `pydoc_data`) and whatever was installed beside it.
+    Files are ordered by their paths. In a folder, hidden files, `__pycache__` and binary files (with a zero byte near
+    their beginning) are skipped. From the standard library, tests, generated tables (`encodings`, `pydoc_data`) and
+    installed packages are left out.
 
     Args:
-      path: a file or a folder; None is the standard library.
+      path: a file or a folder; None stands for the standard library.
 
     Raises:
-      FileNotFoundError: if there is nothing at `path`.
-      ValueError: if it holds no text.
+      FileNotFoundError: if `path` does not exist.
+      ValueError: if `path` holds no text.
 
     Example:
       >>> corpus = open_corpus()
@@ -126,38 +126,38 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
     else:
         root = Path(path)
         if not root.exists():
-            what = f"there is no file or folder {str(root)!r}."
+            problem = f"there is no file or folder {str(root)!r}."
             raise FileNotFoundError(
-                format_error("data", what, fix="check the path; without one, Python's own source is read.")
+                format_error("data", problem, fix="check the path; without one, Python's own source is read.")
             )
         files = (
             [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)] if root.is_dir() else [root]
         )
-    sized = [(file, size) for file in files if (size := file.stat().st_size)]
-    if not sized:
-        what = f"{str(root)!r} is empty." if root.is_file() else f"there is no text in the folder {str(root)!r}."
-        raise ValueError(format_error("data", what, fix="name a text file, or a folder that holds some."))
-    starts = np.cumsum([0] + [size for _, size in sized]).tolist()
-    return Corpus(tuple(file for file, _ in sized), tuple(starts))
+    sized_files = [(file, size) for file in files if (size := file.stat().st_size)]
+    if not sized_files:
+        problem = f"{str(root)!r} is empty." if root.is_file() else f"there is no text in the folder {str(root)!r}."
+        raise ValueError(format_error("data", problem, fix="name a text file, or a folder that holds some."))
+    starts = np.cumsum([0] + [size for _, size in sized_files]).tolist()
+    return Corpus(tuple(file for file, _ in sized_files), tuple(starts))
 
 
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-"""Left out of the standard library: what was installed beside it, tests, and generated tables.
+"""Folders left out of the standard library: installed packages, tests and generated tables.
 
-The tables are near copies of each other: split between training and validation they would leak.
+The tables are near copies of each other. Split between training and validation, they would leak validation text.
 """
 
 
 def _walk(root: Path, skip: frozenset[str] | set[str]) -> Iterator[Path]:
-    """Yield the files below a folder in the order of their paths; symbolic links to folders are not followed."""
-    found = []
+    """Yield the files in a folder and its subfolders, ordered by path; symbolic links to folders are not followed."""
+    paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    # By parts, as strings: how paths compare differs between systems.
-    yield from sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    # Sorted by the strings of the path parts, because the order of Path objects differs between operating systems.
+    yield from sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).parts)
 
 
 def _is_binary(path: Path) -> bool:
@@ -166,14 +166,14 @@ def _is_binary(path: Path) -> bool:
 
 
 def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Windows, Windows]:
-    """Cut a corpus into training windows and, from its end, validation windows; no byte is in both.
+    """Split a corpus into training windows and, at its end, validation windows; no byte is in both.
 
-    The cut lies between two files where one begins near enough, so that no file is on both sides.
+    The split is between two files if a file begins near enough to the wanted position. No file is then on both sides.
 
     Args:
       corpus: from `open_corpus`.
-      length: targets a window, T; a window holds T + 1 bytes.
-      validation: the share of bytes wanted for validation, between 0 and 1. A cut between files may make it up
+      length: T, the number of targets in a window; a window holds T + 1 bytes.
+      validation: the wanted share of bytes for validation, between 0 and 1. A split between files may make the share up
         to half smaller or larger.
 
     Raises:
@@ -191,11 +191,11 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
     cut = _cut(corpus, validation)
     sides = Windows(corpus, 0, cut, length), Windows(corpus, cut, corpus.num_bytes, length)
     if any(len(side) < 1 for side in sides):
-        what = (
+        problem = (
             f"{corpus.num_bytes} bytes of text, {sides[0].end} to train on and {corpus.num_bytes - cut} to validate,"
             f" are too few for windows of {length + 1} bytes on both sides."
         )
-        raise ValueError(format_error("data", what, fix="give more text, or choose shorter windows."))
+        raise ValueError(format_error("data", problem, fix="give more text, or choose shorter windows."))
     return sides
 
 
@@ -209,16 +209,16 @@ def _cut(corpus: Corpus, validation: float) -> int:
 def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterDataset":
     """Return endless shuffled batches, `{"tokens": int32 [batch_size, length + 1]}`.
 
-    Each epoch has an order of its own, drawn from the seed; a batch may span two. Every process draws the same
-    global batches, so the order does not depend on how many there are.
+    Each epoch has its own order, drawn from the seed; a batch may span two epochs. Every process draws the same global
+    batches, so the order does not depend on the number of processes.
 
     Args:
       windows: from `split`.
-      batch_size: the global batch, B.
-      seed: decides the order.
+      batch_size: B, the number of windows in a global batch.
+      seed: the seed of the order.
 
     Returns:
-      A grain dataset. Its iterators have `get_state()` and `set_state(state)`, the position in JSON.
+      A grain dataset. Its iterators have `get_state()` and `set_state(state)`; the state is the position, in JSON.
 
     Raises:
       ValueError: if `batch_size` is below 1, or `seed` is not in 0 to 2^32 - 1.
@@ -235,19 +235,19 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
     if batch_size < 1:
         raise ValueError(f"batches: batch_size must be at least 1, got {batch_size}.")
     dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(batch_size)
-    # One thread, two batches ahead: windows are cheap, and the cores are for the devices.
+    # One thread that reads two batches ahead is enough: windows are cheap, and the cores are for the devices.
     return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
 
 
 def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[Batch]:
-    """Return batches of windows that lie evenly over the whole range: always the same, to validate on.
+    """Return validation batches: windows spread evenly over the whole range, the same in every call.
 
-    Where there are fewer windows than asked for, some are in it more than once.
+    If there are fewer windows than `batch_size * num_batches`, some windows are repeated.
 
     Args:
       windows: from `split`.
-      batch_size: windows in a batch.
-      num_batches: how many batches.
+      batch_size: the number of windows in a batch.
+      num_batches: the number of batches.
     """
     count = batch_size * num_batches
     chosen = [windows[i * len(windows) // count]["tokens"] for i in range(count)]
@@ -255,16 +255,16 @@ def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[
 
 
 def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
-    """Return a batch of windows with inputs and targets apart: "tokens" and "targets" [..., T] of "tokens" [..., T + 1].
+    """Return a batch with separate inputs and targets: "tokens" [..., T] and "targets" [..., T] of "tokens" [..., T + 1].
 
-    Both say the same to a model. T + 1 positions cannot be sharded where T can, so a mesh with a context axis needs
-    this form.
+    A model computes the same loss from both forms. A mesh with a context axis needs separate targets, because it can
+    split T positions but not T + 1.
 
     Args:
-      batch: a dict with "tokens" [..., T + 1], and whatever else, which is left as it is.
+      batch: a dict with "tokens" [..., T + 1]; other entries stay unchanged.
 
     Raises:
-      ValueError: if the batch has targets already, no tokens, or a single one.
+      ValueError: if the batch already has targets, has no tokens, or has a single token.
 
     Example:
       >>> next_token({"tokens": encode("hello")})["targets"].tolist() == encode("ello").tolist()
@@ -273,14 +273,14 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
     tokens = batch.get("tokens", ())
     tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     if "targets" in batch or not tokens.ndim or tokens.shape[-1] < 2:
-        found = ", ".join(f"{name} {list(np.shape(value))}" for name, value in batch.items()) or "nothing"
-        what = f"a batch must have tokens [..., T + 1], T at least 1, and no targets; it has {found}."
-        raise ValueError(format_error("next_token", what))
+        shapes_text = ", ".join(f"{name} {list(np.shape(value))}" for name, value in batch.items()) or "nothing"
+        problem = f"a batch must have tokens [..., T + 1], T at least 1, and no targets; it has {shapes_text}."
+        raise ValueError(format_error("next_token", problem))
     return {**batch, "tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
 def encode(text: str) -> np.ndarray:
-    """Return the UTF-8 bytes of a text as int32 tokens.
+    """Return the UTF-8 bytes of a text as int32 tokens, one token per byte.
 
     Example:
       >>> encode("hé").tolist()
@@ -290,7 +290,7 @@ def encode(text: str) -> np.ndarray:
 
 
 def decode(tokens: ArrayLike) -> str:
-    r"""Return the text that byte tokens spell, with U+FFFD for what is no UTF-8.
+    r"""Return the text of byte tokens, with U+FFFD for bytes that are not valid UTF-8.
 
     Example:
       >>> decode([104, 195, 169])

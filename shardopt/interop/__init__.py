@@ -1,4 +1,4 @@
-"""Models of other libraries, as the parameters and the loss that strategies take."""
+"""Convert models of other libraries to the parameters and the loss that strategies take."""
 
 from shardopt.interop.flax_nnx import NnxLoss, nnx
 

@@ -1,4 +1,4 @@
-"""flax nnx: a module and a loss that calls it, as a parameter tree and a pure loss."""
+"""Convert a flax nnx module, and a loss that calls it, to a parameter tree and a pure loss."""
 
 import re
 from collections.abc import Callable
@@ -16,11 +16,11 @@ WHO = "interop.nnx"
 
 
 class NnxLoss(NamedTuple):
-    """What a strategy needs of an nnx module; see `nnx`.
+    """The parameters and the loss of an nnx module, for a strategy; see `nnx`.
 
     Attributes:
-      params: an `nnx.State` of all that the module holds but its random keys; or a function `key -> nnx.State`, if it
-        was given as a function of `rngs`.
+      params: an `nnx.State` of all values in the module except its random keys. For a model given as a function of
+        `rngs`, a function `key -> nnx.State`.
       loss_fn: `loss_fn(params, batch, rng=None)`.
       frozen: regexes of the key paths of leaves that are not trained.
     """
@@ -33,26 +33,20 @@ class NnxLoss(NamedTuple):
 def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
     """Return the parameters and the pure loss of a flax nnx module.
 
-    With g the module's structure, s what it holds and k the key of the step, `loss_fn(s, batch, rng=k)` is
-    `loss(nnx.merge(g, s, [fold_in(k, 1), fold_in(k, 2), ...]), batch)`: each stream of the module's `Rngs` gets a key of
-    its own, so dropout draws a new mask each step. State that the call changes (`BatchStat`, counters) is carried to the
-    next step through `Updated`. Without `rng`, as in `opt.evaluate`, the module runs as after `model.eval()`.
-
-    **Equivalence**: that of the strategy. BatchNorm makes a loss no mean over rows: it is exact with `view="global"`.
-
     Args:
-      model: an `nnx.Module`, in the mode it is to be trained in; or a function `rngs -> nnx.Module`, such as its class,
-        and then `opt.init(params, key)` creates the parameters sharded.
-      loss: `loss(model, batch)` -> scalar or `Weighted`, or (that, aux dict); with a keyword `rng`, the key of the step.
-      wrt: an nnx filter, what is trained: by default `nnx.Param`; `nnx.LoRAParam` for adapters.
+      model: an `nnx.Module`, in the mode to train in; or a function `rngs -> nnx.Module`, such as the class of the
+        module. With a function, `opt.init(params, key)` creates the parameters sharded.
+      loss: `loss(model, batch)` -> scalar or `Weighted`, or a pair of either and an aux dict. With a keyword `rng` it
+        gets the random key of the step.
+      wrt: an nnx filter of the variables to train: by default `nnx.Param`; `nnx.LoRAParam` for adapters.
 
     Returns:
-      An `NnxLoss`. `nnx.update(model, state.params)` brings what was learned into a module. The next `opt.step` takes
-      over that memory: copy it if training goes on.
+      An `NnxLoss`. `nnx.update(model, state.params)` copies trained parameters into a module. The next `opt.step`
+      reuses their memory, so copy them first if training continues.
 
     Raises:
       ModuleNotFoundError: if flax is not installed.
-      TypeError: if `model` is neither a module nor a function that makes one.
+      TypeError: if `model` is neither a module nor a function that returns one.
       ValueError: if `wrt` matches nothing.
 
     Example:
@@ -71,44 +65,57 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
       >>> state, metrics = opt.step(state, {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 2))})
       >>> nnx.update(model, state.params)
 
+    **Random keys and state**: with g the structure of the module, s its values and k the key of the step,
+    `loss_fn(s, batch, rng=k)` is `loss(nnx.merge(g, s, [fold_in(k, 1), fold_in(k, 2), ...]), batch)`. Each stream of
+    the module's `Rngs` gets its own key, so dropout draws a new mask in each step. State that the call changes
+    (`BatchStat`, counters) is passed to the next step through `Updated`. Without `rng`, as in `opt.evaluate`, the
+    module runs as after `model.eval()`.
+
+    **Equivalence**: the same as for the strategy. A loss with BatchNorm is not a mean over rows; it is exact with
+    `view="global"`.
+
     References:
       Heek et al., "Flax: A neural network library and ecosystem for JAX", 2024.
     """
     require("flax", extra="flax", who=WHO)
     from flax import nnx as flax
 
-    made = isinstance(model, flax.Module)
-    shapes = flax.eval_shape(lambda: model if made else model(flax.Rngs(0))) if callable(model) or made else model
-    if not isinstance(shapes, flax.Module):
-        what = f"model must be an nnx.Module, or a function rngs -> nnx.Module, got {type(model).__name__}."
-        raise TypeError(format_error(WHO, what))
-    structure, streams, held = flax.split(shapes, flax.RngState, ...)
-    trained = {path for path, _ in leaves_with_paths(flax.filter_state(held, flax.Param if wrt is None else wrt))}
-    if not trained:
-        what = f"wrt={wrt} matches nothing that {type(shapes).__name__} holds."
-        raise ValueError(format_error(WHO, what, fix="pass a filter of nnx, such as nnx.Param."))
+    is_module = isinstance(model, flax.Module)
+    abstract_module = (
+        flax.eval_shape(lambda: model if is_module else model(flax.Rngs(0))) if callable(model) or is_module else model
+    )
+    if not isinstance(abstract_module, flax.Module):
+        problem = f"model must be an nnx.Module, or a function rngs -> nnx.Module, got {type(model).__name__}."
+        raise TypeError(format_error(WHO, problem))
+    structure, streams, values = flax.split(abstract_module, flax.RngState, ...)
+    trained_paths = {
+        path for path, _ in leaves_with_paths(flax.filter_state(values, flax.Param if wrt is None else wrt))
+    }
+    if not trained_paths:
+        problem = f"wrt={wrt} matches nothing that {type(abstract_module).__name__} holds."
+        raise ValueError(format_error(WHO, problem, fix="pass a filter of nnx, such as nnx.Param."))
 
-    def state_of(net: Any) -> PyTree:
-        return flax.state(net, flax.Not(flax.RngState))
+    def state_of(module: Any) -> PyTree:
+        return flax.state(module, flax.Not(flax.RngState))
 
     def loss_fn(params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Any:
         keys = _draw_keys(streams, jax.random.key(0) if rng is None else rng)
-        net = flax.merge(structure, keys, params, copy=True)
+        module = flax.merge(structure, keys, params, copy=True)
         if rng is None:
-            net.eval()
-            return call(loss, None, 0, net, batch)
-        before, returned = leaves_with_paths(params), call(loss, rng, 0, net, batch)
-        after = dict(leaves_with_paths(state_of(net)))
-        new = {path: after[path] for path, value in before if after.get(path, value) is not value}
-        return _with_updates(returned, new)
+            module.eval()
+            return call(loss, None, 0, module, batch)
+        old_leaves, loss_result = leaves_with_paths(params), call(loss, rng, 0, module, batch)
+        new_leaves = dict(leaves_with_paths(state_of(module)))
+        changed = {path: new_leaves[path] for path, value in old_leaves if new_leaves.get(path, value) is not value}
+        return _with_updates(loss_result, changed)
 
-    params = state_of(model) if made else lambda rng: state_of(model(flax.Rngs(rng)))
-    frozen = tuple(f"^{re.escape(path)}$" for path, _ in leaves_with_paths(held) if path not in trained)
+    params = state_of(model) if is_module else lambda rng: state_of(model(flax.Rngs(rng)))
+    frozen = tuple(f"^{re.escape(path)}$" for path, _ in leaves_with_paths(values) if path not in trained_paths)
     return NnxLoss(params, loss_fn, frozen)
 
 
 def _draw_keys(streams: PyTree, rng: jax.Array) -> PyTree:
-    """Return the state of random streams (keys and counts, given as shapes) with keys drawn from one, counts at zero."""
+    """Return the state of random streams with keys drawn from `rng` and counts at zero; `streams` gives the shapes."""
     leaves, treedef = jax.tree.flatten(streams)
 
     def draw(leaf: jax.ShapeDtypeStruct, index: int) -> jax.Array:
@@ -119,10 +126,10 @@ def _draw_keys(streams: PyTree, rng: jax.Array) -> PyTree:
     return treedef.unflatten([draw(leaf, index) for index, leaf in enumerate(leaves, 1)])
 
 
-def _with_updates(returned: Any, new: dict[str, jax.Array]) -> Any:
-    """Return what a loss returned, with new values of state in its aux dict."""
-    pair = isinstance(returned, tuple) and not isinstance(returned, Weighted) and len(returned) == 2
-    main, aux = returned if pair else (returned, None)
-    if not new or not isinstance(aux, dict | None):
-        return returned
-    return main, {**(aux or {}), "nnx_state": Updated(new)}
+def _with_updates(loss_result: Any, changed: dict[str, jax.Array]) -> Any:
+    """Return the result of a loss with the changed state added to its aux dict."""
+    has_aux = isinstance(loss_result, tuple) and not isinstance(loss_result, Weighted) and len(loss_result) == 2
+    loss, aux = loss_result if has_aux else (loss_result, None)
+    if not changed or not isinstance(aux, dict | None):
+        return loss_result
+    return loss, {**(aux or {}), "nnx_state": Updated(changed)}

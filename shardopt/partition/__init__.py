@@ -1,4 +1,4 @@
-"""Where every leaf lives: rules for the tensor axis, divisibility for the data axis, optimizer state by likeness."""
+"""Which mesh axes shard each leaf: tensor by rules, data by divisibility, and optimizer state like its parameter."""
 
 from shardopt.partition.owners import owned_by_blocks
 from shardopt.partition.plan import COLUMNS, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs

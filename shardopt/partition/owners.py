@@ -1,4 +1,4 @@
-"""Whole matrices on owners: optimizer state and update sharded over blocks, not within them."""
+"""Shard optimizer state and updates by whole matrices: each block of a stack has one device as its owner."""
 
 import dataclasses
 import math
@@ -12,26 +12,27 @@ TENSOR = "tensor"
 
 
 def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool) -> LeafPlan:
-    """Return the plan of a leaf whose optimizer state lives on whole blocks, if it is a stack of matrices that divides.
+    """Return the plan of a leaf with its optimizer state sharded by whole blocks, if the leaf is a stack of matrices.
 
-    Dim 0, which counts blocks, is sharded over all axes that the leaf is sharded over: pipeline, what the placement shards
-    over, and tensor where a rule names it. What is no stack of matrices, is replicated over data, or has a number of blocks
-    that these axes do not divide, keeps its plan.
+    Dim 0, which counts blocks, is then sharded over all axes that shard the leaf: pipeline, the axes of the placement,
+    and tensor if a rule names it. A leaf keeps its plan if it is not a stack of matrices, if it is replicated over
+    data, or if these axes do not divide its number of blocks.
 
     Args:
-      plan: of a leaf.
+      plan: the plan of a leaf.
       sizes: mesh axis name -> size.
-      scattered: whether gradients may be reduce-scattered by blocks at once, because parameters are not sharded over data.
+      scattered: whether gradients may be reduce-scattered by blocks directly, because parameters are not sharded over
+        data.
     """
     if not plan.stacked or plan.dim is None or len(plan.shape) < 3:
         return plan
-    over = plan.shard_axes
+    axes = plan.shard_axes
     if plan.pipelined:
-        over = ("pipeline", *over)
+        axes = ("pipeline", *axes)
     if TENSOR in tuple(plan.tensor):
-        over = (*over, TENSOR)
-    if plan.shape[0] % math.prod(sizes[axis] for axis in over):
+        axes = (*axes, TENSOR)
+    if plan.shape[0] % math.prod(sizes[axis] for axis in axes):
         return plan
-    kept = [None if entry == TENSOR else entry for entry in plan.spec(sharded=False)[1:]]
-    owned = PartitionSpec(over[0] if len(over) == 1 else over, *kept)
-    return dataclasses.replace(plan, owned=owned, dim=0 if scattered and not plan.pipelined else plan.dim)
+    block_entries = [None if entry == TENSOR else entry for entry in plan.spec(sharded=False)[1:]]
+    owner_spec = PartitionSpec(axes[0] if len(axes) == 1 else axes, *block_entries)
+    return dataclasses.replace(plan, owned=owner_spec, dim=0 if scattered and not plan.pipelined else plan.dim)

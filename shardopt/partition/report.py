@@ -1,4 +1,4 @@
-"""What lives where, as a table: specs, bytes per device, and why leaves stay replicated that could be sharded."""
+"""Report the sharding of all leaves as a table: specs, bytes per device, and why some leaves stay replicated."""
 
 import math
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from shardopt.partition.plan import LeafPlan, data_dim, shard_axes
 class ReportRow(NamedTuple):
     """One parameter leaf.
 
-    `params` is its spec, `opt_state` that of optimizer state of its shape, if there is any; bytes are those of the
-    parameter alone.
+    `params` is the spec of the leaf. `opt_state` is the spec of optimizer state of the same shape, if there is any. Bytes
+    are the bytes of the parameter alone.
     """
 
     path: str
@@ -38,14 +38,14 @@ class ReplicatedState(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """Matrices that are each worked on by one device, its owner.
+    """Matrices that have owners: one device works on each matrix.
 
     Attributes:
-      paths: the parameters.
-      owners: of each matrix or block, the number of its owner along the axes; empty where the partitioner gathers instead.
+      paths: the key paths of the parameters.
+      owners: for each matrix or block, the index of its owner along the axes; empty if the partitioner gathers instead.
       because: why there are no owners.
-      state: whether optimizer state lives there as well.
-      arrays: if it does not, how many large arrays of each matrix go there in a step, and come back.
+      state: whether owners also hold the optimizer state.
+      arrays: if they do not, how many large arrays per matrix a step sends to the owner, and back.
     """
 
     paths: tuple[str, ...]
@@ -56,14 +56,14 @@ class Owned(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """How an optimizer's work on matrices is shared out.
+    """How an optimizer's work on matrices is distributed over owners.
 
     Attributes:
       rows: the matrices.
-      num_owners: how many owners there are.
-      imbalance: by which part the flops of the busiest owner exceed the mean.
-      bytes_sent: what each device sends in a step to bring matrices there and back.
-      padding: how many of these bytes carry nothing, because all owners are sent as much as the busiest.
+      num_owners: the number of owners.
+      imbalance: the share by which the flops of the busiest owner exceed the mean.
+      bytes_sent: the bytes that each device sends in a step to bring matrices to owners and back.
+      padding: how many of these bytes are padding, because all owners receive as much as the busiest one.
     """
 
     rows: tuple[Owned, ...]
@@ -73,29 +73,29 @@ class Owners(NamedTuple):
     padding: int
 
     def lines(self) -> list[str]:
-        """Return a line for each row, and one for all."""
-        found = []
+        """Return one line for each row, and a line of totals."""
+        lines = []
         for row in self.rows:
             names = ", ".join(row.paths)
             if row.because:
-                found.append(f"matrices of {names} are gathered for their products: {row.because}")
+                lines.append(f"matrices of {names} are gathered for their products: {row.because}")
                 continue
-            there, back = row.arrays
-            moved = f"; their optimizer state is not: {there} arrays of each go there, {back} come back"
-            moved = ", with their optimizer state" if row.state else moved
-            found.append(f"matrices of {names} are at owners {_ranges(row.owners)}{moved}")
+            num_sent, num_received = row.arrays
+            state_text = f"; their optimizer state is not: {num_sent} arrays of each go there, {num_received} come back"
+            state_text = ", with their optimizer state" if row.state else state_text
+            lines.append(f"matrices of {names} are at owners {_ranges(row.owners)}{state_text}")
         total = f"{self.bytes_sent:,} bytes sent per device and step to {self.num_owners} owners and back"
         share = f", {self.padding / self.bytes_sent:.1%} of them padding" if self.padding else ""
-        return [*found, f"{total}{share}; the busiest has {self.imbalance:.1%} more flops than the mean"]
+        return [*lines, f"{total}{share}; the busiest has {self.imbalance:.1%} more flops than the mean"]
 
 
 class LayoutBytes(NamedTuple):
-    """What an optimizer's work on matrices sends in a step, per device, beside what one of elements alone would.
+    """The additional bytes that a device sends in a step because the optimizer works on matrices, for each state layout.
 
     Attributes:
-      within: with `opt_state_layout="within"`, about: each product or decomposition gathers the smallest of what it reads and
-        makes, loops multiplied in where they say how often they turn.
-      matrices: with `opt_state_layout="matrices"`.
+      within: about the bytes with `opt_state_layout="within"`. Each product or decomposition gathers the smallest of its
+        operands and results. Loops with a known number of iterations count each iteration.
+      matrices: the bytes with `opt_state_layout="matrices"`.
     """
 
     within: int
@@ -103,39 +103,40 @@ class LayoutBytes(NamedTuple):
 
     @property
     def recommended(self) -> str:
-        """The layout that sends less."""
+        """The layout that sends fewer bytes."""
         return "matrices" if self.matrices < self.within else "within"
 
     def __str__(self) -> str:
-        """Return a line."""
-        sent = (
+        """Return the comparison as one line."""
+        comparison = (
             f"'within' sends about {self.within:,} bytes per device and step for matrices, 'matrices' {self.matrices:,}"
         )
-        return f"opt_state_layout: {sent}; recommended: {self.recommended!r}"
+        return f"opt_state_layout: {comparison}; recommended: {self.recommended!r}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Write (0, 1, 2, 2, 5) as "0-2, 5"."""
-    found: list[list[int]] = []
-    for one in sorted(set(numbers)):
-        if found and found[-1][-1] == one - 1:
-            found[-1].append(one)
+    """Return (0, 1, 2, 2, 5) as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
         else:
-            found.append([one])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 class Report(NamedTuple):
-    """The placement of a parameter tree and its optimizer state; `str` gives a table.
+    """The placement of a parameter tree and its optimizer state; `str(report)` is a table.
 
     Attributes:
-      rows: one a parameter leaf.
-      replicated_state: the optimizer state, scalars apart, that stays replicated although the strategy shards it.
+      rows: one row for each parameter leaf.
+      replicated_state: optimizer state, except scalars, that stays replicated although the strategy shards state.
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
-      owners: how work on matrices is shared out, with `opt_state_layout="matrices"`.
-      layouts: what each `opt_state_layout` sends; None if the optimizer works on no matrices, or its state is replicated.
-      view: in which view the loss runs, and why, a line.
+      owners: the owners of matrices, with `opt_state_layout="matrices"`.
+      layouts: the bytes that each `opt_state_layout` sends; None if the optimizer works on no matrices, or its state is
+        replicated.
+      view: one line that names the view of the loss, and the reason.
     """
 
     rows: tuple[ReportRow, ...]
@@ -148,7 +149,7 @@ class Report(NamedTuple):
 
     @property
     def replicated(self) -> tuple[ReportRow, ...]:
-        """The leaves that stay replicated over data although the strategy shards."""
+        """The rows of leaves that stay replicated over data although the strategy shards parameters or state."""
         return tuple(row for row in self.rows if row.replicated_because)
 
     def __str__(self) -> str:
@@ -167,8 +168,8 @@ class Report(NamedTuple):
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
         lines += [
-            f"optimizer state {one.path} {list(one.shape)}, {one.bytes:,} bytes, stays replicated: {one.because}"
-            for one in self.replicated_state
+            f"optimizer state {leaf.path} {list(leaf.shape)}, {leaf.bytes:,} bytes, stays replicated: {leaf.because}"
+            for leaf in self.replicated_state
         ]
         lines += [] if self.owners is None else self.owners.lines()
         lines += [] if self.layouts is None else [str(self.layouts)]
@@ -187,7 +188,7 @@ def report(
     state_split: bool,
     min_shard_elements: int,
 ) -> Report:
-    """Build the report of a train state's `specs` (a `TrainState` of `PartitionSpec`)."""
+    """Return the report for a train state, from its `specs` (a `TrainState` of `PartitionSpec`)."""
     rows = []
     for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):
         params, state = plan.spec(sharded=params_split), plan.state_spec(sharded=state_split)
@@ -200,7 +201,7 @@ def report(
                 params=params,
                 opt_state=state if plan.trainable else PartitionSpec(),
                 bytes_total=bytes_total,
-                bytes_per_device=bytes_total // shards(params, mesh),
+                bytes_per_device=bytes_total // num_shards(params, mesh),
                 replicated_because=plan.reason if state_split and shard_axes(mesh.shape).size > 1 else "",
             )
         )
@@ -216,25 +217,25 @@ def _replicated_state(
     specs: TrainState, abstract_state: TrainState, mesh: Mesh, min_shard_elements: int
 ) -> tuple[ReplicatedState, ...]:
     axes = shard_axes(mesh.shape)
-    placed = jax.tree.leaves(specs.opt_state, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    found = []
-    for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), placed, strict=True):
+    leaf_specs = jax.tree.leaves(specs.opt_state, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    replicated = []
+    for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), leaf_specs, strict=True):
         if axes.size > 1 and math.prod(leaf.shape) > 1 and axes.names[0] not in spec_axes(spec):
             _, reason = data_dim(leaf.shape, spec, axes, min_shard_elements)
-            found.append(ReplicatedState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
-    return tuple(found)
+            replicated.append(ReplicatedState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
+    return tuple(replicated)
 
 
 def device_bytes(tree: PyTree, specs: PyTree, mesh: Mesh) -> int:
-    """Return the bytes that a tree placed by `specs` takes on each device."""
+    """Return the bytes on each device of a tree that `specs` place."""
     leaves = jax.tree.leaves(tree)
-    placed = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaf_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize // shards(spec, mesh)
-        for leaf, spec in zip(leaves, placed, strict=True)
+        math.prod(leaf.shape) * leaf.dtype.itemsize // num_shards(spec, mesh)
+        for leaf, spec in zip(leaves, leaf_specs, strict=True)
     )
 
 
-def shards(spec: PartitionSpec, mesh: Mesh) -> int:
-    """Return into how many pieces a spec cuts a leaf."""
+def num_shards(spec: PartitionSpec, mesh: Mesh) -> int:
+    """Return the number of pieces that a spec cuts a leaf into."""
     return math.prod(mesh.shape[axis] for axis in spec_axes(spec))

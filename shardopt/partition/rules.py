@@ -1,4 +1,4 @@
-"""Rules: which dims of which leaves are split over the tensor axis."""
+"""Rules: they say which dims the tensor axis splits."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,23 +15,23 @@ def rules_from_logical_axes(
 ) -> list[tuple[str, PartitionSpec]]:
     """Return the tensor rules of a model whose dims have names.
 
-    Of each leaf the dim is split whose name comes first in `axis_rules` among those that map to "tensor"; a mesh axis
-    splits one dim of a leaf.
+    A mesh axis splits only one dim of a leaf. If several dims of a leaf have names that map to "tensor", the name that
+    comes first in `axis_rules` is split.
 
     Args:
-      logical_specs: pytree of the parameters with a `PartitionSpec` of names a leaf, as `flax.linen.get_partition_spec`
-        and `flax.nnx.get_partition_spec` return it.
-      axis_rules: (name, "tensor") or (name, None) for every name, as flax takes them. The strategy places data,
+      logical_specs: a tree like the parameters, with a `PartitionSpec` of dim names for each leaf, as
+        `flax.linen.get_partition_spec` and `flax.nnx.get_partition_spec` return it.
+      axis_rules: (name, "tensor") or (name, None) for every name, in the format of flax. The strategy places data,
         pipeline and replica itself.
-      stacked: regex of the key paths whose first dim is that of the stacked blocks of a `BlockModel`, such as
-        "^blocks/"; rules speak of one block, so that dim is left out.
+      stacked: regex of the key paths whose first dim stacks the blocks of a `BlockModel`, such as "^blocks/". Rules
+        describe one block, so that dim is left out.
 
     Returns:
-      [(regex, PartitionSpec), ...] for `rules` of a strategy: one a leaf that is split.
+      [(regex, PartitionSpec), ...] for the `rules` of a strategy: one rule for each leaf that is split.
 
     Raises:
       TypeError: if a leaf is not a `PartitionSpec`.
-      ValueError: if a name is not in `axis_rules`, or one there maps to another mesh axis.
+      ValueError: if a name is not in `axis_rules`, or `axis_rules` map a name to another mesh axis.
 
     Example:
       >>> specs = {"up": {"kernel": PartitionSpec("embed", "mlp"), "bias": PartitionSpec()}}
@@ -42,14 +42,16 @@ def rules_from_logical_axes(
     who = "rules_from_logical_axes"
     _check_axis_rules(who, axis_rules)
     leaves = leaves_with_paths(logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    if strange := [f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, PartitionSpec)]:
+    if wrong_leaves := [
+        f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, PartitionSpec)
+    ]:
         fix = "pass what flax.linen.get_partition_spec or flax.nnx.get_partition_spec returns."
-        raise TypeError(format_error(who, "leaves must be PartitionSpecs of logical axes.", strange, fix))
+        raise TypeError(format_error(who, "leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix))
     known = {name for name, _ in axis_rules}
     unknown = [f"{path}: {name!r}" for path, spec in leaves for name in spec_axes(spec) if name not in known]
     if unknown:
-        what = f"{plural(len(unknown), 'logical axis')} without a rule."
-        raise ValueError(format_error(who, what, unknown, 'give each ("name", "tensor") or ("name", None).'))
+        problem = f"{plural(len(unknown), 'logical axis')} without a rule."
+        raise ValueError(format_error(who, problem, unknown, 'give each ("name", "tensor") or ("name", None).'))
 
     order = [name for name, axis in axis_rules if axis == "tensor"]
     rules = []
@@ -63,11 +65,11 @@ def rules_from_logical_axes(
 
 
 def _check_axis_rules(who: str, axis_rules: Sequence[tuple[str, str | None]]) -> None:
-    wrong = [f"{name!r}: {axis!r}" for name, axis in axis_rules if axis not in ("tensor", None)]
-    if wrong:
-        what = f"{plural(len(wrong), 'rule')} for another axis than tensor."
+    wrong_rules = [f"{name!r}: {axis!r}" for name, axis in axis_rules if axis not in ("tensor", None)]
+    if wrong_rules:
+        problem = f"{plural(len(wrong_rules), 'rule')} for another axis than tensor."
         fix = "map these to None; the strategy places data, pipeline and replica itself."
-        raise ValueError(format_error(who, what, wrong, fix))
+        raise ValueError(format_error(who, problem, wrong_rules, fix))
 
 
 def match_rules(
@@ -77,17 +79,17 @@ def match_rules(
     who: str,
     axes: Iterable[str] = ("tensor",),
 ) -> list[PartitionSpec]:
-    """Give each leaf the spec of the first rule that matches its key path.
+    """Return for each leaf the spec of the first rule that matches its key path.
 
     Args:
-      rules: `[(regex, PartitionSpec), ...]`, searched in the key path, first match wins; or a callable
+      rules: `[(regex, PartitionSpec), ...]`, searched in the key path, where the first match wins; or a callable
         `(path, shape) -> PartitionSpec | None`.
       paths_and_shapes: the key path ("blocks/attention/qkv") and shape of each leaf.
       who: the function that the user called, for messages.
       axes: mesh axes that a rule may name.
 
     Returns:
-      A `PartitionSpec` a leaf, one entry a dim; leaves that no rule matches get one without axes.
+      One `PartitionSpec` for each leaf, with one entry per dim; a leaf that no rule matches gets a spec without axes.
 
     Raises:
       TypeError: if `rules` is neither of the two forms.
@@ -118,7 +120,7 @@ def match_rules(
 
 
 def check_rules(rules: Rules, *, who: str, axes: Iterable[str] = ("tensor",)) -> Rules:
-    """Check what can be checked of rules before any parameter is known; return them.
+    """Check rules before any parameter is known, and return them with compiled regexes.
 
     Raises:
       TypeError: if `rules` is not a callable or a sequence of (regex, PartitionSpec) pairs.
@@ -148,11 +150,11 @@ def check_rules(rules: Rules, *, who: str, axes: Iterable[str] = ("tensor",)) ->
 def _first_match(rules: Sequence[Rule], paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]], who: str) -> PlaceLeaf:
     paths = [path for path, _ in paths_and_shapes]
     compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
-    idle = [repr(pattern.pattern) for pattern, _ in compiled if not any(pattern.search(path) for path in paths)]
-    if idle:
+    unmatched = [repr(pattern.pattern) for pattern, _ in compiled if not any(pattern.search(path) for path in paths)]
+    if unmatched:
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-        what = f"{plural(len(idle), 'rule')} matched no parameter."
-        raise ValueError(format_error(who, what, idle, f"match a key path, such as: {known}."))
+        problem = f"{plural(len(unmatched), 'rule')} matched no parameter."
+        raise ValueError(format_error(who, problem, unmatched, f"match a key path, such as: {known}."))
     return lambda path, shape: next((spec for pattern, spec in compiled if pattern.search(path)), None)
 
 

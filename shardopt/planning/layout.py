@@ -21,7 +21,7 @@ from shardopt.engine.layout import make_layout
 from shardopt.engine.owned_update import layout_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import COLUMNS, LayoutBytes, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
-from shardopt.partition.report import shards
+from shardopt.partition.report import num_shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.planning.workload import Recompute, Workload
 
@@ -337,7 +337,7 @@ def state_layout_bytes(
 
 def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]) -> Elements:
     of_experts = () if workload.experts is None else workload.experts.leaves
-    sizes = {plan.path: math.prod(plan.shape) // shards(plan.spec(sharded=False), mesh) for plan in plans}
+    sizes = {plan.path: math.prod(plan.shape) // num_shards(plan.spec(sharded=False), mesh) for plan in plans}
 
     def counts(*, stacked: bool, sharded: bool) -> list[int]:
         return [

@@ -1,4 +1,4 @@
-"""Synchronous strategies, equal to single-device training: presets of one placement table."""
+"""Synchronous strategies that equal single-device training, each with its own placement."""
 
 from shardopt.strategies.ddp import ddp
 from shardopt.strategies.fsdp import fsdp

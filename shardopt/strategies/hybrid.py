@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallel in one: a model cut into stages, whose micro-batches follow a schedule."""
+"""Data, tensor and pipeline parallel together: a model is split into stages, and its micro-batches follow a schedule."""
 
 from collections.abc import Callable, Sequence
 
@@ -48,85 +48,77 @@ def hybrid(
     regather: bool = True,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
-    """Train a model that is cut over data, tensor and pipeline axes at once.
+    """Train a model that is split over data, tensor and pipeline axes at once.
 
     With S stages on the pipeline axis and M micro-batches, stage s runs its blocks forwards and backwards on one
-    micro-batch after another, at the ticks that the schedule says; activations and their gradients move from stage
-    to stage between ticks. Gradients are those of the mean over the global batch, as `ddp` gives them.
-
-    **Equivalence**: equal to one device on the union batch, up to summation order, for every optax transformation,
-    schedule and placement; `Weighted` losses too, whatever weight each micro-batch has. A loss, embedding or block
-    that takes `rng` draws what it draws under `ddp` with as many data devices and micro-batches. On a mesh with
-    pipeline=1 it is `ddp`, `zero` or `fsdp` itself.
-
-    **Placement**: blocks, with their gradients and optimizer state, are sharded over pipeline, in the order of the
-    model; outer parameters (embedding, head) are held by every stage. On data all is placed as `placement` says, and
-    on tensor by rule. During a step a stage keeps, of the micro-batches between forward and backward, what the
-    backward pass needs (the results of inner products, reductions and the like; elementwise ones are computed
-    again), or with `remat` the input of the chunk alone: `schedule.num_slots` times that, which does not grow with M
-    for any schedule but gpipe. Outer gradients are accumulated unsharded during the step, whatever the placement.
-
-    Where virtual stages have unequally many blocks, no mesh axis can cut the stack into them: it is sharded over pipeline on a
-    free dim of a block (below `min_shard_elements`, or where data and tensor take all dims that it divides, on none). During
-    the step a stage holds its own blocks whole, and has room for as many a chunk as the largest has, in weights, gradients
-    and slots; what it does not have it does not run.
-
-    **Communication** a step, per device, for a stage's Psi gradient bytes and an activation of A bytes per micro-batch:
-    on pipeline, one permute of A forwards and one backwards per tick (V-shaped placements have more, as
-    `schedule.forward_shifts` says), and one all-reduce of the outer gradients (with data, where they are replicated over
-    it); on data, what `ddp`, `zero` or `fsdp` say, of Psi: once, after the last micro-batch, for ddp and zero1; on
-    tensor, what the partitioner puts inside the blocks. With several chunks per stage stores other blocks than it runs:
-    their parameters, as they are sharded over data, move once before and gradients once after the ticks. Unequal stages do
-    so with one all-to-all each (an all-gather of gradients that are not sharded over pipeline).
+    micro-batch after another, in the order of the schedule. Between ticks, stages send activations and their gradients
+    to each other. As in `ddp`, a step applies the gradient of the mean loss over the global batch.
 
     Args:
-      tx: any optax transformation; see `ddp`.
-      mesh: from `make_mesh(data=..., tensor=..., pipeline=...)`.
-      model: a `BlockModel`. Its `remat` says what is kept of
-        a block: None, what its backward pass needs; "full", its input; "save:NAME,...", its input and the values of
-        these names; or what a `jax.checkpoint` policy says. Under names and policies nothing is left for the weight passes of
-        zero-bubble schedules. What travels between blocks may be any pytree; it is replicated over tensor there.
-      schedule: from `so.schedules`: a builder `(num_stages, num_micro_batches) -> Schedule`, such as
-        `functools.partial(so.schedules.interleaved, num_chunks=2)`, or a `Schedule` of these sizes, also one's own.
-      micro_batches: M; divides the rows of each data device.
-      blocks_per_stage: [V] integers, how many blocks each virtual stage runs, in the model's order, 0 among them; by default
-        equally many, or where V does not divide them as nearly so as can be. `so.schedules.balance` counts embedding and
-        head as blocks' worth.
-      placement: "ddp", "zero1", "zero2", "zero3" or "fsdp" (which is zero3): what is sharded over data.
-      rules: see `ddp`.
-      min_shard_elements: see `zero`.
-      gather_dtype: see `fsdp`; for placements that gather ("fsdp", "zero3").
-      scatter_dtype: see `fsdp`; for placements that scatter (all but "ddp"), without a `reducer`.
-      frozen: see `ddp`.
-      evaluate_fn: see `ddp`; a `BlockModel` where there are stages.
-      compiler_options: see `ddp`.
-      view: see `ddp`; a pipeline has no global view, and refuses a loss that is not proved to be a mean over rows.
-      separable: see `ddp`.
-      axes: see `ddp`.
-      batch_dims: see `ddp`.
-      sequence_dims: see `ddp`.
-      expert_leaves: see `ddp`.
-      opt_state_layout: see `fsdp`; for placements that shard optimizer state.
-      offload: see `fsdp`.
-      remat: True keeps only the input of each chunk, and runs its forward again in its backward pass: a third more work
-        for memory of one activation per slot. "fsdp" then gathers a block three times per micro-batch, not twice, and a
-        schedule that splits weight passes off keeps from backward to weight what the latter needs. A string is taken in
-        place of the model's own `remat`, as `so.plan` says it.
-      regather: False gathers the blocks of a stage over data once a step, and scatters their gradients once, rather than
-        in every pass: M times fewer bytes on data. During the step a stage then holds all its weights in `gather_dtype`
-        and the sums of all its gradients in fp32, as "zero1" does; what is stored stays sharded. For "fsdp" and "zero3" in
-        a pipeline.
-      reducer: see `ddp`; how gradients cross the data axis. For placements "ddp" and "zero1".
+      tx: the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead. See `ddp` for the extra arguments
+        that it may take.
+      mesh: the devices, from `make_mesh(data=..., tensor=..., pipeline=...)`; or your own mesh together with `axes`.
+      model: a `BlockModel`. Its `remat` says which values of a block are kept for the backward pass; all others are
+        computed again. None keeps the values that the backward pass needs. "full" keeps the input of the block.
+        "save:NAME,..." keeps the input and the named values. A `jax.checkpoint` policy keeps the values that it
+        chooses. With names or a policy nothing is left for the weight passes of zero-bubble schedules. Any pytree may
+        travel between blocks; it is replicated over tensor there.
+      schedule: the order of forward and backward passes, from `so.schedules`. Either a function
+        `(num_stages, num_micro_batches) -> Schedule`, such as
+        `functools.partial(so.schedules.interleaved, num_chunks=2)`; or a `Schedule` of these sizes, which may be your
+        own.
+      micro_batches: M, the number of pieces that each data device cuts its rows into; it must divide them.
+      blocks_per_stage: [V] integers: how many blocks each virtual stage runs, in the order of the model; 0 is allowed.
+        By default equally many, or as nearly equal as possible if V does not divide them. `so.schedules.balance`
+        computes them, and counts the work of embedding and head in blocks.
+      placement: which parts of the train state are sharded over data, as in the strategies of these names: "ddp",
+        "zero1", "zero2", "zero3" or "fsdp" (the same as "zero3").
+      rules: which dims the tensor axis splits: `[(regex, PartitionSpec), ...]`, or a function
+        `(path, shape) -> PartitionSpec | None`. The first regex found in a leaf's key path wins.
+      min_shard_elements: leaves with fewer elements than this stay replicated over data. For stacked blocks the
+        elements of one block count. `opt.config.report()` lists these leaves.
+      gather_dtype: the dtype that trained floating parameters are cast to before they are gathered and used; by default
+        their own. Only for placements that gather ("fsdp", "zero3").
+      scatter_dtype: the dtype that gradients of sharded leaves are cast to before they are summed over data; by default
+        the dtype of the parameters. Only for placements that scatter (all but "ddp"), and not with a `reducer`.
+      frozen: regexes of the key paths of parameters that are not trained: they have no gradient and no optimizer state.
+      evaluate_fn: the loss that `opt.evaluate` runs, by default that of `model`; a `BlockModel` if there is more than
+        one stage.
+      compiler_options: the options that XLA compiles a step with, name -> value; by default
+        `so.compiler_options(mesh)`.
+      view: where the loss runs; see `ddp`. A pipeline has no global view, and refuses a loss that is not proved to be a
+        mean over rows.
+      separable: True states that the loss is a (weighted) mean over rows, and skips the proof.
+      axes: the names of the axes of your own mesh, such as `so.Axes(data="dp", tensor="tp")`; by default the names of
+        `so.make_mesh`.
+      batch_dims: which dim of a batch leaf counts rows, if it is not dim 0: `[(regex, dim or None), ...]`. None is for
+        a leaf that all rows share.
+      sequence_dims: which dim of a batch leaf counts positions, for a mesh with a context axis:
+        `[(regex, dim or None), ...]`. By default it is the first dim that does not count rows.
+      expert_leaves: regexes of the key paths of expert weights [experts, ...], which an expert axis splits by experts.
+      opt_state_layout: how optimizer state is sharded: "within" leaves, or "matrices" on owners; see `fsdp`. Only for
+        placements that shard optimizer state.
+      offload: `("opt_state",)` keeps optimizer state in host memory between steps; see `fsdp`.
+      remat: True keeps only the input of each chunk, and runs its forward pass again in its backward pass. That is a
+        third more work, for a memory of one activation per slot. "fsdp" then gathers a block three times per
+        micro-batch, not twice. A schedule that delays weight passes keeps the values that they need from the backward
+        pass on. A string replaces the `remat` of the model, as plans of `so.plan` do.
+      regather: False gathers the blocks of a stage over data once a step, and scatters their gradients once, instead of
+        in every pass: M times fewer bytes on data. During the step a stage then holds all its weights in
+        `gather_dtype`, and the sums of all its gradients in fp32, as "zero1" does. Between steps they stay sharded.
+        Only for "fsdp" and "zero3" in a pipeline.
+      reducer: how gradients are compressed when they cross the data axis, from `so.reducers`; by default they are
+        averaged exactly. Only for placements "ddp" and "zero1".
 
     Returns:
       A `ShardedOptimizer`.
 
     Raises:
-      TypeError: if an argument is of the wrong kind; `model` is not a `BlockModel`.
-      ValueError: as `fsdp`; if the mesh has no pipeline axis, the placement is unknown, the schedule is of other sizes
-        or refuses them, there are fewer blocks than stages times chunks or `blocks_per_stage` does not add up to them, `remat` offloads in a pipeline, or a block
-        changes the shape of what it is given; on CPU, if a block shifts or cuts a dim that is sharded over tensor, which
-        makes stages wait for each other.
+      TypeError: if an argument has the wrong type, or `model` is not a `BlockModel`.
+      ValueError: as `fsdp`; if the mesh has no pipeline axis, the placement is unknown, or the schedule has other sizes
+        or refuses them. If there are fewer blocks than stages times chunks, or `blocks_per_stage` does not add up to
+        the blocks. If `remat` offloads in a pipeline, or a block changes the shape of its input. On CPU, if a block
+        shifts or cuts a dim that is sharded over tensor, which makes stages wait for each other.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -141,6 +133,39 @@ def hybrid(
       >>> state.params["blocks"]["kernel"].sharding.spec[0], opt.config.schedule
       ('pipeline', Schedule(eager_one_f_one_b: 4 stages, 4 micro-batches, 1 chunk))
 
+    **Equivalence**: training equals one device on the union batch, up to summation order, for every optax
+    transformation, schedule and placement. `Weighted` losses are included, whatever weight each micro-batch has. A
+    loss, embedding or block that takes `rng` draws the same numbers as under `ddp` with as many data devices and
+    micro-batches. On a mesh with pipeline=1 it is `ddp`, `zero` or `fsdp` itself.
+
+    **Placement**: blocks, with their gradients and optimizer state, are sharded over pipeline, in the order of the
+    model. Every stage holds the outer parameters (embedding, head). `placement` decides about data, and `rules` about
+    tensor.
+
+    - Between the forward and the backward pass of a micro-batch, a stage keeps the results that the backward pass
+      needs, such as inner products and reductions. Elementwise results are computed again. With `remat` it keeps only
+      the input of the chunk. It keeps `schedule.num_slots` times that. This number does not grow with M for any
+      schedule but gpipe.
+    - Gradients of outer parameters are accumulated unsharded during the step, for every placement.
+    - If virtual stages have unequal numbers of blocks, no mesh axis can cut the stack into them. The stack is then
+      sharded over pipeline on a free dim of a block. It is not sharded over pipeline below `min_shard_elements`, or if
+      data and tensor take all dims that pipeline divides. During the step a stage holds its own blocks whole. Each of
+      its chunks has room for as many blocks as the largest chunk, in weights, gradients and slots; a chunk runs only
+      the blocks that it has.
+
+    **Communication** per step and device, for gradients of Psi bytes in a stage and an activation of A bytes per
+    micro-batch:
+
+    - Pipeline: one permute of A forwards and one backwards per tick (V-shaped placements have more, see
+      `schedule.forward_shifts`). One all-reduce of the outer gradients, joined with data if they are replicated over
+      it.
+    - Data: the bytes of `ddp`, `zero` or `fsdp` for Psi. ddp and zero1 send them once, after the last micro-batch.
+    - Tensor: the collectives that the partitioner puts inside the blocks.
+
+    With several chunks per stage, a device stores other blocks than it runs. Their parameters, as they are sharded over
+    data, move once before the ticks, and their gradients once after. Unequal stages do this with one all-to-all each
+    (with an all-gather for gradients that are not sharded over pipeline).
+
     References:
       Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
       Using Megatron-LM", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023; Rajbhandari et al., "ZeRO", 2020.
@@ -148,35 +173,37 @@ def hybrid(
     who = "hybrid"
     blocks = as_block_model(model)
     if blocks is None:
-        what = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
-        raise TypeError(format_error(who, what, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."))
+        problem = f"model must be a BlockModel, whose blocks are cut into stages, got {type(model).__name__}."
+        raise TypeError(
+            format_error(who, problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss.")
+        )
     fix = f"use one of {', '.join(map(repr, PLACEMENTS))}."
     if not isinstance(placement, str):
         raise TypeError(format_error(who, f"placement must be a string, got {placement!r}.", fix=fix))
     if placement not in PLACEMENTS:
         raise ValueError(format_error(who, f"unknown placement {placement!r}.", fix=fix))
     if gather_dtype is not None and not PLACEMENTS[placement].params:
-        what = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(format_error(who, what, fix="use placement='fsdp', or leave gather_dtype out."))
+        problem = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
+        raise ValueError(format_error(who, problem, fix="use placement='fsdp', or leave gather_dtype out."))
     if not isinstance(regather, bool):
         raise TypeError(format_error(who, f"regather must be True or False, got {regather!r}."))
     if not regather and not PLACEMENTS[placement].params:
-        what = f"regather=False is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(format_error(who, what, fix="use placement='fsdp', or leave regather out."))
+        problem = f"regather=False is for placements that gather parameters, not for {placement!r}."
+        raise ValueError(format_error(who, problem, fix="use placement='fsdp', or leave regather out."))
     if not isinstance(remat, bool | str):
-        what = f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
-        raise TypeError(format_error(who, what, fix="give a policy to the model: model._replace(remat=policy)."))
+        problem = f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
+        raise TypeError(format_error(who, problem, fix="give a policy to the model: model._replace(remat=policy)."))
     check_count(who, "micro_batches", micro_batches, least=1)
     check_count(who, "min_shard_elements", min_shard_elements, least=1)
     num_stages = read_mesh(who, mesh, axes, pipelined=True)[0].shape["pipeline"]
-    table = _schedule(who, schedule, num_stages, micro_batches)
+    built_schedule = _build_schedule(who, schedule, num_stages, micro_batches)
     if not regather and num_stages == 1:
-        what = "regather=False is for pipelines, and there is one stage."
-        raise ValueError(format_error(who, what, fix="use a mesh with pipeline above 1, or leave regather out."))
+        problem = "regather=False is for pipelines, and there is one stage."
+        raise ValueError(format_error(who, problem, fix="use a mesh with pipeline above 1, or leave regather out."))
     if blocks_per_stage is not None and num_stages == 1:
-        what = "blocks_per_stage is for pipelines, and there is one stage."
+        problem = "blocks_per_stage is for pipelines, and there is one stage."
         raise ValueError(
-            format_error(who, what, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out.")
+            format_error(who, problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out.")
         )
     if isinstance(remat, str):
         blocks = blocks._replace(remat=remat)
@@ -205,7 +232,7 @@ def hybrid(
             expert_leaves=expert_leaves,
             opt_state_layout=opt_state_layout,
             offload=offload,
-            schedule=table if num_stages > 1 else None,
+            schedule=built_schedule if num_stages > 1 else None,
             blocks_per_stage=check_counts(who, blocks_per_stage),
             remat=remat is True,
             regather=regather,
@@ -214,24 +241,26 @@ def hybrid(
     )
 
 
-def _schedule(
+def _build_schedule(
     who: str, schedule: Schedule | Callable[[int, int], Schedule], num_stages: int, micro_batches: int
 ) -> Schedule:
     if not isinstance(schedule, Schedule) and not callable(schedule):
-        what = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
-        raise TypeError(format_error(who, what, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b."))
-    table = schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
-    if not isinstance(table, Schedule):
-        what = f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned {table!r}."
+        problem = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
         raise TypeError(
-            format_error(who, what, fix="return a Schedule; so.schedules.from_ticks and from_order make one.")
+            format_error(who, problem, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b.")
         )
-    if (table.num_stages, table.num_micro_batches) != (num_stages, micro_batches):
-        what = (
-            f"the schedule is for {plural(table.num_stages, 'stage')} and "
-            f"{plural(table.num_micro_batches, 'micro-batch')}, but there are pipeline={num_stages} and "
+    built_schedule = schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
+    if not isinstance(built_schedule, Schedule):
+        problem = f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned {built_schedule!r}."
+        raise TypeError(
+            format_error(who, problem, fix="return a Schedule; so.schedules.from_ticks and from_order make one.")
+        )
+    if (built_schedule.num_stages, built_schedule.num_micro_batches) != (num_stages, micro_batches):
+        problem = (
+            f"the schedule is for {plural(built_schedule.num_stages, 'stage')} and "
+            f"{plural(built_schedule.num_micro_batches, 'micro-batch')}, but there are pipeline={num_stages} and "
             f"micro_batches={micro_batches}."
         )
-        raise ValueError(format_error(who, what, fix="make it of these sizes, or pass the function that makes it."))
-    table.validate()
-    return table
+        raise ValueError(format_error(who, problem, fix="make it of these sizes, or pass the function that makes it."))
+    built_schedule.validate()
+    return built_schedule

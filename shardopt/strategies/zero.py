@@ -1,4 +1,4 @@
-"""ZeRO: data parallel with optimizer state, gradients and parameters sharded, one more each stage."""
+"""ZeRO: data parallel, with optimizer state, then gradients, then parameters sharded."""
 
 from collections.abc import Sequence
 
@@ -38,52 +38,50 @@ def zero(
     opt_state_layout: OptStateLayout = "within",
     offload: Sequence[str] = (),
 ) -> ShardedOptimizer:
-    """Train data parallel with the redundant copies removed, stage by stage.
+    """Train data parallel without redundant copies: stages 1 to 3 shard more and more over the data axis.
 
-    Stage 1 shards the optimizer state over data, stage 2 the gradients as well, stage 3 the parameters too (it
-    is `fsdp`). Each device reduces, and updates, its own shard of every leaf: p_k <- p_k + u(g_k) for shard k.
-
-    **Equivalence**: equal to one device on the union batch, up to summation order, for every optax
-    transformation, also those that are not elementwise: the update runs in the global view. With `scatter_dtype` see
-    `fsdp`; stage 1 rounds the sum of its micro-batches.
-
-    **Placement**: parameters replicated (stages 1, 2) or sharded (3); gradients replicated (1) or sharded (2, 3)
-    while they accumulate; optimizer state sharded. A leaf is sharded on its largest dim that the data axis divides and
-    tensor does not take, one of experts on the first such. With fp32 Adam: 8 + 8/N, 4 + 12/N, 16/N bytes per parameter. Replicas hold copies.
-
-    **Communication** a step, per device, for Psi parameter bytes over N data devices: stages 1 and 2
-    reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi; stage 1 after the last micro-batch, stage 2
-    each micro-batch. `scatter_dtype=bfloat16` halves the reduce-scatter. Stage 3: see `fsdp`. With replicas, an
-    all-reduce of the 1/N shards over replica.
+    Stage 1 shards the optimizer state, stage 2 the gradients as well, stage 3 the parameters too (it is `fsdp`). Each
+    device reduces and updates its own shard of every leaf: p_k <- p_k + u(g_k) for shard k.
 
     Args:
-      tx: any optax transformation; see `ddp`.
-      mesh: from `make_mesh`.
-      loss_fn: see `ddp`.
+      tx: the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead. See `ddp` for the extra arguments
+        that it may take.
+      mesh: the devices: a mesh from `so.make_mesh`, or your own mesh together with `axes`.
+      loss_fn: the loss, `loss_fn(params, batch) -> scalar`, or a `BlockModel`; see `ddp` for all its forms.
       stage: 1, 2 or 3.
-      micro_batches: see `ddp`.
-      rules: see `ddp`.
-      min_shard_elements: leaves with fewer elements (in one block, where blocks are stacked) stay replicated
-        over data; `opt.config.report()` lists them.
-      scatter_dtype: see `fsdp`.
-      frozen: see `ddp`.
-      evaluate_fn: see `ddp`.
-      compiler_options: see `ddp`.
-      view: see `ddp`.
-      separable: see `ddp`.
-      axes: see `ddp`.
-      batch_dims: see `ddp`.
-      sequence_dims: see `ddp`.
-      expert_leaves: see `ddp`.
-      opt_state_layout: see `fsdp`; in stages 1 and 2 gradients of blocks that data divides are reduce-scattered to their
-        owners at once, and nothing more is sent.
-      offload: see `fsdp`.
+      micro_batches: the number of pieces that each device cuts its rows into. A device computes the gradient of one
+        piece at a time.
+      rules: which dims the tensor axis splits: `[(regex, PartitionSpec), ...]`, or a function
+        `(path, shape) -> PartitionSpec | None`. The first regex found in a leaf's key path wins.
+      min_shard_elements: leaves with fewer elements than this stay replicated over data. For stacked blocks the
+        elements of one block count. `opt.config.report()` lists these leaves.
+      scatter_dtype: the dtype that gradients of sharded leaves are cast to before they are summed over data; by default
+        the dtype of the parameters.
+      frozen: regexes of the key paths of parameters that are not trained: they have no gradient and no optimizer state.
+      evaluate_fn: the loss that `opt.evaluate` runs, in the form of `loss_fn`; by default `loss_fn`.
+      compiler_options: the options that XLA compiles a step with, name -> value; by default
+        `so.compiler_options(mesh)`.
+      view: where the loss runs. By default, "auto", it runs on each device's own rows, if that is proved to be exact.
+        Otherwise it runs once on the whole batch, and a warning says why. "per_device" raises an error instead if it is
+        not proved. "global" always runs it on the whole batch.
+      separable: True states that the loss is a (weighted) mean over rows, and skips the proof.
+      axes: the names of the axes of your own mesh, such as `so.Axes(data="dp", tensor="tp")`; by default the names of
+        `so.make_mesh`.
+      batch_dims: which dim of a batch leaf counts rows, if it is not dim 0: `[(regex, dim or None), ...]`. None is for
+        a leaf that all rows share.
+      sequence_dims: which dim of a batch leaf counts positions, for a mesh with a context axis:
+        `[(regex, dim or None), ...]`. By default it is the first dim that does not count rows.
+      expert_leaves: regexes of the key paths of expert weights [experts, ...], which an expert axis splits by experts.
+      opt_state_layout: how optimizer state is sharded. "within" shards each leaf on one of its dims. "matrices" assigns
+        each matrix to one device, its owner; see `fsdp`. In stages 1 and 2 the gradients of blocks that data divides
+        are reduce-scattered to their owners directly, so nothing more is sent.
+      offload: `("opt_state",)` keeps optimizer state in host memory between steps; see `fsdp`.
 
     Returns:
       A `ShardedOptimizer`.
 
     Raises:
-      TypeError: if an argument is of the wrong kind.
+      TypeError: if an argument has the wrong type.
       ValueError: if `stage` is not 1, 2 or 3; otherwise as `fsdp`.
 
     Example:
@@ -93,6 +91,25 @@ def zero(
       >>> state = opt.init({"w": jnp.ones((64, 32))})
       >>> tuple(opt.specs(state.params).opt_state[0].mu["w"])
       ('data', None)
+
+    **Equivalence**: training equals one device on the union batch, up to summation order. This holds for every optax
+    transformation, elementwise or not, because the update runs in the global view. `fsdp` says how `scatter_dtype`
+    rounds; stage 1 rounds the sum of its micro-batches.
+
+    **Placement** of parameters, gradients (while they accumulate) and optimizer state, with the bytes of fp32 Adam per
+    parameter:
+
+    - Stage 1: parameters and gradients replicated, optimizer state sharded: 8 + 8/N bytes.
+    - Stage 2: parameters replicated, gradients and optimizer state sharded: 4 + 12/N bytes.
+    - Stage 3: all three sharded: 16/N bytes.
+
+    A leaf is sharded on its largest dim that the data axis divides and tensor does not take; a leaf of experts on the
+    first such dim. Replicas hold copies.
+
+    **Communication** per step and device, for parameters of Psi bytes over N data devices: stages 1 and 2
+    reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi. Stage 1 does so after the last micro-batch, stage
+    2 reduce-scatters in each micro-batch. `scatter_dtype=bfloat16` halves the reduce-scatter. `fsdp` describes stage 3.
+    Replicas add an all-reduce of the 1/N shards over replica.
 
     References:
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.

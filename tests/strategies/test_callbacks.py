@@ -17,7 +17,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.collectives import has_auto_tensor, per_device
-from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace, without_types
+from shardopt.mesh import axes_of_role, device_kind, mesh_under_trace, trace_without_mesh
 
 PARAMS = {"blocks": {"kernel": jnp.ones((4, 4, 4)) / 8}, "in": jnp.eye(4)}
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
@@ -153,7 +153,7 @@ def test_where_jax_is_not_told_of_the_mesh_ours_is(mesh_of):
             so.batch_mean(x)
         return so.nn.attention(x, x, x)
 
-    for f in (ask, without_types(ask)):
+    for f in (ask, trace_without_mesh(ask)):
         run = per_device(f, mesh_of(data=2), in_specs=P("data"), out_specs=P("data"))
         jax.eval_shape(jax.jit(run), jax.ShapeDtypeStruct((2, 4, 2, 4), np.float32))
     assert said == [("cpu", ("data",), False, ("data", "pipeline", "tensor"))] * 2

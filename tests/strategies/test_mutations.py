@@ -65,13 +65,13 @@ def forget_a_micro_batch(patch):
 
 
 def scatter_in_the_wrong_order(patch):
-    move = shards._where_sharded
+    move = shards._apply_where_sharded
 
     def rolled(collective, leaves, dims, *others):
         moved = move(collective, leaves, dims, *others)
         return [x if dim is None else jnp.roll(x, 1, axis=dim) for x, dim in zip(moved, dims, strict=True)]
 
-    patch.setattr(shards, "_where_sharded", rolled)
+    patch.setattr(shards, "_apply_where_sharded", rolled)
 
 
 def cut_what_travelled_together_in_the_wrong_order(patch):
