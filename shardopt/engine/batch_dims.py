@@ -56,7 +56,7 @@ def map_rows(config: StrategyConfig, change: Callable[[PyTree, int], PyTree], ba
     return jax.tree_util.tree_map_with_path(change_leaf, batch)
 
 
-def pieces(
+def cut_batch(
     config: StrategyConfig, cut: Callable[[jax.Array, str, int], jax.Array], batch: PyTree
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
     """Return the leaves with rows cut into pieces [pieces, ...], and a function that assembles a batch.
@@ -157,7 +157,7 @@ def leaf_spec(
     return PartitionSpec(*leading, *(axes_of_dim.get(index) for index in range(last_dim + 1)))
 
 
-def lengths(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
+def sequence_lengths(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
     """Return the numbers of positions that the sequences of a batch have."""
     leaves_and_dims = ((leaf, sequence_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
     return frozenset(leaf.shape[dim] for leaf, dim in leaves_and_dims if dim is not None)

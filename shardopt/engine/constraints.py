@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.types import PyTree
-from shardopt.engine.batch_dims import leaf_spec, lengths, num_rows, pieces
+from shardopt.engine.batch_dims import cut_batch, leaf_spec, num_rows, sequence_lengths
 from shardopt.engine.config import StrategyConfig
 from shardopt.partition import LeafPlan
 
@@ -55,7 +55,7 @@ def batch_apart(config: StrategyConfig, run_block: Callable[..., PyTree], batch:
     Left alone, the partitioner may follow a weight instead. Leaves whose first dim does not count the rows are left to it,
     and so is a second one that does not count positions.
     """
-    rows, axes, positions = num_rows(config, batch), config.axes, lengths(config, batch)
+    rows, axes, positions = num_rows(config, batch), config.axes, sequence_lengths(config, batch)
 
     def place(x: jax.Array) -> jax.Array:
         if x.shape[:1] != (rows,) or rows % axes.num_row_shares:
@@ -83,7 +83,7 @@ def cut_rows(
         spec = leaf_spec(config, path, x.ndim, dim, rows=config.axes.summed_rows, leading=(None,))
         return constrain(config, parts.reshape(count, *before, -1, *after), spec)
 
-    return pieces(config, cut, batch)
+    return cut_batch(config, cut, batch)
 
 
 def by_replica(
@@ -98,4 +98,4 @@ def by_replica(
         spec = leaf_spec(config, path, x.ndim, dim, rows=config.axes.summed_rows, leading=(replica,))
         return constrain(config, parts, spec)
 
-    return pieces(config, cut, batch)
+    return cut_batch(config, cut, batch)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core.types import PyTree, wide_dtype
-from shardopt.engine.batch_dims import pieces
+from shardopt.engine.batch_dims import cut_batch
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.loss import LossParts
 
 
 def cut(config: StrategyConfig, batch: PyTree, count: int) -> tuple[list[jax.Array], Callable[..., PyTree]]:
-    """Return the rows as micro-batches, as `pieces` does."""
-    return pieces(config, functools.partial(_cut, count), batch)
+    """Return the rows as micro-batches, as `cut_batch` does."""
+    return cut_batch(config, functools.partial(_cut, count), batch)
 
 
 def _cut(count: int, x: jax.Array, path: str, dim: int) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardopt.collectives import all_to_all
 from shardopt.core.trace import Trace
-from shardopt.engine.blockwise import same_equations
+from shardopt.engine.blockwise import match_variables
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.owned_tasks import Moved, OwnedStage, OwnedTask, closed_part, owner_axes
 from shardopt.mesh import spec_axes
@@ -178,7 +178,7 @@ def _functions(stage: OwnedStage, tasks: Sequence[OwnedTask], trace: TraceAgain)
     same: dict[bool, dict[jex.Var, jex.Var]] = {}
     for cut, new in here.items():
         planned = old[cut]
-        found = None if planned is None else same_equations(planned.jaxpr, new.jaxpr)
+        found = None if planned is None else match_variables(planned.jaxpr, new.jaxpr)
         assert found is not None, "an update whose trace differs each time"
         same[cut] = found
 

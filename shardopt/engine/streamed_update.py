@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.core.trace import Atom, Trace, part_of, shape_of, slice_of
 from shardopt.core.types import PyTree, abstract
-from shardopt.engine.blockwise import block_dim, is_blockwise, same_equations
+from shardopt.engine.blockwise import block_dim, is_blockwise, match_variables
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.matrix_tasks import is_opaque
@@ -96,7 +96,7 @@ def plan_stream(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStr
         return None
     blocks = stacked[0].shape[0]
     whole, single = (trace_again(config, layout, value, single=one) for one in (False, True))
-    same = same_equations(whole.jaxpr, single.jaxpr)
+    same = match_variables(whole.jaxpr, single.jaxpr)
     if blocks == 1 or same is None or any(map(is_opaque, whole.jaxpr.eqns)):
         return None
     count = len(layout.trained)
