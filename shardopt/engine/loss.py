@@ -29,7 +29,7 @@ from shardopt.core.types import (
 )
 from shardopt.engine.batch_dims import num_rows
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.constraints import GATHERED, batch_apart, gather_leaves
+from shardopt.engine.constraints import GATHERED, gather_leaves, shard_activations
 from shardopt.engine.explain import explained
 from shardopt.engine.layout import Layout
 from shardopt.engine.metrics import value_of
@@ -108,7 +108,7 @@ def _loss_of_rows(
                 # the table is none that the loss reads, and gathers that only one of the two reads are one
                 hooks["before_loss"] = lambda outer, x: _scattered_first(hooks["gather_outer"], outer, x)
         if config.view == "global":
-            hooks["run_block"] = batch_apart(config, hooks.get("run_block", plain_block(model)), batch)
+            hooks["run_block"] = shard_activations(config, hooks.get("run_block", plain_block(model)), batch)
         return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
     if not gathers:
         return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)

@@ -30,7 +30,7 @@ def numbers(count: int) -> jax.Array:
 
 
 def accumulate(
-    one_micro_batch: Callable[..., tuple[list[jax.Array], LossParts]],
+    run_micro_batch: Callable[..., tuple[list[jax.Array], LossParts]],
     batch: PyTree,
     count: int,
     keep: Callable[[list[jax.Array]], list[jax.Array]],
@@ -49,13 +49,13 @@ def accumulate(
       cut: how they are cut.
     """
     if count == 1:
-        grads, parts = one_micro_batch(batch, jnp.int32(0))
+        grads, parts = run_micro_batch(batch, jnp.int32(0))
         return grads, jax.tree.map(lambda x: x[None], parts)
 
     leaves, assembled = cut(batch, count)
 
     def run(leaves, index, *weights):
-        return one_micro_batch(assembled(leaves), index, *weights)
+        return run_micro_batch(assembled(leaves), index, *weights)
 
     def body(sums, leaves_and_index):
         grads, parts = run(*leaves_and_index, *weights)
