@@ -17,15 +17,15 @@ from shardopt.engine.owned_sides import Sides, plan_sides
 from shardopt.engine.owned_stage import run_stage, stage_bytes
 from shardopt.engine.owned_tasks import LEAST, OwnedStage, owner_axes, plan_stages, trace_update
 from shardopt.engine.owners import move, moved_bytes
-from shardopt.engine.transformation import Asked, update_of
+from shardopt.engine.transformation import ExtraArgs, call_update
 from shardopt.mesh import spec_axes
 from shardopt.partition import LayoutBytes, Owned, Owners
 
 
 def owned_update(
-    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, asked: Asked
+    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: ExtraArgs
 ) -> tuple[PyTree, PyTree]:
-    """Return what `update_of` returns, in the global view but for products and decompositions of matrices.
+    """Return what `call_update` returns, in the global view but for products and decompositions of matrices.
 
     Gradients, parameters and updates are sharded as the placement shards them; what of an update needs state that lives at
     owners runs there, see `plan_sides`. Products and decompositions are units, a matrix or stacked block each, run alone by
@@ -35,16 +35,18 @@ def owned_update(
     """
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
-        given = asked._replace(value=value, grad=grads)  # what it closed over would be an argument of another trace
-        return update_of(config.tx, grads, opt_state, params, _opaque(given))
+        given = extra_args._replace(
+            value=value, grad=grads
+        )  # what it closed over would be an argument of another trace
+        return call_update(config.tx, grads, opt_state, params, _opaque(given))
 
-    args = grads, opt_state, params, asked.value
+    args = grads, opt_state, params, extra_args.value
     trace, shapes = trace_update(update, *args)
-    again = functools.partial(trace_again, config, layout, abstract(asked.value))
+    again = functools.partial(trace_again, config, layout, abstract(extra_args.value))
     stages, _ = plan_stages(config, layout, trace, functools.partial(again, single=True))
     sides = _sides(config, layout, trace, stages)
     if not stages and not sides.moves:
-        return update_of(config.tx, grads, opt_state, params, asked)
+        return call_update(config.tx, grads, opt_state, params, extra_args)
     leaves = jax.tree.leaves(args)
     values = dict(zip(trace.jaxpr.constvars, trace.consts, strict=True))
     values |= dict(zip(trace.jaxpr.invars, leaves, strict=True))
@@ -146,13 +148,13 @@ def trace_again(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStr
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
 
     def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-        asked = Asked(loss, grads, lambda _: zeros(value), lambda *_: jax.tree.map(zeros, params))
-        return update_of(config.tx, grads, opt_state, params, _opaque(asked))
+        extra_args = ExtraArgs(loss, grads, lambda _: zeros(value), lambda *_: jax.tree.map(zeros, params))
+        return call_update(config.tx, grads, opt_state, params, _opaque(extra_args))
 
     return trace_update(update, params, jax.eval_shape(config.tx.init, params), params, value)[0]
 
 
-def _opaque(asked: Asked) -> Asked:
+def _opaque(extra_args: ExtraArgs) -> ExtraArgs:
     """Have the loss be one equation of a trace, by its name."""
 
     def named(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -162,7 +164,7 @@ def _opaque(asked: Asked) -> Asked:
         run.__name__ = OPAQUE
         return jax.jit(run)
 
-    return asked._replace(value_fn=named(asked.value_fn), grad_fn=named(asked.grad_fn))
+    return extra_args._replace(value_fn=named(extra_args.value_fn), grad_fn=named(extra_args.grad_fn))
 
 
 def evaluate(

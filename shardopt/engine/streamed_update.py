@@ -16,7 +16,7 @@ from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.matrix_tasks import is_opaque
 from shardopt.engine.offload import HOST, to_device
 from shardopt.engine.owned_update import evaluate, trace_again
-from shardopt.engine.transformation import Asked
+from shardopt.engine.transformation import ExtraArgs
 
 
 class Stream(NamedTuple):
@@ -49,7 +49,7 @@ def streamed_update(
     config: StrategyConfig,
     layout: Layout,
     args: tuple[PyTree, PyTree, PyTree],
-    asked: Asked,
+    extra_args: ExtraArgs,
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]],
 ) -> tuple[PyTree, PyTree]:
     """Return `update(grads, opt_state, params)`, of a state in host memory, with streamed blocks of the new one there.
@@ -60,7 +60,7 @@ def streamed_update(
     """
     grads, opt_state, params = args
     specs = layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer
-    stream = plan_stream(config, layout, abstract(asked.value))
+    stream = plan_stream(config, layout, abstract(extra_args.value))
     if stream is None:
         return update(grads, to_device(config, opt_state, shardings(config.mesh, specs)), params)
     leaves, treedef = jax.tree.flatten(opt_state)
@@ -71,7 +71,7 @@ def streamed_update(
     rest = [None if i in streamed else jax.device_put(x, on_device[i]) for i, x in enumerate(leaves)]
 
     given, jaxpr = jax.tree.leaves(grads), stream.whole.jaxpr
-    inputs = [*given, *rest, *jax.tree.leaves(params), asked.value]
+    inputs = [*given, *rest, *jax.tree.leaves(params), extra_args.value]
     values = dict(zip(jaxpr.constvars, stream.whole.consts, strict=True))
     values |= {var: x for var, x in zip(jaxpr.invars, inputs, strict=True) if x is not None}
     others = [i for i in range(len(jaxpr.outvars)) if i not in stream.updates and i - len(given) not in streamed]
