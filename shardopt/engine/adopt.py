@@ -41,8 +41,8 @@ def adopt(
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`, or `params` as `opt.init` says.
-      ValueError: if a leaf of the optimizer state is missing, left over, or of another shape or dtype; or if an optimizer
-        state is passed, and each replica keeps its own (`local_sgd`, `diloco`).
+      ValueError: if a leaf of the optimizer state is missing, left over, or of another shape or dtype. If an optimizer state
+        is passed, and each replica keeps its own (`local_sgd`, `diloco`).
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so

@@ -1,7 +1,8 @@
-"""One table: what each mesh axis splits, and which gradients are summed over it.
+"""One table: the part of the work that each mesh axis splits, and the gradients that are summed over it.
 
-It decides what is sharded and what crosses which axis: **a leaf may be sharded over the axes that its gradient is summed
-over.** If a leaf is sharded over an axis, its gradient is reduce-scattered over it; otherwise it is all-reduced.
+The table decides how leaves are sharded and which collectives run: **a leaf may be sharded over the axes that its
+gradient is summed over.** If a leaf is sharded over an axis, its gradient is reduce-scattered over it. Otherwise its
+gradient is all-reduced.
 """
 
 import math

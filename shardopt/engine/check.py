@@ -1,4 +1,4 @@
-"""`check`: compare the loss, gradient and metrics of a strategy with those of the whole batch in one piece."""
+"""`check`: compare the loss, gradient and metrics of a strategy with a single evaluation of the whole batch."""
 
 import functools
 from typing import Any, NamedTuple

@@ -49,7 +49,7 @@ class ReportFn(Protocol):
 class Placement(NamedTuple):
     """The placement table: whether parameters, gradients and optimizer state are sharded over data, or replicated.
 
-    These three switches decide what a strategy does:
+    The collectives of a strategy follow from these three switches:
 
     - `params`: parameters are gathered inside the differentiated function, so the backward pass reduce-scatters.
     - `grads` but not `params`: each micro-batch's gradient is reduce-scattered.
@@ -83,7 +83,7 @@ class SyncConfig(NamedTuple):
     Attributes:
       outer: the outer optimizer.
       sync_every: H, the steps between two synchronizations of the same fragment.
-      warmup_steps: the number of first steps in which gradients are averaged over replicas.
+      warmup_steps: for so many first steps, gradients are averaged over replicas.
       fragments: P, the number of parts of the model that are synchronized at different steps.
       delay: steps between sending a fragment and applying it.
       mix: the share of its own parameters that a replica keeps, from 0 to 1.
@@ -184,7 +184,7 @@ class StrategyConfig(NamedTuple):
 
     @property
     def home(self) -> UserMesh:
-        """Where state, batch and metrics live: the user's mesh."""
+        """The user's mesh, on which state, batch and metrics live."""
         assert self.user_mesh is not None
         return self.user_mesh
 
@@ -212,7 +212,7 @@ class StrategyConfig(NamedTuple):
 
     @property
     def axes(self) -> AxisTable:
-        """The table of mesh axes: what each one splits, and which gradients are summed over it."""
+        """The axis table of this mesh: the axes of rows and positions, and the axes that gradients are summed over."""
         return axes_of(
             self.mesh,
             pipelined=self.schedule is not None,
@@ -325,7 +325,7 @@ def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
     """Refuse a loss of evaluation that cannot run on the parameters where they are placed.
 
     Raises:
-      TypeError: if it is not a function or `BlockModel`; if it is no `BlockModel`, and stages of a pipeline run one; or if it
+      TypeError: if it is not a function or `BlockModel`. If stages of a pipeline run a `BlockModel`, and it is not one. If it
         is a `BlockModel`, and the loss of training is not.
     """
     if config.evaluate_fn is None:

@@ -112,7 +112,7 @@ def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
     """Return the number of rows that all leaves of a batch have; None in the global view if they do not agree.
 
     Raises:
-      ValueError: if `batch_dims` name a dim that a leaf does not have; if there is no array; or if devices or replicas see
+      ValueError: if `batch_dims` name a dim that a leaf does not have, or there is no array. If devices or replicas see
         different rows, and no array has rows or the numbers of rows differ.
     """
     check_row_dims(config, batch)

@@ -241,8 +241,8 @@ def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
         unchanged and makes the total as large as a mean.
 
     Raises:
-      TypeError: if the loss is no number; if aux is not a dict of arrays, `Weighted`, `Sum`, `Max`, `Min` and `Updated`;
-        or if a metric of integers has no kind, so that its parts cannot be combined.
+      TypeError: if the loss is no number, or aux is not a dict of arrays, `Weighted`, `Sum`, `Max`, `Min` and `Updated`. If a
+        metric of integers has no kind, so that its parts cannot be combined.
       ValueError: if the loss is not a scalar, `Weighted` has different numbers of totals and weights, or aux has a reserved
         name.
     """

@@ -120,8 +120,8 @@ def gathered_bytes(jaxpr: jex.Jaxpr, min_elements: int) -> int:
 def find_tasks(trace: Trace, groups: Groups) -> list[MatrixTask]:
     """Return the tasks of an update, ordered by stage.
 
-    A matrix has one task. But if one of its values waits for the task of another matrix (a norm over all updates, which a
-    later product reads), then the equations after that value are a task of the next stage.
+    A matrix has one task, unless one of its values waits for the task of another matrix. An example is a norm over all
+    updates, which a later product reads. The equations after that value are then a task of the next stage.
     """
     eqns, stages, heavy_equations = trace.jaxpr.eqns, _Stages(trace, groups), {}
     for i, eqn in enumerate(eqns):

@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Where each equation of an update runs, if some state lives at owners, and gradients and parameters do not.
+    """The place of each equation of an update, if some state lives at owners, and gradients and parameters do not.
 
     Attributes:
       at_owners: the equations that run at owners.

@@ -62,7 +62,7 @@ def pipelined_gradients(
 
 
 def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
-    """Return reduced gradients in the order in which blocks are stored: the model's order."""
+    """Return reduced gradients in the stored order of blocks, which is the model's order."""
     plans = layout.trained
     blocks = [i for i, plan in enumerate(plans) if plan.stacked]
     result, block_grads = list(grads), [grads[i] for i in blocks]

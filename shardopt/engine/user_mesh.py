@@ -71,7 +71,7 @@ class UserMesh(NamedTuple):
         entries: list[str | tuple[str, ...] | None] = []
         for entry in spec:
             roles = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            named = tuple(axis for role in roles for axis in self._above_one(role))
+            named = tuple(axis for role in roles for axis in self._sharded_axes(role))
             entries.append(named[0] if len(named) == 1 else named or None)
         return PartitionSpec(*entries)
 
@@ -103,7 +103,7 @@ class UserMesh(NamedTuple):
     def _role(self, entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         named = set(entry) if isinstance(entry, tuple) else {entry}
         for role, axes in self.axes.items():
-            if named <= set(axes) and named >= set(self._above_one(role)):
+            if named <= set(axes) and named >= set(self._sharded_axes(role)):
                 return role
         return entry
 
@@ -124,8 +124,8 @@ def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> t
 
     Raises:
       TypeError: if the mesh is not a `Mesh`, or the names are not `Axes`.
-      ValueError: if a name is not an axis of the mesh, or is used twice; if the mesh has no axis for data or, pipelined, for
-        pipeline; if an axis above 1 has no role; or if the axes of a role are not next to each other.
+      ValueError: if a name is used twice or is not an axis of the mesh. If the mesh has no axis for data or, pipelined, for
+        pipeline. If an axis above 1 has no role, or the axes of a role are not next to each other.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
