@@ -31,7 +31,7 @@ _REDUCTION_PREFIXES = ("reduce_", "arg")
 
 
 def match_variables(full: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var] | None:
-    """Return which variable of the full trace stands for which of the single-block trace; None if the equations differ.
+    """Return variable of the full trace -> same variable of the single-block trace; None if the equations differ.
 
     Constants are matched where they are first read. The inputs of an equation that evaluates the loss are not compared.
     """

@@ -26,9 +26,9 @@ def compiler_options(mesh: Mesh) -> CompilerOptions:
 
     - **TPU v5p, v6e and 7x**: gathers, scatters and reductions run on the SparseCore, in parallel to the TensorCore.
       Scatters over several axes of the torus stay scatters instead of becoming all-reduces. The compiler estimates for
-      Llama 3 8B with fsdp on v5p:4x4x4, 2048 tokens per chip: 624 ms a step without these options, 472 with them. Each chip
-      sends 92.8 GB without, 61.2 with. From 4096 chips on, scatters over several axes are left out, because libtpu 0.0.52
-      crashes on a division by zero (SIGFPE).
+      Llama 3 8B with fsdp on v5p:4x4x4, 2048 tokens per chip: 624 ms a step without these options, 472 with them. Without
+      them 92.8 GB are sent, with them 61.2. From 4096 chips on, scatters over several axes are left out, because libtpu
+      0.0.52 crashes on a division by zero (SIGFPE).
     - **TPU v5e, v5p and v6e**: an operation may take 48 MiB of a core's VMEM. Products then work on larger tiles, at 98% of
       the peak instead of 84 to 95. The same model, 4096 tokens per chip on v5p:4x4x4: 712 ms a step without it, 649 with
       it. On v5e:16x16 with 2048 tokens: 1181 and 1036. The compiler takes about twice as long.

@@ -1,4 +1,4 @@
-"""Means through a reducer: where its state lives, and how it is called in the per-device view."""
+"""Means over devices by a reducer: the placement of its state, and its call in the per-device view."""
 
 import math
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from shardopt.core.primitives import DECOMPOSITIONS
 from shardopt.core.trace import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, shape_of, slice_of
 
 OPAQUE = "shardopt_value_fn"
-"""The name of the jitted loss that an update may ask for: it is sharded already."""
+"""The name of the jitted loss that an update may call; the loss is sharded already."""
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _RESHAPES = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
@@ -54,7 +54,7 @@ class Groups:
         self.trace, self.min_elements = trace, min_elements
         self._parent: dict[jex.Var, jex.Var] = {}
         for eqn in trace.jaxpr.eqns:
-            members = [] if is_opaque(eqn) else self.large([*inputs_of(eqn), *eqn.outvars])
+            members = [] if is_opaque(eqn) else self.select_large([*inputs_of(eqn), *eqn.outvars])
             for var in members[1:]:
                 self._parent[self.root(var)] = self.root(members[0])
         self._number: dict[jex.Var, int] = {}
@@ -66,18 +66,18 @@ class Groups:
             var = parent
         return var
 
-    def large(self, variables: Iterable[jex.Var]) -> list[jex.Var]:
+    def select_large(self, variables: Iterable[jex.Var]) -> list[jex.Var]:
         """Return the variables that have enough elements to be sharded."""
         return [var for var in variables if math.prod(shape_of(var).shape) >= self.min_elements]
 
-    def number(self, var: jex.Var) -> int:
+    def group_number(self, var: jex.Var) -> int:
         """Return the number of the group of a large variable."""
         return self._number.setdefault(self.root(var), len(self._number))
 
-    def of(self, eqn: jex.JaxprEqn) -> int | None:
+    def group_of(self, eqn: jex.JaxprEqn) -> int | None:
         """Return the group that an equation belongs to; None if it has no large variables."""
-        members = [] if is_opaque(eqn) else self.large([*inputs_of(eqn), *eqn.outvars])
-        return self.number(members[0]) if members else None
+        members = [] if is_opaque(eqn) else self.select_large([*inputs_of(eqn), *eqn.outvars])
+        return self.group_number(members[0]) if members else None
 
 
 def is_opaque(eqn: jex.JaxprEqn) -> bool:
@@ -125,9 +125,9 @@ def find_tasks(trace: Trace, groups: Groups) -> list[MatrixTask]:
     """
     eqns, stages, heavy_equations = trace.jaxpr.eqns, _Stages(trace, groups), {}
     for i, eqn in enumerate(eqns):
-        group = groups.of(eqn)
+        group = groups.group_of(eqn)
         if group is not None and is_heavy(eqn, groups.min_elements):
-            heavy_equations.setdefault((stages.of[i], group), []).append(i)
+            heavy_equations.setdefault((stages.stage_of[i], group), []).append(i)
     return [
         _task(trace, groups, stages, heavy, group, stage) for (stage, group), heavy in sorted(heavy_equations.items())
     ]
@@ -137,11 +137,11 @@ class _Stages:
     """The stage of every equation: how many tasks of other matrices it waits for, one after another."""
 
     def __init__(self, trace: Trace, groups: Groups):
-        self.of: list[int] = []
+        self.stage_of: list[int] = []
         heavy_groups: dict[jex.Var, frozenset[int]] = {}  # the groups whose heavy equations a variable depends on
         stage: dict[jex.Var, int] = {}
         for eqn in trace.jaxpr.eqns:
-            group, reads = groups.of(eqn), inputs_of(eqn)
+            group, reads = groups.group_of(eqn), inputs_of(eqn)
             this_group = frozenset() if group is None else frozenset({group})
             waits_for = frozenset().union(*(heavy_groups.get(var, frozenset()) for var in reads))
             next_stages = [stage.get(var, 0) + bool(heavy_groups.get(var, frozenset()) - this_group) for var in reads]
@@ -150,14 +150,14 @@ class _Stages:
             eqn_stage = max(input_stages if group is None and not is_opaque(eqn) else next_stages, default=0)
             if group is not None and is_heavy(eqn, groups.min_elements):
                 waits_for |= this_group
-            self.of.append(eqn_stage)
+            self.stage_of.append(eqn_stage)
             for var in eqn.outvars:
                 heavy_groups[var], stage[var] = waits_for, eqn_stage
 
 
 def _task(trace: Trace, groups: Groups, stages: _Stages, heavy: Sequence[int], group: int, stage: int) -> MatrixTask:
     eqns = trace.jaxpr.eqns
-    core = _equations_between(trace, heavy, [i for i, eqn_stage in enumerate(stages.of) if eqn_stage == stage])
+    core = _equations_between(trace, heavy, [i for i, eqn_stage in enumerate(stages.stage_of) if eqn_stage == stage])
     core |= _reshapes_after(trace, core)
     core_results = {var for i in core for var in eqns[i].outvars}
     reads = list(dict.fromkeys(var for i in sorted(core) for var in eqns[i].invars if _is_input(var, core_results)))
@@ -165,7 +165,7 @@ def _task(trace: Trace, groups: Groups, stages: _Stages, heavy: Sequence[int], g
     preparation, _ = slice_of(trace, reads, stop=set(task_inputs))
     read_outside = {var for var in trace.jaxpr.outvars if not isinstance(var, jex.Literal)}
     read_outside |= {var for i, eqn in enumerate(eqns) if i not in core for var in inputs_of(eqn)}
-    large = set(groups.large(task_inputs))
+    large = set(groups.select_large(task_inputs))
     return MatrixTask(
         equations=frozenset(core | preparation),
         inputs=tuple(var for var in task_inputs if var in large),

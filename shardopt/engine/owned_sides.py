@@ -102,7 +102,7 @@ class _CrossingVariables:
         self.plans: dict[tuple[jex.Var, tuple[int, ...]], list[LeafPlan]] = {}
         self.roots: set[jex.Var] = set()
         for var, plan in zip(invars, layout.trained, strict=False):
-            if groups.large([var]):
+            if groups.select_large([var]):
                 self.plans.setdefault((groups.root(var), plan.shape), []).append(plan)
                 if is_moved(plan):
                     self.roots.add(groups.root(var))
@@ -113,7 +113,7 @@ class _CrossingVariables:
 
     def may_cross(self, var: jex.Var) -> bool:
         """Return whether reading a variable on the other side moves bytes."""
-        return bool(self.groups.large([var])) and self.groups.root(var) in self.roots
+        return bool(self.groups.select_large([var])) and self.groups.root(var) in self.roots
 
     def plan(self, var: jex.Var) -> LeafPlan | None:
         """Return the plan of the parameters with the shape of a variable, if they are all placed alike and move."""

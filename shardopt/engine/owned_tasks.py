@@ -125,8 +125,8 @@ def plan_stages(
     groups = Groups(full_trace, max(MIN_ELEMENTS, config.min_shard_elements))
     plans: dict[int, list[LeafPlan]] = {}
     for var, plan in zip(full_trace.jaxpr.invars, layout.trained, strict=False):
-        if groups.large([var]):
-            plans.setdefault(groups.number(var), []).append(plan)
+        if groups.select_large([var]):
+            plans.setdefault(groups.group_number(var), []).append(plan)
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     stages: dict[int, list[OwnedTask]] = {}
     local_tasks: dict[int, list[OwnedTask]] = {}
@@ -149,9 +149,7 @@ def plan_stages(
                 local_tasks.setdefault(task.stage, []).append(local_task)
             continue
         if cut is None and any(plan.pipelined for plan in task_plans):
-            because = (
-                "the optimizer does not treat the blocks of a leaf apart, and stages of the pipeline hold some each"
-            )
+            because = "the optimizer mixes the blocks of a leaf, and each stage of the pipeline holds only some of them"
             without_owner.append(Owned(tuple(plan.path for plan in task_plans), (), because))
             continue
         stages.setdefault(task.stage, []).append(_make_owned_task(config, task, task_plans, full_trace, cut))

@@ -30,7 +30,7 @@ def pipelined_gradients(
     step: jax.Array,
     rng: jax.Array | None,
 ) -> tuple[list[jax.Array], LossParts]:
-    """Return what `micro_batch_gradients` returns, for the blocks of this stage, and for the first or last layers on it.
+    """Return what `micro_batch_gradients` returns: gradients of this stage's blocks, and of outer leaves that it uses.
 
     Outer parameters are gathered once a step, and their gradients scattered once. Parameters of blocks are gathered and
     scattered where they are used, as without a pipeline; or once a step if the config has `regather=False`.
