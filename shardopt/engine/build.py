@@ -193,7 +193,7 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
         if is_init_fn(params):
             init_key = key if rng is None else rng
             compiled = cache.of(check_params(config, jax.eval_shape(params, init_key)))
-            placed = init_program(config, compiled, params)(replicate_key(init_key))
+            placed_params = init_program(config, compiled, params)(replicate_key(init_key))
         else:
             compiled = cache.of(check_params(config, params))
             if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
@@ -201,16 +201,16 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
                 raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
             # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
             copy = make_program(config, copied, (param_shardings(compiled),), compiled.shardings.params)
-            placed = copy(jax.device_put(params, compiled.shardings.params))
+            placed_params = copy(jax.device_put(params, compiled.shardings.params))
         # A copy, because a transformation that keeps the parameters in its state would return the same buffers.
         init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
         opt_state = make_program(config, init_opt_state, (param_shardings(compiled),), compiled.shardings.opt_state)(
-            placed
+            placed_params
         )
         # fold_in, so that the steps do not draw the same numbers as init_fn.
         step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
         step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))
-        return TrainState(step, placed, opt_state, rng)
+        return TrainState(step, placed_params, opt_state, rng)
 
     return init
 
