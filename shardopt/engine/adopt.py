@@ -1,4 +1,4 @@
-"""Train states that were made elsewhere: plain trees, or flax's `TrainState`, placed as a strategy keeps them."""
+"""Train states from elsewhere: plain trees, or flax's `TrainState`, placed where a strategy keeps its state."""
 
 from typing import Any
 
@@ -18,21 +18,21 @@ from shardopt.mesh import on_mesh
 def adopt(
     opt: ShardedOptimizer, params: Any, opt_state: PyTree = None, *, step: int = 0, rng: jax.Array | None = None
 ) -> TrainState:
-    """Return a train state of parameters and optimizer state that were made elsewhere, to go on from there.
+    """Return a train state that continues from parameters and an optimizer state of another program.
 
     With p the parameters, s the optimizer state and n the step: the next `opt.step` is step n of `opt.wrapped` from (p, s).
 
-    **Equivalence**: exact; values are copied, not changed. So training goes on as it would have where they come from, if
-    the optax chain, loss and batches are the same.
+    **Equivalence**: exact; values are copied, not changed. Training goes on as it would have in the other program, if the
+    optax chain, loss and batches are the same.
 
-    **Placement**: as `opt.init` places them. What was passed is copied, and stays as it is.
+    **Placement**: as `opt.init` places them. The arguments are copied and stay valid.
 
     Args:
       opt: the strategy to go on with.
       params: a pytree of arrays. Or flax's `TrainState` (anything with `params`, `opt_state` and `step`), whose parts
         are taken.
-      opt_state: what `opt.wrapped` keeps for the trained parameters, in its own containers or in nested dicts and lists
-        of the same key paths, as they come out of a checkpoint; by default the first state.
+      opt_state: the state of `opt.wrapped` for the trained parameters, in its own containers or in nested dicts and lists
+        with the same key paths, as a checkpoint returns them. By default the first state.
       step: steps taken so far.
       rng: the key of the steps, as in `opt.init`.
 
@@ -41,8 +41,8 @@ def adopt(
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`, or `params` as `opt.init` says.
-      ValueError: if a leaf of the optimizer state is missing, left over, or of another shape or dtype; if there is one, and
-        replicas keep their own (`local_sgd`, `diloco`).
+      ValueError: if a leaf of the optimizer state is missing, left over, or of another shape or dtype. If an optimizer state
+        is passed, and each replica keeps its own (`local_sgd`, `diloco`).
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -59,50 +59,50 @@ def adopt(
         params, opt_state = params.params, params.opt_state
     check_count(who, "step", step, least=0)
     if opt_state is not None and opt.config.local_updates is not None:
-        what = f"the replicas of {opt.config.strategy} keep an optimizer state each, and one was passed."
+        problem = f"the replicas of {opt.config.strategy} keep an optimizer state each, and one was passed."
         fix = "leave opt_state out: each replica starts with a new one."
-        raise ValueError(format_error(who, what, fix=fix))
+        raise ValueError(format_error(who, problem, fix=fix))
     state = opt.init(params, rng)
-    first = np.asarray(step, state.step.dtype)
-    state = state._replace(step=jax.device_put(first, state.step.sharding))
+    step_count = np.asarray(step, state.step.dtype)
+    state = state._replace(step=jax.device_put(step_count, state.step.sharding))
     if opt_state is None:
         return state
     compressed = isinstance(state.opt_state, CompressedOptState)
-    fresh = state.opt_state.optimizer if compressed else state.opt_state
-    placed = _place(opt, _as_wanted(who, opt_state, fresh), fresh)
-    return state._replace(opt_state=state.opt_state._replace(optimizer=placed) if compressed else placed)
+    first_opt_state = state.opt_state.optimizer if compressed else state.opt_state
+    new_opt_state = _place(opt, _match_structure(who, opt_state, first_opt_state), first_opt_state)
+    return state._replace(opt_state=state.opt_state._replace(optimizer=new_opt_state) if compressed else new_opt_state)
 
 
-def _as_wanted(who: str, given: PyTree, wanted: PyTree) -> PyTree:
-    """Return the leaves given in the containers wanted, each by its key path; raise ValueError if they do not fit."""
-    leaves, names = dict(leaves_with_paths(given)), [path for path, _ in leaves_with_paths(wanted)]
-    found = {path: _text(leaf) for path, leaf in leaves.items()}
-    needed = {path: _text(leaf) for path, leaf in leaves_with_paths(wanted)}
-    missing = [f"{path}: {needed[path]}, missing" for path in names if path not in found]
-    left_over = [f"{path}: {found[path]}, left over" for path in found if path not in needed]
-    other = [
-        f"{path}: {found[path]}, {needed[path]} wanted"
-        for path in names
-        if found.get(path, "") not in ("", needed[path])
+def _match_structure(who: str, tree: PyTree, target: PyTree) -> PyTree:
+    """Return the leaves of `tree` in the containers of `target`, matched by key path; raise ValueError if they do not fit."""
+    leaves, target_paths = dict(leaves_with_paths(tree)), [path for path, _ in leaves_with_paths(target)]
+    shapes = {path: _format_shape(leaf) for path, leaf in leaves.items()}
+    target_shapes = {path: _format_shape(leaf) for path, leaf in leaves_with_paths(target)}
+    missing = [f"{path}: {target_shapes[path]}, missing" for path in target_paths if path not in shapes]
+    left_over = [f"{path}: {shapes[path]}, left over" for path in shapes if path not in target_shapes]
+    different = [
+        f"{path}: {shapes[path]}, {target_shapes[path]} wanted"
+        for path in target_paths
+        if shapes.get(path, "") not in ("", target_shapes[path])
     ]
-    if missing or left_over or other:
-        counts = f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(other)} different"
-        what = f"the optimizer state is not that of opt.wrapped over the trained parameters: {counts}."
+    if missing or left_over or different:
+        counts = f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(different)} different"
+        problem = f"the optimizer state is not that of opt.wrapped over the trained parameters: {counts}."
         fix = "build opt with the optax chain that made it, or leave opt_state out to start a new one."
-        raise ValueError(format_error(who, what, [*other, *missing, *left_over], fix))
-    return jax.tree.unflatten(jax.tree.structure(wanted), [leaves[path] for path in names])
+        raise ValueError(format_error(who, problem, [*different, *missing, *left_over], fix))
+    return jax.tree.unflatten(jax.tree.structure(target), [leaves[path] for path in target_paths])
 
 
-def _text(leaf: Any) -> str:
-    shape = abstract(leaf)
-    return f"{shape.dtype}{list(shape.shape)}"
+def _format_shape(leaf: Any) -> str:
+    abstract_leaf = abstract(leaf)
+    return f"{abstract_leaf.dtype}{list(abstract_leaf.shape)}"
 
 
-def _place(opt: ShardedOptimizer, given: PyTree, fresh: PyTree) -> PyTree:
-    """Return copies of the leaves given, placed as the fresh ones, whose memory is freed."""
-    where = jax.tree.map(lambda leaf: leaf.sharding, fresh)
-    for leaf in jax.tree.leaves(fresh):
+def _place(opt: ShardedOptimizer, opt_state: PyTree, first_opt_state: PyTree) -> PyTree:
+    """Return copies of `opt_state` placed as the first state, and free the memory of the first state."""
+    target_shardings = jax.tree.map(lambda leaf: leaf.sharding, first_opt_state)
+    for leaf in jax.tree.leaves(first_opt_state):
         leaf.delete()
     with jax.set_mesh(None):
-        placed = jax.device_put(given, jax.tree.map(on_auto_axes, where))
-        return jax.jit(on_mesh(opt.config.mesh, copied), out_shardings=where)(placed)
+        placed = jax.device_put(opt_state, jax.tree.map(on_auto_axes, target_shardings))
+        return jax.jit(on_mesh(opt.config.mesh, copied), out_shardings=target_shardings)(placed)

@@ -1,7 +1,8 @@
-"""One table: what each mesh axis splits, and which leaves' gradients are summed over it.
+"""One table: the part of the work that each mesh axis splits, and the gradients that are summed over it.
 
-From it follows what is sharded, and what crosses which axis: **a leaf may be sharded over the axes that its gradient is
-summed over.** Where it is sharded over one, its gradient is reduce-scattered over it, else all-reduced.
+The table decides how leaves are sharded and which collectives run: **a leaf may be sharded over the axes that its
+gradient is summed over.** If a leaf is sharded over an axis, its gradient is reduce-scattered over it. Otherwise its
+gradient is all-reduced.
 """
 
 import math
@@ -17,10 +18,10 @@ class Axis(NamedTuple):
     """A row of the table.
 
     Attributes:
-      splits: what devices along the axis have different parts of: rows of the batch, positions of its sequences, blocks
-        of the model, or inner dims of its leaves.
-      sums: the leaves whose gradients are summed over it: all, the outer ones (those of no block), those that hold no
-        experts, or none, because the partitioner does it.
+      splits: what devices along the axis divide: rows of the batch, positions of its sequences, blocks of the model, or
+        inner dims of its leaves.
+      sums: the leaves whose gradients are summed over the axis: all; outer leaves, which belong to no block; leaves without
+        experts; or none, because the partitioner sums them.
     """
 
     splits: Literal["rows", "positions", "blocks", "dims"]
@@ -44,9 +45,10 @@ class AxisTable(NamedTuple):
       sizes: mesh axis name -> size.
       rows: the axes that the rows of the batch are split over.
       positions: the axes that the positions of its sequences are split over.
-      summed: those of both over which gradients are summed: all, or all but replica while replicas train apart.
-      stages: ("pipeline",) where blocks run on several stages, else ().
-      stacked: ("replica",) where each replica has parameters of its own, stacked along a first dim; else ().
+      summed: the axes of rows and positions over which gradients are summed: all of them, or all but replica while each
+        replica trains by itself.
+      stages: ("pipeline",) if blocks run on several stages, else ().
+      stacked: ("replica",) if each replica has its own parameters, stacked along a first dim; else ().
     """
 
     sizes: dict[str, int]
@@ -58,7 +60,7 @@ class AxisTable(NamedTuple):
 
     @property
     def num_shares(self) -> int:
-        """How many devices' shares of the batch one gradient is the sum of."""
+        """The number of devices whose shares of the batch add up to one gradient."""
         return math.prod(self.sizes[axis] for axis in self.summed)
 
     @property
@@ -68,30 +70,30 @@ class AxisTable(NamedTuple):
 
     @property
     def num_all_row_shares(self) -> int:
-        """Into how many shares the axes of rows cut those of all replicas."""
+        """The number of shares that the rows of all replicas are cut into."""
         return math.prod(self.sizes[axis] for axis in self.rows)
 
     @property
     def num_row_shares(self) -> int:
-        """Into how many shares these axes cut the rows."""
+        """The number of shares that the rows of one gradient are cut into."""
         return math.prod(self.sizes[axis] for axis in self.summed_rows)
 
     @property
     def num_position_shares(self) -> int:
-        """Into how many shares the positions of a sequence are cut."""
+        """The number of shares that the positions of a sequence are cut into."""
         return math.prod(self.sizes[axis] for axis in self.positions)
 
     def gradient(self, plan: LeafPlan, *, done: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the axes that the gradient of a leaf is summed over, less those over which it has been already.
+        """Return the axes that the gradient of a leaf is still summed over, without the axes in `done`.
 
-        A gradient of experts is complete over expert: the tokens of all its devices came to them.
+        A gradient of experts is complete over expert: the tokens of all devices along the axis came to the expert.
         """
-        over = self.summed if plan.stacked else (*self.summed, *self.stages)
-        own = [axis for axis, row in TABLE.items() if row.sums == "no experts" and plan.experts]
-        return tuple(axis for axis in over if axis not in done and axis not in own)
+        sum_axes = self.summed if plan.stacked else (*self.summed, *self.stages)
+        complete_axes = [axis for axis, row in TABLE.items() if row.sums == "no experts" and plan.experts]
+        return tuple(axis for axis in sum_axes if axis not in done and axis not in complete_axes)
 
     def stack(self, spec: PartitionSpec = PartitionSpec()) -> PartitionSpec:  # noqa: B008 (a constant)
-        """Return the spec of a value of which each replica has its own."""
+        """Return the spec of a value that each replica has its own copy of."""
         return PartitionSpec(*self.stacked, *spec)
 
 
@@ -101,18 +103,18 @@ def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: b
     Args:
       mesh: the mesh.
       pipelined: whether blocks run on the stages of a schedule.
-      per_replica: whether each replica has parameters of its own.
-      sync_gradients: whether gradients are summed over replica all the same, as in a warm-up.
+      per_replica: whether each replica has its own parameters.
+      sync_gradients: whether gradients are summed over replica even then, as in a warm-up.
     """
     rows = tuple(axis for axis, row in TABLE.items() if row.splits == "rows" and axis in mesh.axis_names)
     positions = tuple(axis for axis, row in TABLE.items() if row.splits == "positions" and axis in mesh.axis_names)
-    batch = (*rows, *positions)
+    batch_axes = (*rows, *positions)
     stacked = ("replica",) if per_replica else ()
     return AxisTable(
         sizes=dict(mesh.shape),
         rows=rows,
         positions=positions,
-        summed=batch if sync_gradients else tuple(axis for axis in batch if axis not in stacked),
+        summed=batch_axes if sync_gradients else tuple(axis for axis in batch_axes if axis not in stacked),
         stages=tuple(axis for axis, row in TABLE.items() if row.splits == "blocks") if pipelined else (),
         stacked=stacked,
     )

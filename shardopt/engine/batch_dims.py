@@ -1,4 +1,4 @@
-"""Which dims of a batch are split: its rows over the axes of rows, positions of its sequences over the context axis."""
+"""Which dims of a batch are split: rows over the axes of rows, positions of sequences over the context axis."""
 
 import math
 import re
@@ -13,80 +13,80 @@ from shardopt.core.types import PyTree, leaves_with_paths, path_text
 from shardopt.engine.config import StrategyConfig
 
 FIX_ROWS = "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]"
-"""What helps where leaves do not agree on a number of rows, for messages."""
+"""The remedy if leaves do not agree on a number of rows, for messages."""
 
 
 def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     """Return the dim of a batch leaf that counts rows; None if the leaf has no rows, so that all rows share it.
 
     Args:
-      config: whose `batch_dims` may name the leaf; else it is dim 0, of leaves with a dim.
+      config: its `batch_dims` may name the leaf; otherwise dim 0 counts rows.
       path: the key path of the leaf.
       ndim: its number of dims.
     """
-    return _named(config.batch_dims, path, default=0) if ndim else None
+    return _matching_dim(config.batch_dims, path, default=0) if ndim else None
 
 
 def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
-    """Return the dim of a batch leaf that counts positions; None if it has none, or nothing splits positions.
+    """Return the dim of a batch leaf that counts positions; None if it has none, or no axis splits positions.
 
     Args:
-      config: whose `sequence_dims` may name the leaf; else it is the first dim beside that of the rows.
+      config: its `sequence_dims` may name the leaf; otherwise it is the first dim that does not count rows.
       path: the key path of the leaf.
       ndim: its number of dims.
     """
     if not config.axes.positions:
         return None
-    rows = row_dim(config, path, ndim)
-    default = None if rows is None or ndim < 2 else int(rows == 0)
-    return _named(config.sequence_dims, path, default)
+    row_index = row_dim(config, path, ndim)
+    default = None if row_index is None or ndim < 2 else int(row_index == 0)
+    return _matching_dim(config.sequence_dims, path, default)
 
 
-def _named(dims: Sequence[tuple[str, int | None]], path: str, default: int | None) -> int | None:
+def _matching_dim(dims: Sequence[tuple[str, int | None]], path: str, default: int | None) -> int | None:
     return next((dim for pattern, dim in dims if re.search(pattern, path)), default)
 
 
 def map_rows(config: StrategyConfig, change: Callable[[PyTree, int], PyTree], batch: PyTree) -> PyTree:
     """Return the batch with `change(leaf, row_dim)` in place of each leaf that has rows."""
 
-    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+    def change_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         dim = row_dim(config, path_text(path), np.ndim(leaf))
         return leaf if dim is None else change(leaf, dim)
 
-    return jax.tree_util.tree_map_with_path(one, batch)
+    return jax.tree_util.tree_map_with_path(change_leaf, batch)
 
 
-def pieces(
+def cut_batch(
     config: StrategyConfig, cut: Callable[[jax.Array, str, int], jax.Array], batch: PyTree
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Return the leaves with rows cut into pieces [pieces, ...], and what makes a batch of one piece of each of them.
+    """Return the leaves with rows cut into pieces [pieces, ...], and a function that assembles a batch.
 
-    Such a batch has all of each leaf that rows share; no copies of it are made.
+    The function takes one piece of each leaf with rows. The batch holds every leaf that rows share in full, without a copy.
 
     Args:
-      config: whose `batch_dims` may name leaves.
+      config: its `batch_dims` may name leaves.
       cut: `cut(leaf, key path, row_dim)`, which returns the pieces of a leaf.
       batch: the batch.
     """
     leaves, treedef = leaves_with_paths(batch), jax.tree.structure(batch)
     dims = [row_dim(config, path, np.ndim(leaf)) for path, leaf in leaves]
 
-    def assembled(parts: Sequence[jax.Array]) -> PyTree:
-        rest = iter(parts)
-        both = zip(leaves, dims, strict=True)
-        return treedef.unflatten([leaf if dim is None else next(rest) for (_, leaf), dim in both])
+    def assemble(parts: Sequence[jax.Array]) -> PyTree:
+        remaining_parts = iter(parts)
+        leaves_and_dims = zip(leaves, dims, strict=True)
+        return treedef.unflatten([leaf if dim is None else next(remaining_parts) for (_, leaf), dim in leaves_and_dims])
 
-    return [cut(leaf, path, dim) for (path, leaf), dim in zip(leaves, dims, strict=True) if dim is not None], assembled
+    return [cut(leaf, path, dim) for (path, leaf), dim in zip(leaves, dims, strict=True) if dim is not None], assemble
 
 
 def row_counts(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
-    """Return the numbers of rows that leaves of a batch have: one number, if they agree."""
-    dims = ((leaf, row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
-    return frozenset(leaf.shape[dim] for leaf, dim in dims if dim is not None)
+    """Return the numbers of rows that the leaves of a batch have: a single number if they agree."""
+    leaves_and_dims = ((leaf, row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
+    return frozenset(leaf.shape[dim] for leaf, dim in leaves_and_dims if dim is not None)
 
 
 def num_rows(config: StrategyConfig, batch: PyTree) -> int:
-    """Return the number of rows of a batch; 1 where leaves do not agree on it, so that the batch counts as one."""
+    """Return the number of rows of a batch; 1 if its leaves do not agree, so that the batch counts as one row."""
     counts = row_counts(config, batch)
     return next(iter(counts)) if len(counts) == 1 else 1
 
@@ -94,42 +94,42 @@ def num_rows(config: StrategyConfig, batch: PyTree) -> int:
 def shown_leaves(config: StrategyConfig, batch: PyTree) -> list[str]:
     """Return each leaf of a batch with its shape and its rows, for messages."""
 
-    def one(path: str, leaf: PyTree) -> str:
+    def describe(path: str, leaf: PyTree) -> str:
         shape, dim = np.shape(leaf), row_dim(config, path, np.ndim(leaf))
         rows = "no rows" if dim is None else f"dim {dim} has {plural(shape[dim], 'row')}"
         return f"{path or 'batch'}: shape {shape}; {rows}"
 
-    return [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
+    return [describe(path, leaf) for path, leaf in leaves_with_paths(batch)]
 
 
 def batch_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
     """Return how batch leaves are placed, as `PartitionSpec`: split along their rows; leaves without rows on all devices."""
 
-    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
+    def spec_of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
         name, ndim = path_text(path), np.ndim(leaf)
         return leaf_spec(config, name, ndim, row_dim(config, name, ndim))
 
-    return jax.tree_util.tree_map_with_path(one, batch)
+    return jax.tree_util.tree_map_with_path(spec_of, batch)
 
 
 def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
-    """Return where the leaves of a batch that is given to a step live, as `PartitionSpec`.
+    """Return where the leaves of a step's batch live, as `PartitionSpec`.
 
-    In the global view leaves need not agree on a number of rows, as those of a graph do not. Each is then split along its
-    rows if the devices divide them, else along its first dim that they divide, else not.
+    In the global view leaves need not agree on a number of rows; the leaves of a graph do not. Each leaf is then split along
+    its rows if the devices divide them, else along its first dim that they divide, else not at all.
     """
     if len(row_counts(config, batch)) < 2:
         return batch_specs(config, batch)
     devices = math.prod(config.axes.sizes[axis] for axis in config.axes.rows)
 
-    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
+    def spec_of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
         name, shape = path_text(path), np.shape(leaf)
         rows, positions = row_dim(config, name, len(shape)), sequence_dim(config, name, len(shape))
         dims = [] if rows is None else [rows, *(dim for dim in range(len(shape)) if dim != positions)]
-        even = next((dim for dim in dims if shape[dim] and shape[dim] % devices == 0), None)
-        return leaf_spec(config, name, len(shape), even)
+        divisible_dim = next((dim for dim in dims if shape[dim] and shape[dim] % devices == 0), None)
+        return leaf_spec(config, name, len(shape), divisible_dim)
 
-    return jax.tree_util.tree_map_with_path(one, batch)
+    return jax.tree_util.tree_map_with_path(spec_of, batch)
 
 
 def leaf_spec(
@@ -144,29 +144,29 @@ def leaf_spec(
     """Return the spec of a batch leaf that is split along a dim, and along its positions.
 
     Args:
-      config: whose axes it is placed on.
+      config: defines the axes.
       path: the key path of the leaf.
       ndim: its number of dims.
       dim: the dim that the axes of rows split, or None.
-      rows: these axes; by default all that split rows.
-      leading: entries for dims that the leaf gets in front.
+      rows: the axes of rows; by default all of them.
+      leading: entries for dims that are added in front of the leaf.
     """
-    positions = sequence_dim(config, path, ndim) if ndim else None
-    split = {positions: config.axes.positions, dim: config.axes.rows if rows is None else rows}
-    last = max((one for one in split if one is not None), default=-1)
-    return PartitionSpec(*leading, *(split.get(at) for at in range(last + 1)))
+    position_dim = sequence_dim(config, path, ndim) if ndim else None
+    axes_of_dim = {position_dim: config.axes.positions, dim: config.axes.rows if rows is None else rows}
+    last_dim = max((index for index in axes_of_dim if index is not None), default=-1)
+    return PartitionSpec(*leading, *(axes_of_dim.get(index) for index in range(last_dim + 1)))
 
 
-def lengths(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
-    """Return how many positions the sequences of a batch have."""
-    found = ((leaf, sequence_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
-    return frozenset(leaf.shape[dim] for leaf, dim in found if dim is not None)
+def sequence_lengths(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
+    """Return the numbers of positions that the sequences of a batch have."""
+    leaves_and_dims = ((leaf, sequence_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
+    return frozenset(leaf.shape[dim] for leaf, dim in leaves_and_dims if dim is not None)
 
 
 def resized(config: StrategyConfig, batch: PyTree, *, rows: int, position_shares: int = 1) -> PyTree:
-    """Return the shapes of a batch of other rows, and of sequences cut into shares."""
+    """Return the shapes of a batch with `rows` rows, and with sequences cut into `position_shares` shares."""
 
-    def one(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.ShapeDtypeStruct:
+    def resize(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.ShapeDtypeStruct:
         name, shape = path_text(path), list(leaf.shape)
         if (dim := row_dim(config, name, leaf.ndim)) is not None:
             shape[dim] = rows
@@ -174,7 +174,7 @@ def resized(config: StrategyConfig, batch: PyTree, *, rows: int, position_shares
             shape[dim] //= position_shares
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, batch)
+    return jax.tree_util.tree_map_with_path(resize, batch)
 
 
 def check_row_dims(config: StrategyConfig, batch: PyTree) -> None:
@@ -198,42 +198,42 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
     """Refuse a batch whose sequences cannot be cut over the context axis.
 
     Raises:
-      ValueError: if `sequence_dims` name a dim that a leaf does not have, or its rows; no leaf has positions; or their
-        number is not divisible by context.
+      ValueError: if `sequence_dims` name a dim that a leaf does not have, or its row dim; if no leaf has positions; or if
+        context does not divide the number of positions.
     """
     shares = config.axes.num_position_shares
     if shares == 1:
         return
     missing, uneven, lengths = [], [], set()
     for path, leaf in leaves_with_paths(batch):
-        shown, dim = f"{path or 'batch'}: shape {np.shape(leaf)}", sequence_dim(config, path, np.ndim(leaf))
+        description, dim = f"{path or 'batch'}: shape {np.shape(leaf)}", sequence_dim(config, path, np.ndim(leaf))
         if dim is None:
             continue
         if not 0 <= dim < np.ndim(leaf):
-            missing.append(f"{shown}; no dim {dim} for positions")
+            missing.append(f"{description}; no dim {dim} for positions")
         elif dim == row_dim(config, path, np.ndim(leaf)):
-            missing.append(f"{shown}; dim {dim} counts rows")
+            missing.append(f"{description}; dim {dim} counts rows")
         else:
             lengths.add(leaf.shape[dim])
             if leaf.shape[dim] % shares:
-                uneven.append(f"{shown}; dim {dim} is {leaf.shape[dim]}, remainder {leaf.shape[dim] % shares}")
+                uneven.append(f"{description}; dim {dim} is {leaf.shape[dim]}, remainder {leaf.shape[dim] % shares}")
     axis = f"mesh axis 'context' (size {shares})"
     if missing:
         fix = "name a dim that the leaf has and that does not count rows, or None."
         raise ValueError(format_error(config.strategy, "sequence_dims do not fit the batch.", missing, fix))
     if not lengths:
-        what = f"{axis} splits positions, and no batch leaf has any."
+        problem = f"{axis} splits positions, and no batch leaf has any."
         raise ValueError(
             format_error(
                 config.strategy,
-                what,
+                problem,
                 fix="make the mesh with context=1, or name the dim of positions in sequence_dims.",
             )
         )
     if uneven:
-        what = f"{plural(len(uneven), 'batch leaf')} cannot be split over {axis}."
+        problem = f"{plural(len(uneven), 'batch leaf')} cannot be split over {axis}."
         fix = (
             "use a length that it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or "
             "sequence_dims=[(regex, None)] for leaves without positions."
         )
-        raise ValueError(format_error(config.strategy, what, uneven, fix))
+        raise ValueError(format_error(config.strategy, problem, uneven, fix))

@@ -1,4 +1,4 @@
-"""A batch as people have it, brought to arrays: torch tensors, lists of numbers, mappings, scalars."""
+"""Batches as users have them, converted to arrays: torch tensors, lists of numbers, mappings, scalars."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,65 +13,67 @@ from shardopt.core.types import PyTree, path_text
 
 
 def as_arrays(who: str, batch: PyTree) -> PyTree:
-    """Return the batch with arrays and Python numbers as leaves; one that has only such leaves as it is.
+    """Return the batch with arrays and Python numbers as leaves; return the batch itself if it has only such leaves.
 
-    - A list of numbers, or of equally long lists of such (a column of `datasets`), becomes one array.
-    - A torch tensor, or what else has `__array__`, becomes a numpy array, without a copy where it is on the host.
+    - A list of numbers, or of equally long lists of numbers (a column of `datasets`), becomes one array.
+    - A torch tensor, or any object with `__array__`, becomes a numpy array, without a copy if it is on the host.
     - A mapping that jax does not know (a `BatchEncoding`) becomes a dict.
 
     Raises:
-      TypeError: if a leaf is text, None of these, or a dataclass that jax does not know.
+      TypeError: if a leaf is text, a dataclass that jax does not know, or anything else not listed above.
       ValueError: if the lists of a leaf have different lengths.
     """
     if all(map(_is_ready, jax.tree.leaves(batch))):
         return batch
-    kinds: list[str] = []
-    values: list[str] = []
-    converted = _convert(batch, (), kinds, values)
-    if kinds:
-        what = "batch leaves must be arrays [global batch, ...], or numbers that all rows share."
-        raise TypeError(format_error(who, what, kinds))
-    if values:
-        raise ValueError(format_error(who, "lists in a batch must be as long as each other.", values, "pad them."))
+    wrong_types: list[str] = []
+    ragged_lists: list[str] = []
+    converted = _convert(batch, (), wrong_types, ragged_lists)
+    if wrong_types:
+        problem = "batch leaves must be arrays [global batch, ...], or numbers that all rows share."
+        raise TypeError(format_error(who, problem, wrong_types))
+    if ragged_lists:
+        raise ValueError(
+            format_error(who, "lists in a batch must be as long as each other.", ragged_lists, "pad them.")
+        )
     return converted
 
 
 def _is_ready(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in _NO_NUMBERS
+        return leaf.dtype.kind not in _NON_NUMERIC_KINDS
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-_NO_NUMBERS = "OSUMm"
-"""Kinds of numpy dtypes that no device holds: objects, text, dates."""
+_NON_NUMERIC_KINDS = "OSUMm"
+"""Kinds of numpy dtypes that no device can hold: objects, text, dates."""
 
 
-def _convert(tree: PyTree, prefix: tuple, kinds: list[str], values: list[str]) -> PyTree:
-    def one(path, leaf):
+def _convert(tree: PyTree, prefix: tuple, wrong_types: list[str], ragged_lists: list[str]) -> PyTree:
+    def convert_leaf(path, leaf):
         name = path_text((*prefix, *path)) or "batch"
         if _is_ready(leaf) or isinstance(leaf, bool | int | float | complex):
             return leaf
         if isinstance(leaf, Mapping):
-            return _convert(dict(leaf), (*prefix, *path), kinds, values)
+            return _convert(dict(leaf), (*prefix, *path), wrong_types, ragged_lists)
         try:
             array = _array(leaf)
-        except ValueError:  # numpy's word for lists of different lengths
-            values.append(f"{name}: {_lengths(leaf)}")
+        except ValueError:  # numpy raises it for lists of different lengths
+            ragged_lists.append(f"{name}: {_describe_lengths(leaf)}")
             return leaf
-        if array is None or array.dtype.kind in _NO_NUMBERS:
-            kinds.append(f"{name}: {_what_is(leaf)}")
+        if array is None or array.dtype.kind in _NON_NUMERIC_KINDS:
+            wrong_types.append(f"{name}: {_describe_leaf(leaf)}")
         return array
 
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_column)
+    return jax.tree_util.tree_map_with_path(convert_leaf, tree, is_leaf=_is_column)
 
 
 def _is_column(node: Any) -> bool:
-    """Whether a list holds values: numbers, text or lists of such, rather than arrays."""
+    """Return whether a list holds values (numbers, text, or lists of them) rather than arrays."""
     if not isinstance(node, list):
         return False
-    if all(isinstance(one, list) for one in node):
+    if all(isinstance(entry, list) for entry in node):
         return all(map(_is_column, node))
-    return all(isinstance(one, Number | str | bytes | np.generic | None) for one in node)
+    return all(isinstance(entry, Number | str | bytes | np.generic | None) for entry in node)
 
 
 def _array(leaf: Any) -> np.ndarray | None:
@@ -88,7 +90,7 @@ def _array(leaf: Any) -> np.ndarray | None:
     return None
 
 
-def _lengths(leaf: Any) -> str:
+def _describe_lengths(leaf: Any) -> str:
     rows = [row for row in leaf if isinstance(row, list)]
     lengths = sorted({len(row) for row in rows})
     if len(lengths) > 1:
@@ -96,7 +98,7 @@ def _lengths(leaf: Any) -> str:
     return "lists within lists of different lengths"
 
 
-def _what_is(leaf: Any) -> str:
+def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, str | bytes) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "SU"):
         return f"text ({type(leaf).__name__}); tokenize it, or leave it out"
     if isinstance(leaf, list):

@@ -1,7 +1,7 @@
-"""Whether a part of an update does to each block what it does to the others, so that blocks can be worked on apart.
+"""Whether an optimizer update does the same to every block of the model, so that blocks can be updated one by one.
 
-Two traces say so, one of the update at L blocks and one at a single block: where they have the same equations, a dim that
-is k L long in one and k in the other counts blocks, and every equation of the part must leave that dim alone.
+The proof compares two traces: the update of L blocks and the update of one block. They must have the same equations.
+A dim that is k L long in the first trace and k long in the second counts blocks, and no equation may mix along it.
 """
 
 import math
@@ -16,7 +16,7 @@ from shardopt.core.primitives import DECOMPOSITIONS, ELEMENTWISE
 from shardopt.core.trace import Atom, shape_of
 from shardopt.engine.matrix_tasks import is_opaque
 
-_ALONG = {
+_MIXED_DIM = {
     "sort": "dimension",
     "cumsum": "axis",
     "cumprod": "axis",
@@ -24,105 +24,120 @@ _ALONG = {
     "cummin": "axis",
     "iota": "dimension",
 }
-"""What mixes along one dim, by the parameter that names it."""
-_FREE = ELEMENTWISE | {"broadcast_in_dim", "transpose", "slice", "pad"}
-_OVER_OTHERS = ("reduce_", "arg")
-"""What is over other dims, where the result counts blocks yet."""
+"""Primitives that mix values along one dim -> the parameter that names this dim."""
+_NEVER_MIXING = ELEMENTWISE | {"broadcast_in_dim", "transpose", "slice", "pad"}
+_REDUCTION_PREFIXES = ("reduce_", "arg")
+"""Reductions; if the result still has a dim of blocks, they reduce other dims."""
 
 
-def same_equations(whole: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var] | None:
-    """Return which variable of one trace stands for which of another; None if the equations differ.
+def match_variables(full: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var] | None:
+    """Return variable of the full trace -> same variable of the single-block trace; None if the equations differ.
 
-    What they close over is matched where it is first read, and the loss closes over what it likes.
+    Constants are matched where they are first read. The inputs of an equation that evaluates the loss are not compared.
     """
-    if len(whole.eqns) != len(single.eqns) or len(whole.invars) != len(single.invars):
+    if len(full.eqns) != len(single.eqns) or len(full.invars) != len(single.invars):
         return None
-    found = dict(zip(whole.invars, single.invars, strict=True))
-    free = set(whole.constvars), set(single.constvars)
+    matches = dict(zip(full.invars, single.invars, strict=True))
+    unmatched_constants = set(full.constvars), set(single.constvars)
 
-    def same(a: Atom, b: Atom) -> bool:
-        if isinstance(a, jex.Literal) or isinstance(b, jex.Literal):
-            return isinstance(a, jex.Literal) and isinstance(b, jex.Literal) and bool(np.array_equal(a.val, b.val))
-        if a in free[0] and b in free[1]:
-            found.setdefault(a, b)
-        return found.get(a) is b and len(shape_of(a).shape) == len(shape_of(b).shape)
+    def atoms_match(full_atom: Atom, single_atom: Atom) -> bool:
+        if isinstance(full_atom, jex.Literal) or isinstance(single_atom, jex.Literal):
+            return (
+                isinstance(full_atom, jex.Literal)
+                and isinstance(single_atom, jex.Literal)
+                and bool(np.array_equal(full_atom.val, single_atom.val))
+            )
+        if full_atom in unmatched_constants[0] and single_atom in unmatched_constants[1]:
+            matches.setdefault(full_atom, single_atom)
+        return matches.get(full_atom) is single_atom and len(shape_of(full_atom).shape) == len(
+            shape_of(single_atom).shape
+        )
 
-    def same_reads(old: Sequence[Atom], new: Sequence[Atom]) -> bool:
-        return len(old) == len(new) and all(map(same, old, new))
+    def inputs_match(full_atoms: Sequence[Atom], single_atoms: Sequence[Atom]) -> bool:
+        return len(full_atoms) == len(single_atoms) and all(map(atoms_match, full_atoms, single_atoms))
 
-    for old, new in zip(whole.eqns, single.eqns, strict=True):
-        loss = is_opaque(old) and is_opaque(new)
-        if old.primitive is not new.primitive or not (loss or same_reads(old.invars, new.invars)):
+    for full_eqn, single_eqn in zip(full.eqns, single.eqns, strict=True):
+        evaluates_loss = is_opaque(full_eqn) and is_opaque(single_eqn)
+        same_inputs = evaluates_loss or inputs_match(full_eqn.invars, single_eqn.invars)
+        if full_eqn.primitive is not single_eqn.primitive or not same_inputs:
             return None
-        found |= dict(zip(old.outvars, new.outvars, strict=True))
-    return found if same_reads(whole.outvars, single.outvars) else None
+        matches |= dict(zip(full_eqn.outvars, single_eqn.outvars, strict=True))
+    return matches if inputs_match(full.outvars, single.outvars) else None
 
 
 def is_blockwise(
-    whole: Sequence[jex.JaxprEqn], single: Sequence[jex.JaxprEqn], same: Mapping[jex.Var, jex.Var], blocks: int
+    full: Sequence[jex.JaxprEqn], single: Sequence[jex.JaxprEqn], matches: Mapping[jex.Var, jex.Var], blocks: int
 ) -> bool:
-    """Return whether every equation treats blocks alike and apart.
+    """Return whether every equation does the same to each block and never mixes blocks.
 
     Args:
-      whole: equations at L blocks.
-      single: the same at one.
-      same: what `same_equations` returned.
+      full: equations of the update of L blocks.
+      single: the same equations of the update of one block.
+      matches: the result of `match_variables`.
       blocks: L.
     """
-    return all(_is_apart(old, new, same, blocks) for old, new in zip(whole, single, strict=True))
+    pairs = zip(full, single, strict=True)
+    return all(_keeps_blocks_apart(full_eqn, single_eqn, matches, blocks) for full_eqn, single_eqn in pairs)
 
 
-def block_dim(var: jex.Var, same: Mapping[jex.Var, jex.Var], blocks: int) -> int | None:
-    """Return the dim of a variable that counts blocks, None if none does, -1 if its shapes differ otherwise."""
-    old, new = shape_of(var).shape, shape_of(same[var]).shape
-    differ = [dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-    if not differ:
+def block_dim(var: jex.Var, matches: Mapping[jex.Var, jex.Var], blocks: int) -> int | None:
+    """Return the dim of a variable that counts blocks; None if no dim does; -1 if the two shapes differ in another way."""
+    full_shape, single_shape = shape_of(var).shape, shape_of(matches[var]).shape
+    different_dims = [dim for dim, (a, b) in enumerate(zip(full_shape, single_shape, strict=True)) if a != b]
+    if not different_dims:
         return None
-    dim, *others = differ
-    return dim if not others and old[dim] == blocks * new[dim] else -1
+    dim, *more_dims = different_dims
+    return dim if not more_dims and full_shape[dim] == blocks * single_shape[dim] else -1
 
 
-def _is_apart(eqn: jex.JaxprEqn, single: jex.JaxprEqn, same: Mapping[jex.Var, jex.Var], blocks: int) -> bool:
-    ins = [None if isinstance(var, jex.Literal) else block_dim(var, same, blocks) for var in eqn.invars]
-    outs = [block_dim(var, same, blocks) for var in eqn.outvars]
-    if all(dim is None for dim in (*ins, *outs)):
+def _keeps_blocks_apart(
+    eqn: jex.JaxprEqn, single: jex.JaxprEqn, matches: Mapping[jex.Var, jex.Var], blocks: int
+) -> bool:
+    input_dims = [None if isinstance(var, jex.Literal) else block_dim(var, matches, blocks) for var in eqn.invars]
+    output_dims = [block_dim(var, matches, blocks) for var in eqn.outvars]
+    if all(dim is None for dim in (*input_dims, *output_dims)):
         return True
-    if -1 in ins or -1 in outs:
+    if -1 in input_dims or -1 in output_dims:
         return False
     name, params = eqn.primitive.name, eqn.params
-    if inner := called(eqn):
+    if inner_jaxprs := called(eqn):
         if params.get("length") != single.params.get("length"):
-            return False  # it goes from block to block
-        return all(_is_blockwise_inside(a, b, blocks) for a, b in zip(inner, called(single), strict=True))
-    if None in outs:
-        return False  # blocks were added up, or one was taken
+            return False  # a loop over blocks
+        return all(_is_blockwise_inside(a, b, blocks) for a, b in zip(inner_jaxprs, called(single), strict=True))
+    if None in output_dims:
+        return False  # blocks were added up, or one block was selected
     if name in ("reshape", "squeeze", "expand_dims"):
-        (before,), (after,) = ins, outs
-        if before is None:
+        (input_dim,), (output_dim,) = input_dims, output_dims
+        if input_dim is None:
             return False
-        old, new = shape_of(eqn.invars[0]).shape, shape_of(eqn.outvars[0]).shape
-        return math.prod(old[:before]) == math.prod(new[:after])  # else blocks would be interleaved
-    if name in _ALONG:
-        return all(dim != params[_ALONG[name]] for dim in outs)
+        old_shape, new_shape = shape_of(eqn.invars[0]).shape, shape_of(eqn.outvars[0]).shape
+        # otherwise blocks would be interleaved
+        return math.prod(old_shape[:input_dim]) == math.prod(new_shape[:output_dim])
+    if name in _MIXED_DIM:
+        return all(dim != params[_MIXED_DIM[name]] for dim in output_dims)
     if name == "concatenate":
-        return None not in ins and outs[0] != params["dimension"]
+        return None not in input_dims and output_dims[0] != params["dimension"]
     if name == "dot_general":
-        return _is_apart_in_product(ins, params["dimension_numbers"])
+        return _product_keeps_blocks_apart(input_dims, params["dimension_numbers"])
     if name in DECOMPOSITIONS:
         ranks = [len(shape_of(var).shape) for var in eqn.invars if not isinstance(var, jex.Literal)]
-        return all(dim is None or dim < max(ranks) - 2 for dim in ins)  # reflectors have a dim less than their matrix
-    return name in _FREE or name.startswith(_OVER_OTHERS)
+        # reflectors have one dim less than their matrix
+        return all(dim is None or dim < max(ranks) - 2 for dim in input_dims)
+    return name in _NEVER_MIXING or name.startswith(_REDUCTION_PREFIXES)
 
 
-def _is_apart_in_product(ins: Sequence[int | None], numbers: Any) -> bool:
-    """In a product blocks are a batch dim of both sides, or a free dim of one where the other is the same for all."""
-    sums, batch = numbers
-    left, right = ins
-    if left is not None and right is not None:
-        return left in batch[0] and right in batch[1] and batch[0].index(left) == batch[1].index(right)
-    return all(dim not in (*sums[side], *batch[side]) for side, dim in enumerate(ins) if dim is not None)
+def _product_keeps_blocks_apart(input_dims: Sequence[int | None], dimension_numbers: Any) -> bool:
+    """Return whether blocks are a batch dim of both factors, or a free dim of one factor of a product."""
+    sum_dims, batch_dims = dimension_numbers
+    lhs_dim, rhs_dim = input_dims
+    if lhs_dim is not None and rhs_dim is not None:
+        in_both = lhs_dim in batch_dims[0] and rhs_dim in batch_dims[1]
+        return in_both and batch_dims[0].index(lhs_dim) == batch_dims[1].index(rhs_dim)
+    return all(
+        dim not in (*sum_dims[side], *batch_dims[side]) for side, dim in enumerate(input_dims) if dim is not None
+    )
 
 
-def _is_blockwise_inside(whole: jex.Jaxpr, single: jex.Jaxpr, blocks: int) -> bool:
-    same = same_equations(whole, single)
-    return same is not None and is_blockwise(whole.eqns, single.eqns, same, blocks)
+def _is_blockwise_inside(full: jex.Jaxpr, single: jex.Jaxpr, blocks: int) -> bool:
+    matches = match_variables(full, single)
+    return matches is not None and is_blockwise(full.eqns, single.eqns, matches, blocks)

@@ -1,4 +1,4 @@
-"""From a config to the contract: init, step and the rest, for every strategy and combinator alike."""
+"""Build a strategy: from a config to `init`, `step` and the other functions of a `ShardedOptimizer`."""
 
 import dataclasses
 import sys
@@ -45,7 +45,7 @@ class BatchFn:
 
     Attributes:
       prepare: checks a state and a batch, and returns the program and its arguments.
-      limit: keeps calls from piling up.
+      limit: limits the number of calls that run at the same time.
     """
 
     prepare: Callable[[TrainState, PyTree], tuple[Program, tuple[PyTree, PyTree]]]
@@ -71,27 +71,27 @@ class TrainFn(BatchFn):
         return state, values(metrics)
 
     def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
-        """Take a step whose metrics still say that they are `Sum`, `Max` or `Min`."""
+        """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`."""
         return super().__call__(state, batch)
 
 
 def build(
     config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step
 ) -> ShardedOptimizer:
-    """Check the config and return its optimizer; nothing is compiled before parameters are seen.
+    """Check the config and return its optimizer; nothing is compiled before the first parameters.
 
     Args:
-      config: what was asked for.
+      config: the arguments of the strategy.
       compile_step: makes the programs for one parameter structure.
     """
     config = check_config(config)
     caches = {view: StepCache(config._replace(view=view), compile_step) for view in ("per_device", "global")}
     cache, limit = caches["global" if config.view == "global" else "per_device"], limit_in_flight(config)
-    checked: set[int] = set()
+    checked_steps: set[int] = set()
     views = Views(config, training=True)
-    views_of_evaluation = Views(config.of_evaluation, training=False)
+    evaluation_views = Views(config.of_evaluation, training=False)
 
-    def of(abstract_params: PyTree) -> CompiledStep:
+    def step_for(abstract_params: PyTree) -> CompiledStep:
         return cache.last() if abstract_params is None else cache.of(check_params(config, abstract_params))
 
     def prepare(state: TrainState, batch: PyTree) -> tuple[CompiledStep, PyTree]:
@@ -99,9 +99,9 @@ def build(
         batch = as_arrays(config.strategy, batch)
         check_batch(config, batch)
         compiled = cache.of(state.params)
-        if id(compiled) not in checked:  # once: what a step returns lives where it should
+        if id(compiled) not in checked_steps:  # once, because a step returns its state with the right placement
             check_placement(config, compiled.abstract, compiled.shardings, state)
-            checked.add(id(compiled))
+            checked_steps.add(id(compiled))
         return compiled, place_batch(config, batch)
 
     def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
@@ -111,11 +111,11 @@ def build(
 
     def prepare_evaluate(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
         compiled, placed = prepare(state, batch)
-        view = views_of_evaluation.of(compiled.layout, placed)
+        view = evaluation_views.of(compiled.layout, placed)
         return caches[view].of(state.params).evaluate, (state.params, placed)
 
     def synchronize(state: TrainState) -> TrainState:
-        """Return the state once all copies of it are there and equal; nothing is donated."""
+        """Return the state once all its copies are complete and equal; nothing is donated."""
         check_state(config, state)
         return jax.block_until_ready(cache.of(state.params).synchronize(state))
 
@@ -124,8 +124,8 @@ def build(
         return cache.of(check_params(config, abstract_params)).specs
 
     def abstract_state(abstract_params: PyTree = None) -> TrainState:
-        """Return the train state as `jax.ShapeDtypeStruct` with shardings, by default of the parameters last seen."""
-        compiled = of(abstract_params)
+        """Return the train state as `jax.ShapeDtypeStruct` with shardings, by default for the last parameters."""
+        compiled = step_for(abstract_params)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             compiled.abstract,
@@ -133,9 +133,9 @@ def build(
         )
 
     def make_report(abstract_params: PyTree = None) -> Report:
-        """Return the placement of every leaf (within a replica), by default of the parameters last seen."""
-        layout, sharded = of(abstract_params).layout, config.placement
-        found = report(
+        """Return the placement of every leaf (within a replica), by default for the last parameters."""
+        layout, sharded = step_for(abstract_params).layout, config.placement
+        placement_report = report(
             layout.plans,
             layout.specs,
             layout.abstract,
@@ -145,11 +145,13 @@ def build(
             min_shard_elements=config.min_shard_elements,
         )
         spec = config.home.spec
-        return found._replace(
+        return placement_report._replace(
             view=UNDECIDED if views.last is None else str(views.last),
             owners=on_mesh(config.mesh, owners_of)(config, layout),
             layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
-            rows=tuple(row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in found.rows),
+            rows=tuple(
+                row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in placement_report.rows
+            ),
         )
 
     return ShardedOptimizer(
@@ -166,13 +168,13 @@ def build(
 
 
 def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
-    """Return `init`: the first train state, created sharded, sharing no buffer with what the user holds."""
+    """Return `init`: it creates the first train state, sharded, and shares no buffer with the user's arrays."""
 
-    def on_params(compiled: CompiledStep) -> PyTree:
+    def param_shardings(compiled: CompiledStep) -> PyTree:
         return shardings(config.mesh, compiled.layout.specs.params)
 
-    def on_every_device(key: jax.Array) -> jax.Array:
-        """Put a key on the mesh; as numbers, because jax puts no typed key on devices of other processes."""
+    def replicate_key(key: jax.Array) -> jax.Array:
+        """Put a key on the mesh as numbers, because jax puts no typed key on devices of other processes."""
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         numbers = np.asarray(jax.random.key_data(key) if typed else key)
         placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))
@@ -180,38 +182,40 @@ def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
 
     def init(params: PyTree, rng: jax.Array | None = None) -> TrainState:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
-        # optax.chain and flax's TrainState call this as soon as they have parameters, and `update` a gradient later.
+        # optax.chain and flax's TrainState call `init` as soon as they have parameters, and `update` only with gradients.
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("optax", "flax"):
             raise not_a_transformation(config.strategy)
-        with jax.transfer_guard("allow"):  # to put parameters on devices is what init is asked for
-            return placed_state(params, rng)
+        with jax.transfer_guard("allow"):  # init must copy parameters to devices
+            return make_state(params, rng)
 
-    def placed_state(params: PyTree, rng: jax.Array | None) -> TrainState:
+    def make_state(params: PyTree, rng: jax.Array | None) -> TrainState:
         key = typed_key(config, rng)
         if is_init_fn(params):
-            given = key if rng is None else rng
-            compiled = cache.of(check_params(config, jax.eval_shape(params, given)))
-            placed = init_program(config, compiled, params)(on_every_device(given))
+            init_key = key if rng is None else rng
+            compiled = cache.of(check_params(config, jax.eval_shape(params, init_key)))
+            placed_params = init_program(config, compiled, params)(replicate_key(init_key))
         else:
             compiled = cache.of(check_params(config, params))
             if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
                 fix = "pass arrays, or a function and a key: init(init_fn, rng)."
                 raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
             # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
-            copy = make_program(config, copied, (on_params(compiled),), compiled.shardings.params)
-            placed = copy(jax.device_put(params, compiled.shardings.params))
-        # Copied, because a transformation that keeps the parameters in its state would hand back the same buffers.
+            copy = make_program(config, copied, (param_shardings(compiled),), compiled.shardings.params)
+            placed_params = copy(jax.device_put(params, compiled.shardings.params))
+        # A copy, because a transformation that keeps the parameters in its state would return the same buffers.
         init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
-        opt_state = make_program(config, init_opt_state, (on_params(compiled),), compiled.shardings.opt_state)(placed)
-        # Folded, so that the steps do not draw what init_fn drew.
-        first = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
-        step, rng = jax.device_put(first, (compiled.shardings.step, compiled.shardings.rng))
-        return TrainState(step, placed, opt_state, rng)
+        opt_state = make_program(config, init_opt_state, (param_shardings(compiled),), compiled.shardings.opt_state)(
+            placed_params
+        )
+        # fold_in, so that the steps do not draw the same numbers as init_fn.
+        step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
+        step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))
+        return TrainState(step, placed_params, opt_state, rng)
 
     return init
 
 
 def init_program(config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]) -> AotCompiled:
-    """Return the jitted `init_fn` whose result is created sharded: each device makes its own shard."""
-    everywhere = NamedSharding(config.mesh, PartitionSpec())
-    return make_program(config, lambda rng: copied(init_fn(rng)), everywhere, compiled.shardings.params)
+    """Return the jitted `init_fn` with a sharded result: each device makes only its own shard."""
+    replicated = NamedSharding(config.mesh, PartitionSpec())
+    return make_program(config, lambda rng: copied(init_fn(rng)), replicated, compiled.shardings.params)

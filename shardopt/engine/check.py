@@ -1,4 +1,4 @@
-"""`check`: a strategy's own loss, gradient and metrics beside those of the whole batch at once."""
+"""`check`: compare the loss, gradient and metrics of a strategy with a single evaluation of the whole batch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ from shardopt.mesh import on_mesh
 
 
 class Difference(NamedTuple):
-    """How far one value of the strategy is from that of the whole batch.
+    """The difference between one value of the strategy and the same value of the whole batch.
 
     Attributes:
       name: "loss", "gradient of <key path>" or "metric <name>".
-      relative: the largest difference of an entry, relative to the largest entry.
-      tolerance: the most that is put down to rounding.
+      relative: the largest difference of an entry, divided by the largest entry.
+      tolerance: the largest relative difference that counts as rounding.
     """
 
     name: str
@@ -34,38 +34,41 @@ class Difference(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether it is more than rounding; so is NaN."""
+        """Whether the difference is more than rounding; NaN always is."""
         return not self.relative <= self.tolerance
 
 
 class CheckReport(NamedTuple):
-    """What `check` compared; printed, a line a value, what differs marked."""
+    """The result of `check`; printed, it has one line a value, and a mark where a value differs."""
 
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
-        width = max(len(one.name) for one in self.differences)
-        lines = [f"{one.name:{width}}  {one.relative:.1e}{'  differs' * one.differs}" for one in self.differences]
-        return "\n".join(lines)
+        width = max(len(difference.name) for difference in self.differences)
+        return "\n".join(
+            f"{difference.name:{width}}  {difference.relative:.1e}{'  differs' * difference.differs}"
+            for difference in self.differences
+        )
 
 
 def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance: float | None = None) -> CheckReport:
-    """Compare a step's loss, gradient and metrics with those of one loss of the whole batch, and print what differs.
+    """Compare a step's loss, gradient and metrics with a single evaluation of the whole batch, and print the differences.
 
-    With g the gradient that the strategy takes of its pieces, and g* that of the loss of the union batch: prints
-    max|g - g*| / max|g*| of every leaf, and the same of the loss and of every metric. The whole batch runs in the global
-    view on the same mesh with the same placement, so a model that needs the mesh fits, at about the memory of a step
-    without micro-batches. Nothing is donated and nothing is updated; a loss that takes a key gets none, so dropout is off.
+    Let g be the gradient that the strategy adds up from its pieces, and g* the gradient of the loss of the union batch.
+    `check` prints max|g - g*| / max|g*| of every leaf, and the same ratio for the loss and every metric.
+    The whole batch runs in the global view on the same mesh with the same placement, so a model that needs the mesh fits.
+    It takes about the memory of a step without micro-batches. Nothing is donated and nothing is updated. A loss that
+    takes a key gets none, so dropout is off.
 
     **Equivalence**: for a loss that is a (weighted) mean over rows the two agree up to summation order.
 
-    **Communication**: that of a step, and of one with `view="global"`.
+    **Communication**: as much as one step, and one step with `view="global"`.
 
     Args:
-      opt: a synchronous strategy; of `local_sgd` and `diloco`, check the strategy inside.
+      opt: a synchronous strategy; for `local_sgd` and `diloco`, check the strategy inside.
       state: its train state.
       batch: a global batch, leaves [global batch, ...], as for `opt.step`.
-      tolerance: the largest relative difference that is put down to rounding; by default the root of the machine epsilon
+      tolerance: the largest relative difference that counts as rounding. By default it is the root of the machine epsilon
         of each value (3e-4 in float32, 1.5e-8 in float64), or of `gather_dtype` if that is larger.
 
     Returns:
@@ -73,8 +76,8 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`.
-      NotSeparableError: if something differs by more.
-      ValueError: if replicas of the strategy train apart.
+      NotSeparableError: if a value differs by more than the tolerance.
+      ValueError: if each replica of the strategy trains by itself.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -89,58 +92,62 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
     check_state(config, state)
     check_batch(config, batch)
     if config.per_replica:
-        what = "replicas of this strategy train apart, so there is no one gradient to compare."
-        raise ValueError(format_error("check", what, fix="check the strategy that was combined."))
+        problem = "replicas of this strategy train apart, so there is no one gradient to compare."
+        raise ValueError(format_error("check", problem, fix="check the strategy that was combined."))
     placed = place_batch(config, batch)
     view = Views(config, training=True).of(make_layout(config, abstract(state.params)), placed)
-    own = config._replace(loss_fn=_without_key(config.loss_fn), reducer=None, scatter_dtype=None, view=view)
-    whole = own._replace(view="global", micro_batches=1, schedule=None)
-    ours, theirs = (_run(one, state, placed) for one in (own, whole))
-    wanted = dict(theirs)
-    found = CheckReport(tuple(_compared(config, name, leaf, wanted[name], tolerance) for name, leaf in ours))
-    print(found)
-    if wrong := [one for one in found.differences if one.differs]:
-        listed = [f"{one.name}: {one.relative:.1e}, of which {one.tolerance:.1e} may be rounding" for one in wrong]
-        what = "the step is not that of one device on this batch; relative differences:"
+    in_pieces = config._replace(loss_fn=_without_key(config.loss_fn), reducer=None, scatter_dtype=None, view=view)
+    in_one_piece = in_pieces._replace(view="global", micro_batches=1, schedule=None)
+    actual_values, expected_values = (_evaluate(variant, state, placed) for variant in (in_pieces, in_one_piece))
+    expected = dict(expected_values)
+    report = CheckReport(
+        tuple(_compare(config, name, actual, expected[name], tolerance) for name, actual in actual_values)
+    )
+    print(report)
+    if wrong := [difference for difference in report.differences if difference.differs]:
+        listed = [f"{diff.name}: {diff.relative:.1e}, of which {diff.tolerance:.1e} may be rounding" for diff in wrong]
+        problem = "the step is not that of one device on this batch; relative differences:"
         fix = "see the remedies of NotSeparableError in the documentation of so.ddp: view='global' is exact for every loss."
-        raise NotSeparableError(format_error(config.strategy, what, listed, fix))
-    return found
+        raise NotSeparableError(format_error(config.strategy, problem, listed, fix))
+    return report
 
 
-def _run(config: StrategyConfig, state: TrainState, batch: PyTree) -> list[tuple[str, jax.Array]]:
+def _evaluate(config: StrategyConfig, state: TrainState, batch: PyTree) -> list[tuple[str, jax.Array]]:
     layout = make_layout(config, abstract(state.params))
     gradients = jax.jit(on_mesh(config.mesh, make_gradients(config, layout)))
-    found = gradients(state.params, batch, state.step, state.rng)
-    leaves = [(f"gradient of {path}", leaf) for path, leaf in leaves_with_paths(found.grads)]
+    results = gradients(state.params, batch, state.step, state.rng)
+    leaves = [(f"gradient of {path}", leaf) for path, leaf in leaves_with_paths(results.grads)]
     return [
-        ("loss", found.loss),
+        ("loss", results.loss),
         *leaves,
-        *((f"metric {name}", value) for name, value in values(found.metrics).items()),
+        *((f"metric {name}", value) for name, value in values(results.metrics).items()),
     ]
 
 
 def _without_key(loss_fn: LossFn) -> LossFn:
     model = as_block_model(loss_fn)
-    bound: Any = lambda f: functools.partial(f, rng=None) if takes_rng(f) else f  # noqa: E731
+    bind: Any = lambda f: functools.partial(f, rng=None) if takes_rng(f) else f  # noqa: E731
     if model is None:
-        return bound(loss_fn)
-    return model._replace(embed=bound(model.embed), block=bound(model.block), loss=bound(model.loss))
+        return bind(loss_fn)
+    return model._replace(embed=bind(model.embed), block=bind(model.block), loss=bind(model.loss))
 
 
-def _compared(
-    config: StrategyConfig, name: str, ours: jax.Array, theirs: jax.Array, tolerance: float | None
+def _compare(
+    config: StrategyConfig, name: str, actual: jax.Array, expected: jax.Array, tolerance: float | None
 ) -> Difference:
     if tolerance is None:
         dtypes = [
-            one for one in (ours.dtype, config.gather_dtype) if one is not None and jnp.issubdtype(one, jnp.inexact)
+            dtype
+            for dtype in (actual.dtype, config.gather_dtype)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
         ]
-        allowed = max((float(jnp.finfo(one).eps) ** 0.5 for one in dtypes), default=0.0)
+        allowed = max((float(jnp.finfo(dtype).eps) ** 0.5 for dtype in dtypes), default=0.0)
     else:
         allowed = tolerance
-    return Difference(name, float(jax.device_get(_relative(ours, theirs))), allowed)
+    return Difference(name, float(jax.device_get(_relative_difference(actual, expected))), allowed)
 
 
 @jax.jit
-def _relative(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-    scale = jnp.max(jnp.abs(theirs))
-    return jnp.max(jnp.abs(ours - theirs)) / jnp.where(scale > 0, scale, 1)
+def _relative_difference(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    scale = jnp.max(jnp.abs(expected))
+    return jnp.max(jnp.abs(actual - expected)) / jnp.where(scale > 0, scale, 1)

@@ -1,4 +1,4 @@
-"""What the compiler is told, by platform and generation of the chips."""
+"""Compiler options of the train step, by platform and generation of the chips."""
 
 from collections.abc import Mapping
 
@@ -12,31 +12,33 @@ _SPARSE_CORE = tuple(
     _OFFLOAD + kind
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "2d_all_gather", "3d_all_gather", "nd_reduce_scatter")
 )
-_FAILS_FROM = 4096
-"""Chips from which on libtpu 0.0.52 divides by zero while it compiles with scatters over several axes ("nd_reduce_scatter")."""
+_FAILING_CHIP_COUNT = 4096
+"""From this many chips on, libtpu 0.0.52 divides by zero when it compiles scatters over several axes ("nd_reduce_scatter")."""
 _WITH_SPARSE_CORE = ("TPU v5", "TPU v6 lite", "TPU7x")
 """Kinds of chips whose SparseCore moves collectives; v5p calls itself "TPU v5"."""
 _WITH_LARGE_TILES = ("TPU v5", "TPU v5 lite", "TPU v6 lite")
 _VMEM_KIB = 49152
-"""Of a core's own memory (VMEM, 64 MiB on v5p, 128 on v5e and v6e) for one operation; unsaid, libtpu takes 16 or 32 MiB."""
+"""The memory of a core (VMEM, 64 MiB on v5p, 128 on v5e and v6e) that one operation may use; libtpu's default is 16 or 32 MiB."""
 
 
 def compiler_options(mesh: Mesh) -> CompilerOptions:
     """Return the compiler options that strategies compile their steps with, for the devices of a mesh.
 
-    - **TPU v5p, v6e and 7x**: gathers, scatters and reductions run on the SparseCore, beside the TensorCore, and scatters
-      over several axes of the torus stay scatters instead of becoming all-reduces. Llama 3 8B with fsdp on v5p:4x4x4,
-      2048 tokens per chip, by the compiler's own estimates: 624 ms a step without them, 472 with; 92.8 GB sent, 61.2 with. From
-      4096 chips on scatters over several axes are left out: libtpu 0.0.52 dies of a division by zero (SIGFPE) there.
-    - **TPU v5e, v5p and v6e**: an operation may take 48 MiB of a core's VMEM, so that products work on larger tiles, at 98%
-      of the peak in place of 84 to 95. The same model, 4096 tokens per chip: 712 ms a step on v5p:4x4x4 without it, 649 with
-      it; 2048 tokens on v5e:16x16, 1181 and 1036. The compiler takes about twice as long.
-    - GPU: none. XLA's latency-hiding scheduler is on by itself. Compiled for 64 H100s, Llama 3 8B with fsdp, loops unrolled
-      twice (`xla_gpu_enable_while_loop_double_buffering`) or collectives joined up to 1 GiB change neither the memory of
-      5.28 GB nor which gathers have products beside them; `xla_gpu_enable_pipelined_all_gather` is no longer an option.
-    - Anything else: none. XLA:CPU has no such choice that was measured here.
+    - **TPU v5p, v6e and 7x**: gathers, scatters and reductions run on the SparseCore, in parallel to the TensorCore.
+      Scatters over several axes of the torus stay scatters instead of becoming all-reduces. The compiler estimates for
+      Llama 3 8B with fsdp on v5p:4x4x4, 2048 tokens per chip: 624 ms a step without these options, 472 with them. Without
+      them 92.8 GB are sent, with them 61.2. From 4096 chips on, scatters over several axes are left out, because libtpu
+      0.0.52 crashes on a division by zero (SIGFPE).
+    - **TPU v5e, v5p and v6e**: an operation may take 48 MiB of a core's VMEM. Products then work on larger tiles, at 98% of
+      the peak instead of 84 to 95. The same model, 4096 tokens per chip on v5p:4x4x4: 712 ms a step without it, 649 with
+      it. On v5e:16x16 with 2048 tokens: 1181 and 1036. The compiler takes about twice as long.
+    - GPU: none. XLA's latency-hiding scheduler is on by default. Llama 3 8B with fsdp was compiled for 64 H100s with two
+      options: loops unrolled twice (`xla_gpu_enable_while_loop_double_buffering`), and collectives joined up to 1 GiB.
+      Neither changes the memory of 5.28 GB, nor which gathers overlap with products. The option
+      `xla_gpu_enable_pipelined_all_gather` no longer exists.
+    - Other platforms: none. No option of XLA:CPU was measured.
 
-    jax before 0.11 gets none: its jaxlib cannot read such a program back ("async-update instruction should have 1 operand").
+    jax before 0.11 gets no options: its jaxlib cannot read such a program back ("async-update instruction should have 1 operand").
 
     Args:
       mesh: the mesh whose devices are compiled for; they need not exist.
@@ -51,13 +53,13 @@ def compiler_options(mesh: Mesh) -> CompilerOptions:
       {}
 
     References:
-      XLA flags of MaxText's `xla_flags_library` (SparseCore offload); its scripts and Levanter's launcher set the limit of VMEM
-      (48 to 120 MiB). The figures are of `so.aot`, libtpu 0.0.52.
+      XLA flags of MaxText's `xla_flags_library` (SparseCore offload). MaxText's scripts and Levanter's launcher set the limit
+      of VMEM (48 to 120 MiB). The figures were computed by `so.aot` with libtpu 0.0.52.
     """
     kind = getattr(mesh.devices.flat[0], "device_kind", "")
     if jax.__version_info__ < (0, 11):
         return {}
-    many = mesh.devices.size >= _FAILS_FROM
+    too_many_chips = mesh.devices.size >= _FAILING_CHIP_COUNT
     offloaded = _SPARSE_CORE if kind in _WITH_SPARSE_CORE else ()
-    options = {name: True for name in offloaded if not (many and name.endswith("nd_reduce_scatter"))}
+    options = {name: True for name in offloaded if not (too_many_chips and name.endswith("nd_reduce_scatter"))}
     return options | ({"xla_tpu_scoped_vmem_limit_kib": _VMEM_KIB} if kind in _WITH_LARGE_TILES else {})

@@ -1,4 +1,4 @@
-"""What a strategy was asked for, checked before anything else happens: one config, from which all follows."""
+"""The checked arguments of a strategy: the whole engine is driven by one config."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,26 +32,26 @@ OptStateLayout = Literal["within", "matrices"]
 """How sharded optimizer state is cut: within each leaf, or between whole matrices, each on an owner."""
 
 BatchDims = Sequence[tuple[str, int | None]]
-"""(regex of key paths of the batch, the dim that counts rows or None); the first that matches counts."""
+"""(regex of key paths of the batch, the dim that counts rows or None); the first match counts."""
 
 SequenceDims = Sequence[tuple[str, int | None]]
-"""(regex of key paths of the batch, the dim that counts positions or None); the first that matches counts."""
+"""(regex of key paths of the batch, the dim that counts positions or None); the first match counts."""
 
 
 class ReportFn(Protocol):
     """`report(abstract_params=None)`."""
 
     def __call__(self, abstract_params: PyTree = None) -> Report:
-        """Return the placement of every leaf, by default of the parameters last seen."""
+        """Return the placement of every leaf, by default for the last parameters."""
         ...
 
 
 class Placement(NamedTuple):
     """The placement table: whether parameters, gradients and optimizer state are sharded over data, or replicated.
 
-    What a strategy does follows from these three switches:
+    The collectives of a strategy follow from these three switches:
 
-    - `params`: they are gathered inside the differentiated function, so the backward pass reduce-scatters.
+    - `params`: parameters are gathered inside the differentiated function, so the backward pass reduce-scatters.
     - `grads` but not `params`: each micro-batch's gradient is reduce-scattered.
     - `opt_state` but not `grads`: the accumulated gradient is reduce-scattered once; after the update the
       parameters are gathered.
@@ -74,18 +74,18 @@ ZERO_3 = Placement(params=True, grads=True, opt_state=True)
 STAGES = {1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
 
 PLACEMENTS = {"ddp": DDP, "zero1": ZERO_1, "zero2": ZERO_2, "zero3": ZERO_3, "fsdp": ZERO_3}
-"""By the names that `hybrid` takes."""
+"""Placement names of `hybrid` -> placement."""
 
 
 class SyncConfig(NamedTuple):
-    """How replicas that train apart agree; see `diloco` for what each means.
+    """How replicas that train by themselves synchronize; see `diloco` for the meaning of each field.
 
     Attributes:
       outer: the outer optimizer.
-      sync_every: H, steps between two agreements on the same fragment.
-      warmup_steps: steps at first in which gradients are averaged over replicas.
-      fragments: P, into how many parts the model is cut, which agree at different steps.
-      delay: steps from when a fragment is sent to when it is applied.
+      sync_every: H, the steps between two synchronizations of the same fragment.
+      warmup_steps: for so many first steps, gradients are averaged over replicas.
+      fragments: P, the number of parts of the model that are synchronized at different steps.
+      delay: steps between sending a fragment and applying it.
       mix: the share of its own parameters that a replica keeps, from 0 to 1.
       reducer: how outer gradients cross the wire; None for an exact mean.
     """
@@ -100,7 +100,7 @@ class SyncConfig(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Steps from one agreement, on whatever fragment, to the next."""
+        """The number of steps between the synchronizations of two consecutive fragments."""
         return self.sync_every // self.fragments
 
 
@@ -109,41 +109,41 @@ def _no_report(abstract_params: PyTree = None) -> Report:
 
 
 class StrategyConfig(NamedTuple):
-    """The checked arguments of a strategy; see `fsdp` and `hybrid` for what each means.
+    """The checked arguments of a strategy; see `fsdp` and `hybrid` for the meaning of each argument.
 
     Attributes:
       strategy: the function that the user called, for messages.
       tx: the optax transformation.
-      mesh: the user's mesh; once checked one of our names and Auto axes, beside which `user_mesh` is the user's.
+      mesh: the user's mesh. After the check: the same devices with our axis names, all Auto; `user_mesh` is the user's.
       loss_fn: the loss, or a `BlockModel`.
-      placement: what is sharded over data.
-      micro_batches: into how many pieces each device cuts its rows.
-      rules: what is sharded over tensor, by key path.
+      placement: which of parameters, gradients and optimizer state are sharded over data.
+      micro_batches: the number of pieces that each device cuts its rows into.
+      rules: which dims are sharded over tensor, by key path.
       min_shard_elements: leaves with fewer elements stay replicated over data.
-      gather_dtype: what parameters are cast to before they are gathered; None for what they are.
-      scatter_dtype: what gradients are cast to before they are reduce-scattered; None for what the parameters are.
+      gather_dtype: the dtype that parameters are cast to before they are gathered; None for no cast.
+      scatter_dtype: the dtype that gradients are cast to before they are reduce-scattered; None for the parameters' dtype.
       frozen: regexes of key paths that are not trained.
-      schedule: of a pipeline; None where micro-batches run one after another on every device.
-      blocks_per_stage: [V], how many blocks each virtual stage of a pipeline runs; None for as equally many as can be.
+      schedule: of a pipeline; None if every device runs its micro-batches one after another.
+      blocks_per_stage: [V], the number of blocks of each virtual stage of a pipeline; None to divide them evenly.
       remat: whether a pipeline keeps only the input of each chunk.
       regather: whether a pipeline gathers a block's weights in every pass, rather than once a step.
       reducer: how gradients cross the wire; None for an exact mean.
-      local_updates: how replicas that train apart agree; None in a synchronous strategy. With it each replica has
-        parameters and optimizer state of its own, stacked along a first dim.
-      sync_gradients: whether gradients are averaged over replicas that have parameters of their own, as in a warm-up.
+      local_updates: how replicas that train by themselves synchronize; None in a synchronous strategy. Each replica then
+        has its own parameters and optimizer state, stacked along a first dim.
+      sync_gradients: whether gradients are averaged over replicas that have their own parameters, as in a warm-up.
       evaluate_fn: the loss that is evaluated; None for `loss_fn`.
-      compiler_options: what the compiler is told; None for what `compiler_options` says of the mesh.
+      compiler_options: options of the compiler; None for the result of `compiler_options(mesh)`.
       view: where the loss runs: on each device's rows, on the whole batch in the global view, or chosen by a proof. Programs
-        are compiled of a config whose view is chosen.
-      separable: True if the user says that pieces of the batch add up; None to find out.
-      axis_names: what the user's mesh calls its axes; None for our names.
+        are compiled from a config whose view is chosen.
+      separable: True if the user asserts that pieces of the batch add up; None to prove it.
+      axis_names: the names of the axes of the user's mesh; None for our names.
       batch_dims: which dim of a batch leaf counts rows, by key path.
       sequence_dims: which dim of a batch leaf counts positions, by key path.
       expert_leaves: regexes of key paths of leaves whose first dim (of a block) counts experts.
       opt_state_layout: whether sharded optimizer state is cut within leaves, or whole matrices live on owners.
-      offload: what waits in host memory between steps: nothing, or ("opt_state",).
+      offload: which state is in host memory between steps: none, or ("opt_state",).
       user_mesh: where state, batch and metrics live; None until checked.
-      report: `report(abstract_params=None)`, the placement of every leaf, by default of the parameters last seen.
+      report: `report(abstract_params=None)`, the placement of every leaf, by default for the last parameters.
     """
 
     strategy: str
@@ -184,15 +184,15 @@ class StrategyConfig(NamedTuple):
 
     @property
     def home(self) -> UserMesh:
-        """Where state, batch and metrics live: the user's mesh."""
+        """The user's mesh, on which state, batch and metrics live."""
         assert self.user_mesh is not None
         return self.user_mesh
 
     @property
     def has_global_view(self) -> bool:
-        """Whether the loss may run on the whole batch: not in a pipeline, nor with what takes each device's own gradient."""
-        alone = self.schedule is None and self.reducer is None and self.scatter_dtype is None
-        return alone and self.view != "per_device"
+        """Whether the loss may run on the whole batch: a pipeline, a reducer and `scatter_dtype` need each device's gradient."""
+        is_possible = self.schedule is None and self.reducer is None and self.scatter_dtype is None
+        return is_possible and self.view != "per_device"
 
     @property
     def gathers_once(self) -> bool:
@@ -201,18 +201,18 @@ class StrategyConfig(NamedTuple):
 
     @property
     def per_replica(self) -> bool:
-        """Whether each replica has parameters of its own."""
+        """Whether each replica has its own parameters."""
         return self.local_updates is not None
 
     @property
     def of_evaluation(self) -> "StrategyConfig":
-        """The config of evaluation: with its own loss where there is one, and of parameters that all replicas share."""
+        """The config of evaluation: with `evaluate_fn` as its loss, and with parameters that all replicas share."""
         loss_fn = self.loss_fn if self.evaluate_fn is None else self.evaluate_fn
         return self._replace(loss_fn=loss_fn, local_updates=None)
 
     @property
     def axes(self) -> AxisTable:
-        """What each mesh axis splits, and which gradients are summed over it."""
+        """The axis table of this mesh: the axes of rows and positions, and the axes that gradients are summed over."""
         return axes_of(
             self.mesh,
             pipelined=self.schedule is not None,
@@ -221,22 +221,22 @@ class StrategyConfig(NamedTuple):
         )
 
     def wire_dtype(self, dtype: np.dtype) -> jax.typing.DTypeLike | None:
-        """Return what the gradient of a leaf is cast to before it is reduce-scattered; None for what it is."""
+        """Return the dtype that the gradient of a leaf is cast to before it is reduce-scattered; None for no cast."""
         return self.scatter_dtype if jnp.issubdtype(dtype, jnp.floating) else None
 
     @property
     def num_pieces(self) -> int:
-        """Into how many pieces the batch of one gradient is cut: devices that share it times micro-batches."""
+        """The number of pieces of the batch of one gradient: the devices that share the batch times micro-batches."""
         return self.axes.num_shares * self.micro_batches
 
     @property
     def num_row_pieces(self) -> int:
-        """Into how many pieces its rows are cut: devices along the rows' axes times micro-batches."""
+        """The number of pieces of its rows: the devices along the axes of rows times micro-batches."""
         return self.axes.num_row_shares * self.micro_batches
 
 
 def check_config(config: StrategyConfig) -> StrategyConfig:
-    """Return the config with its arguments as they are stored, its mesh with Auto axes, or refuse it.
+    """Return the config with arguments in the form that the engine uses and a mesh with Auto axes, or refuse it.
 
     Raises:
       TypeError: if the optimizer, mesh, loss, rules, or a number is of the wrong kind.
@@ -245,12 +245,12 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     who = config.strategy
     check_optimizer(who, config.tx)
     mesh, user_mesh = config.mesh, config.user_mesh
-    if user_mesh is None:  # a combinator hands on what is checked
+    if user_mesh is None:  # a combinator passes a config that is checked already
         mesh, user_mesh = read_mesh(who, mesh, config.axis_names, pipelined=config.schedule is not None)
     model = as_block_model(config.loss_fn)
     if model is None and not callable(config.loss_fn):
-        what = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
-        raise TypeError(f"{who}: {what}, got {type(config.loss_fn).__name__}.")
+        problem = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
+        raise TypeError(f"{who}: {problem}, got {type(config.loss_fn).__name__}.")
     check_evaluate_fn(who, config)
     check_count(who, "micro_batches", config.micro_batches, least=1)
     check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
@@ -258,16 +258,16 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     _check_opt_state_layout(who, config)
     offload = _check_offload(who, config)
     if config.separable is not None and config.separable is not True:
-        what = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
-        raise TypeError(format_error(who, what, fix="leave it out."))
+        problem = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
+        raise TypeError(format_error(who, problem, fix="leave it out."))
     if config.reducer is not None:
         _check_reducer(who, config._replace(mesh=mesh))
     options = compiler_options(mesh) if config.compiler_options is None else config.compiler_options
     if not isinstance(options, Mapping):
-        what = f"compiler_options must be a dict of option name to value, got {type(options).__name__}."
-        raise TypeError(format_error(who, what, fix="start from so.compiler_options(mesh)."))
-    # Stored as checked: an iterator would be empty by the time it is used.
-    rules = user_mesh.rules(config.rules if callable(config.rules) else _as_tuple(config.rules))
+        problem = f"compiler_options must be a dict of option name to value, got {type(options).__name__}."
+        raise TypeError(format_error(who, problem, fix="start from so.compiler_options(mesh)."))
+    # Stored as a tuple, because the check would exhaust an iterator.
+    rules = user_mesh.rules(config.rules if callable(config.rules) else _rules_as_tuple(config.rules))
     check_rules(rules, who=who)
     frozen = _check_regexes(who, "frozen", config.frozen)
     expert_leaves = _check_regexes(who, "expert_leaves", config.expert_leaves)
@@ -295,14 +295,14 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
 
 
 def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
-    """Refuse what is not an optax gradient transformation.
+    """Refuse an object that is not an optax gradient transformation.
 
     Raises:
       TypeError: if `tx` has no callable `init` and `update`.
     """
     if isinstance(sharded := getattr(tx, "config", None), StrategyConfig):
-        what = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{sharded.strategy}."
-        raise TypeError(format_error(who, what, fix="pass the optax optimizer itself, opt.wrapped."))
+        problem = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{sharded.strategy}."
+        raise TypeError(format_error(who, problem, fix="pass the optax optimizer itself, opt.wrapped."))
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
             f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
@@ -310,38 +310,39 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
         )
     functions = functions_within(tx)
     for f in functions:
-        inside = [getattr(one, "config", None) for one in closed_over(f)] if f.__module__.startswith("optax.") else []
-        if sharded := next((one for one in inside if isinstance(one, StrategyConfig)), None):
-            what = f"inside of tx is an optimizer that is sharded already, by so.{sharded.strategy}."
-            raise TypeError(format_error(who, what, fix="put the optax optimizer itself there, opt.wrapped."))
+        in_optax = f.__module__.startswith("optax.")
+        configs = [getattr(value, "config", None) for value in closed_over(f)] if in_optax else []
+        if sharded := next((config for config in configs if isinstance(config, StrategyConfig)), None):
+            problem = f"inside of tx is an optimizer that is sharded already, by so.{sharded.strategy}."
+            raise TypeError(format_error(who, problem, fix="put the optax optimizer itself there, opt.wrapped."))
     if any(f.__module__ == "optax._src.lookahead" for f in functions):
-        what = "optax.lookahead steps two copies of the parameters, and there is but one here."
+        problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
         fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
-        raise ValueError(format_error(who, what, fix=fix))
+        raise ValueError(format_error(who, problem, fix=fix))
 
 
 def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
-    """Refuse a loss of evaluation that cannot run on the parameters as they are placed.
+    """Refuse a loss of evaluation that cannot run on the parameters where they are placed.
 
     Raises:
-      TypeError: if it is not a function or `BlockModel`, or is not a `BlockModel` where stages of a pipeline run one, or is
-        one where training knows no blocks.
+      TypeError: if it is not a function or `BlockModel`. If stages of a pipeline run a `BlockModel`, and it is not one. If it
+        is a `BlockModel`, and the loss of training is not.
     """
     if config.evaluate_fn is None:
         return
     trains_blocks, has_blocks = (as_block_model(fn) is not None for fn in (config.loss_fn, config.evaluate_fn))
     if not has_blocks and not callable(config.evaluate_fn):
-        what = (
+        problem = (
             f"evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got {config.evaluate_fn!r:.80}."
         )
-        raise TypeError(format_error(who, what, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn."))
+        raise TypeError(format_error(who, problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn."))
     if config.schedule is not None and not has_blocks:
-        what = "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
-        raise TypeError(format_error(who, what, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
+        problem = "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
+        raise TypeError(format_error(who, problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
     if has_blocks and not trains_blocks:
-        what = "evaluate_fn is a BlockModel, but loss_fn is not."
+        problem = "evaluate_fn is a BlockModel, but loss_fn is not."
         fix = "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
-        raise TypeError(format_error(who, what, fix=fix))
+        raise TypeError(format_error(who, problem, fix=fix))
 
 
 def _check_view(who: str, config: StrategyConfig) -> None:
@@ -354,14 +355,16 @@ def _check_view(who: str, config: StrategyConfig) -> None:
     if config.view not in get_args(View):
         raise ValueError(format_error(who, f"unknown view {config.view!r}.", fix=fix))
     if config.view == "global" and config.schedule is not None:
-        what = "a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch."
+        problem = (
+            "a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch."
+        )
         fix = "make the mesh with pipeline=1, or use view='per_device'."
-        raise ValueError(format_error(who, what, fix=fix))
+        raise ValueError(format_error(who, problem, fix=fix))
     if config.view == "global" and config.reducer is not None:
-        what = (
+        problem = (
             "a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch."
         )
-        raise ValueError(format_error(who, what, fix="leave reducer out, or use view='per_device'."))
+        raise ValueError(format_error(who, problem, fix="leave reducer out, or use view='per_device'."))
 
 
 def _check_opt_state_layout(who: str, config: StrategyConfig) -> None:
@@ -372,91 +375,95 @@ def _check_opt_state_layout(who: str, config: StrategyConfig) -> None:
     if layout not in get_args(OptStateLayout):
         raise ValueError(format_error(who, f"unknown opt_state_layout {layout!r}.", fix=fix))
     if layout == "matrices" and not config.placement.opt_state:
-        what = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
-        raise ValueError(format_error(who, what, fix="use a placement that shards it (zero, fsdp), or leave it out."))
+        problem = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
+        raise ValueError(
+            format_error(who, problem, fix="use a placement that shards it (zero, fsdp), or leave it out.")
+        )
 
 
 def _check_offload(who: str, config: StrategyConfig) -> tuple[str, ...]:
     fix = "use offload=('opt_state',), or leave it out."
-    given = config.offload
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(format_error(who, f"offload must be a sequence of names, got {given!r}.", fix=fix))
-    names = tuple(given)
+    offload = config.offload
+    if isinstance(offload, str) or not isinstance(offload, Iterable):
+        raise TypeError(format_error(who, f"offload must be a sequence of names, got {offload!r}.", fix=fix))
+    names = tuple(offload)
     if unknown := [repr(name) for name in names if name != "opt_state"]:
         raise ValueError(format_error(who, "offload names what cannot wait in host memory.", unknown, fix))
     if names and config.per_replica:
-        what = "replicas that train apart keep their parameters in the optimizer state, which every step needs."
-        raise ValueError(format_error(who, what, fix="leave offload out of the strategy inside."))
+        problem = "replicas that train apart keep their parameters in the optimizer state, which every step needs."
+        raise ValueError(format_error(who, problem, fix="leave offload out of the strategy inside."))
     return names
 
 
 def _check_reducer(who: str, config: StrategyConfig) -> None:
     check_reducer(who, config.reducer)
     if config.mesh.shape.get("expert", 1) > 1:
-        what = "a reducer takes the mean of all leaves over the same devices, and those of experts differ along expert."
-        raise ValueError(format_error(who, what, fix="leave reducer out, or make the mesh with expert=1."))
+        problem = (
+            "a reducer takes the mean of all leaves over the same devices, and those of experts differ along expert."
+        )
+        raise ValueError(format_error(who, problem, fix="leave reducer out, or make the mesh with expert=1."))
     if config.placement.grads:
-        what = "a reducer takes the mean of unsharded gradients, and this placement shards them."
-        raise ValueError(format_error(who, what, fix="use placement='ddp' or 'zero1', or leave reducer out."))
+        problem = "a reducer takes the mean of unsharded gradients, and this placement shards them."
+        raise ValueError(format_error(who, problem, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 
 def _check_remat(who: str, config: StrategyConfig, remat: Remat) -> None:
-    read = read_remat(who, remat)
-    if config.schedule is not None and isinstance(read, Named) and read.offload:
-        what = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
-        instead = "'full'" if INPUT in read.names else f"'save:{','.join(read.names)}' or 'full'"
-        fix = f"use {instead}, or a mesh with pipeline=1."
-        raise ValueError(format_error(who, what, fix=fix))
+    parsed_remat = read_remat(who, remat)
+    if config.schedule is not None and isinstance(parsed_remat, Named) and parsed_remat.offload:
+        problem = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
+        remedy = "'full'" if INPUT in parsed_remat.names else f"'save:{','.join(parsed_remat.names)}' or 'full'"
+        fix = f"use {remedy}, or a mesh with pipeline=1."
+        raise ValueError(format_error(who, problem, fix=fix))
 
 
-def _as_tuple(rules: Any) -> Any:
+def _rules_as_tuple(rules: Any) -> Any:
     return rules if isinstance(rules, str | dict) or not isinstance(rules, Iterable) else tuple(rules)
 
 
-def _check_regexes(who: str, name: str, given: Sequence[str]) -> tuple[str, ...]:
-    patterns = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+def _check_regexes(who: str, name: str, regexes: Sequence[str]) -> tuple[str, ...]:
+    patterns = None if isinstance(regexes, str) or not isinstance(regexes, Iterable) else tuple(regexes)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{who}: {name} must be a sequence of regular expressions, got {given!r}.")
+        raise TypeError(f"{who}: {name} must be a sequence of regular expressions, got {regexes!r}.")
     _check_patterns(who, name, patterns)
     return patterns
 
 
 def _check_dims(
-    who: str, name: str, given: Sequence[tuple[str, int | None]], *, example: str
+    who: str, name: str, dims: Sequence[tuple[str, int | None]], *, example: str
 ) -> Sequence[tuple[str, int | None]]:
-    pairs = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
-    is_pair = lambda one: isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)  # noqa: E731
-    if pairs is None or not all(is_pair(one) and (one[1] is None or is_integer(one[1])) for one in pairs):
-        what = f"{name} must be a sequence of (regex of key paths, dim or None), got {given!r}."
-        raise TypeError(format_error(who, what, fix=f"write {name}={example}."))
+    pairs = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
+    is_pair = lambda pair: isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)  # noqa: E731
+    if pairs is None or not all(is_pair(pair) and (pair[1] is None or is_integer(pair[1])) for pair in pairs):
+        problem = f"{name} must be a sequence of (regex of key paths, dim or None), got {dims!r}."
+        raise TypeError(format_error(who, problem, fix=f"write {name}={example}."))
     _check_patterns(who, name, [pattern for pattern, _ in pairs])
     return pairs
 
 
 def _check_patterns(who: str, name: str, patterns: Sequence[str]) -> None:
-    problems = []
+    invalid_patterns = []
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            problems.append(f"{pattern!r}: {error}")
-    if problems:
+            invalid_patterns.append(f"{pattern!r}: {error}")
+    if invalid_patterns:
         fix = "escape what is meant literally, with re.escape."
-        raise ValueError(format_error(who, f"{name} must be regular expressions.", problems, fix))
+        raise ValueError(format_error(who, f"{name} must be regular expressions.", invalid_patterns, fix))
 
 
 def _check_scatter_dtype(who: str, config: StrategyConfig) -> jnp.dtype | None:
     dtype = _check_dtype(who, "scatter_dtype", config.scatter_dtype, fix="None to sum in the dtype that is stored")
     if dtype is not None and not config.placement.opt_state:
-        what = "scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them."
+        problem = "scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them."
         fix = f"use reducer=so.reducers.exact(jnp.{dtype.name}), or a placement that shards."
-        raise ValueError(format_error(who, what, fix=fix))
+        raise ValueError(format_error(who, problem, fix=fix))
     if dtype is not None and config.reducer is not None:
-        what = "scatter_dtype and reducer both say how gradients cross the wire."
-        raise ValueError(format_error(who, what, fix="leave one of them out."))
+        problem = "scatter_dtype and reducer both say how gradients cross the wire."
+        raise ValueError(format_error(who, problem, fix="leave one of them out."))
     if dtype is not None and config.view == "global":
-        what = "with view='global' the partitioner sums gradients, in the dtype of the products that make them."
-        raise ValueError(format_error(who, what, fix="leave scatter_dtype out, or use view='per_device'."))
+        problem = "with view='global' the partitioner sums gradients, in the dtype of the products that make them."
+        raise ValueError(format_error(who, problem, fix="leave scatter_dtype out, or use view='per_device'."))
     return dtype
 
 
@@ -468,6 +475,6 @@ def _check_dtype(who: str, name: str, dtype: jax.typing.DTypeLike | None, *, fix
     except TypeError:
         floating = False
     if not floating:
-        what = f"{name} must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
-        raise ValueError(format_error(who, what, fix=f"use jnp.bfloat16, or {fix}."))
+        problem = f"{name} must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
+        raise ValueError(format_error(who, problem, fix=f"use jnp.bfloat16, or {fix}."))
     return jnp.dtype(dtype)

@@ -25,13 +25,13 @@ from shardopt.mesh import device_kind
 def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
     """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the global view.
 
-    With T_i, W_i the total and weight of the loss on device and micro-batch i (a plain mean has W_i = 1), the
-    gradient is that of sum_i T_i / sum_i W_i. What is differentiated and summed is T_i / n, with n the number of
-    pieces, and the sum is multiplied by n / sum_i W_i at the end, in fp32 at least: half-precision gradients then
-    are of the size of the mean's all the way, and no weight is rounded to half precision. A loss of several terms, each
-    over its own weight, is differentiated as sum_k T_ik / sum_i W_ik, whose weights are summed first.
+    Let T_i and W_i be the total and weight of the loss on device and micro-batch i (a plain mean has W_i = 1). The
+    gradient is the gradient of sum_i T_i / sum_i W_i. The code differentiates and sums T_i / n, with n the number of
+    pieces. At the end it multiplies the sum by n / sum_i W_i, in fp32 at least. So half-precision gradients are as large as
+    the gradient of the mean throughout, and no weight is rounded to half precision. A loss of several terms, each over its
+    own weight, is differentiated as sum_k T_ik / sum_i W_ik, whose weights are summed first.
 
-    Where replicas train apart, parameters, gradients, loss and metrics are stacked, one a replica.
+    If each replica trains by itself, parameters, gradients, loss and metrics are stacked, one entry a replica.
     """
     if config.view == "global":
         return global_gradients(config, layout)
@@ -40,24 +40,24 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
     compression = layout.compression
 
     def local(params, batch, step, rng, reducer_state):
-        params = [_unstacked(config, x) for x in params]
+        params = [_unstack(config, x) for x in params]
         grads, parts = differentiate(config, layout, params, batch, step, rng)
         parts = sum_parts(parts, axes)
-        rest = factor(parts.loss, config.num_pieces)
+        remaining_factor = factor(parts.loss, config.num_pieces)
         if compression is None:
-            grads = [scale(grad, rest) for grad in _sum(config, layout, grads)]
+            grads = [scale(grad, remaining_factor) for grad in _sum_over_devices(config, layout, grads)]
         else:
             grads = all_reduce_grads(
                 grads, layout.trained, [axes.gradient(p, done=axes.summed) for p in layout.trained]
             )
-            if config.schedule is not None:  # residuals are kept as blocks are stored
+            if config.schedule is not None:  # the reducer's residuals have the stored order of blocks
                 grads = stored_order(config.schedule, layout, grads)
-            # The mean over N devices of N times a device's part of the sum.
-            grads = [scale(grad, rest * compression.size) for grad in grads]
+            # The mean over N devices of N times each device's part is the sum.
+            grads = [scale(grad, remaining_factor * compression.size) for grad in grads]
             grads, reducer_state = compress_mean(compression, grads, reducer_state)
         if compression is None and config.schedule is not None:
             grads = stored_order(config.schedule, layout, grads)
-        return *jax.tree.map(lambda x: _stacked(config, x), (grads, parts)), reducer_state
+        return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state
 
     state_specs = None if compression is None else manual_specs(compression)
     out_specs = grad_specs(config, layout), axes.stack(), state_specs
@@ -75,8 +75,8 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
 def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
     """Return `loss(params, batch, step=None, rng=None) -> (loss, metrics)` of the union batch.
 
-    With a step and rng it is the very function that `make_gradients` differentiates, with the same keys and
-    micro-batches; without them the loss gets no key.
+    With a step and rng it is the same function that `make_gradients` differentiates, with the same keys and
+    micro-batches. Without them the loss gets no key.
     """
     if config.view == "global":
         return global_loss(config, layout)
@@ -93,31 +93,31 @@ def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax
 
 
 def grad_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
-    """Return how gradients of the trainable leaves are sharded over all but tensor: as the optimizer state, if reduced so."""
+    """Return how gradients of the trainable leaves are sharded over all axes but tensor: as the optimizer state, unless a reducer runs."""
     sharded = config.placement.opt_state and layout.compression is None
     return [config.axes.stack(plan.data_spec(sharded=sharded)) for plan in layout.trained]
 
 
-def _sum(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
+def _sum_over_devices(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
     """Reduce-scatter over the axes that a leaf's gradient is sharded over, unless done, and all-reduce over the others."""
     sharded = config.placement
     if sharded.opt_state and not sharded.grads:
         grads = reduce_scatter_grads(config, grads, layout.trained)
-    done = [plan.shard_axes if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
-    over = [config.axes.gradient(plan, done=one) for plan, one in zip(layout.trained, done, strict=True)]
-    return all_reduce_grads(grads, layout.trained, over)
+    done_axes = [plan.shard_axes if sharded.opt_state and plan.dim is not None else () for plan in layout.trained]
+    axes = [config.axes.gradient(plan, done=done) for plan, done in zip(layout.trained, done_axes, strict=True)]
+    return all_reduce_grads(grads, layout.trained, axes)
 
 
-def _unstacked(config: StrategyConfig, x: jax.Array) -> jax.Array:
+def _unstack(config: StrategyConfig, x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[1:]) if config.per_replica else x
 
 
-def _stacked(config: StrategyConfig, x: jax.Array) -> jax.Array:
+def _stack(config: StrategyConfig, x: jax.Array) -> jax.Array:
     return x[None] if config.per_replica else x
 
 
 def in_specs(config: StrategyConfig, layout: Layout, batch: PyTree) -> tuple[PyTree, ...]:
-    """Return how (params, batch, step, rng) come into the per-device view; what has no rows is replicated."""
+    """Return the specs of (params, batch, step, rng) in the per-device view; values without rows are replicated."""
     params = [config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans]
     return params, batch_specs(config, batch), PartitionSpec(), PartitionSpec()
 
@@ -125,43 +125,45 @@ def in_specs(config: StrategyConfig, layout: Layout, batch: PyTree) -> tuple[PyT
 def micro_batch_gradients(
     config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
 ) -> tuple[list[jax.Array], LossParts]:
-    """Return the local gradients of the trained leaves, summed over micro-batches, and parts [micro_batches, ...].
+    """Return the local gradients of the trained leaves, summed over micro-batches, and loss parts [micro_batches, ...].
 
-    Where the placement shards gradients they come reduce-scattered over data.
+    If the placement shards gradients, they are reduce-scattered over data already.
     """
-    trained = [i for i, plan in enumerate(layout.plans) if plan.trainable]
-    plans, pieces, sharded = [layout.plans[i] for i in trained], config.num_pieces, config.placement
+    trained_indices = [i for i, plan in enumerate(layout.plans) if plan.trainable]
+    plans, pieces, sharded = [layout.plans[i] for i in trained_indices], config.num_pieces, config.placement
 
-    def total(train_leaves, micro_batch, key, weights):
+    def objective_of(train_leaves, micro_batch, key, weights):
         parts = loss_of_rows(config, layout, layout.merge(params, train_leaves), micro_batch, key)
-        if weights is None and isinstance(parts.loss.weight, tuple):  # there are no other micro-batches
+        if weights is None and isinstance(parts.loss.weight, tuple):  # a single micro-batch has all weights
             weights = all_reduce(jax.lax.stop_gradient(parts.loss.weight), config.axes.summed)
         return objective(parts.loss, pieces, weights), parts
 
-    def one_micro_batch(micro_batch, index, weights=None):
+    def run_micro_batch(micro_batch, index, weights=None):
         key = step_key(config, step, rng, index)
-        grads, parts = jax.grad(total, has_aux=True)([params[i] for i in trained], micro_batch, key, weights)
+        grads, parts = jax.grad(objective_of, has_aux=True)(
+            [params[i] for i in trained_indices], micro_batch, key, weights
+        )
         if sharded.grads and not sharded.params:
             grads = reduce_scatter_grads(config, grads, plans)
-        return _in_the_loop(grads) if sharded.grads and config.micro_batches > 1 else grads, parts
+        return _keep_in_loop(grads) if sharded.grads and config.micro_batches > 1 else grads, parts
 
-    # Left alone, the partitioner would replicate the accumulators over tensor.
-    def keep(sums):
+    # Without the constraint, the partitioner would replicate the accumulators over tensor.
+    def constrain_sums(sums):
         return constrain_tensor(sums, [plan.tensor for plan in plans])
 
     def sum_weights():
         weights = micro_batch_losses(config, layout, params, batch, step, rng).loss.weight
         return all_reduce([x.sum(0) for x in weights], config.axes.summed)
 
-    cut_here = functools.partial(cut, config)
-    return accumulate(one_micro_batch, batch, config.micro_batches, keep, sum_weights, cut_here)
+    cut_rows = functools.partial(cut, config)
+    return accumulate(run_micro_batch, batch, config.micro_batches, constrain_sums, sum_weights, cut_rows)
 
 
-def _in_the_loop(grads: list[jax.Array]) -> list[jax.Array]:
+def _keep_in_loop(grads: list[jax.Array]) -> list[jax.Array]:
     """Keep reduce-scatters in the loop over micro-batches on TPU.
 
-    XLA's while_loop_all_reduce_code_motion would sum replicated gradients and scatter the sum: less is sent, and what the
-    placement shards would be held replicated. On sums that are cast back, those of `scatter_dtype`, it fails.
+    XLA's while_loop_all_reduce_code_motion would sum replicated gradients and scatter the sum. That sends less, but holds
+    gradients replicated that the placement shards. It fails on sums that are cast back, as `scatter_dtype` casts them.
     """
     on_tpu = (device_kind() or "").startswith("TPU")
     return [jax.lax.optimization_barrier(grad) for grad in grads] if on_tpu else grads
@@ -170,20 +172,20 @@ def _in_the_loop(grads: list[jax.Array]) -> list[jax.Array]:
 def micro_batch_losses(
     config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
 ) -> LossParts:
-    """Return the parts of the local loss, [micro_batches, ...]; no keys if rng is None."""
+    """Return the parts of the local loss, [micro_batches, ...]; without keys if rng is None."""
     tree = layout.treedef.unflatten(params)
 
-    @jax.checkpoint  # a line search differentiates this: one micro-batch at a time then, too
-    def one_micro_batch(micro_batch, index):
+    @jax.checkpoint  # a line search differentiates this function; it should hold one micro-batch at a time, too
+    def run_micro_batch(micro_batch, index):
         key = None if rng is None else step_key(config, step, rng, index)
         return loss_of_rows(config, layout, tree, micro_batch, key)
 
     if config.micro_batches == 1:
-        return jax.tree.map(lambda x: x[None], one_micro_batch(batch, jnp.int32(0)))
-    leaves, assembled = cut(config, batch, config.micro_batches)
+        return jax.tree.map(lambda x: x[None], run_micro_batch(batch, jnp.int32(0)))
+    leaves, assemble = cut(config, batch, config.micro_batches)
 
     def body(_, leaves_and_index):
         leaves, index = leaves_and_index
-        return None, one_micro_batch(assembled(leaves), index)
+        return None, run_micro_batch(assemble(leaves), index)
 
     return jax.lax.scan(body, None, (leaves, numbers(config.micro_batches)))[1]

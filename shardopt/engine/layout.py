@@ -1,4 +1,4 @@
-"""Where every leaf of a train state lives, worked out once per parameter structure."""
+"""The placement of every leaf of a train state, computed once per parameter structure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ class Layout(NamedTuple):
 
     Attributes:
       treedef: the structure of the parameters.
-      plans: a `LeafPlan` a leaf, in that order.
+      plans: the `LeafPlan` of each leaf, in the order of the structure.
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
-      compression: how gradients go through the config's reducer; None without one.
+      compression: how gradients go through the config's reducer; None without a reducer.
       tables: key paths of the leaves that are sharded by columns for `so.nn.embedding`, and not gathered.
-      counts: [V], how many blocks each virtual stage of a pipeline runs; none without one.
+      counts: [V], the number of blocks of each virtual stage of a pipeline; () without a pipeline.
     """
 
     treedef: TreeDef
@@ -57,17 +57,17 @@ class Layout(NamedTuple):
         return _trainable(self.treedef, self.plans, params)
 
     def merge(self, leaves: Sequence[_Leaf | None], trained: Sequence[_Leaf]) -> PyTree:
-        """Return `leaves` as a parameter tree, with `trained` in the places of the trainable ones."""
-        new = iter(trained)
-        merged = [next(new) if plan.trainable else leaf for leaf, plan in zip(leaves, self.plans, strict=True)]
+        """Return `leaves` as a parameter tree, with `trained` in place of the trainable leaves."""
+        next_trained = iter(trained)
+        merged = [next(next_trained) if plan.trainable else leaf for leaf, plan in zip(leaves, self.plans, strict=True)]
         return self.treedef.unflatten(merged)
 
 
 def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
-    """Place a parameter structure as the config says; touches no device."""
+    """Place a parameter structure by the config; touch no device."""
     if as_block_model(config.loss_fn) is not None:
         _check_blocks(config, abstract_params)
-    counts = () if config.schedule is None else _cut(config, config.schedule, abstract_params)
+    counts = () if config.schedule is None else _blocks_per_stage(config, config.schedule, abstract_params)
     tables = _tables(config, abstract_params)
     plans = plan_leaves(
         abstract_params,
@@ -132,22 +132,22 @@ def _trainable(treedef: TreeDef, plans: Sequence[LeafPlan], params: PyTree) -> P
 def _check_blocks(config: StrategyConfig, params: PyTree) -> None:
     fix = 'pass {"blocks": leaves stacked [L, ...], **outer}; jax.tree.map(lambda *x: jnp.stack(x), *blocks) stacks.'
     if not isinstance(params, Mapping) or BLOCKS not in params:
-        what = "the parameters of a BlockModel must be a dict with 'blocks'."
-        raise ValueError(format_error(config.strategy, what, fix=fix))
+        problem = "the parameters of a BlockModel must be a dict with 'blocks'."
+        raise ValueError(format_error(config.strategy, problem, fix=fix))
     leaves = leaves_with_paths(params[BLOCKS])
     counts = {leaf.shape[:1] for _, leaf in leaves}
     if len(counts) != 1 or counts == {()} or isinstance(params[BLOCKS], list | tuple):
-        what = "the leaves of 'blocks' must be stacked along a first dim of one length."
+        problem = "the leaves of 'blocks' must be stacked along a first dim of one length."
         raise ValueError(
-            format_error(config.strategy, what, [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves], fix)
+            format_error(config.strategy, problem, [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves], fix)
         )
 
 
 def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
-    """Return the leaves that stay sharded by columns where this strategy can leave them so.
+    """Return the leaves that this strategy leaves sharded by columns.
 
     Raises:
-      ValueError: if `BlockModel.tables` names what is no outer parameter [V, D].
+      ValueError: if `BlockModel.tables` names a leaf that is not an outer parameter [V, D].
     """
     model = as_block_model(config.loss_fn)
     if model is None or not model.tables:
@@ -155,39 +155,40 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
     outer = {path: leaf for path, leaf in leaves_with_paths(params) if path.split("/")[0] != BLOCKS}
     wrong = [repr(path) for path in model.tables if path not in outer or len(outer[path].shape) != 2]
     if wrong:
-        known = [path for path, leaf in outer.items() if len(leaf.shape) == 2]
-        what = "BlockModel.tables must name outer parameters [V, D]."
-        fix = f"name some of {', '.join(known[:8])}." if known else "leave tables out."
-        raise ValueError(format_error(config.strategy, what, wrong, fix))
-    shards = config.placement.params and config.view == "per_device" and config.schedule is None
-    return model.tables if shards and shard_axes(config.mesh.shape).size > 1 else ()
+        matrix_paths = [path for path, leaf in outer.items() if len(leaf.shape) == 2]
+        problem = "BlockModel.tables must name outer parameters [V, D]."
+        fix = f"name some of {', '.join(matrix_paths[:8])}." if matrix_paths else "leave tables out."
+        raise ValueError(format_error(config.strategy, problem, wrong, fix))
+    can_shard = config.placement.params and config.view == "per_device" and config.schedule is None
+    return model.tables if can_shard and shard_axes(config.mesh.shape).size > 1 else ()
 
 
-def _cut(config: StrategyConfig, schedule: Schedule, params: PyTree) -> Counts:
-    """Return how many blocks each virtual stage runs.
+def _blocks_per_stage(config: StrategyConfig, schedule: Schedule, params: PyTree) -> Counts:
+    """Return the number of blocks of each virtual stage.
 
     Raises:
-      ValueError: if blocks cannot be cut so, or matrices are to live on owners, which take equal stages.
+      ValueError: if blocks cannot be divided this way, or matrices live on owners, which need equal stages.
     """
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     if num_blocks == 0:
-        what = f"there are no blocks to cut into {plural(schedule.num_stages, 'stage')}."
-        raise ValueError(format_error(config.strategy, what, fix="stack at least one block a stage and chunk."))
+        problem = f"there are no blocks to cut into {plural(schedule.num_stages, 'stage')}."
+        raise ValueError(format_error(config.strategy, problem, fix="stack at least one block a stage and chunk."))
     counts = cut_blocks(config.strategy, schedule, num_blocks, config.blocks_per_stage)
     if config.opt_state_layout == "matrices" and not is_even(counts):
-        what = f"opt_state_layout='matrices' takes stages of equally many blocks, and these have {', '.join(map(str, counts))}."
+        problem = f"opt_state_layout='matrices' takes stages of equally many blocks, and these have {', '.join(map(str, counts))}."
         size = len(counts)
         fix = f"use a multiple of {size} blocks in equal parts, or opt_state_layout='within'."
-        raise ValueError(format_error(config.strategy, what, fix=fix))
+        raise ValueError(format_error(config.strategy, problem, fix=fix))
     return counts
 
 
 def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
-    idle = [repr(one) for one in config.frozen if not any(re.search(one, plan.path) for plan in plans)]
-    if idle:
-        known = ", ".join(plan.path for plan in plans[:8])
-        what = f"{plural(len(idle), 'pattern')} of frozen matched no parameter."
-        raise ValueError(format_error(config.strategy, what, idle, f"match a key path, such as: {known}."))
+    unmatched = [repr(pattern) for pattern in config.frozen if not any(re.search(pattern, plan.path) for plan in plans)]
+    if unmatched:
+        example_paths = ", ".join(plan.path for plan in plans[:8])
+        problem = f"{plural(len(unmatched), 'pattern')} of frozen matched no parameter."
+        fix = f"match a key path, such as: {example_paths}."
+        raise ValueError(format_error(config.strategy, problem, unmatched, fix))
     if not any(plan.trainable for plan in plans):
-        what = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
-        raise ValueError(format_error(config.strategy, what, fix="pass floating leaves that frozen does not match."))
+        problem = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
+        raise ValueError(format_error(config.strategy, problem, fix="pass floating leaves that frozen does not match."))

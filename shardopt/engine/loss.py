@@ -1,6 +1,6 @@
-"""The loss of the rows at hand: parameters gathered on the way, a random key of its own, sums returned.
+"""The loss of some rows: it gathers parameters when they are needed, makes a random key, and returns sums.
 
-In the per-device view these are the rows of one micro-batch on one device, in the global view those of all devices.
+In the per-device view these are the rows of one micro-batch on one device; in the global view, the rows of all devices.
 """
 
 from collections.abc import Callable, Collection
@@ -29,7 +29,7 @@ from shardopt.core.types import (
 )
 from shardopt.engine.batch_dims import num_rows
 from shardopt.engine.config import StrategyConfig
-from shardopt.engine.constraints import GATHERED, batch_apart, gather_leaves
+from shardopt.engine.constraints import GATHERED, gather_leaves, shard_activations
 from shardopt.engine.explain import explained
 from shardopt.engine.layout import Layout
 from shardopt.engine.metrics import value_of
@@ -42,14 +42,14 @@ RESERVED = ("loss", "grad_norm")
 
 
 class Gradients(NamedTuple):
-    """What one global batch gives.
+    """The gradient, loss and metrics of one global batch.
 
     Attributes:
       grads: the gradient of the loss of the union batch; None for frozen leaves.
-      loss: that loss, scalar.
-      metrics: name -> value on the union batch; `Sum`, `Max` and `Min` still say that they are.
+      loss: the loss, a scalar.
+      metrics: name -> value on the union batch; `Sum`, `Max` and `Min` keep their kinds.
       updates: key path -> new value of a frozen leaf.
-      reducer: the new state of the reducer that the gradient went through, or None.
+      reducer: the new state of the reducer of the gradient, or None.
     """
 
     grads: PyTree
@@ -64,8 +64,8 @@ class LossParts(NamedTuple):
 
     Attributes:
       loss: the loss as total and weight per row, or a tuple of each; a plain scalar is a mean, of weight 1.
-      metrics: the aux dict without updates, each value as its kind; a plain number is a mean, of weight 1, and what is
-        `Weighted` is taken per row.
+      metrics: the aux dict without updates, each value as its kind. A plain number is a mean, of weight 1; the parts of a
+        `Weighted` are divided by the number of rows.
       updates: key path -> new value of a frozen leaf.
     """
 
@@ -74,15 +74,17 @@ class LossParts(NamedTuple):
     updates: dict[str, jax.Array]
 
     def divided(self) -> tuple[jax.Array, dict[str, jax.Array | Metric]]:
-        """Return the loss and metrics: totals divided by weights; `Sum`, `Max` and `Min` as they are."""
-        metrics = {name: value_of(one) if isinstance(one, Weighted) else one for name, one in self.metrics.items()}
+        """Return the loss and metrics: totals divided by weights; `Sum`, `Max` and `Min` are not changed."""
+        metrics = {
+            name: value_of(metric) if isinstance(metric, Weighted) else metric for name, metric in self.metrics.items()
+        }
         return value_of(self.loss), metrics
 
 
 def loss_of_rows(
     config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, key: jax.Array | None
 ) -> LossParts:
-    """Return the loss of these rows; parameters that are sharded, or cast to travel, are gathered on the way."""
+    """Return the loss of these rows; parameters that are sharded, or cast before the wire, are gathered when they are needed."""
     with explained(config, num_rows(config, batch)):
         return _loss_of_rows(config, layout, params, batch, key)
 
@@ -100,30 +102,31 @@ def _loss_of_rows(
         hooks = {}
         if gathers:
             outer_plans = {name: value for name, value in plans.items() if name != BLOCKS}
-            tables = layout.tables.intersection(model.tables)  # a model that is evaluated may have none
+            tables = layout.tables.intersection(model.tables)  # the model of evaluation may have no tables
             hooks["gather_outer"] = lambda outer: all_gather_leaves(config, outer, outer_plans, tables=tables)
             gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], of_block=True)  # noqa: E731
             hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
             if config.expert_leaves and tables and config.view == "per_device":
-                # the table is none that the loss reads, and gathers that only one of the two reads are one
-                hooks["before_loss"] = lambda outer, x: _scattered_first(hooks["gather_outer"], outer, x)
+                # The loss does not read the table. Other outer leaves are read by embed or by the loss, and gathered once.
+                hooks["before_loss"] = lambda outer, x: _scatter_first(hooks["gather_outer"], outer, x)
         if config.view == "global":
-            hooks["run_block"] = batch_apart(config, hooks.get("run_block", plain_block(model)), batch)
+            hooks["run_block"] = shard_activations(config, hooks.get("run_block", plain_block(model)), batch)
         return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
     if not gathers:
         return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
 
     def gathered_loss(params, batch):
-        gathered = all_gather_leaves(config, params, plans, bucket_bytes=0)  # or all would be held at the same time
+        # without buckets, because a bucket would hold all leaves at the same time
+        gathered = all_gather_leaves(config, params, plans, bucket_bytes=0)
         return loss_parts(config.strategy, call(loss_fn, key, 0, gathered, batch), rows)
 
     if config.micro_batches > 1:
-        # Or the compiler sees that every micro-batch gathers the same, and keeps the whole model through the loop.
-        params, batch = _tied_together((params, batch))
+        # Otherwise the compiler sees that all micro-batches gather the same weights, and keeps the gathered model.
+        params, batch = _behind_barrier((params, batch))
         batch = jax.lax.stop_gradient(batch)  # the barrier gives it tangents, which callbacks refuse
-    if jax.debug_nans.value:  # a checkpoint would hide the place of a NaN
+    if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
         return gathered_loss(params, batch)
-    # The backward pass gathers again what it needs rather than keeping every gathered weight from the forward pass.
+    # The backward pass gathers weights again, so that gathered weights of the forward pass need not be kept.
     return jax.checkpoint(gathered_loss, policy=_save_all_but_gathers)(params, batch)
 
 
@@ -136,72 +139,81 @@ def all_gather_leaves(
     tables: Collection[str] = (),
     bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> PyTree:
-    """All-gather the leaves of a tree over data, each cast to what travels; one block of them if `of_block`.
+    """All-gather the leaves of a tree over data, each cast to `gather_dtype`; with `of_block` the leaves of one block.
 
-    Those among `tables` stay where they are, as `ColumnTable`.
+    Leaves named in `tables` stay sharded, as `ColumnTable`.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    flat: list[LeafPlan] = treedef.flatten_up_to(plans)
+    leaf_plans: list[LeafPlan] = treedef.flatten_up_to(plans)
     if of_block:
-        flat = [plan.of_block() for plan in flat]
+        leaf_plans = [plan.of_block() for plan in leaf_plans]
     if config.view == "global":
-        return treedef.unflatten(gather_leaves(config, leaves, flat))
-    # Only what is trained: running statistics would stop moving in half precision.
-    cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in flat]
-    dtypes = [config.gather_dtype if one else None for one in cast]
-    where = [None if plan.path in tables else plan.dim for plan in flat], [plan.tensor for plan in flat]
-    scattered = [config.wire_dtype(plan.dtype) for plan in flat]
-    axes = [plan.axes for plan in flat]
-    how = {"scatter_dtypes": scattered, "bucket_bytes": bucket_bytes}
-    # as dense models are compiled is measured in many places (benchmarks/pod_compiles.py): only those with experts are changed
-    in_place = of_block and bool(config.expert_leaves)
-    gathered = all_gather(leaves, *where, axes=axes, dtypes=dtypes, cast_in_place=in_place, **how)
+        return treedef.unflatten(gather_leaves(config, leaves, leaf_plans))
+    # Only trained leaves: running statistics would stop changing in half precision.
+    is_cast = [plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating) for plan in leaf_plans]
+    dtypes = [config.gather_dtype if cast else None for cast in is_cast]
+    dims = [None if plan.path in tables else plan.dim for plan in leaf_plans]
+    tensor_specs = [plan.tensor for plan in leaf_plans]
+    scatter_dtypes = [config.wire_dtype(plan.dtype) for plan in leaf_plans]
+    gathered = all_gather(
+        leaves,
+        dims,
+        tensor_specs,
+        axes=[plan.axes for plan in leaf_plans],
+        dtypes=dtypes,
+        # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models with experts get it.
+        cast_in_place=of_block and bool(config.expert_leaves),
+        scatter_dtypes=scatter_dtypes,
+        bucket_bytes=bucket_bytes,
+    )
     return treedef.unflatten(
         [
-            _table(leaf, plan, sums) if plan.path in tables else checkpoint_name(leaf, GATHERED)
-            for leaf, plan, sums in zip(gathered, flat, scattered, strict=True)
+            _column_table(leaf, plan, scatter_dtype) if plan.path in tables else checkpoint_name(leaf, GATHERED)
+            for leaf, plan, scatter_dtype in zip(gathered, leaf_plans, scatter_dtypes, strict=True)
         ]
     )
 
 
-def _scattered_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return what the loss reads, and x, whose gradient waits for that of the former to be scattered.
+def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the gathered outer leaves, and x; in the backward pass the gradient of x waits until theirs is scattered.
 
-    Left alone, XLA:TPU may scatter last: DeepSeek-V3 held its logits' gradient, 2.1 GB, while all blocks were differentiated.
+    Otherwise XLA:TPU may scatter last: DeepSeek-V3 held its logits' gradient, 2.1 GB, while all blocks were differentiated.
     """
     leaves, treedef = jax.tree.flatten((outer, x))
-    moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     @jax.custom_vjp
-    def together(some: list[jax.Array]) -> list[jax.Array]:
-        return some
+    def identity(arrays: list[jax.Array]) -> list[jax.Array]:
+        return arrays
 
-    together.defvjp(lambda some: (some, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
-    for i, leaf in zip(moving, together([leaves[i] for i in moving]), strict=True):
+    identity.defvjp(lambda arrays: (arrays, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
+    for i, leaf in zip(inexact, identity([leaves[i] for i in inexact]), strict=True):
         leaves[i] = leaf
     outer, x = treedef.unflatten(leaves)
     return gather(outer), x
 
 
-def _table(shard: jax.Array, plan: LeafPlan, scattered: DTypeLike | None) -> ColumnTable:
-    return ColumnTable(shard, plan.axes, plan.tensor, (scattered or plan.dtype) if plan.trainable else None)
+def _column_table(shard: jax.Array, plan: LeafPlan, scatter_dtype: DTypeLike | None) -> ColumnTable:
+    return ColumnTable(shard, plan.axes, plan.tensor, (scatter_dtype or plan.dtype) if plan.trainable else None)
 
 
 def _save_all_but_gathers(primitive: jax.extend.core.Primitive, *_: object, **params: object) -> bool:
-    """Say, as a `jax.checkpoint` policy, that the backward pass recomputes weight gathers and nothing else.
+    """Return whether a value may be saved, as a `jax.checkpoint` policy: the backward pass recomputes weight gathers only.
 
-    Every step from the gather (of bits, in half precision) to its named result is refused: one that was saved
-    would keep the gathered weight, and make recomputing the rest free.
+    No step from the gather (of bits, in half precision) to its named result may be saved. A saved step would keep the
+    gathered weight, and recomputing the remaining steps would cost nothing.
     """
     gathers = ("all_gather", "bitcast_convert_type", "sharding_constraint")
     return primitive.name not in gathers and params.get("name") != GATHERED
 
 
-def _tied_together(tree: PyTree) -> PyTree:
-    """Return the tree behind one barrier, so that nothing computed from a part of it moves ahead of the rest."""
+def _behind_barrier(tree: PyTree) -> PyTree:
+    """Return the tree behind one barrier, so that no computation on one part of it moves ahead of the other parts."""
     leaves, treedef = jax.tree.flatten(tree)
-    plain = [i for i, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
-    for i, leaf in zip(plain, jax.lax.optimization_barrier([leaves[i] for i in plain]), strict=True):
+    barrier_indices = [i for i, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    for i, leaf in zip(
+        barrier_indices, jax.lax.optimization_barrier([leaves[i] for i in barrier_indices]), strict=True
+    ):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
 
@@ -209,7 +221,7 @@ def _tied_together(tree: PyTree) -> PyTree:
 def step_key(
     config: StrategyConfig, step: jax.Array, rng: jax.Array, micro_batch: ArrayLike, device: ArrayLike | None = None
 ) -> jax.Array | None:
-    """A key of its own for each step, device along the data axes (by default this one), and micro-batch."""
+    """Return a different key for each step, micro-batch, and device along the data axes (by default this device)."""
     if not takes_rng(config.loss_fn):
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
@@ -220,66 +232,71 @@ def step_key(
 
 
 def loss_parts(who: str, returned: PyTree, rows: int) -> LossParts:
-    """Bring to one form `scalar | Weighted`, alone or with an aux dict.
+    """Convert the result of a loss, `scalar | Weighted`, alone or with an aux dict, to `LossParts`.
 
     Args:
       who: the function that the user called, for messages.
-      returned: what the loss function returned.
-      rows: how many rows it was given. What is `Weighted` is taken per row, both parts, which leaves its quotient
-        and makes its size that of a mean.
+      returned: the result of the loss function.
+      rows: the number of rows of its batch. Both parts of a `Weighted` are divided by it, which leaves their quotient
+        unchanged and makes the total as large as a mean.
 
     Raises:
-      TypeError: if the loss is no number, aux is not a dict of arrays, `Weighted`, `Sum`, `Max`, `Min` and `Updated`,
-        or a metric is of integers and does not say how its parts become one.
-      ValueError: if the loss is not a scalar, `Weighted` has as many totals as weights not, or aux has a reserved name.
+      TypeError: if the loss is no number, or aux is not a dict of arrays, `Weighted`, `Sum`, `Max`, `Min` and `Updated`. If a
+        metric of integers has no kind, so that its parts cannot be combined.
+      ValueError: if the loss is not a scalar, `Weighted` has different numbers of totals and weights, or aux has a reserved
+        name.
     """
-    main, aux = returned, {}
+    loss_value, aux = returned, {}
     if isinstance(returned, tuple) and not isinstance(returned, Weighted | Sum | Max | Min):
         if len(returned) != 2:
             raise TypeError(f"{who}: loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}.")
-        main, aux = returned
+        loss_value, aux = returned
     if aux is None:
         aux = {}
     if not isinstance(aux, dict):
-        what = f"the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}."
+        problem = f"the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}."
         fix = "return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight."
-        raise TypeError(format_error(who, what, fix=fix))
-    if taken := [name for name in RESERVED if name in aux]:
+        raise TypeError(format_error(who, problem, fix=fix))
+    if reserved_names := [name for name in RESERVED if name in aux]:
         fix = "rename it in the aux dict of loss_fn."
-        raise ValueError(format_error(who, f"metric names that shardopt itself reports: {taken}.", fix=fix))
+        raise ValueError(format_error(who, f"metric names that shardopt itself reports: {reserved_names}.", fix=fix))
     updates = [leaf for value in aux.values() if isinstance(value, Updated) for leaf in leaves_with_paths(value.values)]
     metrics = {name: value for name, value in aux.items() if not isinstance(value, Updated)}
     _check_metrics(who, metrics)
-    if isinstance(main, Sum | Max | Min) or not _is_metric(main):
-        what = f"loss_fn must return a number, got {type(main).__name__}."
-        raise TypeError(format_error(who, what, fix="return a scalar, so.Weighted, or (that, aux dict)."))
+    if isinstance(loss_value, Sum | Max | Min) or not _is_metric(loss_value):
+        problem = f"loss_fn must return a number, got {type(loss_value).__name__}."
+        raise TypeError(format_error(who, problem, fix="return a scalar, so.Weighted, or (that, aux dict)."))
     return LossParts(
-        loss=_loss(who, main, rows),
+        loss=_loss(who, loss_value, rows),
         metrics={name: _metric(value, rows) for name, value in metrics.items()},
         updates={path: jax.lax.stop_gradient(value) for path, value in updates},
     )
 
 
 def _check_metrics(who: str, metrics: dict[str, PyTree]) -> None:
-    if strange := [f"{name}: {type(value).__name__}" for name, value in metrics.items() if not _is_metric(value)]:
-        what = "aux values of loss_fn must be numbers, arrays, so.Weighted, so.Sum, so.Max, so.Min or so.Updated."
-        raise TypeError(format_error(who, what, strange, "give each number a name of its own."))
-    plain = {name: jnp.asarray(x) for name, x in metrics.items() if not isinstance(x, Weighted | Sum | Max | Min)}
-    shown = {name: f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain.items()}
-    if whole := [shown[name] for name, x in plain.items() if not jnp.issubdtype(x.dtype, jnp.inexact)]:
-        what = f"{plural(len(whole), 'metric')} of integers or booleans: a count, or a mean?"
+    if wrong_metrics := [f"{name}: {type(value).__name__}" for name, value in metrics.items() if not _is_metric(value)]:
+        problem = "aux values of loss_fn must be numbers, arrays, so.Weighted, so.Sum, so.Max, so.Min or so.Updated."
+        raise TypeError(format_error(who, problem, wrong_metrics, "give each number a name of its own."))
+    plain_metrics = {
+        name: jnp.asarray(x) for name, x in metrics.items() if not isinstance(x, Weighted | Sum | Max | Min)
+    }
+    descriptions = {name: f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain_metrics.items()}
+    if discrete := [
+        descriptions[name] for name, x in plain_metrics.items() if not jnp.issubdtype(x.dtype, jnp.inexact)
+    ]:
+        problem = f"{plural(len(discrete), 'metric')} of integers or booleans: a count, or a mean?"
         fix = "say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or x.astype(float) for the mean."
-        raise TypeError(format_error(who, what, whole, fix))
+        raise TypeError(format_error(who, problem, discrete, fix))
     for name, value in metrics.items():
         _check_terms(who, f"metric {name!r}", value)
 
 
-def _check_terms(who: str, what: str, value: PyTree) -> None:
+def _check_terms(who: str, name: str, value: PyTree) -> None:
     if isinstance(value, Weighted):
         totals, weights = (len(x) if isinstance(x, tuple) else 1 for x in value)
         if totals != weights:
-            what = f"{what} is so.Weighted of {plural(totals, 'total')} and {plural(weights, 'weight')}."
-            raise ValueError(format_error(who, what, fix="give each total a weight: so.Weighted((a, b), (wa, wb))."))
+            problem = f"{name} is so.Weighted of {plural(totals, 'total')} and {plural(weights, 'weight')}."
+            raise ValueError(format_error(who, problem, fix="give each total a weight: so.Weighted((a, b), (wa, wb))."))
 
 
 def _is_metric(value: PyTree) -> bool:
@@ -293,37 +310,37 @@ def _is_metric(value: PyTree) -> bool:
 
 
 def _metric(value: ArrayLike | Metric, rows: int) -> Metric:
-    """Return a metric as its kind; a number is a mean, of weight 1."""
+    """Return a metric as its kind; a plain number is a mean, of weight 1."""
     if isinstance(value, Sum | Max | Min):
         x = jnp.asarray(value.value)
-        whole = jnp.int32 if x.dtype == bool else x.dtype
-        x = x.astype(wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else whole)
+        sum_dtype = jnp.int32 if x.dtype == bool else x.dtype
+        x = x.astype(wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else sum_dtype)
         return type(value)(jax.lax.stop_gradient(x))
     return jax.tree.map(jax.lax.stop_gradient, _per_row(value, rows))
 
 
 def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
-    """Return what is `Weighted` as totals and weights per row, and a number as a mean, of weight 1."""
+    """Return a `Weighted` with total and weight divided by the rows, or a plain number as a mean, of weight 1."""
     total, weight = value if isinstance(value, Weighted) else (value, 1.0)
     if isinstance(total, tuple) and isinstance(weight, tuple):
         terms = [_per_row(Weighted(*term), rows) for term in zip(total, weight, strict=True)]
-        return Weighted(tuple(one.total for one in terms), tuple(one.weight for one in terms))
+        return Weighted(tuple(term.total for term in terms), tuple(term.weight for term in terms))
     total, weight = jnp.asarray(total), jnp.asarray(weight)
     total = total.astype(wide_dtype(total.dtype))
     weight = weight.astype(total.dtype)
     return Weighted(total / rows, weight / rows) if isinstance(value, Weighted) else Weighted(total, weight)
 
 
-def _loss(who: str, main: ArrayLike | Weighted, rows: int) -> Weighted:
-    _check_terms(who, "the loss", main)
-    for total in jax.tree.leaves(main.total if isinstance(main, Weighted) else main):
+def _loss(who: str, loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
+    _check_terms(who, "the loss", loss_value)
+    for total in jax.tree.leaves(loss_value.total if isinstance(loss_value, Weighted) else loss_value):
         if not jnp.issubdtype(dtype := jnp.asarray(total).dtype, jnp.floating):
             raise TypeError(f"{who}: loss_fn must return a real floating number, got dtype {dtype}.")
-    loss = _per_row(main, rows)
+    loss = _per_row(loss_value, rows)
     for name, values in loss._asdict().items():
         for value in jax.tree.leaves(values):
             if value.shape != ():
-                what = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
+                problem = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
                 fix = "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
-                raise ValueError(format_error(who, what, fix=fix))
+                raise ValueError(format_error(who, problem, fix=fix))
     return loss

@@ -1,4 +1,4 @@
-"""How the parts of a loss and of its metrics become one: totals over weights, sums, the largest, the smallest."""
+"""How parts of a loss and of its metrics combine: totals over weights, sums, the largest, the smallest."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,24 +12,28 @@ from shardopt.core.types import Max, Metric, Min, Sum, Weighted
 
 
 def combined(
-    metric: Metric, add: Callable[..., Any], largest: Callable[..., Any], smallest: Callable[..., Any], *others: Metric
+    metric: Metric,
+    add: Callable[..., Any],
+    largest: Callable[..., Any],
+    smallest: Callable[..., Any],
+    *more_metrics: Metric,
 ) -> Metric:
-    """Return a metric of the same kind, its arrays put through the function that its kind asks for.
+    """Return a metric of the same kind, with its arrays combined by the function for its kind.
 
     Args:
       metric: the metric.
       add: for totals, weights and sums.
       largest: for `Max`.
       smallest: for `Min`.
-      *others: more of the same kind, whose arrays are further arguments.
+      *more_metrics: more metrics of the same kind, whose arrays are further arguments of the function.
     """
     function = largest if isinstance(metric, Max) else smallest if isinstance(metric, Min) else add
-    return jax.tree.map(function, metric, *others)
+    return jax.tree.map(function, metric, *more_metrics)
 
 
-def added(one: Metric, other: Metric) -> Metric:
-    """Return the metric of two parts together, in numpy: of two batches, for instance."""
-    return combined(one, np.add, np.maximum, np.minimum, other)
+def added(first: Metric, second: Metric) -> Metric:
+    """Return the metric of two parts together, in numpy; for example of two batches."""
+    return combined(first, np.add, np.maximum, np.minimum, second)
 
 
 def adds_up(metric: Metric) -> bool:
@@ -38,7 +42,7 @@ def adds_up(metric: Metric) -> bool:
 
 
 def value_of(metric: Metric) -> Any:
-    """Return what a metric comes to: the sum of its totals over their weights, or its value."""
+    """Return the value of a metric: its totals divided by its weights and summed, or its array."""
     if not isinstance(metric, Weighted):
         return metric.value
     if not isinstance(metric.total, tuple):
@@ -47,17 +51,17 @@ def value_of(metric: Metric) -> Any:
 
 
 def values(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as arrays, of which some still say what kind they are."""
-    return {name: value_of(one) if isinstance(one, Metric) else one for name, one in metrics.items()}
+    """Return metrics as arrays; some of them may still have a kind."""
+    return {name: value_of(metric) if isinstance(metric, Metric) else metric for name, metric in metrics.items()}
 
 
 def of_rows(metric: Any, rows: int | jax.Array) -> Any:
-    """Return a metric with its totals and weights, which are per row, times the rows that they are of."""
+    """Return a metric with its totals and weights, which are per row, multiplied by the number of rows."""
     return jax.tree.map(lambda x: x * rows, metric) if isinstance(metric, Weighted) else metric
 
 
 def neutral(metric: Metric) -> Metric:
-    """Return what changes no other of the kind, in shapes and dtypes like the metric."""
+    """Return a metric that changes no other metric of its kind, with the same shapes and dtypes."""
 
     def bound(x: jax.Array, sign: int) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):
@@ -68,12 +72,12 @@ def neutral(metric: Metric) -> Metric:
 
 
 def objective(loss: Weighted, pieces: int, weights: Sequence[jax.Array] | None) -> jax.Array:
-    """Return what is differentiated of one of the pieces that a batch is cut into; `factor` is what is then missing.
+    """Return the scalar to differentiate for one piece of the batch; its summed gradients are then multiplied by `factor`.
 
     Args:
       loss: total and weight of the piece.
-      pieces: how many there are.
-      weights: of a loss of several terms, their weights summed over all pieces.
+      pieces: the number of pieces.
+      weights: for a loss of several terms, their weights summed over all pieces.
     """
     if not isinstance(loss.total, tuple):
         return loss.total / pieces
@@ -82,5 +86,5 @@ def objective(loss: Weighted, pieces: int, weights: Sequence[jax.Array] | None) 
 
 
 def factor(loss: Weighted, pieces: int) -> jax.Array:
-    """Return what summed gradients of `objective` are multiplied by, given the loss summed over the pieces."""
+    """Return the factor of the summed gradients of `objective`; `loss` is summed over all pieces."""
     return jnp.ones((), jnp.float32) if isinstance(loss.weight, tuple) else pieces / loss.weight

@@ -1,4 +1,4 @@
-"""What waits in host memory between steps: optimizer state in `pinned_host`; `streamed_update` is how it is updated."""
+"""Optimizer state in host memory (`pinned_host`) between steps; `streamed_update` updates it."""
 
 import jax
 
@@ -9,7 +9,7 @@ HOST = "pinned_host"
 
 
 def on_host(config: StrategyConfig, state: TrainState, shardings: TrainState) -> TrainState:
-    """Return the shardings of a train state, with those of what is offloaded in host memory.
+    """Return the shardings of a train state, with offloaded leaves in host memory.
 
     Args:
       config: of the strategy.
@@ -24,16 +24,18 @@ def on_host(config: StrategyConfig, state: TrainState, shardings: TrainState) ->
 def host_shardings(state: PyTree, shardings: PyTree) -> PyTree:
     """Return the shardings of an optimizer state in host memory.
 
-    Counts and other scalars stay on the device: a copy of one costs as much as one of a moment.
+    Counts and other scalars stay on the device: copying a scalar costs as much as copying a moment.
     """
-    return jax.tree.map(lambda leaf, where: where.with_memory_kind(HOST) if leaf.shape else where, state, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: sharding.with_memory_kind(HOST) if leaf.shape else sharding, state, shardings
+    )
 
 
 def to_device(config: StrategyConfig, state: PyTree, shardings: PyTree) -> PyTree:
-    """Bring state to the device, its shardings there."""
+    """Copy offloaded state to the device; `shardings` are in device memory."""
     return jax.device_put(state, shardings) if "opt_state" in config.offload else state
 
 
 def to_host(config: StrategyConfig, state: PyTree, shardings: PyTree) -> PyTree:
-    """Bring it back, its shardings those in host memory."""
+    """Copy offloaded state to host memory; `shardings` are in host memory."""
     return jax.device_put(state, shardings) if "opt_state" in config.offload else state

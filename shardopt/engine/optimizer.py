@@ -1,4 +1,4 @@
-"""The contract that every strategy returns: pure functions over a mesh, and how they were configured."""
+"""The contract of every strategy: pure functions over a mesh, and the config they were built from."""
 
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -29,7 +29,7 @@ class StepFn(Protocol):
         ...
 
     def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
-        """Take a step whose metrics still say that they are `Sum`, `Max` or `Min`, to be combined with those of others."""
+        """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`, so that they can be combined with others."""
         ...
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -53,7 +53,7 @@ class SynchronizeFn(Protocol):
     """`synchronize(state)`."""
 
     def __call__(self, state: TrainState) -> TrainState:
-        """Return the state once all copies of it are there and equal."""
+        """Return the state once all its copies are complete and equal."""
         ...
 
 
@@ -79,19 +79,19 @@ class ShardedOptimizer(NamedTuple):
     Attributes:
       init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
-        gives the `jax.stages.Lowered` program, also for abstract arguments. An array that stands at two places of
-        `state`, or also in `batch`, is copied first, because its memory can be given away once.
+        returns the `jax.stages.Lowered` program, also for abstract arguments. An array that is two leaves of `state`,
+        or a leaf of both `state` and `batch`, is copied first, because its memory can be donated only once.
       evaluate: `evaluate(state, batch) -> metrics`, the loss and aux metrics of a batch: no gradient, no rng,
         nothing donated.
-      synchronize: `synchronize(state) -> state`, once all copies of the state are there and equal. In a synchronous
+      synchronize: `synchronize(state) -> state`, once all copies of the state are complete and equal. In a synchronous
         strategy they are equal after every step, so this waits for the devices.
       specs: `specs(abstract_params) -> TrainState` of `PartitionSpec`, without allocating anything.
-      abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct` that carry
-        their `NamedSharding`: what a checkpoint is restored into. Without an argument it speaks of the
-        parameters last seen by `init`, `specs` or `step`, and raises ValueError if there were none.
+      abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct` with their
+        `NamedSharding`: the target for restoring a checkpoint. Without an argument it describes the parameters of the
+        last call of `init`, `specs` or `step`, and raises ValueError if there was none.
       wrapped: the optax transformation.
-      mesh: the mesh it was given, on which state and metrics live.
-      config: how the strategy was built, with `config.report()`.
+      mesh: the user's mesh, on which state and metrics live.
+      config: the arguments of the strategy, with `config.report()`.
     """
 
     init: InitFn
@@ -105,7 +105,7 @@ class ShardedOptimizer(NamedTuple):
     config: StrategyConfig
 
     def update(self, *_: PyTree, **__: PyTree) -> NoReturn:
-        """Refuse to be used as an optax transformation; `init` does where optax or flax calls it.
+        """Refuse to be used as an optax transformation; `init` does the same if optax or flax calls it.
 
         Raises:
           TypeError: always.
@@ -120,23 +120,23 @@ class ShardedOptimizer(NamedTuple):
     @property
     def rank(self) -> int:
         """The position in the mesh, from 0 to `world_size - 1`, of this process's first device."""
-        here = jax.process_index()
-        return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
+        process = jax.process_index()
+        return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == process)
 
 
 def check_is_strategy(who: str, opt: object) -> None:
-    """Refuse, by a TypeError, what is not a `ShardedOptimizer`, such as the loss or the optax transformation alone."""
+    """Refuse, by a TypeError, a value that is not a `ShardedOptimizer`, such as the loss or the optax transformation."""
     if not isinstance(opt, ShardedOptimizer):
-        what = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
-        raise TypeError(format_error(who, what, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
+        problem = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
+        raise TypeError(format_error(who, problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
 
 
 def not_a_transformation(strategy: str) -> TypeError:
-    """Return the error of a `ShardedOptimizer` in `optax.chain`, `optax.MultiSteps` or flax's `TrainState.create`."""
-    what = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
+    """Return the error for a `ShardedOptimizer` in `optax.chain`, `optax.MultiSteps` or flax's `TrainState.create`."""
+    problem = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
     fix = (
         f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train with state, metrics = "
         "opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of these by "
         "so.adopt(opt, state), made with tx=opt.wrapped."
     )
-    return TypeError(format_error(strategy, what, fix=fix))
+    return TypeError(format_error(strategy, problem, fix=fix))

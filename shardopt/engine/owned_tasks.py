@@ -1,4 +1,4 @@
-"""The tasks of an update as units of work on owners: what each moves, what it costs, and which device runs it."""
+"""The tasks of an update as units of work on owners: the arrays that each unit exchanges, its cost, and its owner."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,82 +12,82 @@ from jax.sharding import PartitionSpec
 from shardopt.core.jaxprs import called
 from shardopt.core.trace import Trace, inlined, shape_of, trace_of
 from shardopt.core.types import PyTree
-from shardopt.engine.blockwise import block_dim, is_blockwise, same_equations
+from shardopt.engine.blockwise import block_dim, is_blockwise, match_variables
 from shardopt.engine.config import StrategyConfig
 from shardopt.engine.layout import Layout
-from shardopt.engine.matrix_tasks import OPAQUE, Groups, Task, find_tasks
+from shardopt.engine.matrix_tasks import OPAQUE, Groups, MatrixTask, find_tasks
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan, Owned, shard_axes
 from shardopt.partition.balance import share_out
 
-LEAST = 64
-"""Values with fewer elements are small wherever leaves are: they are sent to all."""
+MIN_ELEMENTS = 64
+"""Values with fewer elements are small on every mesh: they are replicated on all devices."""
 
 
-class Moved(NamedTuple):
-    """A value on its way to an owner or back.
+class Transfer(NamedTuple):
+    """How an input or output of a unit gets to its owner or back.
 
     Attributes:
-      spec: how it is sharded: over every axis that owners are along if it is moved, over none if it is not.
-      moves: whether it goes to the owner, or comes from there; what does not is there, or small, or replicated, on every device.
-      shape: of one unit, at its owner.
+      spec: how it is sharded: over all axes that owners are along if it is sent, over none of them if it is not.
+      is_sent: whether it is sent to the owner, or back. A value that is not sent is at its owner, small, or replicated.
+      shape: the shape of one unit's value, at its owner.
       dtype: its dtype.
-      dim: the dim that counts blocks; None if units are no blocks.
+      dim: the dim that counts blocks; None if units are not blocks.
     """
 
     spec: PartitionSpec
-    moves: bool
+    is_sent: bool
     shape: tuple[int, ...]
     dtype: np.dtype
     dim: int | None
 
 
 class OwnedTask(NamedTuple):
-    """A task whose units, all of it or a block each, run on owners.
+    """A task that runs on owners, as units: a single unit, or one unit a block.
 
     Attributes:
-      task: what is run.
-      inputs: its large inputs and then its given ones.
-      outputs: of it.
-      reads: the inputs, as variables of the trace that a unit is run from: that of the update, or of one block.
-      makes: the outputs.
+      task: the task.
+      inputs: its large inputs, then its small inputs.
+      outputs: its outputs.
+      input_vars: the inputs as variables of the trace that a unit runs: the trace of the update, or of one block.
+      output_vars: the outputs as variables of that trace.
       key: tasks with equal keys run the same program.
-      cut: whether a unit is a block.
-      blocks: how many units a device's stage has.
+      per_block: whether a unit is a block.
+      blocks: the number of units on the stage of a device.
       cost: of a unit, in flops.
-      paths: the parameters that it is of.
+      paths: the key paths of its parameters.
     """
 
-    task: Task
-    inputs: tuple[Moved, ...]
-    outputs: tuple[Moved, ...]
-    reads: tuple[jex.Var, ...]
-    makes: tuple[jex.Var, ...]
+    task: MatrixTask
+    inputs: tuple[Transfer, ...]
+    outputs: tuple[Transfer, ...]
+    input_vars: tuple[jex.Var, ...]
+    output_vars: tuple[jex.Var, ...]
     key: str
-    cut: bool
+    per_block: bool
     blocks: int
     cost: float
     paths: tuple[str, ...]
 
 
 class OwnedStage(NamedTuple):
-    """Tasks that run at once, unit by unit on their owners.
+    """Tasks that run at the same time, unit by unit on their owners.
 
     Attributes:
-      tasks: the tasks that owners are sent.
-      here: those of stacked blocks whose state lives at their owners: nothing is sent.
+      tasks: tasks whose inputs are sent to owners.
+      local_tasks: tasks of stacked blocks whose state lives at their owners: nothing is sent.
       units: (task, block) of each unit of `tasks`.
-      owners: the owner of each unit, a number along the axes.
-      whole: the trace that tasks are of.
-      single: that of one block, if units are blocks.
+      owners: the owner of each unit, its index along the axes of owners.
+      full_trace: the trace of the update.
+      block_trace: the trace of the update of one block, if units are blocks.
     """
 
     tasks: tuple[OwnedTask, ...]
-    here: tuple[OwnedTask, ...]
+    local_tasks: tuple[OwnedTask, ...]
     units: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
-    whole: Trace
-    single: Trace | None
+    full_trace: Trace
+    block_trace: Trace | None
 
     @property
     def costs(self) -> list[float]:
@@ -96,13 +96,13 @@ class OwnedStage(NamedTuple):
 
 
 def owner_axes(config: StrategyConfig) -> tuple[str, ...]:
-    """Return the axes that owners are along: those that a placement shards over, and tensor."""
+    """Return the axes that owners are along: the axes that a placement shards over, and tensor."""
     tensor = ("tensor",) if config.mesh_shape.get("tensor", 1) > 1 else ()
     return (*shard_axes(config.mesh_shape).names, *tensor)
 
 
 def trace_update(update: Callable[..., PyTree], *args: PyTree) -> tuple[Trace, PyTree]:
-    """Return the trace of an update, with all written out that it calls but the loss, and the shapes of its results."""
+    """Return the trace of an update, with all calls inlined except the loss, and the shapes of its results."""
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
 
     def flat(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -112,142 +112,147 @@ def trace_update(update: Callable[..., PyTree], *args: PyTree) -> tuple[Trace, P
 
 
 def plan_stages(
-    config: StrategyConfig, layout: Layout, whole: Trace, trace_single: Callable[[], Trace]
+    config: StrategyConfig, layout: Layout, full_trace: Trace, trace_block: Callable[[], Trace]
 ) -> tuple[list[OwnedStage], list[Owned]]:
-    """Return the tasks of an update that are run by owners, stage by stage, each unit with its owner; and what has none.
+    """Return the tasks that run on owners, stage by stage, each unit with its owner; and the matrices that get no owner.
 
     Args:
       config: of the strategy.
       layout: of the parameters.
-      whole: the trace of the update, whose first variables are the gradients.
-      trace_single: makes that of a model of one block.
+      full_trace: the trace of the update, whose first variables are the gradients.
+      trace_block: makes the trace of the update of a model of one block.
     """
-    groups = Groups(whole, max(LEAST, config.min_shard_elements))
+    groups = Groups(full_trace, max(MIN_ELEMENTS, config.min_shard_elements))
     plans: dict[int, list[LeafPlan]] = {}
-    for var, plan in zip(whole.jaxpr.invars, layout.trained, strict=False):
-        if groups.large([var]):
-            plans.setdefault(groups.number(var), []).append(plan)
+    for var, plan in zip(full_trace.jaxpr.invars, layout.trained, strict=False):
+        if groups.select_large([var]):
+            plans.setdefault(groups.group_number(var), []).append(plan)
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     stages: dict[int, list[OwnedTask]] = {}
-    here: dict[int, list[OwnedTask]] = {}
-    left: list[Owned] = []
-    matched: list[tuple[Trace, dict[jex.Var, jex.Var]] | None] = []  # once, if it is needed
-    for task in find_tasks(whole, groups):
-        of = plans.get(task.group, [])
-        at = {None if plan.owned is None else plan.owned[0] for plan in of}
-        if len(at) > 1 or (at <= {None} and count == 1):
+    local_tasks: dict[int, list[OwnedTask]] = {}
+    without_owner: list[Owned] = []
+    matched: list[tuple[Trace, dict[jex.Var, jex.Var]] | None] = []  # filled at most once, when it is needed
+    for task in find_tasks(full_trace, groups):
+        task_plans = plans.get(task.group, [])
+        state_axes = {None if plan.owned is None else plan.owned[0] for plan in task_plans}
+        if len(state_axes) > 1 or (state_axes <= {None} and count == 1):
             continue
         cut = None
-        if of and all(plan.stacked for plan in of):
+        if task_plans and all(plan.stacked for plan in task_plans):
             if not matched:
-                matched.append(_matched(whole, trace_single()))
-            cut = _cut_into_blocks(task, whole, matched[0], of[0].shape[0])
-        owner = next(iter(at - {None}), None)
-        if owner:  # on its owner already; a task of several blocks is left to the partitioner
+                matched.append(_match_block(full_trace, trace_block()))
+            cut = _cut_into_blocks(task, full_trace, matched[0], task_plans[0].shape[0])
+        block_axes = next(iter(state_axes - {None}), None)
+        if block_axes:  # the state is at its owner already; a task of several blocks is left to the partitioner
             if cut is not None:
-                here.setdefault(task.stage, []).append(_owned(config, task, of, whole, cut, owner))
+                local_task = _make_owned_task(config, task, task_plans, full_trace, cut, block_axes)
+                local_tasks.setdefault(task.stage, []).append(local_task)
             continue
-        if cut is None and any(plan.pipelined for plan in of):
-            because = (
-                "the optimizer does not treat the blocks of a leaf apart, and stages of the pipeline hold some each"
-            )
-            left.append(Owned(tuple(plan.path for plan in of), (), because))
+        if cut is None and any(plan.pipelined for plan in task_plans):
+            because = "the optimizer mixes the blocks of a leaf, and each stage of the pipeline holds only some of them"
+            without_owner.append(Owned(tuple(plan.path for plan in task_plans), (), because))
             continue
-        stages.setdefault(task.stage, []).append(_owned(config, task, of, whole, cut))
-    single = matched[0][0] if matched and matched[0] else None
-    numbers = sorted({*stages, *here})
-    return [_stage(tuple(stages.get(i, ())), tuple(here.get(i, ())), count, whole, single) for i in numbers], left
+        stages.setdefault(task.stage, []).append(_make_owned_task(config, task, task_plans, full_trace, cut))
+    block_trace = matched[0][0] if matched and matched[0] else None
+    return [
+        _make_stage(tuple(stages.get(i, ())), tuple(local_tasks.get(i, ())), count, full_trace, block_trace)
+        for i in sorted({*stages, *local_tasks})
+    ], without_owner
 
 
-def _stage(
-    tasks: tuple[OwnedTask, ...], here: tuple[OwnedTask, ...], owners: int, whole: Trace, single: Trace | None
+def _make_stage(
+    tasks: tuple[OwnedTask, ...],
+    local_tasks: tuple[OwnedTask, ...],
+    num_owners: int,
+    full_trace: Trace,
+    block_trace: Trace | None,
 ) -> OwnedStage:
-    # units of one program side by side, so that devices have the same mixtures of programs
+    # units of one program are adjacent, so that devices have the same mixtures of programs
     order = sorted(range(len(tasks)), key=lambda i: (-tasks[i].cost, tasks[i].key, i))
     units = tuple((i, block) for i in order for block in range(tasks[i].blocks))
-    found = share_out([tasks[i].cost for i, _ in units], owners)
-    return OwnedStage(tasks, here, units, tuple(found), whole, single)
+    owners = share_out([tasks[i].cost for i, _ in units], num_owners)
+    return OwnedStage(tasks, local_tasks, units, tuple(owners), full_trace, block_trace)
 
 
-def _matched(whole: Trace, single: Trace) -> tuple[Trace, dict[jex.Var, jex.Var]] | None:
-    same = same_equations(whole.jaxpr, single.jaxpr)
-    return None if same is None else (single, same)
+def _match_block(full_trace: Trace, block_trace: Trace) -> tuple[Trace, dict[jex.Var, jex.Var]] | None:
+    matches = match_variables(full_trace.jaxpr, block_trace.jaxpr)
+    return None if matches is None else (block_trace, matches)
 
 
 def _cut_into_blocks(
-    task: Task, whole: Trace, matched: tuple[Trace, dict[jex.Var, jex.Var]] | None, blocks: int
+    task: MatrixTask, full_trace: Trace, matched: tuple[Trace, dict[jex.Var, jex.Var]] | None, blocks: int
 ) -> tuple[Trace, dict[jex.Var, jex.Var], int] | None:
-    """Return the trace of one block, if the task does the same to each, and apart."""
+    """Return the trace of one block, if the task does the same to each block and never mixes blocks."""
     if matched is None or blocks == 1:
         return None
-    one, same = matched
-    chosen = sorted(task.equations)
-    pairs = [whole.jaxpr.eqns[i] for i in chosen], [one.jaxpr.eqns[i] for i in chosen]
-    counted = [block_dim(var, same, blocks) for var in (*task.inputs, *task.outputs)]
-    if None in counted or not is_blockwise(*pairs, same, blocks):
+    block_trace, matches = matched
+    indices = sorted(task.equations)
+    pairs = [full_trace.jaxpr.eqns[i] for i in indices], [block_trace.jaxpr.eqns[i] for i in indices]
+    block_dims = [block_dim(var, matches, blocks) for var in (*task.inputs, *task.outputs)]
+    if None in block_dims or not is_blockwise(*pairs, matches, blocks):
         return None
-    return one, same, blocks
+    return block_trace, matches, blocks
 
 
-def _owned(
+def _make_owned_task(
     config: StrategyConfig,
-    task: Task,
+    task: MatrixTask,
     plans: Sequence[LeafPlan],
-    whole: Trace,
+    full_trace: Trace,
     cut: tuple[Trace, dict[jex.Var, jex.Var], int] | None,
-    owner: str | tuple[str, ...] | None = None,
+    state_axes: str | tuple[str, ...] | None = None,
 ) -> OwnedTask:
-    """Return a task as units; `owner` are the axes that blocks are sharded over already."""
-    trace, same, blocks = (whole, None, 1) if cut is None else cut
-    over = owner or ("pipeline" if any(plan.pipelined for plan in plans) else None)
-    parts = math.prod(config.mesh_shape[axis] for axis in spec_axes((over,)))
+    """Return a task as units; `state_axes` are the axes that blocks are sharded over if the state is at owners."""
+    unit_trace, matches, blocks = (full_trace, None, 1) if cut is None else cut
+    block_axes = state_axes or ("pipeline" if any(plan.pipelined for plan in plans) else None)
+    num_parts = math.prod(config.mesh_shape[axis] for axis in spec_axes((block_axes,)))
 
-    def moved(var: jex.Var, *, large: bool) -> Moved:
-        dim = None if same is None else block_dim(var, same, blocks)
-        one = shape_of(var if same is None else same[var])
-        spec = _moved_spec(config, var, plans, dim) if large and owner is None else None
-        here = PartitionSpec(*[None] * dim, over) if dim is not None and parts > 1 else PartitionSpec()
-        return Moved(here if spec is None else spec, spec is not None, one.shape, np.dtype(one.dtype), dim)
+    def transfer_of(var: jex.Var, *, large: bool) -> Transfer:
+        dim = None if matches is None else block_dim(var, matches, blocks)
+        unit = shape_of(var if matches is None else matches[var])
+        spec = _sent_spec(config, var, plans, dim) if large and state_axes is None else None
+        local_spec = PartitionSpec(*[None] * dim, block_axes) if dim is not None and num_parts > 1 else PartitionSpec()
+        return Transfer(local_spec if spec is None else spec, spec is not None, unit.shape, np.dtype(unit.dtype), dim)
 
-    least = max(LEAST, config.min_shard_elements)
-    large = lambda var: math.prod(shape_of(var).shape) >= least  # noqa: E731
-    reads = [*task.inputs, *task.given]
-    inner = lambda var: var if same is None else same[var]  # noqa: E731
-    inside, outside = [inner(var) for var in reads], [inner(var) for var in task.outputs]
-    part = closed_part(trace, task.equations, inside, outside)
-    inputs = tuple(moved(var, large=large(var)) for var in reads)
-    outputs = tuple(moved(var, large=large(var)) for var in task.outputs)
+    min_elements = max(MIN_ELEMENTS, config.min_shard_elements)
+    is_large = lambda var: math.prod(shape_of(var).shape) >= min_elements  # noqa: E731
+    reads = [*task.inputs, *task.small_inputs]
+    unit_var = lambda var: var if matches is None else matches[var]  # noqa: E731
+    input_vars, output_vars = [unit_var(var) for var in reads], [unit_var(var) for var in task.outputs]
+    part = closed_part(unit_trace, task.equations, input_vars, output_vars)
+    inputs = tuple(transfer_of(var, large=is_large(var)) for var in reads)
+    outputs = tuple(transfer_of(var, large=is_large(var)) for var in task.outputs)
     return OwnedTask(
         task=task,
         inputs=inputs,
         outputs=outputs,
-        reads=tuple(inside),
-        makes=tuple(outside),
+        input_vars=tuple(input_vars),
+        output_vars=tuple(output_vars),
         key=f"{part} {inputs} {outputs}",
-        cut=cut is not None,
-        blocks=blocks // parts,
+        per_block=cut is not None,
+        blocks=blocks // num_parts,
         cost=float(sum(_flops(eqn) for eqn in part.eqns)),
         paths=tuple(plan.path for plan in plans),
     )
 
 
 def closed_part(
-    trace: Trace, equations: Iterable[int], reads: Sequence[jex.Var], makes: Sequence[jex.Var]
+    trace: Trace, equations: Iterable[int], inputs: Sequence[jex.Var], outputs: Sequence[jex.Var]
 ) -> jex.Jaxpr:
-    """Return these equations as a program that closes over nothing."""
+    """Return these equations as a jaxpr without constants."""
     return trace.jaxpr.replace(
         constvars=[],
-        invars=list(reads),
-        outvars=list(makes),
+        invars=list(inputs),
+        outvars=list(outputs),
         eqns=[trace.jaxpr.eqns[i] for i in sorted(equations)],
         debug_info=trace.jaxpr.debug_info.with_unknown_names(),
     )
 
 
-def _moved_spec(
+def _sent_spec(
     config: StrategyConfig, var: jex.Var, plans: Sequence[LeafPlan], dim: int | None
 ) -> PartitionSpec | None:
-    """Return how a value is sharded over all axes that owners are along; None if it cannot be, or lives replicated."""
+    """Return a spec that shards a value over all axes of owners; None if no dim allows it, or the leaf is replicated."""
     shape, sizes = shape_of(var).shape, config.mesh_shape
     plan = next((plan for plan in plans if plan.shape == shape), None)
     entries: list[tuple[str, ...]] = [()] * len(shape)
@@ -258,37 +263,37 @@ def _moved_spec(
     elif dim is not None and any(plan.pipelined for plan in plans):
         entries[dim] = ("pipeline",)
 
-    def room(at: int, axis: str) -> bool:
-        return at != dim and shape[at] % (math.prod(sizes[one] for one in entries[at]) * sizes[axis]) == 0
+    def can_shard(i: int, axis: str) -> bool:
+        return i != dim and shape[i] % (math.prod(sizes[name] for name in entries[i]) * sizes[axis]) == 0
 
     for axis in owner_axes(config):
         if any(axis in entry for entry in entries):
             continue
-        # beside what is there already, else the longest
-        fit = [at for at in range(len(shape)) if room(at, axis)]
-        if not fit:
+        # prefer a dim that is sharded already, then the longest dim
+        candidates = [i for i in range(len(shape)) if can_shard(i, axis)]
+        if not candidates:
             return None
-        at = max(fit, key=lambda at: (bool(set(entries[at]) - {"pipeline"}), shape[at]))
-        entries[at] = (*entries[at], axis)
+        best_dim = max(candidates, key=lambda i: (bool(set(entries[i]) - {"pipeline"}), shape[i]))
+        entries[best_dim] = (*entries[best_dim], axis)
     return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
 
 
 def _flops(eqn: jex.JaxprEqn) -> float:
-    """Return about how much an equation computes: products exactly, decompositions as some products of their matrix."""
+    """Return the approximate flops of an equation: exact for products, an estimate for decompositions."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
-        (left_sums, _), _ = params["dimension_numbers"]
-        left = shape_of(eqn.invars[0]).shape
-        return 2.0 * math.prod(shape_of(eqn.outvars[0]).shape) * math.prod(left[dim] for dim in left_sums)
-    inner = [sum(_flops(one) for one in jaxpr.eqns) for jaxpr in called(eqn)]
-    if inner:
-        return params.get("length", 1) * (max(inner) if name == "cond" else sum(inner))
+        (lhs_sum_dims, _), _ = params["dimension_numbers"]
+        lhs_shape = shape_of(eqn.invars[0]).shape
+        return 2.0 * math.prod(shape_of(eqn.outvars[0]).shape) * math.prod(lhs_shape[dim] for dim in lhs_sum_dims)
+    inner_flops = [sum(_flops(inner) for inner in jaxpr.eqns) for jaxpr in called(eqn)]
+    if inner_flops:
+        return params.get("length", 1) * (max(inner_flops) if name == "cond" else sum(inner_flops))
     sizes = [math.prod(shape_of(var).shape) for var in eqn.outvars]
-    if name in _DEAR:
+    if name in _DECOMPOSITION_FLOPS:
         shape = shape_of(eqn.invars[0]).shape
-        return _DEAR[name] * math.prod(shape) * min(shape[-2:])
+        return _DECOMPOSITION_FLOPS[name] * math.prod(shape) * min(shape[-2:])
     return float(sum(sizes))
 
 
-_DEAR = {"cholesky": 1 / 3, "eig": 25.0, "eigh": 9.0, "lu": 2 / 3, "geqrf": 2.0, "qr": 4.0, "svd": 20.0}
-"""Flops of a decomposition over those of m n min(m, n), about. Golub and Van Loan, "Matrix Computations"."""
+_DECOMPOSITION_FLOPS = {"cholesky": 1 / 3, "eig": 25.0, "eigh": 9.0, "lu": 2 / 3, "geqrf": 2.0, "qr": 4.0, "svd": 20.0}
+"""Approximate flops of a decomposition, divided by m n min(m, n). Golub and Van Loan, "Matrix Computations"."""

@@ -1,4 +1,4 @@
-"""Gradients of micro-batches that go through a pipeline, each device running the blocks of its stage."""
+"""Gradients of micro-batches that go through a pipeline; each device runs the blocks of its stage."""
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,10 @@ def pipelined_gradients(
     step: jax.Array,
     rng: jax.Array | None,
 ) -> tuple[list[jax.Array], LossParts]:
-    """Return what `micro_batch_gradients` returns: of the blocks of this stage, and of the ends that it holds.
+    """Return what `micro_batch_gradients` returns: gradients of this stage's blocks, and of outer leaves that it uses.
 
-    Outer parameters are gathered once a step, and their gradients scattered once. Those of blocks are gathered and
-    scattered where they are used, as without a pipeline; once a step too where the config does not gather again.
+    Outer parameters are gathered once a step, and their gradients scattered once. Parameters of blocks are gathered and
+    scattered where they are used, as without a pipeline; or once a step if the config has `regather=False`.
     """
     schedule = config.schedule
     assert schedule is not None
@@ -62,16 +62,18 @@ def pipelined_gradients(
 
 
 def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
-    """Return gradients, reduced, as blocks are stored: in the model's order."""
+    """Return reduced gradients in the stored order of blocks, which is the model's order."""
     plans = layout.trained
     blocks = [i for i, plan in enumerate(plans) if plan.stacked]
-    result, mine = list(grads), [grads[i] for i in blocks]
-    tensor = [plans[i].tensor for i in blocks]
+    result, block_grads = list(grads), [grads[i] for i in blocks]
+    tensor_specs = [plans[i].tensor for i in blocks]
     if is_even(layout.counts):
-        moved = messages.to_model(schedule, mine, tensor)
+        ordered_grads = messages.to_model(schedule, block_grads, tensor_specs)
     else:
-        moved = uneven.to_model(schedule, layout.counts, mine, [plans[i].spread for i in blocks], tensor)
-    for i, grad in zip(blocks, moved, strict=True):
+        ordered_grads = uneven.to_model(
+            schedule, layout.counts, block_grads, [plans[i].spread for i in blocks], tensor_specs
+        )
+    for i, grad in zip(blocks, ordered_grads, strict=True):
         result[i] = grad
     return result
 
@@ -84,7 +86,7 @@ def pipelined_losses(
     step: jax.Array,
     rng: jax.Array | None,
 ) -> LossParts:
-    """Return what `micro_batch_losses` returns; zeros but on the stage of the last block."""
+    """Return what `micro_batch_losses` returns; the parts are zeros on all stages but the last block's."""
     schedule = config.schedule
     assert schedule is not None
     fns = _stage_fns(config, layout, params, batch, step, rng)
@@ -94,18 +96,18 @@ def pipelined_losses(
 def _stage_weights(
     config: StrategyConfig, layout: Layout, schedule: Schedule, params: list[jax.Array]
 ) -> list[jax.Array]:
-    """Return the blocks that this stage runs, stacked in the schedule's order; gathered if that is done once a step."""
+    """Return the blocks of this stage, stacked in the schedule's order; gathered if blocks are gathered once a step."""
     plans = [plan for plan in layout.plans if plan.stacked]
-    stored, tensor = [params[i] for i in _block_and_outer(layout)[0]], [plan.tensor for plan in plans]
+    stored, tensor_specs = [params[i] for i in _block_and_outer(layout)[0]], [plan.tensor for plan in plans]
     if is_even(layout.counts):
-        weights = messages.to_schedule(schedule, stored, tensor)
+        weights = messages.to_schedule(schedule, stored, tensor_specs)
     else:
-        weights = uneven.to_schedule(schedule, layout.counts, stored, [plan.spread for plan in plans], tensor)
+        weights = uneven.to_schedule(schedule, layout.counts, stored, [plan.spread for plan in plans], tensor_specs)
     return all_gather_leaves(config, weights, plans) if config.gathers_once else weights
 
 
 def _block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
-    """Return which leaves belong to blocks, and which are outer."""
+    """Return the indices of the leaves of blocks, and of the outer leaves."""
     blocks = [i for i, plan in enumerate(layout.plans) if plan.stacked]
     return blocks, [i for i, plan in enumerate(layout.plans) if not plan.stacked]
 
@@ -118,9 +120,9 @@ def _stage_fns(
     step: jax.Array,
     rng: jax.Array | None,
 ) -> StageFns:
-    """Write the model as functions of lists and micro-batch numbers.
+    """Return the model as functions of lists of leaves and micro-batch numbers.
 
-    The outer parameters are gathered here, once for all micro-batches; their gradients are those of the gathered leaves.
+    Outer parameters are gathered here, once for all micro-batches; the gradients are with respect to the gathered leaves.
     """
     model, sharded = as_block_model(with_rows(row_context(config), config.loss_fn)), config.placement
     assert model is not None
@@ -128,24 +130,24 @@ def _stage_fns(
     blocks, outer_indices = _block_and_outer(layout)
     plans = layout.treedef.unflatten(layout.plans)
     block_treedef, num_blocks = jax.tree.structure(plans[BLOCKS]), layout.plans[blocks[0]].shape[0]
-    micro_batches, assembled = cut(config, batch, config.micro_batches)
+    micro_batches, assemble = cut(config, batch, config.micro_batches)
     rows, pieces = num_rows(config, batch) // config.micro_batches, config.num_pieces
 
     outer = [params[i] for i in outer_indices]
-    trained = [place for place, i in enumerate(outer_indices) if layout.plans[i].trainable]
+    trained_positions = [position for position, i in enumerate(outer_indices) if layout.plans[i].trainable]
     if gathers:
         outer = all_gather_leaves(config, outer, [layout.plans[i] for i in outer_indices])
 
     def outer_with(leaves):
-        new, all_leaves = list(outer), list(params)
-        for place, leaf in zip(trained, leaves, strict=True):
-            new[place] = leaf
-        for i, leaf in zip(outer_indices, new, strict=True):
+        outer_leaves, all_leaves = list(outer), list(params)
+        for position, leaf in zip(trained_positions, leaves, strict=True):
+            outer_leaves[position] = leaf
+        for i, leaf in zip(outer_indices, outer_leaves, strict=True):
             all_leaves[i] = leaf
         return {name: value for name, value in layout.treedef.unflatten(all_leaves).items() if name != BLOCKS}
 
     def rows_of(m):
-        return assembled([jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in micro_batches])
+        return assemble([jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in micro_batches])
 
     def key_of(m):
         return None if rng is None else step_key(config, step, rng, m)
@@ -153,39 +155,41 @@ def _stage_fns(
     def embed_tree(leaves, m):
         return call(model.embed, key_of(m), num_blocks, outer_with(leaves), rows_of(m))
 
-    trained_outer = [outer[place] for place in trained]
+    trained_outer = [outer[position] for position in trained_positions]
     x_shapes, x_treedef = jax.tree.flatten(jax.eval_shape(embed_tree, trained_outer, jnp.int32(0)))
-    moving = floating(x_shapes)
+    inexact = floating(x_shapes)
 
     def loss_of(leaves, m, x):
         returned = call(model.loss, key_of(m), num_blocks + 1, outer_with(leaves), x_treedef.unflatten(x), rows_of(m))
         parts = loss_parts(config.strategy, returned, rows)
         if isinstance(parts.loss.total, tuple):
-            what = "a loss of several terms needs the weights of all micro-batches before the first is differentiated."
+            problem = (
+                "a loss of several terms needs the weights of all micro-batches before the first is differentiated."
+            )
             fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
-            raise ValueError(format_error(config.strategy, what, fix=fix))
+            raise ValueError(format_error(config.strategy, problem, fix=fix))
         return parts
 
     def embed_grads(m, dx):
-        def floats(leaves):
+        def inexact_leaves(leaves):
             x = jax.tree.leaves(embed_tree(leaves, m))
-            return [x[i] for i in moving]
+            return [x[i] for i in inexact]
 
-        return jax.vjp(floats, trained_outer)[1](dx)[0]
+        return jax.vjp(inexact_leaves, trained_outer)[1](dx)[0]
 
     def loss_grads(m, x):
-        def total(leaves, floats):
+        def loss_total(leaves, inexact_leaves):
             inputs = list(x)
-            for i, leaf in zip(moving, floats, strict=True):
+            for i, leaf in zip(inexact, inexact_leaves, strict=True):
                 inputs[i] = leaf
             parts = loss_of(leaves, m, inputs)
             return parts.loss.total / pieces, parts
 
-        (grads, dx), parts = jax.grad(total, argnums=(0, 1), has_aux=True)(trained_outer, [x[i] for i in moving])
+        (grads, dx), parts = jax.grad(loss_total, argnums=(0, 1), has_aux=True)(trained_outer, [x[i] for i in inexact])
         return dx, grads, parts
 
-    def block(given, x):
-        *leaves, number, m = given
+    def block(block_args, x):
+        *leaves, number, m = block_args
         weights = block_treedef.unflatten(leaves)
         if gathers and not config.gathers_once:
             weights = all_gather_leaves(config, weights, plans[BLOCKS], of_block=True)
@@ -193,7 +197,7 @@ def _stage_fns(
         def run(weights, x):
             return call(model.block, key_of(m), number, weights, x)
 
-        if model.remat != "full":  # which is that of the stage
+        if model.remat != "full":  # the stage itself does "full" remat
             run = checkpointed(model.remat, run)
         return leaves_like(config.strategy, x_shapes, x_treedef, run(weights, x_treedef.unflatten(x)))
 
@@ -210,7 +214,7 @@ def _stage_fns(
         loss=lambda m, x: loss_of(trained_outer, m, x),
         loss_grads=loss_grads,
         block=block,
-        trained=[place for place, i in enumerate(blocks) if layout.plans[i].trainable],
+        trained=[position for position, i in enumerate(blocks) if layout.plans[i].trainable],
         reduce=reduce,
         remat_blocks=model.remat == "full",
     )

@@ -1,4 +1,4 @@
-"""Sums of the per-device view: each gradient once over each axis that the table says, and the loss over all."""
+"""Sums in the per-device view: each gradient over the axes that the axis table says, and the loss over all axes."""
 
 from collections.abc import Sequence
 
@@ -17,21 +17,21 @@ from shardopt.partition import LeafPlan
 def reduce_scatter_grads(
     config: StrategyConfig, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]
 ) -> list[jax.Array]:
-    """Sum gradients over data, each device keeping its shard; those of leaves that stay replicated are left local."""
-    where = [plan.dim for plan in plans], [plan.tensor for plan in plans]
+    """Sum gradients over data, each device keeping its shard; gradients of leaves that stay replicated are not summed."""
+    dims, tensor_specs = [plan.dim for plan in plans], [plan.tensor for plan in plans]
     dtypes, axes = [config.wire_dtype(plan.dtype) for plan in plans], [plan.axes for plan in plans]
-    return reduce_scatter(grads, *where, axes=axes, dtypes=dtypes, bucket_bytes=BUCKET_BYTES)
+    return reduce_scatter(grads, dims, tensor_specs, axes=axes, dtypes=dtypes, bucket_bytes=BUCKET_BYTES)
 
 
 def all_reduce_grads(
-    grads: Sequence[jax.Array], plans: Sequence[LeafPlan], over: Sequence[tuple[str, ...]]
+    grads: Sequence[jax.Array], plans: Sequence[LeafPlan], axes_of_grads: Sequence[tuple[str, ...]]
 ) -> list[jax.Array]:
-    """Sum each gradient over the axes given for it, those of the same axes together."""
+    """Sum each gradient over its axes; gradients with the same axes are summed together."""
     reduced = list(grads)
-    for axes in dict.fromkeys(over):
-        chosen = [i for i, one in enumerate(over) if one == axes]
-        sums = all_reduce([grads[i] for i in chosen], axes, [plans[i].tensor for i in chosen])
-        for i, total in zip(chosen, sums, strict=True):
+    for axes in dict.fromkeys(axes_of_grads):
+        indices = [i for i, grad_axes in enumerate(axes_of_grads) if grad_axes == axes]
+        sums = all_reduce([grads[i] for i in indices], axes, [plans[i].tensor for i in indices])
+        for i, total in zip(indices, sums, strict=True):
             reduced[i] = total
     return reduced
 
@@ -43,12 +43,12 @@ def scale(grad: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
-    """Add parts up, over stacked micro-batches and over devices; updates take the mean, integers the maximum.
+    """Add parts up over stacked micro-batches and over devices; updates take the mean, or the maximum if they are integers.
 
-    In a pipeline they are zeros but on the last block's stage, so a sum over pipeline hands them to all.
+    In a pipeline the parts are zeros on all stages but the last block's, so a sum over pipeline gives them to all stages.
     """
 
-    def update(value: jax.Array) -> jax.Array:
+    def combine_update(value: jax.Array) -> jax.Array:
         if axes.stages:
             (value,) = all_reduce([value.astype(jnp.int32) if value.dtype == bool else value], axes.stages)
         if not jnp.issubdtype(value.dtype, jnp.inexact):
@@ -56,12 +56,12 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
         wide = value.astype(wide_dtype(value.dtype)).mean(0)
         return (all_reduce([wide], axes.summed)[0] / jax.lax.axis_size(axes.summed)).astype(value.dtype)
 
-    added = {name: one for name, one in parts.metrics.items() if adds_up(one)}
-    sums, treedef = jax.tree.flatten((parts.loss, added))
-    loss, added = treedef.unflatten(all_reduce([jnp.sum(x, 0) for x in sums], (*axes.summed, *axes.stages)))
+    summed_metrics = {name: metric for name, metric in parts.metrics.items() if adds_up(metric)}
+    sums, treedef = jax.tree.flatten((parts.loss, summed_metrics))
+    loss, summed_metrics = treedef.unflatten(all_reduce([jnp.sum(x, 0) for x in sums], (*axes.summed, *axes.stages)))
 
     def extreme(metric: Metric) -> Metric:
-        """Only the last stage has it: the sum over stages, then the largest or smallest over the others."""
+        """Sum over stages, since only the last stage has the metric; then take the largest or smallest over the other axes."""
         metric = jax.tree.map(lambda x: all_reduce([x], axes.stages)[0], metric)
         largest, smallest = (
             lambda x: jax.lax.pmax(x.max(0), axes.summed),
@@ -69,5 +69,8 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
         )
         return combined(metric, largest, largest, smallest)
 
-    metrics = {name: added[name] if name in added else extreme(one) for name, one in parts.metrics.items()}
-    return LossParts(loss, metrics, {path: update(value) for path, value in parts.updates.items()})
+    metrics = {
+        name: summed_metrics[name] if name in summed_metrics else extreme(metric)
+        for name, metric in parts.metrics.items()
+    }
+    return LossParts(loss, metrics, {path: combine_update(value) for path, value in parts.updates.items()})

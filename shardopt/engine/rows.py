@@ -1,7 +1,7 @@
-"""What a loss can ask about the rows of the whole batch: all of them, their mean, their sum.
+"""Functions that a loss calls to see the rows of the whole batch: all rows, their mean, their sum.
 
-A loss runs on every device with that device's rows. The engine wraps it in `with_rows`, so that the functions here know
-which mesh axes carry the other rows; without it (one device, the global view) the rows given are all there are.
+A loss runs on every device with that device's rows. The engine wraps it in `with_rows`, so that these functions know which
+mesh axes carry the other rows. Without the wrapper (one device, the global view) the array has all rows already.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from shardopt.mesh import mesh_under_trace
 
 
 class RowContext(NamedTuple):
-    """Where the rows of the batch are, while a loss is traced.
+    """How the rows of the batch are distributed, while a loss is traced.
 
     Attributes:
       axes: the mesh axes that carry the rows of one gradient.
-      devices: how many devices these are.
-      micro_batches: into how many pieces each device cuts its rows.
-      refused: why the loss does not see the whole batch, and what to do; None if it does, or for the micro-batches only.
+      devices: the number of devices along these axes.
+      micro_batches: the number of pieces that each device cuts its rows into.
+      refused: (why the loss does not see the whole batch, the remedy). None if it does, or if only micro-batches prevent it.
     """
 
     axes: tuple[str, ...]
@@ -46,18 +46,18 @@ def gather_batch(x: PyTree) -> PyTree:
     With x_d [rows, ...] on device d of D: y = concatenate(x_1, ..., x_D), the same on every device. Differentiable; the
     gradient of x_d is the sum over devices of their gradients of these rows.
 
-    **Equivalence.** The loss sees what it would see on one device with the whole batch: exact, up to summation order,
-    in every strategy, replicas that train apart seeing the rows of their own replica. On one device, in
+    **Equivalence.** The loss sees the same rows as on one device with the whole batch. It is exact, up to summation order,
+    in every strategy; if each replica trains by itself, it sees the rows of its replica. On one device, in
     `view="global"` and outside of a strategy it returns x.
 
-    **Communication** each time it is called: an all-gather over the axes that carry rows (replica, data) of all rows, and
-    a reduce-scatter of as much in the backward pass. Half precision is sent, and its gradient summed, in float32.
+    **Communication** in each call: an all-gather of all rows over the axes that carry rows (replica, data), and a
+    reduce-scatter of the same size in the backward pass. Half precision is sent, and its gradient summed, in float32.
 
     Args:
-      x: an array, or a pytree of them, [rows, ...]: what follows from this device's rows.
+      x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
 
     Returns:
-      The same, [devices * rows, ...].
+      The gathered array or pytree, [devices * rows, ...].
 
     Raises:
       ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
@@ -67,8 +67,8 @@ def gather_batch(x: PyTree) -> PyTree:
       >>> def contrastive(params, batch):  # CLIP: every other row of the whole batch is a negative
       ...     images, texts = batch["image"] @ params["image"], batch["text"] @ params["text"]
       ...     logits = images @ so.gather_batch(texts).T
-      ...     own = jax.lax.dot_general(images, texts, (((1,), (1,)), ((0,), (0,))))
-      ...     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - own)
+      ...     positives = jax.lax.dot_general(images, texts, (((1,), (1,)), ((0,), (0,))))
+      ...     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - positives)
       >>> params = {"image": jnp.eye(2), "text": jnp.eye(2)}
       >>> round(float(contrastive(params, {"image": jnp.eye(2), "text": jnp.eye(2)})), 4)
       0.3133
@@ -78,13 +78,13 @@ def gather_batch(x: PyTree) -> PyTree:
     """
     context = _context("gather_batch", x)
 
-    def one(x: jax.Array, context: RowContext) -> jax.Array:
+    def gather(x: jax.Array, context: RowContext) -> jax.Array:
         wide = wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
         return jax.lax.all_gather(x.astype(wide), context.axes, tiled=True).astype(x.dtype)
 
     if context is None:
         return jax.tree.map(jnp.asarray, x)
-    return jax.tree.map(lambda x: one(jnp.asarray(x), context), x)
+    return jax.tree.map(lambda x: gather(jnp.asarray(x), context), x)
 
 
 def batch_mean(x: PyTree) -> PyTree:
@@ -94,14 +94,14 @@ def batch_mean(x: PyTree) -> PyTree:
 
     **Equivalence.** As `gather_batch`; on one device it is `jnp.mean(x, axis=0)`.
 
-    **Communication** each time it is called: an all-reduce of the mean's size over the axes that carry rows (replica,
-    data), and one in the backward pass, in float32 at least.
+    **Communication** in each call: an all-reduce of the mean's size over the axes that carry rows (replica, data), and another in
+    the backward pass, in float32 at least.
 
     Args:
-      x: an array, or a pytree of them, [rows, ...]: what follows from this device's rows.
+      x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
 
     Returns:
-      The same, [...], in the dtype of `jnp.mean`.
+      The mean of each array, [...], in the dtype of `jnp.mean`.
 
     Raises:
       ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
@@ -121,15 +121,15 @@ def batch_mean(x: PyTree) -> PyTree:
     """
     context = _context("batch_mean", x)
 
-    def plain(x: jax.Array) -> jax.Array:
+    def local_mean(x: jax.Array) -> jax.Array:
         return jnp.mean(x, axis=0)
 
-    def one(x: jax.Array, context: RowContext) -> jax.Array:
-        dtype = jax.eval_shape(plain, x).dtype
+    def global_mean(x: jax.Array, context: RowContext) -> jax.Array:
+        dtype = jax.eval_shape(local_mean, x).dtype
         mean = jnp.mean(x, axis=0, dtype=wide_dtype(dtype))
         return (jax.lax.psum(mean, context.axes) / context.devices).astype(dtype)
 
-    return _reduced(context, plain, one, x)
+    return _reduce_rows(context, local_mean, global_mean, x)
 
 
 def batch_sum(x: PyTree) -> PyTree:
@@ -139,14 +139,14 @@ def batch_sum(x: PyTree) -> PyTree:
 
     **Equivalence.** As `gather_batch`; on one device it is `jnp.sum(x, axis=0)`.
 
-    **Communication** each time it is called: an all-reduce of the sum's size over the axes that carry rows (replica,
-    data), and one in the backward pass, in float32 at least for floating numbers.
+    **Communication** in each call: an all-reduce of the sum's size over the axes that carry rows (replica, data), and another in
+    the backward pass. Floating numbers are summed in float32 at least.
 
     Args:
-      x: an array, or a pytree of them, [rows, ...]: what follows from this device's rows.
+      x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
 
     Returns:
-      The same, [...], in the dtype of `jnp.sum`.
+      The sum of each array, [...], in the dtype of `jnp.sum`.
 
     Raises:
       ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
@@ -160,19 +160,19 @@ def batch_sum(x: PyTree) -> PyTree:
     """
     context = _context("batch_sum", x)
 
-    def plain(x: jax.Array) -> jax.Array:
+    def local_sum(x: jax.Array) -> jax.Array:
         return jnp.sum(x, axis=0)
 
-    def one(x: jax.Array, context: RowContext) -> jax.Array:
-        dtype = jax.eval_shape(plain, x).dtype
+    def global_sum(x: jax.Array, context: RowContext) -> jax.Array:
+        dtype = jax.eval_shape(local_sum, x).dtype
         wide = wide_dtype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else dtype
         return jax.lax.psum(jnp.sum(x, axis=0, dtype=wide), context.axes).astype(dtype)
 
-    return _reduced(context, plain, one, x)
+    return _reduce_rows(context, local_sum, global_sum, x)
 
 
 def row_context(config: StrategyConfig) -> RowContext:
-    """Return what the loss of a strategy is told in the per-device view."""
+    """Return the row context of a strategy's loss in the per-device view."""
     axes = config.axes
     pipelined = "in a pipeline the loss sees one micro-batch at a time", "use a mesh with pipeline=1"
     refused = None if config.schedule is None else pipelined
@@ -185,29 +185,29 @@ def row_context(config: StrategyConfig) -> RowContext:
 
 
 def with_rows(context: RowContext, loss_fn: LossFn) -> LossFn:
-    """Return the loss, or the `BlockModel`, each of whose functions is called within the context, whenever it is traced."""
+    """Return the loss, or the `BlockModel`, with each of its functions called within the context, whenever it is traced."""
     model = as_block_model(loss_fn)
     if model is None:
-        return _within(context, loss_fn)
-    parts = {name: _within(context, getattr(model, name)) for name in ("embed", "block", "loss")}
+        return _run_within(context, loss_fn)
+    parts = {name: _run_within(context, getattr(model, name)) for name in ("embed", "block", "loss")}
     return model._replace(**parts)
 
 
-def _within(context: RowContext, f: Any) -> Callable[..., Any]:
+def _run_within(context: RowContext, f: Any) -> Callable[..., Any]:
     @functools.wraps(f)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _entered(context):
+    def run_in_context(*args: Any, **kwargs: Any) -> Any:
+        with _enter(context):
             return f(*args, **kwargs)
 
-    return run
+    return run_in_context
 
 
 @contextlib.contextmanager
-def _entered(context: RowContext) -> Iterator[None]:
-    """Set the context, and make it a part of the key under which jax keeps traces.
+def _enter(context: RowContext) -> Iterator[None]:
+    """Set the context, and make it a part of the key of jax's cache of traces.
 
-    Without that a function that the user jitted would be traced in one context and used in another. Named axes are in
-    that key; the name of this one is the context, and nothing is ever done over it.
+    Otherwise a function that the user jitted would be traced in one context and used in another. Named axes are part of that
+    key. So the context is the name of an axis that no operation uses.
     """
     token = _CONTEXT.set(context)
     try:
@@ -218,33 +218,33 @@ def _entered(context: RowContext) -> Iterator[None]:
 
 
 def _context(who: str, x: PyTree) -> RowContext | None:
-    """Return the context, after checking that it, and x, are such that there is an answer."""
+    """Return the context; raise ValueError if the rows of the whole batch are not available, or x has none."""
     if scalars := [path or "x" for path, leaf in leaves_with_paths(x) if jnp.ndim(leaf) == 0]:
         fix = "pass what each row gives, [rows, ...]; a mean over rows is no row."
         raise ValueError(format_error(who, "an array without dims has no rows.", scalars, fix))
     context = _CONTEXT.get()
     if context is None:
         if mesh_under_trace().manual_axes:
-            what = "it was called in the per-device view, but outside of a strategy's loss."
+            problem = "it was called in the per-device view, but outside of a strategy's loss."
             fix = "call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
-            raise ValueError(format_error(who, what, fix=fix))
+            raise ValueError(format_error(who, problem, fix=fix))
         return None
     refused = context.refused
     if refused is None and context.micro_batches > 1:
-        what = f"with micro_batches={context.micro_batches} the loss sees one micro-batch at a time"
-        refused = what, "use micro_batches=1, or view='global'"
+        problem = f"with micro_batches={context.micro_batches} the loss sees one micro-batch at a time"
+        refused = problem, "use micro_batches=1, or view='global'"
     if refused is not None:
-        what, fix = refused
-        raise ValueError(format_error(who, f"{what}, never the rows of the whole batch.", fix=f"{fix}."))
+        problem, fix = refused
+        raise ValueError(format_error(who, f"{problem}, never the rows of the whole batch.", fix=f"{fix}."))
     return context
 
 
-def _reduced(
+def _reduce_rows(
     context: RowContext | None,
-    plain: Callable[[jax.Array], jax.Array],
-    one: Callable[[jax.Array, RowContext], jax.Array],
+    local_reduce: Callable[[jax.Array], jax.Array],
+    global_reduce: Callable[[jax.Array, RowContext], jax.Array],
     x: PyTree,
 ) -> PyTree:
     if context is None:
-        return jax.tree.map(lambda x: plain(jnp.asarray(x)), x)
-    return jax.tree.map(lambda x: one(jnp.asarray(x), context), x)
+        return jax.tree.map(lambda x: local_reduce(jnp.asarray(x)), x)
+    return jax.tree.map(lambda x: global_reduce(jnp.asarray(x), context), x)

@@ -1,4 +1,4 @@
-"""What an optax transformation is made of, read off its closures: optax itself does not say."""
+"""The functions inside an optax transformation, read from its closures, because optax does not expose them."""
 
 import inspect
 from collections.abc import Callable
@@ -11,14 +11,14 @@ import optax
 from shardopt.core.types import PyTree
 
 
-class Asked(NamedTuple):
-    """What an update may ask for beside gradients, state and parameters.
+class ExtraArgs(NamedTuple):
+    """Values that an update may use in addition to gradients, state and parameters.
 
     Attributes:
       value: the loss.
       grad: the gradients.
-      value_fn: the loss of this batch at other parameters, as line searches and sophia ask for it.
-      grad_fn: its gradient, as sam asks for it.
+      value_fn: the loss of this batch at other parameters, for line searches and sophia.
+      grad_fn: the gradient of that loss, for sam.
     """
 
     value: jax.Array | jax.ShapeDtypeStruct
@@ -27,40 +27,40 @@ class Asked(NamedTuple):
     grad_fn: Callable[..., PyTree]
 
 
-def update_of(
-    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, asked: Asked
+def call_update(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: ExtraArgs
 ) -> tuple[PyTree, PyTree]:
-    """Return `tx.update(grads, opt_state, params)`, which gets those extra arguments that it takes."""
-    extra = {"value": asked.value, "grad": asked.grad, "value_fn": asked.value_fn}
+    """Return `tx.update(grads, opt_state, params)`, called with the extra arguments that it takes."""
+    keywords = {"value": extra_args.value, "grad": extra_args.grad, "value_fn": extra_args.value_fn}
     # Line searches refuse arguments that they do not know.
-    named = (("obj_fn", asked.value_fn), ("grad_fn", asked.grad_fn))
-    extra |= {name: f for name, f in named if asks_for(tx, name)}
-    return tx.update(grads, opt_state, params, **_taken(tx.update, extra))
+    optional_functions = (("obj_fn", extra_args.value_fn), ("grad_fn", extra_args.grad_fn))
+    keywords |= {name: f for name, f in optional_functions if has_argument(tx, name)}
+    return tx.update(grads, opt_state, params, **_accepted_keywords(tx.update, keywords))
 
 
-def _taken(update: Callable[..., tuple[PyTree, PyTree]], extra: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Return those extra arguments that an optax update takes: all, some or none."""
+def _accepted_keywords(update: Callable[..., tuple[PyTree, PyTree]], keywords: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Return the keywords that an optax update accepts: all, some or none."""
     parameters = inspect.signature(update).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return extra
-    return {name: value for name, value in extra.items() if name in parameters}
+        return keywords
+    return {name: value for name, value in keywords.items() if name in parameters}
 
 
 def functions_within(tx: Any) -> list[FunctionType]:
-    """Return the functions of a transformation, and those that they close over, however deep."""
-    found: list[FunctionType] = []
+    """Return the functions of a transformation, and all functions that they close over, at any depth."""
+    functions: list[FunctionType] = []
     todo, seen = [tx], set()
     while todo:
-        one = todo.pop()
-        if id(one) in seen:
+        value = todo.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, FunctionType):
-            found.append(one)
-            todo += closed_over(one)
-        elif isinstance(one, tuple | list | dict):
-            todo += one.values() if isinstance(one, dict) else one
-    return found
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            functions.append(value)
+            todo += closed_over(value)
+        elif isinstance(value, tuple | list | dict):
+            todo += value.values() if isinstance(value, dict) else value
+    return functions
 
 
 def closed_over(f: FunctionType) -> list[Any]:
@@ -68,8 +68,8 @@ def closed_over(f: FunctionType) -> list[Any]:
     return [cell.cell_contents for cell in f.__closure__ or () if cell != CellType()]
 
 
-def asks_for(tx: Any, name: str) -> bool:
-    """Return whether some function of a transformation has an argument of this name."""
+def has_argument(tx: Any, name: str) -> bool:
+    """Return whether a function of a transformation has an argument of this name."""
     return any(name in _arguments(f) for f in functions_within(tx))
 
 

@@ -1,7 +1,7 @@
-"""The user's own mesh: what its axes are called, and what lives on it.
+"""The user's own mesh: the names of its axes, and the arrays that live on it.
 
-Everything inside runs on a mesh of our own names with the same devices in the same order, of Auto axes. What goes in
-and out of the compiled programs (state, batch, metrics) lives on the user's mesh, whose shardings say the same.
+The engine runs on a mesh with our own axis names, with the same devices in the same order and Auto axes. Inputs and
+outputs of the compiled programs (state, batch, metrics) live on the user's mesh, whose shardings are equivalent.
 """
 
 import math
@@ -18,19 +18,19 @@ from shardopt.mesh import AXES
 
 
 class Axes(NamedTuple):
-    """Say what your own mesh calls its axes: for each role one name, or several that share it.
+    """The axis names of your own mesh: for each role one name, or several names.
 
-    A role that the mesh has no axis for has size 1. Several names are one merged axis: `Axes(data=("dp", "fsdp"))` shards over
-    both what a placement shards. `Axes(replica="dp", data="fsdp")` copies over dp and shards over fsdp (HSDP).
+    A role without an axis in the mesh has size 1. Several names are one merged axis: `Axes(data=("dp", "fsdp"))` shards
+    over both axes. `Axes(replica="dp", data="fsdp")` copies over dp and shards over fsdp (HSDP).
 
     Attributes:
-      data: rows of the batch, and whatever a placement shards.
-      tensor: inner dims of leaves, by rule. Rules name the mesh's axes.
-      replica: rows of the batch; parameters are copied.
-      pipeline: blocks of the model.
-      context: positions of sequences; what a placement shards is sharded over data and context together.
-      expert: rows of the batch, and the experts of leaves that `expert_leaves` name; what a placement shards, but for these
-        leaves, is sharded over data and expert together.
+      data: splits rows of the batch, and all leaves that the placement shards.
+      tensor: splits inner dims of leaves, by rule. Rules use the names of the mesh.
+      replica: splits rows of the batch; parameters are copied.
+      pipeline: splits blocks of the model.
+      context: splits positions of sequences; leaves that the placement shards are sharded over data and context together.
+      expert: splits rows of the batch, and the experts of leaves that `expert_leaves` name. Other leaves that the placement
+        shards are sharded over data and expert together.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -51,10 +51,10 @@ class Axes(NamedTuple):
 
 
 class UserMesh(NamedTuple):
-    """The user's mesh, and the axes of it that play each role.
+    """The user's mesh, and the role of each of its axes.
 
     Attributes:
-      mesh: as the user gave it.
+      mesh: the mesh that the user passed.
       axes: role -> its axes, in the order of the mesh.
     """
 
@@ -67,16 +67,16 @@ class UserMesh(NamedTuple):
         return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=(AxisType.Auto,) * self.mesh.devices.ndim)
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Return a spec of roles as one of the user's axes, without those of size 1."""
+        """Return a spec of roles as a spec of the user's axes, without axes of size 1."""
         entries: list[str | tuple[str, ...] | None] = []
         for entry in spec:
             roles = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            named = tuple(axis for role in roles for axis in self._above_one(role))
+            named = tuple(axis for role in roles for axis in self._sharded_axes(role))
             entries.append(named[0] if len(named) == 1 else named or None)
         return PartitionSpec(*entries)
 
     def specs(self, specs: PyTree) -> PyTree:
-        """Return a tree of such specs."""
+        """Return a tree of specs of roles as specs of the user's axes."""
         return jax.tree.map(self.spec, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def shardings(self, specs: PyTree) -> PyTree:
@@ -103,16 +103,16 @@ class UserMesh(NamedTuple):
     def _role(self, entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         named = set(entry) if isinstance(entry, tuple) else {entry}
         for role, axes in self.axes.items():
-            if named <= set(axes) and named >= set(self._above_one(role)):
+            if named <= set(axes) and named >= set(self._sharded_axes(role)):
                 return role
         return entry
 
-    def _above_one(self, role: str) -> tuple[str, ...]:
+    def _sharded_axes(self, role: str) -> tuple[str, ...]:
         return tuple(axis for axis in self.axes.get(role, ()) if self.mesh.shape[axis] > 1)
 
 
 def on_auto_axes(sharding: Any) -> Any:
-    """Return a sharding on Explicit axes as the same on Auto ones, any other as it is."""
+    """Return a sharding on Explicit axes as the same sharding on Auto axes; return any other sharding unchanged."""
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return sharding
     assert isinstance(sharding.mesh, Mesh)
@@ -120,33 +120,33 @@ def on_auto_axes(sharding: Any) -> Any:
 
 
 def read_mesh(who: str, mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:
-    """Return a mesh of our names with every axis that strategies name, Auto ones, and the user's beside it.
+    """Return a mesh with our axis names, every axis that strategies need, all Auto; and the user's mesh.
 
     Raises:
       TypeError: if the mesh is not a `Mesh`, or the names are not `Axes`.
-      ValueError: if a name is not an axis of the mesh, or stands twice; the mesh has no axis for data, or, pipelined, for
-        pipeline; an axis above 1 has no role; or the axes of a role are not next to each other.
+      ValueError: if a name is used twice or is not an axis of the mesh. If the mesh has no axis for data or, pipelined, for
+        pipeline. If an axis above 1 has no role, or the axes of a role are not next to each other.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{who}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
     axes = _axes_of_roles(who, mesh, Axes() if names is None else names)
     for role in ("data", "pipeline") if pipelined else ("data",):
         if role not in axes:
-            what = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
+            problem = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
             fix = f"make the mesh with so.make_mesh({role}=...), or say which axis it is: axes=so.Axes({role}=...)."
-            raise ValueError(format_error(who, what, fix=fix))
-    role_of = {axis: role for role, own in axes.items() for axis in own}
-    known = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
+            raise ValueError(format_error(who, problem, fix=fix))
+    role_of = {axis: role for role, role_axes in axes.items() for axis in role_axes}
+    known_roles = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
     for axis, size in mesh.shape.items():
-        if size > 1 and role_of.get(axis) not in known:
-            what = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
+        if size > 1 and role_of.get(axis) not in known_roles:
+            problem = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
             fix = f"use the axes data, tensor, pipeline, context, expert, replica, or say what it is: axes=so.Axes(data={axis!r})."
             if axis in role_of:
                 fix = "use so.hybrid, or make the mesh with pipeline=1."
-            raise ValueError(format_error(who, what, fix=fix))
+            raise ValueError(format_error(who, problem, fix=fix))
     _check_neighbours(who, mesh, role_of)
-    # The same devices with every axis there, and Auto: jax.make_mesh makes Explicit axes, and the partitioner can
-    # only be left the tensor axis if it is Auto.
+    # The same devices with all axes, as Auto: jax.make_mesh makes Explicit axes, and the partitioner can only handle the
+    # tensor axis if it is Auto.
     order = [*dict.fromkeys(role_of[axis] for axis in mesh.axis_names if axis in role_of)]
     order += [role for role in ("pipeline", "tensor") if role not in order]
     sizes = [math.prod(mesh.shape[axis] for axis in axes.get(role, ())) for role in order]
@@ -158,27 +158,27 @@ def _axes_of_roles(who: str, mesh: Mesh, names: Axes) -> dict[str, tuple[str, ..
     fix = 'write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.'
     if not isinstance(names, Axes):
         raise TypeError(format_error(who, f"axes must be so.Axes, got {names!r}.", fix=fix))
-    found: dict[str, tuple[str, ...]] = {}
-    for role, given in names._asdict().items():
-        wanted = (given,) if isinstance(given, str) else given
-        if not isinstance(wanted, Sequence) or not all(isinstance(axis, str) for axis in wanted):
-            raise TypeError(format_error(who, f"axes.{role} must name mesh axes, got {given!r}.", fix=fix))
-        if given != role and (missing := [axis for axis in wanted if axis not in mesh.axis_names]):
-            what = f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes {mesh.axis_names}."
-            raise ValueError(format_error(who, what, fix="name axes of the mesh."))
-        own = tuple(axis for axis in mesh.axis_names if axis in wanted)
-        if own:
-            found[role] = own
-    named = [axis for own in found.values() for axis in own]
-    if twice := sorted({axis for axis in named if named.count(axis) > 1}):
-        what = f"mesh axis {', '.join(map(repr, twice))} has two roles: {names}."
-        raise ValueError(format_error(who, what, fix="give each axis one role."))
-    return {role: found[role] for role in AXES if role in found}
+    axes_of_roles: dict[str, tuple[str, ...]] = {}
+    for role, names_of_role in names._asdict().items():
+        axes = (names_of_role,) if isinstance(names_of_role, str) else names_of_role
+        if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+            raise TypeError(format_error(who, f"axes.{role} must name mesh axes, got {names_of_role!r}.", fix=fix))
+        if names_of_role != role and (missing := [axis for axis in axes if axis not in mesh.axis_names]):
+            problem = f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes {mesh.axis_names}."
+            raise ValueError(format_error(who, problem, fix="name axes of the mesh."))
+        ordered_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
+        if ordered_axes:
+            axes_of_roles[role] = ordered_axes
+    named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
+    if repeated := sorted({axis for axis in named_axes if named_axes.count(axis) > 1}):
+        problem = f"mesh axis {', '.join(map(repr, repeated))} has two roles: {names}."
+        raise ValueError(format_error(who, problem, fix="give each axis one role."))
+    return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
 
 
 def _check_neighbours(who: str, mesh: Mesh, role_of: dict[str, str]) -> None:
     order = [role_of[axis] for axis, size in mesh.shape.items() if size > 1]
-    runs = [role for at, role in enumerate(order) if at == 0 or order[at - 1] != role]
-    if apart := [role for role in dict.fromkeys(runs) if runs.count(role) > 1]:
-        what = f"the axes of {' and '.join(apart)} are not next to each other in the mesh {dict(mesh.shape)}."
-        raise ValueError(format_error(who, what, fix="make the mesh with the axes of one role side by side."))
+    runs = [role for i, role in enumerate(order) if i == 0 or order[i - 1] != role]
+    if separated := [role for role in dict.fromkeys(runs) if runs.count(role) > 1]:
+        problem = f"the axes of {' and '.join(separated)} are not next to each other in the mesh {dict(mesh.shape)}."
+        raise ValueError(format_error(who, problem, fix="make the mesh with the axes of one role side by side."))

@@ -339,21 +339,21 @@ def test_newton_schulz_has_the_same_bits_on_any_number_of_devices(name, mesh_of)
 
 
 def update_the_wrong_block(patch):
-    right = owned_stage._block
+    right = owned_stage._take_block
     wrong = lambda x, moved, block: right(x, moved, block if moved.dim is None else (block + 1) % 6)  # noqa: E731
-    patch.setattr(owned_stage, "_block", wrong)
+    patch.setattr(owned_stage, "_take_block", wrong)
 
 
 def bring_back_the_wrong_pieces(patch):
-    right = owned_stage._taken_apart
-    patch.setattr(owned_stage, "_taken_apart", lambda *args: right(*args)[::-1])
+    right = owned_stage._split
+    patch.setattr(owned_stage, "_split", lambda *args: right(*args)[::-1])
 
 
 def exchange_blocks_out_of_order(patch):
     right = owners._exchange
 
-    def wrong(x, plan, *, there):
-        return right(x, plan, there=there) if there else jnp.roll(right(x, plan, there=there), 1, 0)
+    def wrong(x, plan, *, to_owners):
+        return right(x, plan, to_owners=to_owners) if to_owners else jnp.roll(right(x, plan, to_owners=to_owners), 1, 0)
 
     patch.setattr(owners, "_exchange", wrong)
 
