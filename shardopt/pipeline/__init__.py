@@ -1,4 +1,4 @@
-"""Pipelines: schedules as tables of ticks, which say what each stage does when, and where it keeps what."""
+"""Pipelines: a schedule is a table of ticks that says which pass each stage runs when, and in which slot it stores results."""
 
 from shardopt.pipeline import schedules
 from shardopt.pipeline.schedule import Schedule
