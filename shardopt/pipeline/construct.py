@@ -166,9 +166,8 @@ def _check_complete(who: str, actions_by_stage: list[list[_Action]]) -> None:
     micro_batches = 1 + max(action.micro_batch for action in all_actions)
     chunks = 1 + max(action.chunk for action in all_actions)
     sizes = f"{plural(micro_batches, 'micro-batch')} in {plural(chunks, 'chunk')}"
-    if max(micro_batches, chunks) > sum(
-        map(len, actions_by_stage)
-    ):  # then at least as many are missing: do not list them all
+    # too many are missing to list them all
+    if max(micro_batches, chunks) > sum(map(len, actions_by_stage)):
         raise ValueError(
             format_error(who, f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}.")
         )
@@ -215,9 +214,8 @@ def _run_as_early_as_possible(
             stage: source(*actions[-1], len(stage_of_virtual)) for stage, actions in enumerate(remaining) if actions
         }
         ready = [stage for stage, input_pass in inputs.items() if has_arrived(stage, input_pass)]
-        if (
-            not ready and tick > last_busy_tick + message_ticks
-        ):  # no message is on its way, so no stage can ever continue
+        # no message is on its way, so no stage can ever continue
+        if not ready and tick > last_busy_tick + message_ticks:
             stuck = [
                 f"stage {s}: {_pass_text(remaining[s][-1])} needs {_pass_text(input_pass)}"
                 for s, input_pass in inputs.items()
