@@ -1,4 +1,4 @@
-"""Pipelines: a schedule is a table of ticks that says which pass each stage runs when, and in which slot it stores results."""
+"""Pipelines: a schedule is a table of ticks that says when each stage runs which pass, and which slot stores the result."""
 
 from shardopt.pipeline import schedules
 from shardopt.pipeline.schedule import Schedule

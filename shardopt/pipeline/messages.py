@@ -1,4 +1,4 @@
-"""Messages between stages over the mesh axis `pipeline`, and the ring buffers in which messages wait.
+"""Messages between stages over the mesh axis `pipeline`, and the ring buffers that hold waiting messages.
 
 Permutes are outside of branches, since every stage takes part in each permute.
 """
@@ -25,7 +25,7 @@ Index = jax.Array | int
 def send(schedule: Schedule, kind: str, leaves: Arrays, previous_leaves: Arrays) -> list[Arrays]:
     """Send the output of a stage by every shift of `forward_shifts` or `backward_shifts`.
 
-    A stage sends nothing by a shift if no stage needs it; a stage to which nobody sends gets zeros.
+    A stage sends nothing by a shift if no stage needs the message; a stage without a sender gets zeros.
 
     Args:
       schedule: the table.

@@ -230,7 +230,7 @@ def _zero_sums(stage: Stage) -> Sums:
 
 
 class BufferSlots(NamedTuple):
-    """The slots in which the blocks of a chunk store values for a later pass.
+    """The slots that hold values of a chunk's blocks for a later pass.
 
     Attributes:
       buffers: ring buffers [slots * k, ...]; each slot has a place for each of the k blocks.
@@ -288,7 +288,7 @@ def chunk_backward(
 def chunk_backward_deferring(
     chunk: Chunk, passes: Passes, residuals: BufferSlots, dy: Arrays, deferred: BufferSlots
 ) -> tuple[Arrays, Arrays]:
-    """Compute the gradient of the input, and store what the weight pass needs; return the gradient and the buffers."""
+    """Compute the gradient of the input, and store the inputs of the weight pass; return the gradient and the buffers."""
 
     def run_block(j: Index, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         dy, buffers = carry

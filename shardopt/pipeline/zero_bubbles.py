@@ -78,7 +78,7 @@ def zero_bubble_2(num_stages: int, num_micro_batches: int) -> Schedule:
     (S - 1) max(2 c, F + B + 2 c - 2 W) between its first pass and its last. It is never idle if the three take equally long
     and c = 0. The paper counts this time, since its stages begin the next step at once.
 
-    If a step ends on all stages together, it is (S - 1) max(F + c, F + B + 2 c - 2 W) longer than its work, as the last stage
+    A step that ends on all stages together is (S - 1) max(F + c, F + B + 2 c - 2 W) longer than its work. The last stage
     begins (S - 1)(F + c) late. So ZB-H2 pays if B takes longer than W. If they are equal, the step takes as long as with
     `zero_bubble`.
 
