@@ -71,7 +71,8 @@ def attention(
       method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses) or "all_gather". It has no effect
         without a context axis. None chooses the first that applies:
 
-        - "all_gather" for rows of at most 4096 positions, whose bytes take less time than the start of many sends;
+        - "all_gather" for rows of at most 4096 positions, whose bytes take less time than the start of many sends, if no
+          kernel is asked for;
         - "all_to_all" if C divides G (of one tensor shard), and it sends no more bytes than the ring. Causal work is then
           equal in any order, and the kernels can be used;
         - "ring".
@@ -386,7 +387,7 @@ def _on_each_device(
     row_axes = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in auto_axes)
     position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     head_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
-    for axes, count, problem, fix in (
+    for axes, count, counted, fix in (
         (
             head_axes,
             key.shape[2],
@@ -398,7 +399,7 @@ def _on_each_device(
         size = math.prod(mesh.shape[axis] for axis in axes)
         if count % size:
             axis_names = " x ".join(map(repr, axes))
-            problem = f"{count} {problem} cannot be sharded over mesh axis {axis_names} (size {size})."
+            problem = f"{count} {counted} cannot be sharded over mesh axis {axis_names} (size {size})."
             raise ValueError(format_error("attention", problem, fix=fix))
     spec = PartitionSpec(row_axes or None, position_axes or None, head_axes or None, None)
     mark_specs = jax.tree.map(

@@ -62,17 +62,15 @@ def cross_entropy(
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype)
-    num_chunks, num_last = divmod(T, chunk)
+    count, num_last = divmod(T, chunk)
     chunk_nats = jax.checkpoint(functools.partial(_nats, dtype=logits_dtype), prevent_cse=False)
-    split_chunks = lambda array: jnp.moveaxis(
-        array[:, : num_chunks * chunk].reshape(array.shape[0], num_chunks, chunk, *array.shape[2:]), 1, 0
-    )  # noqa: E731
+    split = lambda a: jnp.moveaxis(a[:, : count * chunk].reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0)  # noqa: E731
     _, nats = jax.lax.scan(
         lambda _, x_and_targets: (None, chunk_nats(x_and_targets[0], head, x_and_targets[1])),
         None,
-        (split_chunks(x), split_chunks(targets)),
+        (split(x), split(targets)),
     )
-    nats = jnp.moveaxis(nats, 0, 1).reshape(x.shape[0], num_chunks * chunk)
+    nats = jnp.moveaxis(nats, 0, 1).reshape(x.shape[0], count * chunk)
     if not num_last:
         return nats
     return jnp.concatenate([nats, chunk_nats(x[:, -num_last:], head, targets[:, -num_last:])], axis=1)
