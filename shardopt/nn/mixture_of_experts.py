@@ -212,7 +212,7 @@ def _dispatched(
     max_rows = min(K, num_local) * n
     send_to_experts = lambda array: send(
         axes, max_rows, devices * max_rows, array, exchange.to_experts, exchange.to_tokens
-    )  # noqa: E731
+    )
     rows, scales = checkpoint_name((send_to_experts(rows), send_to_experts(scales)), ARRIVED)
     out = _experts(activation, weights, rows, scales, exchange.sizes)
     return combine(send(axes, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts), order, inverse, n)
