@@ -16,7 +16,7 @@ from shardopt.core.block_remat import Remat
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
-from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
+from shardopt.models.inputs import attach_marks, make_block, mean_loss, plain_activations, read_inputs
 from shardopt.models.sampling import check_sampling, draw
 from shardopt.nn.low_precision import Precision, check_precision
 from shardopt.optimizers import Matrix
@@ -205,7 +205,7 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
 
     def embed(outer: Params, batch: Batch) -> PyTree:
         inputs = read_inputs("gpt", batch)
-        return with_marks(embed_tokens(config, outer, inputs.tokens), inputs)
+        return attach_marks(embed_tokens(config, outer, inputs.tokens), inputs)
 
     def run(
         one_block: Params, x: Array, segment_ids: Array | None, positions: Array | None, order: Array | None
@@ -214,9 +214,11 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
 
     def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
         inputs = read_inputs("gpt", batch)
-        return mean_loss(nn.cross_entropy(*_normed_and_head(config, outer, bare(x)), inputs.targets), inputs)
+        return mean_loss(
+            nn.cross_entropy(*_final_norm_and_head(config, outer, plain_activations(x)), inputs.targets), inputs
+        )
 
-    return BlockModel(embed, block_of(run), loss, remat, tables=() if config.tied else ("embedding",))
+    return BlockModel(embed, make_block(run), loss, remat, tables=() if config.tied else ("embedding",))
 
 
 def embed_tokens(config: GPTConfig, outer: Params, tokens: Tokens) -> Float[Array, "B T D"]:
@@ -258,12 +260,12 @@ def apply_block(
 
 def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Return the logits of the next token, in float32 at least, since bfloat16 would cost a digit of the loss."""
-    normed, head = _normed_and_head(config, outer, x)
+    normed, head = _final_norm_and_head(config, outer, x)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=wide)
 
 
-def _normed_and_head(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+def _final_norm_and_head(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
     norm, head = layers.cast((outer["norm"], outer["embedding" if config.tied else "head"]), config.dtype)
     return layers.rms_norm(x, norm), head
 

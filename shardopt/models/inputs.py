@@ -82,13 +82,15 @@ def read_inputs(who: str, batch: PyTree) -> Inputs:
     )
 
 
-def with_marks(x: Float[Array, "B T D"], inputs: Inputs) -> Float[Array, "B T D"] | Activations:
+def attach_marks(x: Float[Array, "B T D"], inputs: Inputs) -> Float[Array, "B T D"] | Activations:
     """Return the input of the first block: the activations, plain unless the batch has marks of its tokens."""
     marks = inputs.segment_ids, inputs.positions, inputs.order
     return x if all(mark is None for mark in marks) else Activations(x, *marks)
 
 
-def block_of(run: Callable[[PyTree, Array, Array | None, Array | None, Array | None], Array]) -> Callable[..., PyTree]:
+def make_block(
+    run: Callable[[PyTree, Array, Array | None, Array | None, Array | None], Array],
+) -> Callable[..., PyTree]:
     """Return `block(weights, x)` of a `BlockModel` from `run(weights, x, segment_ids, positions, order)`."""
 
     def block(weights: PyTree, x: PyTree) -> PyTree:
@@ -97,7 +99,7 @@ def block_of(run: Callable[[PyTree, Array, Array | None, Array | None, Array | N
     return block
 
 
-def bare(x: PyTree) -> Array:
+def plain_activations(x: PyTree) -> Array:
     """Return the activations of the last block's output."""
     return x.x if isinstance(x, Activations) else x
 

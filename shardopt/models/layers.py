@@ -133,11 +133,11 @@ def attention(
       precision: precision of the products with weights, as in `so.nn.quantized_einsum`.
     """
     # The dim of parts stays where the product puts it: moving it to the front would cost a transposition each way.
-    query, key, value = _parts(nn.quantized_einsum("btd,dchk->btchk", x, weights["qkv"], precision=precision))
+    query, key, value = _split_parts(nn.quantized_einsum("btd,dchk->btchk", x, weights["qkv"], precision=precision))
     if cache is not None:
         token_positions = start + jnp.arange(x.shape[1])
         query, key = rotate(query, token_positions, rope_base), rotate(key, token_positions, rope_base)
-        cache = KVCache(_write(cache.key, key, start), _write(cache.value, value, start))
+        cache = KVCache(_write_cache(cache.key, key, start), _write_cache(cache.value, value, start))
         mixed = masked_attention(query, *cache, _visible(token_positions, cache.key.shape[1])[None])
     else:
         token_positions = places(x.shape[1], positions, order)
@@ -192,11 +192,11 @@ def swiglu(
       Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
     """
     hidden = nn.quantized_einsum("btd,dcf->btcf", x, weights["up"], precision=precision)
-    gate, up = _parts(checkpoint_name(hidden, "mlp_hidden"))
+    gate, up = _split_parts(checkpoint_name(hidden, "mlp_hidden"))
     return _gated_down(precision, gate, up, weights["down"])
 
 
-def _parts(x: Array) -> list[Array]:
+def _split_parts(x: Array) -> list[Array]:
     """Cut [B, T, C, ...] into C parts [B, T, ...].
 
     The gradient of a split is one concatenation. The gradient of indexing would be a sum of paddings.
@@ -214,5 +214,5 @@ def _visible(positions: Array, length: int) -> Array:
     return jnp.arange(length)[None, :] <= positions[:, None]
 
 
-def _write(old: Array, new: Array, start: Array | int) -> Array:
+def _write_cache(old: Array, new: Array, start: Array | int) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)

@@ -315,12 +315,12 @@ def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
 
 def _embed(config: MoEConfig, outer: Params, batch: Batch) -> Routed:
     inputs = read_inputs("moe", batch)
-    return _start(config, outer, inputs.tokens)._replace(
+    return _initial_routed(config, outer, inputs.tokens)._replace(
         segment_ids=inputs.segment_ids, positions=inputs.positions, order=inputs.order
     )
 
 
-def _start(config: MoEConfig, outer: Params, tokens: Tokens) -> Routed:
+def _initial_routed(config: MoEConfig, outer: Params, tokens: Tokens) -> Routed:
     x = nn.embedding(layers.cast(outer["embedding"], config.dtype), jnp.asarray(tokens, jnp.int32))
     B, L, E = x.shape[0], config.num_layers, config.num_experts
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -328,10 +328,10 @@ def _start(config: MoEConfig, outer: Params, tokens: Tokens) -> Routed:
     needed["dropped"] = config.capacity_factor is not None
     shapes = {"probability": (B, L, E), "z_loss": (B, L), "dropped": (B, L)}
     statistics = {name: jnp.zeros(shapes[name], wide) for name, is_needed in needed.items() if is_needed}
-    return Routed(x, None, None, None, _bias(config, outer), jnp.zeros((B, L, E), wide), statistics)
+    return Routed(x, None, None, None, _current_bias(config, outer), jnp.zeros((B, L, E), wide), statistics)
 
 
-def _bias(config: MoEConfig, outer: Params) -> Array | None:
+def _current_bias(config: MoEConfig, outer: Params) -> Array | None:
     """Return the bias of this step: the last step's bias, moved by the last step's loads."""
     if config.balance != "bias":
         return None
@@ -365,23 +365,23 @@ def _block(config: MoEConfig, weights: Params, routed: Routed) -> Routed:
     return routed._replace(
         x=x + mixed,
         bias=None if routed.bias is None else jnp.roll(routed.bias, -1, axis=0),
-        load=_appended(routed.load, statistics.load),
-        statistics={name: _appended(old, getattr(statistics, name)) for name, old in routed.statistics.items()},
+        load=_append(routed.load, statistics.load),
+        statistics={name: _append(old, getattr(statistics, name)) for name, old in routed.statistics.items()},
     )
 
 
-def _appended(old: Array, new: Array) -> Array:
+def _append(old: Array, new: Array) -> Array:
     """Return [B, L, ...] without its first entry, and with `new` at the end. After L blocks it holds the entries of all blocks."""
     return jnp.concatenate([old[:, 1:], new[:, None].astype(old.dtype)], axis=1)
 
 
 def _loss(config: MoEConfig, outer: Params, routed: Routed, batch: Batch) -> Loss:
     inputs = read_inputs("moe", batch)
-    nats = nn.cross_entropy(*_normed_and_head(config, outer, routed.x), inputs.targets, chunk=config.loss_chunk)
+    nats = nn.cross_entropy(*_final_norm_and_head(config, outer, routed.x), inputs.targets, chunk=config.loss_chunk)
     cross_entropy = mean_loss(nats, inputs)
     loads = outer["router_load"]
     updates = {"router_load": jnp.mean(routed.load, axis=0).astype(loads.dtype)}
-    bias = _bias(config, outer)
+    bias = _current_bias(config, outer)
     if bias is not None:
         updates["router_bias"] = bias
     entropy = jnp.sum(jax.scipy.special.entr(loads), axis=1)
@@ -393,7 +393,7 @@ def _loss(config: MoEConfig, outer: Params, routed: Routed, batch: Batch) -> Los
     }
     if "dropped" in routed.statistics:
         aux["dropped"] = jnp.mean(routed.statistics["dropped"])
-    return _with_terms(cross_entropy, _balance_terms(config, routed)), aux
+    return _add_terms(cross_entropy, _balance_terms(config, routed)), aux
 
 
 def _balance_terms(config: MoEConfig, routed: Routed) -> list[Float[Array, " B"]]:
@@ -404,7 +404,7 @@ def _balance_terms(config: MoEConfig, routed: Routed) -> list[Float[Array, " B"]
         if config.balance == "loss":
             means = [
                 jnp.broadcast_to(mean[None], row_means.shape)
-                for mean, row_means in zip(_over_batch(means), means, strict=True)
+                for mean, row_means in zip(_batch_mean(means), means, strict=True)
             ]
         terms.append(config.rate * jnp.mean(nn.load_balancing_loss(*means), axis=1))
     if config.z_loss:
@@ -412,7 +412,7 @@ def _balance_terms(config: MoEConfig, routed: Routed) -> list[Float[Array, " B"]
     return terms
 
 
-def _over_batch(x: PyTree) -> PyTree:
+def _batch_mean(x: PyTree) -> PyTree:
     try:
         return batch_mean(x)
     except ValueError as error:
@@ -420,7 +420,7 @@ def _over_batch(x: PyTree) -> PyTree:
         raise ValueError(f"{str(error).removesuffix('.')}, {remedy}.") from error
 
 
-def _with_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> Array | Weighted:
+def _add_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> Array | Weighted:
     """Return the loss plus the means of the terms; a weighted loss gets them as a second term with its own weight."""
     if not terms:
         return loss
@@ -431,7 +431,7 @@ def _with_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> 
     return Weighted((loss.total, jnp.sum(row_sums)), (loss.weight, rows))
 
 
-def _normed_and_head(config: MoEConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+def _final_norm_and_head(config: MoEConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
     norm, head = layers.cast((outer["norm"], outer["embedding" if config.tied else "head"]), config.dtype)
     return layers.rms_norm(x, norm, config.norm_epsilon), head
 
@@ -449,8 +449,8 @@ def logits_of(config: MoEConfig, params: Params, tokens: Tokens) -> Float[Array,
     """
     outer = {name: value for name, value in params.items() if name != "blocks"}
     block = lambda routed, weights: (_block(config, weights, routed), None)  # noqa: E731
-    routed, _ = jax.lax.scan(block, _start(config, outer, tokens), params["blocks"])
-    normed, head = _normed_and_head(config, outer, routed.x)
+    routed, _ = jax.lax.scan(block, _initial_routed(config, outer, tokens), params["blocks"])
+    normed, head = _final_norm_and_head(config, outer, routed.x)
     return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=jnp.promote_types(normed.dtype, jnp.float32))
 
 
@@ -506,7 +506,9 @@ def _sample(
     tokens = jnp.pad(prompt, ((0, 0), (0, num_tokens)))
 
     def add_token(i: Array, tokens: Array) -> Array:
-        logits = logits_of(config, params, tokens)  # padding from position i on has no effect, since attention is causal
+        logits = logits_of(
+            config, params, tokens
+        )  # padding from position i on has no effect, since attention is causal
         last_logits = jax.lax.dynamic_index_in_dim(logits, i - 1, axis=1, keepdims=False)
         token = draw(last_logits, jax.random.fold_in(rng, i), temperature, top_k)
         return jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, axis=1)

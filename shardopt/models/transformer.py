@@ -18,7 +18,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted
 from shardopt.mesh import mesh_under_trace
 from shardopt.models.gpt import Batch, Params
-from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
+from shardopt.models.inputs import attach_marks, make_block, mean_loss, plain_activations, read_inputs
 from shardopt.models.layers import cast, grouped_attention, places, rms_norm
 from shardopt.nn.low_precision import Precision, check_precision
 from shardopt.planning import Transformer
@@ -84,7 +84,7 @@ def model(
                 x = x + jnp.take(table, jnp.atleast_2d(places(T, inputs.positions, inputs.order)), axis=0)
             else:
                 x = x + table[None, :T]
-        return with_marks(shard_positions(x), inputs)
+        return attach_marks(shard_positions(x), inputs)
 
     def run(
         weights: Params, x: Array, segment_ids: Array | None, positions: Array | None, order: Array | None
@@ -101,10 +101,10 @@ def model(
     def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
         inputs = read_inputs("transformer", batch)
         head = cast(outer["embedding" if shape.tied else "head"], shape.dtype)
-        normed = gather_positions(rms_norm(bare(x), cast(outer["norm"], shape.dtype)))
+        normed = gather_positions(rms_norm(plain_activations(x), cast(outer["norm"], shape.dtype)))
         return mean_loss(nn.cross_entropy(normed, head, inputs.targets, chunk=chunk, logits_dtype=logits_dtype), inputs)
 
-    return BlockModel(embed, block_of(run), loss, remat, tables=() if shape.tied else ("embedding",))
+    return BlockModel(embed, make_block(run), loss, remat, tables=() if shape.tied else ("embedding",))
 
 
 def init(shape: Transformer, rng: jax.Array) -> Params:

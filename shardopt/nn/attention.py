@@ -133,13 +133,13 @@ def attention(
         return _analysed_attention(query, key, value, marks, rule)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
-    kernel = implementation or _default(query)
+    kernel = implementation or _default_implementation(query)
     if context_axes:
-        run_attention = functools.partial(_over_context, context_axes, rule, implementation, method)
+        run_attention = functools.partial(_attention_over_context, context_axes, rule, implementation, method)
     elif positions is not None:
         run_attention = functools.partial(ring_attention, ring_of((), 1, query.shape[1], rule, natural=False))
     elif kernel == "xla":
-        return _plain(query, key, value, marks, rule)
+        return _plain_attention(query, key, value, marks, rule)
     else:
         run_attention = _kernel(kernel, rule)
     if context_axes or positions is not None or kernel == "cudnn":
@@ -147,7 +147,7 @@ def attention(
     return _on_each_device(run_attention, query, key, value, marks)
 
 
-def _over_context(
+def _attention_over_context(
     axes: tuple[str, ...],
     rule: Rule,
     implementation: Implementation | None,
@@ -179,7 +179,7 @@ def _over_context(
         )
         fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
         raise ValueError(format_error("attention", problem, fix=fix))
-    kernel = implementation or _default(query, size * query.shape[1])
+    kernel = implementation or _default_implementation(query, size * query.shape[1])
     if natural and degree == size and kernel != "xla":
         run_attention = _kernel(kernel, rule)
     else:
@@ -205,7 +205,7 @@ def _ring_of(
         problem = f"takes blocks of a multiple of {LANES} positions without a window, got {length} positions"
         problem, fix = f"{problem} and window={rule.window}", "use method='all_to_all' where context divides the heads"
         _refuse_kernel(implementation, "splash", problem=problem, fix=fix)
-    splash = splash_fits and (implementation or _default(query)) == "splash"
+    splash = splash_fits and (implementation or _default_implementation(query)) == "splash"
     return ring_of(axes, size, length, rule, natural=natural, stride=stride, splash=splash)
 
 
@@ -272,12 +272,12 @@ def _analysed_attention(query: Array, key: Array, value: Array, marks: Marks, ru
     """Return plain attention in one jitted function; the check of losses recognises attention by the function's name."""
 
     def shardopt_attention(query: Array, key: Array, value: Array, marks: Marks) -> Array:
-        return _plain(query, key, value, marks, rule)
+        return _plain_attention(query, key, value, marks, rule)
 
     return jax.jit(shardopt_attention)(query, key, value, marks)
 
 
-def _plain(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
+def _plain_attention(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
     return masked_attention(query, key, value, _mask(marks, rule, query.shape[1]))
 
 
@@ -364,7 +364,7 @@ def _check(
         raise ValueError(format_error("attention", f"unknown method {method!r}.", fix=fix))
 
 
-def _default(query: Array, length: int | None = None) -> Implementation:
+def _default_implementation(query: Array, length: int | None = None) -> Implementation:
     device_kind = device_kind_or_default()
     if device_kind.startswith("TPU"):
         return "splash" if (length or query.shape[1]) >= LANES else "xla"

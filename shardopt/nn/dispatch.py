@@ -51,7 +51,7 @@ def spread(x: Float[Array, "n D"], order: Array, inverse: Array) -> Float[Array,
 
 spread.defvjp(
     lambda x, order, inverse: (spread(x, order, inverse), (x.shape[0], order, inverse)),
-    lambda residuals, grads: (_summed(residuals[0], grads, residuals[2]), None, None),
+    lambda residuals, grads: (_sum_choices(residuals[0], grads, residuals[2]), None, None),
 )
 
 
@@ -60,15 +60,17 @@ def combine(rows: Float[Array, "nK D"], order: Array, inverse: Array, tokens: in
     return _combine(tokens, rows, order, inverse)
 
 
-def _summed(tokens: int, rows: Array, inverse: Array) -> Array:
+def _sum_choices(tokens: int, rows: Array, inverse: Array) -> Array:
     return jnp.sum(rows[inverse].reshape(tokens, -1, rows.shape[1]), axis=1, dtype=wide_dtype(rows.dtype)).astype(
         rows.dtype
     )
 
 
-_combine = jax.custom_vjp(lambda tokens, rows, order, inverse: _summed(tokens, rows, inverse), nondiff_argnums=(0,))
+_combine = jax.custom_vjp(
+    lambda tokens, rows, order, inverse: _sum_choices(tokens, rows, inverse), nondiff_argnums=(0,)
+)
 _combine.defvjp(
-    lambda tokens, rows, order, inverse: (_summed(tokens, rows, inverse), (order, inverse)),
+    lambda tokens, rows, order, inverse: (_sum_choices(tokens, rows, inverse), (order, inverse)),
     lambda tokens, residuals, grad: (spread(grad, *residuals), None, None),
 )
 
@@ -104,27 +106,24 @@ class Exchange(NamedTuple):
 
 
 def plan_exchange(axes: Axes, sizes: Int[Array, " E"]) -> Exchange:
-    """Return how many rows go where, for all devices: an all-gather of 4 X E bytes."""
+    """Return the slices of an exchange; to know the sizes of all devices takes an all-gather of 4 X E bytes."""
     devices, device = lax.axis_size(axes), lax.axis_index(axes)
     all_sizes = lax.all_gather(sizes, axes)  # [X, E]
     num_local = sizes.shape[0] // devices
-    begin_at_sender = (
-        jnp.cumsum(all_sizes, axis=1) - all_sizes
-    )  # [X, E], where each expert begins in the sorted rows of each device
+    # [X, E], where each expert begins in the sorted rows of each device
+    begin_at_sender = jnp.cumsum(all_sizes, axis=1) - all_sizes
     totals = jnp.sum(all_sizes, axis=0).reshape(devices, num_local)
     begin_at_receiver = (
         (jnp.cumsum(totals, axis=1) - totals).reshape(-1)[None] + jnp.cumsum(all_sizes, axis=0) - all_sizes
     )
-    local_experts = lambda x: lax.dynamic_slice_in_dim(x, device * num_local, num_local, axis=1).reshape(-1)  # noqa: E731
-    to_experts = Slices(begin_at_sender[device], sizes, begin_at_receiver[device], local_experts(all_sizes))
-    to_tokens = Slices(
-        local_experts(begin_at_receiver), local_experts(all_sizes), local_experts(begin_at_sender), sizes
-    )
+    select_local = lambda x: lax.dynamic_slice_in_dim(x, device * num_local, num_local, axis=1).reshape(-1)  # noqa: E731
+    to_experts = Slices(begin_at_sender[device], sizes, begin_at_receiver[device], select_local(all_sizes))
+    to_tokens = Slices(select_local(begin_at_receiver), select_local(all_sizes), select_local(begin_at_sender), sizes)
     return Exchange(to_experts, to_tokens, totals[device])
 
 
 def send(axes: Axes, max_rows: int, num_rows: int, rows: Array, outgoing: Slices, returning: Slices) -> Array:
-    """Return the `num_rows` rows that are received, 0 where no row arrives; backwards their gradients return.
+    """Return the `num_rows` rows that this device receives, 0 where no row arrives. Backwards, their gradients return.
 
     Args:
       axes: the mesh axes over which rows travel.
@@ -132,7 +131,7 @@ def send(axes: Axes, max_rows: int, num_rows: int, rows: Array, outgoing: Slices
       num_rows: the rows of the result.
       rows: [*, D].
       outgoing: the slices of `rows`.
-      returning: the slices of the result that return the gradients.
+      returning: the slices of the result, by which gradients return.
     """
     return _send(axes, max_rows, num_rows, rows.shape[0], rows, outgoing, returning)
 

@@ -100,7 +100,7 @@ def embedding(
     - an exchange of the rows: an all-gather of 4 N R bytes and two all-to-alls of R D b (one if the table is frozen);
     - a gather of the table: an all-gather of V D b, and a reduce-scatter of its gradient.
 
-    So it exchanges rows if R is below about V. Tensor may shard V; then the partitioner decides how the gather communicates.
+    So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the look-up communicates over tensor.
     """
     if mode not in ("fill", "clip"):
         raise ValueError(format_error("embedding", f"unknown mode {mode!r}.", fix="use 'fill' or 'clip'."))
@@ -108,12 +108,12 @@ def embedding(
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
     if not isinstance(table, ColumnTable):
-        return checkpoint_name(_rows(table, ids, mode), NAME)
+        return checkpoint_name(_look_up(table, ids, mode), NAME)
     if sent_by_exchange(table, ids) < sent_by_gather(table):
-        rows = _exchanged_rows(table, ids.reshape(-1), mode)
+        rows = _look_up_by_exchange(table, ids.reshape(-1), mode)
         return checkpoint_name(rows.reshape(*ids.shape, rows.shape[-1]), NAME)
     (full_table,) = all_gather([table.shard], [1], [table.tensor], axes=[table.axis], scatter_dtypes=[table.sums])
-    return checkpoint_name(_rows(full_table, ids, mode), NAME)
+    return checkpoint_name(_look_up(full_table, ids, mode), NAME)
 
 
 def exchange_bytes(
@@ -150,11 +150,11 @@ def sent_by_gather(table: ColumnTable) -> float:
     return elements * (table.shard.dtype.itemsize + sums)
 
 
-def _rows(table: jax.Array, ids: jax.Array, mode: Mode) -> jax.Array:
+def _look_up(table: jax.Array, ids: jax.Array, mode: Mode) -> jax.Array:
     return jnp.take(table, ids, axis=0, mode=mode, fill_value=jnp.nan if mode == "fill" else None)
 
 
-def _exchanged_rows(table: ColumnTable, ids: jax.Array, mode: Mode) -> jax.Array:
+def _look_up_by_exchange(table: ColumnTable, ids: jax.Array, mode: Mode) -> jax.Array:
     """Return the rows [R, D] of a table that is sharded by columns."""
     shape, dtype, axis = table.shard.shape, table.shard.dtype, table.axis
 
@@ -164,11 +164,11 @@ def _exchanged_rows(table: ColumnTable, ids: jax.Array, mode: Mode) -> jax.Array
     def forward(shard: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         gather = lambda xs: [jax.lax.all_gather(xs[0], axis, tiled=True)]  # noqa: E731
         (all_ids,) = shard_by_shard(gather, [ids], [PartitionSpec()])
-        return exchange(_rows(shard, all_ids, mode), 0, 1), all_ids
+        return exchange(_look_up(shard, all_ids, mode), 0, 1), all_ids
 
     def backward(all_ids: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
         zeros = jnp.zeros(shape, wide_dtype(dtype))
-        _, pullback = jax.vjp(lambda table: _rows(table, all_ids, mode), zeros)
+        _, pullback = jax.vjp(lambda table: _look_up(table, all_ids, mode), zeros)
         (d_columns,) = pullback(exchange(grad, 1, 0).astype(zeros.dtype))
         return constrain_tensor([d_columns.astype(dtype)], [table.tensor])[0], None
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shardopt.collectives.shards import psum_scatter
-from shardopt.nn.flash import Marks, Rule, absorb, delta_of, finish, gradients, heads_first, heads_last, start
+from shardopt.nn.flash import Marks, Rule, absorb, delta_of, empty_state, finish, gradients, heads_first, heads_last
 
 Axes = tuple[str, ...]
 Attention = Callable[[Array, Array, Array, Marks], Array]
@@ -70,7 +70,7 @@ def _attend(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, mark
 
 
 def _forward(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks) -> tuple[Array, tuple]:
-    state = absorb(start(query), query, *_gather_keys(axes, key, value, marks), rule)
+    state = absorb(empty_state(query), query, *_gather_keys(axes, key, value, marks), rule)
     out, logsumexp = finish(state, value.dtype)
     return out, (query, key, value, marks, out, logsumexp)
 

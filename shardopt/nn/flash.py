@@ -80,9 +80,9 @@ def heads_last(mixed: Float[Array, "B G R T K"]) -> Float[Array, "B T H K"]:
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, G * R, K)
 
 
-def start(query: Float[Array, "B G R T K"]) -> State:
+def empty_state(query: Float[Array, "B G R T K"]) -> State:
     """Return the state before the first block of keys."""
-    wide = _wide(query)
+    wide = _wide_dtype(query)
     return State(
         jnp.full(query.shape[:-1], HIDDEN, wide), jnp.zeros(query.shape[:-1], wide), jnp.zeros(query.shape, wide)
     )
@@ -101,22 +101,22 @@ def absorb(
 
     The marks must have positions. A query that sees no key of any block has no defined result.
     """
-    states = State(_tiled(state.top, -1), _tiled(state.total, -1), _tiled(state.mixed, -2))
-    query_tiles = _tiled(query, -2), _tiled_marks(query_marks, -1), states
-    key_tiles = _tiled(key, -2), _tiled(value, -2), _tiled_marks(key_marks, _PADDING_POSITION)
+    states = State(_split_tiles(state.top, -1), _split_tiles(state.total, -1), _split_tiles(state.mixed, -2))
+    query_tiles = _split_tiles(query, -2), _split_marks(query_marks, -1), states
+    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
 
     def absorb_into_query_tile(_: None, query_tile: tuple[Array, Marks, State]) -> tuple[None, State]:
         query, query_marks, state = query_tile
 
         def absorb_key_tile(state: State, key_tile: tuple[Array, Array, Marks]) -> tuple[State, None]:
             key, value, key_marks = key_tile
-            update = lambda state: _absorbed(state, query, key, value, query_marks, key_marks, rule)  # noqa: E731
+            update = lambda state: _absorb_tile(state, query, key, value, query_marks, key_marks, rule)  # noqa: E731
             return _unless_hidden(update, state, query_marks, key_marks, rule), None
 
-        return None, _scanned(absorb_key_tile, state, key_tiles)[0]
+        return None, _scan(absorb_key_tile, state, key_tiles)[0]
 
-    _, states = _scanned(absorb_into_query_tile, None, query_tiles)
-    join = functools.partial(_joined, length=query.shape[-2])
+    _, states = _scan(absorb_into_query_tile, None, query_tiles)
+    join = functools.partial(_join_tiles, length=query.shape[-2])
     return State(join(states.top, -1), join(states.total, -1), join(states.mixed, -2))
 
 
@@ -151,11 +151,16 @@ def gradients(
 
     With p = exp(score - logsumexp) over all keys, and delta = sum_k out dout: dv = p^T dout, ds = p (dout v^T - delta).
     """
-    wide = _wide(query)
+    wide = _wide_dtype(query)
     # a padded query has no weights: exp(score - 1e30) = 0
-    query_tiles = _tiled(query, -2), _tiled(d_out, -2), _tiled(delta, -1), _tiled(logsumexp, -1, -HIDDEN)
-    query_tiles = *query_tiles, _tiled_marks(query_marks, -1)
-    key_tiles = _tiled(key, -2), _tiled(value, -2), _tiled_marks(key_marks, _PADDING_POSITION)
+    query_tiles = (
+        _split_tiles(query, -2),
+        _split_tiles(d_out, -2),
+        _split_tiles(delta, -1),
+        _split_tiles(logsumexp, -1, -HIDDEN),
+    )
+    query_tiles = *query_tiles, _split_marks(query_marks, -1)
+    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
     d_key_tiles = jnp.zeros(key_tiles[0].shape, wide), jnp.zeros(key_tiles[1].shape, wide)
 
     def add_query_tile(
@@ -167,21 +172,21 @@ def gradients(
             (key, value, key_marks), sums = key_tile
 
             def update(partial_sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                tile_gradients = _gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks, rule)
-                return jax.tree.map(jnp.add, partial_sums, tile_gradients)
+                added = _tile_gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks, rule)
+                return jax.tree.map(jnp.add, partial_sums, added)
 
             dq, dk, dv = _unless_hidden(update, (dq, *sums), query_marks, key_marks, rule)
             return dq, (dk, dv)
 
-        dq, sums = _scanned(add_key_tile, jnp.zeros(query.shape, wide), (key_tiles, sums))
+        dq, sums = _scan(add_key_tile, jnp.zeros(query.shape, wide), (key_tiles, sums))
         return sums, dq
 
-    (dk, dv), dq = _scanned(add_query_tile, d_key_tiles, query_tiles)
+    (dk, dv), dq = _scan(add_query_tile, d_key_tiles, query_tiles)
     length = key.shape[-2]
-    return _joined(dq, -2, query.shape[-2]), _joined(dk, -2, length), _joined(dv, -2, length)
+    return _join_tiles(dq, -2, query.shape[-2]), _join_tiles(dk, -2, length), _join_tiles(dv, -2, length)
 
 
-def _absorbed(
+def _absorb_tile(
     state: State, query: Array, key: Array, value: Array, query_marks: Marks, key_marks: Marks, rule: Rule
 ) -> State:
     scores = _scores(query, key, query_marks, key_marks, rule)
@@ -193,7 +198,7 @@ def _absorbed(
     return State(top, state.total * rescale + jnp.sum(weights, axis=-1), state.mixed * rescale[..., None] + mixed)
 
 
-def _gradients(
+def _tile_gradients(
     query: Array,
     key: Array,
     value: Array,
@@ -204,7 +209,7 @@ def _gradients(
     key_marks: Marks,
     rule: Rule,
 ) -> tuple[Array, Array, Array]:
-    product = functools.partial(jnp.einsum, preferred_element_type=_wide(query))
+    product = functools.partial(jnp.einsum, preferred_element_type=_wide_dtype(query))
     p = jnp.exp(_scores(query, key, query_marks, key_marks, rule) - logsumexp[..., None])
     dp = product("bgrtk,bgsk->bgrts", d_out, value)
     ds = (p * (dp - delta[..., None]) * query.shape[-1] ** -0.5).astype(query.dtype)
@@ -213,7 +218,7 @@ def _gradients(
 
 
 def _scores(query: Array, key: Array, query_marks: Marks, key_marks: Marks, rule: Rule) -> Float[Array, "B G R T S"]:
-    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, key, preferred_element_type=_wide(query))
+    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, key, preferred_element_type=_wide_dtype(query))
     mask_bias = jnp.where(sees(query_marks, key_marks, rule), 0, HIDDEN).astype(scores.dtype)
     return scores * query.shape[-1] ** -0.5 + mask_bias[:, None, None]
 
@@ -251,14 +256,14 @@ def _unless_hidden(
     return update(carry) if needed is None else lax.cond(jnp.any(needed), update, lambda carry: carry, carry)
 
 
-def _tiles(length: int) -> int:
+def _num_tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def _tiled(x: Array, dim: int, fill: float = 0) -> Array:
+def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
     """Cut a dim, counted from the end, into tiles, [tiles, ..., tile, ...]; the last tile may be padded."""
     length = x.shape[dim]
-    count = _tiles(length)
+    count = _num_tiles(length)
     if count == 1:
         return x[None]
     size = -(-length // count)
@@ -269,21 +274,21 @@ def _tiled(x: Array, dim: int, fill: float = 0) -> Array:
     return jnp.moveaxis(x.reshape(*x.shape[:dim_index], count, size, *x.shape[dim_index + 1 :]), dim_index, 0)
 
 
-def _tiled_marks(marks: Marks, position: int) -> Marks:
+def _split_marks(marks: Marks, position: int) -> Marks:
     assert marks.positions is not None
-    segments = None if marks.segments is None else _tiled(marks.segments, -1)
-    return Marks(_tiled(marks.positions, -1, position), segments)
+    segments = None if marks.segments is None else _split_tiles(marks.segments, -1)
+    return Marks(_split_tiles(marks.positions, -1, position), segments)
 
 
-def _joined(x: Array, dim: int, length: int) -> Array:
-    """Undo `_tiled`."""
+def _join_tiles(x: Array, dim: int, length: int) -> Array:
+    """Undo `_split_tiles`."""
     x = jnp.moveaxis(x, 0, dim - 1)
     dim_index = x.ndim + dim
     x = x.reshape(*x.shape[: dim_index - 1], -1, *x.shape[dim_index + 1 :])
     return lax.slice_in_dim(x, 0, length, axis=dim_index - 1)
 
 
-def _scanned(f: Callable, carry: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
+def _scan(f: Callable, carry: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
     """Return `lax.scan(f, carry, xs)`; a single tile needs no loop."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return lax.scan(f, carry, xs)
@@ -291,5 +296,5 @@ def _scanned(f: Callable, carry: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
     return carry, jax.tree.map(lambda y: y[None], y)
 
 
-def _wide(x: Array) -> jnp.dtype:
+def _wide_dtype(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)

@@ -107,18 +107,18 @@ def parse_subscripts(subscripts: str) -> tuple[str, str, str]:
     return x, weight, out
 
 
-def _multiplied(first: str, second: str, out: str, precision: Precision, x: Array, weight: Array) -> Array:
+def _quantized_product(first: str, second: str, out: str, precision: Precision, x: Array, weight: Array) -> Array:
     dtype = jnp.int8 if precision == "int8" else jnp.float8_e4m3fn
     return _product(first, second, out, x, weight, dtype, dtype)
 
 
-_quantized = jax.custom_vjp(_multiplied, nondiff_argnums=(0, 1, 2, 3))
+_quantized = jax.custom_vjp(_quantized_product, nondiff_argnums=(0, 1, 2, 3))
 
 
 def _forward(
     first: str, second: str, out: str, precision: Precision, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _multiplied(first, second, out, precision, x, weight), (x, weight)
+    return _quantized_product(first, second, out, precision, x, weight), (x, weight)
 
 
 def _backward(

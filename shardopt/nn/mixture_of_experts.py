@@ -153,15 +153,15 @@ def mixture_of_experts(
     if is_analysed():
         y, statistics = _analysed_experts(dict(weights), x, router, bias, routing, activation, top_k)
     else:
-        run_experts = functools.partial(_routed, routing, activation, chunk)
+        run_experts = functools.partial(_route_and_run, routing, activation, chunk)
         y, statistics = _on_each_device(run_experts, dict(weights), x, router, bias, expert_axes, travels=num_held < E)
     if shared is not None:
-        hidden = _gated(shared, lambda name: jnp.einsum("btd,df->btf", x, shared[name]), activation)
+        hidden = _hidden_units(shared, lambda name: jnp.einsum("btd,df->btf", x, shared[name]), activation)
         y = y + jnp.einsum("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
     return y, statistics
 
 
-def _routed(
+def _route_and_run(
     routing: Callable[..., Routes],
     activation: Activation,
     chunk: int | None,
@@ -175,7 +175,7 @@ def _routed(
     B, T, D = x.shape
     routes = routing(x, router, bias)
     E, N, K = router.shape[1], B * T, routes.experts.shape[2]
-    run_experts = functools.partial(_dispatched, activation, axes, E, weights)
+    run_experts = functools.partial(_dispatch_and_combine, activation, axes, E, weights)
     flat_tokens = x.reshape(N, D), routes.experts.reshape(N, K), routes.weights.reshape(N, K)
     if chunk is None or chunk >= N:
         return run_experts(*flat_tokens).reshape(B, T, D), routes.statistics
@@ -190,7 +190,7 @@ def _routed(
     return y.reshape(-1, D)[:N].reshape(B, T, D), routes.statistics
 
 
-def _dispatched(
+def _dispatch_and_combine(
     activation: Activation,
     axes: tuple[str, ...],
     num_experts: int,
@@ -206,19 +206,17 @@ def _dispatched(
     scales = spread(scales.reshape(n * K, 1), order, inverse)
     if not axes:
         rows = checkpoint_name(rows, ARRIVED)
-        return combine(_experts(activation, weights, rows, scales, sizes), order, inverse, n)
+        return combine(_run_experts(activation, weights, rows, scales, sizes), order, inverse, n)
     exchange = plan_exchange(axes, sizes)
     devices, num_local = jax.lax.axis_size(axes), weights["up"].shape[0]
     max_rows = min(K, num_local) * n
-    send_to_experts = lambda array: send(
-        axes, max_rows, devices * max_rows, array, exchange.to_experts, exchange.to_tokens
-    )
+    send_to_experts = lambda a: send(axes, max_rows, devices * max_rows, a, exchange.to_experts, exchange.to_tokens)  # noqa: E731
     rows, scales = checkpoint_name((send_to_experts(rows), send_to_experts(scales)), ARRIVED)
-    out = _experts(activation, weights, rows, scales, exchange.sizes)
+    out = _run_experts(activation, weights, rows, scales, exchange.sizes)
     return combine(send(axes, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts), order, inverse, n)
 
 
-def _experts(activation: Activation, weights: Weights, rows: Array, scales: Array, sizes: Array) -> Array:
+def _run_experts(activation: Activation, weights: Weights, rows: Array, scales: Array, sizes: Array) -> Array:
     """Return the output of each row's expert, times the row's scale [M, 1]."""
     first_products = {name: grouped_product(rows, weights[name], sizes) for name in weights if name != "down"}
     first_products = checkpoint_name(first_products, NAME)
@@ -226,13 +224,13 @@ def _experts(activation: Activation, weights: Weights, rows: Array, scales: Arra
     @jax.checkpoint
     def down(first_products: Weights, scales: Array, weights: Array) -> Array:
         # The last product is linear, so scales can multiply its input. Then their gradient does not need its output.
-        hidden = _gated(first_products, lambda name: first_products[name], activation) * scales
+        hidden = _hidden_units(first_products, lambda name: first_products[name], activation) * scales
         return grouped_product(hidden.astype(weights.dtype), weights, sizes)
 
     return down(first_products, scales, weights["down"])
 
 
-def _gated(weights: Weights, product: Callable[[str], Array], activation: Activation) -> Array:
+def _hidden_units(weights: Weights, product: Callable[[str], Array], activation: Activation) -> Array:
     up = product("up")
     widen = lambda array: array.astype(wide_dtype(array.dtype))  # noqa: E731
     if "gate" not in weights:
@@ -259,7 +257,7 @@ def _analysed_experts(
         weights_of_all = dense_weights(routes.experts, routes.weights, router.shape[1])
         rows = checkpoint_name(x, ARRIVED)  # `BlockModel.remat` finds its names in this trace
         first_product = lambda name: checkpoint_name(jnp.einsum("btd,edf->btef", rows, weights[name]), NAME)  # noqa: E731
-        hidden = _gated(weights, first_product, activation)
+        hidden = _hidden_units(weights, first_product, activation)
         hidden = (hidden * weights_of_all[..., None]).astype(x.dtype)
         return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
 

@@ -18,11 +18,11 @@ from shardopt.nn.flash import (
     State,
     absorb,
     delta_of,
+    empty_state,
     finish,
     gradients,
     heads_first,
     heads_last,
-    start,
 )
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -
         update = lambda state: splash.absorb(state, query, key, value, query_marks, marks, causal=causal)  # noqa: E731
         return _unless_ahead(ring, hop, update, state)
 
-    state, blocks = start(query), (key, value, marks)
+    state, blocks = empty_state(query), (key, value, marks)
     next_blocks = send(ring, blocks) if ring.hops else blocks  # sent while the product runs, also below
     state = absorb_block(state, 0, blocks)
 

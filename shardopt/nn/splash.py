@@ -33,7 +33,7 @@ def splash_attention(
     if segments is not None:  # padding is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
     heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
-    mixed: Any = _whole_rows(heads_first(_scaled(query)), heads_first(key), heads_first(value), segments, rule)
+    mixed: Any = _whole_rows(heads_first(_scale_query(query)), heads_first(key), heads_first(value), segments, rule)
     return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
 
 
@@ -45,7 +45,7 @@ def _whole_rows(query: Array, key: Array, value: Array, segments: Array | None, 
 def _whole_rows_forward(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> tuple[Array, tuple]:
-    mixed, logsumexp = _mixed(query, key, value, segments, segments, rule)
+    mixed, logsumexp = _run_kernel(query, key, value, segments, segments, rule)
     mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
     return mixed, (query, key, value, segments, mixed, logsumexp)
 
@@ -75,8 +75,10 @@ def absorb(
     dtype of query before blocks are summed.
     """
     B, G, R, T, K = query.shape
-    scaled_query = _scaled(query).reshape(B, G * R, T, K)
-    mixed, logsumexp = _mixed(scaled_query, key, value, query_marks.segments, key_marks.segments, Rule(causal, None))
+    scaled_query = _scale_query(query).reshape(B, G * R, T, K)
+    mixed, logsumexp = _run_kernel(
+        scaled_query, key, value, query_marks.segments, key_marks.segments, Rule(causal, None)
+    )
     mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
     state_weight, block_weight = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
@@ -103,7 +105,7 @@ def gradients(
     B, G, R, _, K = query.shape
     merge_heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
     queries = QueryOperands(
-        merge_heads(_scaled(query)),
+        merge_heads(_scale_query(query)),
         merge_heads(d_out),
         merge_heads(logsumexp),
         merge_heads(delta),
@@ -114,7 +116,7 @@ def gradients(
     return [dq.reshape(query.shape) * K**-0.5, dk, dv]
 
 
-def _mixed(
+def _run_kernel(
     query: Float[Array, "B H T K"],
     key: Float[Array, "B G T K"],
     value: Float[Array, "B G T V"],
@@ -143,5 +145,5 @@ def _mixed(
     return mixed, logsumexp
 
 
-def _scaled(query: Array) -> Array:
+def _scale_query(query: Array) -> Array:
     return (query * query.shape[-1] ** -0.5).astype(query.dtype)

@@ -89,8 +89,8 @@ def gradients(
 
         def add_piece(sums: Sums, pair: Array, mask: Rule = mask, query_lead: int = query_lead) -> tuple[Sums, None]:
             i, j = pair
-            query_piece = jax.tree.map(lambda x: _cut(x, i, piece_size), queries)
-            key_piece = jax.tree.map(lambda x: _cut(x, j, piece_size), keys)
+            query_piece = jax.tree.map(lambda x: _slice_positions(x, i, piece_size), queries)
+            key_piece = jax.tree.map(lambda x: _slice_positions(x, j, piece_size), keys)
             piece_gradients = _piece_gradients(query_piece, key_piece, mask, query_lead, block, jnp.float32)
             dq, dk, dv = (_add_at(x, start, y) for x, start, y in zip(sums, (i, j, j), piece_gradients, strict=True))
             return (dq, dk, dv), None
@@ -100,14 +100,14 @@ def gradients(
     return dq, dk, dv
 
 
-def _cut(x: Array, start: Array, piece: int) -> Array:
+def _slice_positions(x: Array, start: Array, piece: int) -> Array:
     """Return `piece` positions from `start` on: of dim 1 for segments [B, T], otherwise of dim 2."""
     return lax.dynamic_slice_in_dim(x, start, piece, min(x.ndim - 1, 2))
 
 
 def _add_at(x: Array, start: Array, y: Array) -> Array:
     """Add y to the positions of x from `start` on, dim 2."""
-    return lax.dynamic_update_slice_in_dim(x, _cut(x, start, y.shape[2]) + y, start, 2)
+    return lax.dynamic_update_slice_in_dim(x, _slice_positions(x, start, y.shape[2]) + y, start, 2)
 
 
 def _sees_all(piece: int, query_lead: int, rule: Rule) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from shardopt.core.errors import format_error, plural
 from shardopt.pipeline.check import check, check_cells, check_sizes
 from shardopt.pipeline.schedule import Schedule
-from shardopt.pipeline.ticks import LETTERS, Ticks, as_table, assign_slots, source
+from shardopt.pipeline.ticks import LETTERS, Ticks, as_table, assign_slots, input_pass_of
 
 
 def from_ticks(
@@ -211,7 +211,9 @@ def _run_as_early_as_possible(
 
     while any(remaining):
         inputs = {
-            stage: source(*actions[-1], len(stage_of_virtual)) for stage, actions in enumerate(remaining) if actions
+            stage: input_pass_of(*actions[-1], len(stage_of_virtual))
+            for stage, actions in enumerate(remaining)
+            if actions
         }
         ready = [stage for stage, input_pass in inputs.items() if has_arrived(stage, input_pass)]
         # no message is on its way, so no stage can ever continue

@@ -24,9 +24,9 @@ from shardopt.pipeline.stage import (
     chunk_forward,
     chunk_forward_keeping,
     chunk_weight,
-    first_carry,
+    initial_carry,
+    make_setup,
     make_stage,
-    prepare,
 )
 from shardopt.remat.split_backward import Arrays
 
@@ -65,8 +65,8 @@ def execute(
     are sent ahead, it sends the results of the previous tick while the passes run.
     A branch skips idle passes. Permutes are outside of branches, since every stage takes part in each permute.
     """
-    setup = prepare(schedule, fns, weights, counts, remat=remat, idle=idle)
-    ahead = schedule.ticks.message_ticks > 1
+    setup = make_setup(schedule, fns, weights, counts, remat=remat, idle=idle)
+    sends_ahead = schedule.ticks.message_ticks > 1
 
     def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
         carry = carry._replace(
@@ -84,12 +84,12 @@ def execute(
         return carry._replace(
             arrived_activations=messages.send(schedule, "forward", y, carry.outgoing_activations),
             arrived_cotangents=messages.send(schedule, "backward", dx, carry.outgoing_cotangents),
-            outgoing_activations=y if ahead else [],
-            outgoing_cotangents=dx if ahead else [],
+            outgoing_activations=y if sends_ahead else [],
+            outgoing_cotangents=dx if sends_ahead else [],
             sums=sums,
         ), None
 
-    carry, _ = jax.lax.scan(tick, first_carry(setup), _table(schedule))
+    carry, _ = jax.lax.scan(tick, initial_carry(setup), _table(schedule))
     return carry.sums
 
 
@@ -98,7 +98,7 @@ def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Cou
 
     A caller can differentiate it. The backward pass then stores one input per tick and runs each forward again.
     """
-    stage, ahead = make_stage(schedule, fns, weights, counts), schedule.ticks.message_ticks > 1
+    stage, sends_ahead = make_stage(schedule, fns, weights, counts), schedule.ticks.message_ticks > 1
     shapes = jax.eval_shape(fns.loss, jnp.int32(0), stage.x)
     losses = jax.tree.map(lambda x: jnp.zeros((schedule.num_micro_batches, *x.shape), x.dtype), shapes)
 
@@ -118,13 +118,13 @@ def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Cou
             )
 
         y, losses = jax.lax.cond(m >= 0, run_pass, lambda losses: (make_filled(stage.x, 0.0), losses), losses)
-        return (inputs, messages.send(schedule, "forward", y, outgoing), y if ahead else [], losses), None
+        return (inputs, messages.send(schedule, "forward", y, outgoing), y if sends_ahead else [], losses), None
 
     inputs = make_buffers(stage.x, schedule.num_input_slots, 0.0)
     arrived = [make_filled(stage.x, 0.0) for _ in schedule.forward_shifts]
     num_ticks = 1 + int(schedule.ticks.passes["forward"].max())
     rows = {name: column[:num_ticks] for name, column in _table(schedule).items() if name.startswith("forward")}
-    outgoing = make_filled(stage.x, 0.0) if ahead else []
+    outgoing = make_filled(stage.x, 0.0) if sends_ahead else []
     return jax.lax.scan(tick, (inputs, arrived, outgoing, losses), rows)[0][3]
 
 

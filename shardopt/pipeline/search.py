@@ -89,8 +89,8 @@ def search(
     problem = _Problem(
         num_stages, num_micro_batches, F, B, W, sending, max_activations, memory_after_backward, synchronous
     )
-    best = _improve(problem, min(_starts(problem), key=lambda choice: _run(problem, choice).cost))
-    searched = from_order([" ".join(order) for order in _run(problem, best).orders], name="search")
+    best = _improve(problem, min(_initial_choices(problem), key=lambda choice: _simulate(problem, choice).cost))
+    searched = from_order([" ".join(order) for order in _simulate(problem, best).orders], name="search")
     known_schedules = [builder(num_stages, num_micro_batches) for builder in (zero_bubble, zero_bubble_2)]
 
     def cost(schedule: Schedule) -> tuple[float, float]:
@@ -149,7 +149,7 @@ class _Outcome(NamedTuple):
     orders: list[list[str]]
 
 
-def _starts(problem: _Problem) -> Iterator[_Choice]:
+def _initial_choices(problem: _Problem) -> Iterator[_Choice]:
     """Yield the choices with which the search begins."""
     num_stages, max_activations = problem.num_stages, int(problem.memory)
     zero_bubbles = [[num_stages - s for s in range(num_stages)], [2 * (num_stages - s) - 1 for s in range(num_stages)]]
@@ -177,11 +177,11 @@ def _forwards_that_fit(problem: _Problem, extra: int) -> list[int]:
 
 def _improve(problem: _Problem, choice: _Choice) -> _Choice:
     """Change one number of the choice at a time, until no change improves the cost."""
-    best, improved = _run(problem, choice).cost, True
+    best, improved = _simulate(problem, choice).cost, True
     while improved:
         improved = False
         for candidate in _neighbours(problem, choice):
-            cost = _run(problem, candidate).cost
+            cost = _simulate(problem, candidate).cost
             # sums of times are rounded: without a margin, changes by rounding errors would repeat forever
             if cost < best and any(a < b - _ROUNDING * (1 + b) for a, b in zip(cost, best, strict=True)):
                 best, choice, improved = cost, candidate, True
@@ -211,7 +211,7 @@ def _replace_at(values: tuple[float, ...], index: int, value: float) -> tuple[fl
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _run(problem: _Problem, choice: _Choice) -> _Outcome:
+def _simulate(problem: _Problem, choice: _Choice) -> _Outcome:
     """Run every stage at its own pace, with weight passes where the choice allows them; return the cost and the orders."""
     num_stages, num_micro_batches = problem.num_stages, problem.num_micro_batches
     free_at, first_begin, peak = [0.0] * num_stages, [0.0] * num_stages, 0.0

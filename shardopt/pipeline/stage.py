@@ -189,7 +189,9 @@ def make_stage(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Count
     )
 
 
-def prepare(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts, *, remat: bool, idle: float) -> Setup:
+def make_setup(
+    schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts, *, remat: bool, idle: float
+) -> Setup:
     """Return this stage's blocks and the split passes of a block."""
     stage, m = make_stage(schedule, fns, weights, counts), jnp.int32(0)
     block_args = [*(jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype) for weight in weights), m, m]
@@ -197,12 +199,12 @@ def prepare(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts, 
     return Setup(stage, rematerialised(passes, stage.x) if fns.remat_blocks else passes, remat, idle)
 
 
-def first_carry(setup: Setup) -> Carry:
+def initial_carry(setup: Setup) -> Carry:
     """Return the carry before the first tick: empty ring buffers and zero sums."""
     schedule, x, k, idle = setup.stage.schedule, setup.stage.x, setup.stage.num_blocks, setup.idle
     shapes, num_places = (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
     loss_at_once = schedule.ticks.forward[-1] == schedule.ticks.backward[-1]  # so no output waits for its loss
-    ahead = schedule.ticks.message_ticks > 1
+    sends_ahead = schedule.ticks.message_ticks > 1
     deferred = [*setup.passes.deferred, *(setup.passes.residuals[i] for i in setup.residuals_for_weight)]
     return Carry(
         inputs=make_buffers(x, schedule.num_input_slots, idle),
@@ -212,8 +214,8 @@ def first_carry(setup: Setup) -> Carry:
         deferred=make_buffers(deferred, schedule.num_deferred_slots * k, idle),
         arrived_activations=[make_filled(x, idle) for _ in schedule.forward_shifts],
         arrived_cotangents=[make_filled(setup.dx, idle) for _ in schedule.backward_shifts],
-        outgoing_activations=make_filled(x, idle) if ahead else [],
-        outgoing_cotangents=make_filled(setup.dx, idle) if ahead else [],
+        outgoing_activations=make_filled(x, idle) if sends_ahead else [],
+        outgoing_cotangents=make_filled(setup.dx, idle) if sends_ahead else [],
         sums=_zero_sums(setup.stage),
     )
 
@@ -256,7 +258,7 @@ def chunk_forward(
         return jax.lax.cond(j < chunk.size, run_block, lambda _, x: x, j, x)
 
     if not differentiable:
-        return _over_blocks(chunk, x, run_block)
+        return _loop_over_blocks(chunk, x, run_block)
     step = run_block if isinstance(chunk.size, int) else run_or_skip_block
     return jax.lax.scan(lambda x, j: (step(j, x), None), x, jnp.arange(chunk.num_blocks))[0]
 
@@ -269,7 +271,7 @@ def chunk_forward_keeping(chunk: Chunk, passes: Passes, x: Arrays, residuals: Bu
         y, block_residuals = passes.forward(chunk.block_args(j), x)
         return y, _write_block(chunk, residuals._replace(buffers=buffers), j, in_tiles(block_residuals))
 
-    return _over_blocks(chunk, (x, residuals.buffers), run_block)
+    return _loop_over_blocks(chunk, (x, residuals.buffers), run_block)
 
 
 def chunk_backward(
@@ -282,7 +284,7 @@ def chunk_backward(
         dx, dw = passes.both(chunk.block_args(j), _read_block(chunk, residuals, j), dy)
         return dx, add_to_slot(grads, chunk.first + j, reduce(dw))
 
-    return _over_blocks(chunk, (dy, grads), run_block, reverse=True)
+    return _loop_over_blocks(chunk, (dy, grads), run_block, reverse=True)
 
 
 def chunk_backward_deferring(
@@ -295,7 +297,7 @@ def chunk_backward_deferring(
         dx, for_weight = passes.backward(chunk.block_args(j), _read_block(chunk, residuals, j), dy)
         return dx, _write_block(chunk, deferred._replace(buffers=buffers), j, for_weight)
 
-    return _over_blocks(chunk, (dy, deferred.buffers), run_block, reverse=True)
+    return _loop_over_blocks(chunk, (dy, deferred.buffers), run_block, reverse=True)
 
 
 def chunk_weight(
@@ -312,7 +314,7 @@ def chunk_weight(
         dw = passes.weight(chunk.block_args(j), _read_block(chunk, residuals, j), _read_block(chunk, deferred, j))
         return add_to_slot(grads, chunk.first + j, reduce(dw))
 
-    return _over_blocks(chunk, grads, run_block)
+    return _loop_over_blocks(chunk, grads, run_block)
 
 
 def _write_block(chunk: Chunk, slots: BufferSlots, j: Index, values: Arrays) -> Arrays:
@@ -325,7 +327,7 @@ def _read_block(chunk: Chunk, slots: BufferSlots, j: Index) -> Arrays:
     return [read_slot([buffer], slot * chunk.num_blocks + j)[0] for buffer, slot in pairs]
 
 
-def _over_blocks(chunk: Chunk, carry: C, run_block: Callable[[Index, C], C], *, reverse: bool = False) -> C:
+def _loop_over_blocks(chunk: Chunk, carry: C, run_block: Callable[[Index, C], C], *, reverse: bool = False) -> C:
     size = chunk.size
     if isinstance(size, int) and size > 1:
         scan_step = lambda carry, j: (run_block(j, carry), None)  # noqa: E731

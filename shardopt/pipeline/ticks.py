@@ -70,7 +70,7 @@ class Ticks(NamedTuple):
         return {kind: np.asarray(table) for kind, table in tables if table is not None}
 
 
-def source(kind: str, v: int, m: int, num_virtual_stages: int) -> tuple[str, int, int] | None:
+def input_pass_of(kind: str, v: int, m: int, num_virtual_stages: int) -> tuple[str, int, int] | None:
     """Return the pass (kind, virtual stage, micro-batch) whose result this pass waits for; None for the first virtual stage's forward."""
     if kind == "forward":
         return ("forward", v - 1, m) if v > 0 else None

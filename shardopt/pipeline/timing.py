@@ -8,7 +8,7 @@ import numpy as np
 
 from shardopt.core.arguments import is_number
 from shardopt.core.errors import format_error, plural
-from shardopt.pipeline.ticks import LETTERS, Ticks, source
+from shardopt.pipeline.ticks import LETTERS, Ticks, input_pass_of
 
 Times = float | Sequence[float]
 """The time of a pass of one micro-batch: one number, or [V] numbers, one per virtual stage."""
@@ -73,7 +73,7 @@ def own_pace(ticks: Ticks, times: PassTimes) -> dict[str, list[list[float]]]:
     free_at: list[float] = [0] * ticks.num_stages
     end_of: dict[tuple[str, int, int], float] = {}
     for kind, v, m in in_order(ticks):
-        stage, input_pass = ticks.stage_of[v], source(kind, v, m, size)
+        stage, input_pass = ticks.stage_of[v], input_pass_of(kind, v, m, size)
         start = free_at[stage]
         if input_pass is not None:
             start = max(
