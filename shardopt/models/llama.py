@@ -18,12 +18,12 @@ class Place(NamedTuple):
 
     Attributes:
       path: the leaf of the model.
-      index: the tensor is `leaf[index]`; inside blocks it is transposed.
+      leaf_index: the tensor is `leaf[leaf_index]`; inside blocks it is transposed.
       shape: the shape of the tensor in the file.
     """
 
     path: str
-    index: tuple[int | slice, ...]
+    leaf_index: tuple[int | slice, ...]
     shape: tuple[int, ...]
 
 

@@ -61,8 +61,8 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
     hf_config = hf_format.described(config, str(leaves["embedding"].dtype))
     tensors = {}
     for name, place in hf_format.tensor_places(config).items():
-        tensor = leaves[place.path][place.index]
-        tensors[name] = np.ascontiguousarray(tensor.reshape(place.shape[::-1]).T if place.index else tensor)
+        tensor = leaves[place.path][place.leaf_index]
+        tensors[name] = np.ascontiguousarray(tensor.reshape(place.shape[::-1]).T if place.leaf_index else tensor)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _INDEX).unlink(missing_ok=True)  # transformers would read the files of an index instead
@@ -106,7 +106,9 @@ def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTCo
     leaves = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in leaves_with_paths(abstract)}
     for name, place in places.items():
         leaf = leaves[place.path]
-        leaf[place.index] = tensors[name].T.reshape(leaf[place.index].shape) if place.index else tensors[name]
+        leaf[place.leaf_index] = (
+            tensors[name].T.reshape(leaf[place.leaf_index].shape) if place.leaf_index else tensors[name]
+        )
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values()), config
 
 

@@ -159,12 +159,16 @@ def to_schedule(schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence
     Leaves are [L / S, ...], and `specs` say how they are sharded over tensor. A stage stores L / S consecutive blocks of the
     model; with several chunks it runs other blocks. One permute per chunk moves them, once per step.
     """
-    return _exchange(schedule, leaves, specs, [(a, i, b, j) for a, i, b, j in _moves(schedule)])
+    return _exchange(
+        schedule, leaves, specs, [(source, old, target, new) for source, old, target, new in _moves(schedule)]
+    )
 
 
 def to_model(schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> Arrays:
     """Bring blocks, or their gradients, back to the stage that stores them: the inverse of `to_schedule`."""
-    return _exchange(schedule, leaves, specs, [(b, j, a, i) for a, i, b, j in _moves(schedule)])
+    return _exchange(
+        schedule, leaves, specs, [(target, new, source, old) for source, old, target, new in _moves(schedule)]
+    )
 
 
 def _moves(schedule: Schedule) -> list[Move]:
@@ -176,7 +180,7 @@ def _moves(schedule: Schedule) -> list[Move]:
 def rounds_to_schedule(schedule: Schedule) -> int:
     """Return in how many rounds `to_schedule` sends a chunk to another stage; gradients return in as many rounds."""
     return sum(
-        any(a != b for a, _, b, _ in moves_of_round)
+        any(source != target for source, _, target, _ in moves_of_round)
         for moves_of_round in _rounds(schedule.num_stages, _moves(schedule))
     )
 
@@ -184,17 +188,19 @@ def rounds_to_schedule(schedule: Schedule) -> int:
 def _exchange(
     schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], moves: list[Move]
 ) -> Arrays:
-    if all((a, i) == (b, j) for a, i, b, j in moves):
+    if all((source, old) == (target, new) for source, old, target, new in moves):
         return list(leaves)
     chunks, stage = schedule.num_chunks, jax.lax.axis_index(PIPELINE)
     stored = [x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]) for x in leaves]
-    running = [jnp.zeros_like(x) for x in stored]
+    rearranged = [jnp.zeros_like(x) for x in stored]
     for moves_of_round in _rounds(schedule.num_stages, moves):
-        sent_chunk = jnp.asarray([place for _, place, _, _ in sorted(moves_of_round)])[stage]
-        received_chunk = jnp.asarray([place for _, place in sorted((b, j) for _, _, b, j in moves_of_round)])[stage]
-        received = permute(read_slot(stored, sent_chunk), [(a, b) for a, _, b, _ in moves_of_round], specs)
-        running = write_slot(running, received_chunk, received)
-    return [x.reshape(leaf.shape) for x, leaf in zip(running, leaves, strict=True)]
+        sent_chunk = jnp.asarray([old for _, old, _, _ in sorted(moves_of_round)])[stage]
+        arrivals = sorted((target, new) for _, _, target, new in moves_of_round)
+        received_chunk = jnp.asarray([new for _, new in arrivals])[stage]
+        pairs = [(source, target) for source, _, target, _ in moves_of_round]
+        received = permute(read_slot(stored, sent_chunk), pairs, specs)
+        rearranged = write_slot(rearranged, received_chunk, received)
+    return [x.reshape(leaf.shape) for x, leaf in zip(rearranged, leaves, strict=True)]
 
 
 def _rounds(num_stages: int, moves: list[Move]) -> list[list[Move]]:

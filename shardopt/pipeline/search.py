@@ -114,7 +114,7 @@ class _Problem(NamedTuple):
       weight: [S], the time of a weight gradient.
       communication: the time of a message.
       memory: the most activations on a stage.
-      share_after_backward: `memory_after_backward`.
+      kept_share: `memory_after_backward`.
       synchronous: whether to minimise `table_time`.
     """
 
@@ -125,7 +125,7 @@ class _Problem(NamedTuple):
     weight: list[float]
     communication: float
     memory: float
-    share_after_backward: float
+    kept_share: float
     synchronous: bool
 
 
@@ -217,77 +217,73 @@ def _simulate(problem: _Problem, choice: _Choice) -> _Outcome:
     free_at, first_begin, peak = [0.0] * num_stages, [0.0] * num_stages, 0.0
     forward_ends: list[list[float]] = [[] for _ in range(num_stages)]  # per stage, when its forwards ended
     backward_ends: list[list[float]] = [[] for _ in range(num_stages)]  # per stage, when its backwards ended
-    num_weights = [0] * num_stages
+    weight_counts = [0] * num_stages
     orders: list[list[str]] = [[] for _ in range(num_stages)]
     ready = list(reversed(range(num_stages)))
     while ready:
         stage = ready.pop()
-        forwards, backwards, order, now, weights_done = (
+        forwards, backwards, order, now, num_weights = (
             forward_ends[stage],
             backward_ends[stage],
             orders[stage],
             free_at[stage],
-            num_weights[stage],
+            weight_counts[stage],
         )
-        previous_stage_ends = forward_ends[stage - 1] if stage else None
-        next_stage_ends = backward_ends[stage + 1] if stage + 1 < num_stages else None
+        previous_ends = forward_ends[stage - 1] if stage else None
+        next_ends = backward_ends[stage + 1] if stage + 1 < num_stages else None
         min_wait = (1 - choice.overrun[stage]) * problem.weight[stage]
         memory_limit = choice.memory[stage] - 1 + _ROUNDING
-        while (backwards_done := len(backwards)) < num_micro_batches:
-            forwards_done = len(forwards)
-            is_forward = forwards_done < min(num_micro_batches, choice.ahead[stage] + backwards_done)
+        while (num_backwards := len(backwards)) < num_micro_batches:
+            num_forwards = len(forwards)
+            is_forward = num_forwards < min(num_micro_batches, choice.ahead[stage] + num_backwards)
             if is_forward:
-                if previous_stage_ends is not None and len(previous_stage_ends) <= forwards_done:
+                if previous_ends is not None and len(previous_ends) <= num_forwards:
                     break
-                arrival = (
-                    previous_stage_ends[forwards_done] + problem.communication
-                    if previous_stage_ends is not None
-                    else 0.0
-                )
+                arrival = previous_ends[num_forwards] + problem.communication if previous_ends is not None else 0.0
             else:
-                if next_stage_ends is not None and len(next_stage_ends) <= backwards_done:
+                if next_ends is not None and len(next_ends) <= num_backwards:
                     break
                 arrival = (
-                    next_stage_ends[backwards_done] + problem.communication
-                    if next_stage_ends is not None
-                    else forwards[backwards_done]
+                    next_ends[num_backwards] + problem.communication
+                    if next_ends is not None
+                    else forwards[num_backwards]
                 )
-            while weights_done < backwards_done and (
+            while num_weights < num_backwards and (
                 (
                     is_forward
-                    and forwards_done - backwards_done + problem.share_after_backward * (backwards_done - weights_done)
-                    > memory_limit
+                    and num_forwards - num_backwards + problem.kept_share * (num_backwards - num_weights) > memory_limit
                 )
                 or now + min_wait <= arrival
             ):
                 now += problem.weight[stage]
-                order.append(f"W{weights_done}")
-                weights_done += 1
+                order.append(f"W{num_weights}")
+                num_weights += 1
             now = max(now, arrival)
             if is_forward:
-                first_begin[stage] = first_begin[stage] if forwards_done else now
+                first_begin[stage] = first_begin[stage] if num_forwards else now
                 now += problem.forward[stage]
                 forwards.append(now)
-                order.append(f"F{forwards_done}")
+                order.append(f"F{num_forwards}")
                 peak = max(
                     peak,
-                    forwards_done + 1 - backwards_done + problem.share_after_backward * (backwards_done - weights_done),
+                    num_forwards + 1 - num_backwards + problem.kept_share * (num_backwards - num_weights),
                 )
             else:
                 now += problem.backward[stage]
                 backwards.append(now)
-                order.append(f"B{backwards_done}")
+                order.append(f"B{num_backwards}")
             # the neighbours may continue now
             ready += [
                 neighbour
                 for neighbour in (stage - 1, stage + 1)
                 if 0 <= neighbour < num_stages and neighbour not in ready
             ]
-        free_at[stage], num_weights[stage] = now, weights_done
+        free_at[stage], weight_counts[stage] = now, num_weights
     for stage, order in enumerate(orders):
-        order += [f"W{m}" for m in range(num_weights[stage], num_micro_batches)]
+        order += [f"W{m}" for m in range(weight_counts[stage], num_micro_batches)]
     ends = [
-        free_at[stage] + (num_micro_batches - num_weights[stage]) * problem.weight[stage] for stage in range(num_stages)
+        free_at[stage] + (num_micro_batches - weight_counts[stage]) * problem.weight[stage]
+        for stage in range(num_stages)
     ]
     total, longest = max(ends), max(end - start for end, start in zip(ends, first_begin, strict=True))
     return _Outcome((total, longest, peak) if problem.synchronous else (longest, total, peak), orders)
