@@ -59,23 +59,9 @@ def attention(
       positions: [B, T] or [T], integers: the position of each token in its row, which `causal` and `window` compare. The
         "order" of `so.nn.zigzag` is such an array. None: natural order: device i of a context axis holds the positions
         i T, ..., i T + T - 1. Packed documents in natural order need only their segment ids.
-      implementation: None chooses by the devices of the mesh: splash on TPU from 128 positions on, cudnn on GPU in half
-        precision, otherwise xla, and xla if the kernel cannot be used.
-
-        - "splash": jax's Pallas kernel for TPU. On other devices it runs interpreted, for tests. It needs natural order (no
-          `positions`). Over context it takes whole rows ("all_to_all" with d = C), or the blocks of a ring without a window,
-          each a multiple of 128 positions. It rounds the results of blocks to the dtype of query before they are summed.
-        - "cudnn": flash attention of `jax.nn.dot_product_attention`, for half precision on GPU. It needs natural order. Over
-          context it takes whole rows only.
-        - "xla": plain XLA.
-      method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses) or "all_gather". It has no effect
-        without a context axis. None chooses the first that applies:
-
-        - "all_gather" for rows of at most 4096 positions, whose bytes take less time than the start of many sends, if no
-          kernel is asked for;
-        - "all_to_all" if C divides G (of one tensor shard), and it sends no more bytes than the ring. Causal work is then
-          equal in any order, and the kernels can be used;
-        - "ring".
+      implementation: "splash", "cudnn", "xla", or None to choose by the devices of the mesh; see **Implementations**.
+      method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses), "all_gather", or None to choose; see
+        **Methods**. It has no effect without a context axis.
 
     Returns:
       [B, T, H, V] in the dtype of value.
@@ -84,14 +70,31 @@ def attention(
       TypeError: if positions are not integers.
       ValueError: if H is not a multiple of G; if V is above K; if a tensor axis does not divide G; if G (of one tensor shard)
         and C have no common divisor for "all_to_all"; if `window` is given without `causal` or is below 1; if positions have
-        another shape; if a kernel is asked for that cannot be used (see `implementation`); if `implementation` or `method`
-        is unknown.
+        another shape; if a kernel is asked for that cannot be used; if `implementation` or `method` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
       >>> attention(query, key[:, :, :2], value[:, :, :2], window=3).shape
       (2, 5, 4, 8)
+
+    **Implementations**: None chooses splash on TPU from 128 positions on, cudnn on GPU in half precision, and xla otherwise. It
+    also chooses xla if the kernel cannot be used.
+
+    - "splash": jax's Pallas kernel for TPU. On other devices it runs interpreted, for tests. It needs natural order (no
+      `positions`). Over context it takes whole rows ("all_to_all" with d = C), or the blocks of a ring without a window,
+      each a multiple of 128 positions. It rounds the results of blocks to the dtype of query before they are summed.
+    - "cudnn": flash attention of `jax.nn.dot_product_attention`, for half precision on GPU. It needs natural order. Over
+      context it takes whole rows only.
+    - "xla": plain XLA.
+
+    **Methods**: None chooses the first that applies:
+
+    - "all_gather" for rows of at most 4096 positions, if no kernel is asked for: their bytes take less time than the start
+      of many sends;
+    - "all_to_all" if C divides G (of one tensor shard), and it sends no more bytes than the ring. Causal work is then
+      equal in any order, and the kernels can be used;
+    - "ring".
 
     **Equivalence**: every implementation and method computes the same result, up to summation order. Below float32 it is the
     same up to the dtype of the rounded products.
