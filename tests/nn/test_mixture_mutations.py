@@ -18,7 +18,9 @@ mixture = importlib.import_module("shardopt.nn.mixture_of_experts")
 def weights_of_experts_dropped(patch):
     right = mixture._run_experts
     patch.setattr(
-        mixture, "_run_experts", lambda act, weights, rows, scales, sizes: right(act, weights, rows, 0 * scales + 1, sizes)
+        mixture,
+        "_run_experts",
+        lambda act, weights, rows, scales, sizes: right(act, weights, rows, 0 * scales + 1, sizes),
     )
 
 
