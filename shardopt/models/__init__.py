@@ -1,4 +1,4 @@
-"""Models to train: examples that use the library, and that nothing in it imports but the command line."""
+"""Example models that use the library; in the library only the command line imports them."""
 
 from shardopt.models import gpt, moe
 from shardopt.models.gpt import sample

@@ -1,4 +1,4 @@
-"""A decoder-only GPT as pure functions: rotary positions, RMS norm, SwiGLU, blocks stacked and scanned; and its samples."""
+"""A decoder-only GPT as pure functions: rotary positions, RMS norm, SwiGLU, stacked and scanned blocks; and `sample`."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from shardopt.core.block_remat import Remat
 from shardopt.core.errors import format_error, plural
 from shardopt.core.types import PyTree, Weighted
 from shardopt.models import layers
-from shardopt.models.inputs import bare, block_of, mean_loss, read_inputs, with_marks
+from shardopt.models.inputs import attach_marks, make_block, mean_loss, plain_activations, read_inputs
 from shardopt.models.sampling import check_sampling, draw
 from shardopt.nn.low_precision import Precision, check_precision
 from shardopt.optimizers import Matrix
@@ -32,11 +32,11 @@ rules = (
     ("^blocks/mlp/down$", P("tensor", None)),
     ("^(embedding|head)$", P("tensor", None)),
 )
-"""Tensor rules: heads, hidden units and the vocabulary are sharded; each block then needs two all-reduces over the axis.
+"""Tensor rules that shard heads, hidden units and the vocabulary; each block then needs two all-reduces over the axis.
 
 The first product of attention and mlp is sharded by column, the second by row (Shoeybi, Patwary, Puri, LeGresley,
 Casper and Catanzaro, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-2019, section 3). Specs speak of one block, without the stacked dim.
+2019, section 3). Specs are for one block, without the stacked dim.
 """
 
 matrices = (
@@ -45,9 +45,10 @@ matrices = (
     ("^blocks/mlp/up$", Matrix(rows=1, columns=3)),
     ("^blocks/mlp/down$", Matrix(rows=1, columns=2)),
 )
-"""What is a matrix to `so.optimizers`: the products of the blocks; queries, keys and values apart, and gate and up.
+"""The leaves that `so.optimizers` treats as matrices: the products of the blocks.
 
-Embedding, head and norms are left to AdamW, as in Jordan et al., "Muon", 2024.
+Queries, keys and values are separate matrices, and so are gate and up. AdamW updates embedding, head and norms, as in
+Jordan et al., "Muon", 2024.
 """
 
 
@@ -59,14 +60,14 @@ class GPTConfig:
       vocab_size: number of token ids; 256 for bytes.
       dim: width of the residual stream.
       num_layers: number of blocks.
-      num_heads: attention heads; `dim` is cut into this many, of even width.
+      num_heads: attention heads; each has dim / num_heads components, an even number.
       mlp_multiple: hidden units of the mlp, in multiples of `dim`.
-      max_length: longest sequence that `sample` may build.
-      rope_base: slowest wavelength of the rotary positions, over 2 pi.
-      tied: whether the output projection is the embedding itself; otherwise it is a leaf "head".
+      max_length: the longest sequence of `sample`.
+      rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
+      tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       param_dtype: dtype that `init` creates.
-      dtype: dtype of activations and products; None follows the parameters as they arrive.
-      precision: of the products of blocks with weights, "int8" or "fp8" as in `so.nn.quantized_einsum`; None is `dtype`.
+      dtype: dtype of activations and products; None is the dtype of the parameters that the loss gets.
+      precision: precision of products with block weights: "int8" or "fp8" as in `so.nn.quantized_einsum`; None is `dtype`.
 
     Raises:
       ValueError: if a size is not positive, `num_heads` does not divide `dim`, heads have odd width, or the precision is
@@ -88,12 +89,14 @@ class GPTConfig:
     def __post_init__(self):
         check_precision("GPTConfig", self.precision)
         sizes = ("vocab_size", "dim", "num_layers", "num_heads", "mlp_multiple", "max_length", "rope_base")
-        wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) <= 0]
-        if not wrong and self.dim % (2 * self.num_heads):
-            wrong = [f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width"]
-        if wrong:
+        problems = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) <= 0]
+        if not problems and self.dim % (2 * self.num_heads):
+            problems = [f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width"]
+        if problems:
             fix = "choose positive sizes, and dim a multiple of 2 * num_heads."
-            raise ValueError(format_error("GPTConfig", f"{plural(len(wrong), 'size')} cannot be used.", wrong, fix))
+            raise ValueError(
+                format_error("GPTConfig", f"{plural(len(problems), 'size')} cannot be used.", problems, fix)
+            )
 
     @property
     def head_dim(self) -> int:
@@ -107,17 +110,17 @@ class GPTConfig:
 
 
 def init(config: GPTConfig, rng: jax.Array) -> Params:
-    """Draw parameters: normal, so that the loss starts at that of a uniform guess; norms are ones.
+    """Return random normal parameters, so that the loss starts at the loss of a uniform guess; norms are ones.
 
-    The deviation is 0.02, that of the last product of each branch 0.02 / sqrt(2 num_layers), and that of a tied
-    embedding 1 / dim.
+    The standard deviation is 0.02; it is 0.02 / sqrt(2 num_layers) for the last product of each branch, and 1 / dim for
+    a tied embedding.
 
     Args:
       config: the shape of the model, L blocks of width D with H heads of width K and F hidden units.
       rng: a jax random key.
 
     Returns:
-      A dict of "embedding" [V, D], "norm" [D], "head" [V, D] unless tied, and "blocks" with "attention/norm"
+      A dict with "embedding" [V, D], "norm" [D], and "head" [V, D] unless tied. Its "blocks" have "attention/norm"
       [L, D], "attention/qkv" [L, D, 3, H, K], "attention/out" [L, H, K, D], "mlp/norm" [L, D], "mlp/up"
       [L, D, 2, F] and "mlp/down" [L, F, D].
 
@@ -139,13 +142,17 @@ def init(config: GPTConfig, rng: jax.Array) -> Params:
     def ones(*shape: int) -> Array:
         return jnp.ones(shape, config.param_dtype)
 
-    last = 0.02 / (2 * L) ** 0.5  # 2L branches are added up: their sum keeps the variance of one
-    # A tied embedding is its own head: at 0.02 each token would predict itself with a logit of 0.02 D.
+    branch_scale = 0.02 / (2 * L) ** 0.5  # the sum of 2L branches then has the variance of one branch
+    # A tied embedding is also the head: with 0.02 each token would predict itself with a logit of 0.02 D.
     params = {
         "embedding": normal(config.vocab_size, D, scale=1 / D if config.tied else 0.02),
         "blocks": {
-            "attention": {"norm": ones(L, D), "qkv": normal(L, D, 3, H, K), "out": normal(L, H, K, D, scale=last)},
-            "mlp": {"norm": ones(L, D), "up": normal(L, D, 2, F), "down": normal(L, F, D, scale=last)},
+            "attention": {
+                "norm": ones(L, D),
+                "qkv": normal(L, D, 3, H, K),
+                "out": normal(L, H, K, D, scale=branch_scale),
+            },
+            "mlp": {"norm": ones(L, D), "up": normal(L, D, 2, F), "down": normal(L, F, D, scale=branch_scale)},
         },
         "norm": ones(D),
     }
@@ -161,28 +168,16 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
-    """Return the GPT as a `BlockModel`: the mean cross-entropy of the next token, in nats.
-
-    A batch is a dict of "tokens", integers [B, T + 1], whose first T are the input and whose last T are the targets; or of
-    "tokens" and "targets", integers [B, T] each, the form whose positions a context axis can split
-    (`so.data.next_token` makes it of the other). If wanted it has, [B, T] each:
-
-    - "weights", one a target (0 leaves it out), which make the loss a `so.Weighted`: the weighted mean over the whole
-      global batch;
-    - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens attend to their own
-      document alone, and no gradient crosses from one to another;
-    - "positions", integers, where each token stands in its document, for the rotary positions alone; without them it is where
-      it stands in its row, which is the same, since they act by their distances;
-    - "order", integers, where each token stands in a row that was permuted (`so.nn.zigzag`). Attention goes by it, in plain XLA
-      rather than by the kernel of the devices; rows in natural order need none, packed or not.
-
-    A token id outside the vocabulary makes the loss NaN.
+    """Return the GPT as a `BlockModel`; its loss is the mean cross-entropy of the next token, in nats.
 
     Args:
       config: the shape of the model.
-      remat: what the backward pass recomputes, as in `BlockModel`. Of T tokens its blocks name "qkv" [3 T D], rotated;
-        "attention" [T D], what attention mixes; "attention_out" [T D], the product that follows; and "mlp_hidden"
-        [2 T F], the first product of the mlp. Nothing reads the last one's result again.
+      remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, its blocks name these values:
+
+        - "qkv" [3 T D], rotated queries and keys, and values;
+        - "attention" [T D], the output of attention;
+        - "attention_out" [T D], the product that follows;
+        - "mlp_hidden" [2 T F], the first product of the mlp. The backward pass does not need the second product.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -191,11 +186,26 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
       >>> loss = jax.jit(model(config).loss_fn)(params, {"tokens": jnp.arange(68).reshape(4, 17)})
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
+
+    A batch is a dict of "tokens", integers [B, T + 1]: the first T are the input and the last T are the targets. Or it has
+    "tokens" and "targets", integers [B, T] each; a context axis can split this form (`so.data.next_token` converts to it).
+    It may also have, [B, T] each:
+
+    - "weights", one per target (0 leaves it out): the loss is then a `so.Weighted`, the weighted mean over the whole global
+      batch;
+    - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens attend to their own
+      document only, and no gradient crosses from one document to another;
+    - "positions", integers, the position of each token in its document, for the rotary positions alone. By default it is the
+      position in the row. This gives the same result, since rotary positions act by their distances;
+    - "order", integers, the position of each token in a row that was permuted (`so.nn.zigzag`). Attention then uses plain XLA,
+      not the kernel of the devices. Rows in natural order need no "order", packed or not.
+
+    A token id outside the vocabulary makes the loss NaN.
     """
 
     def embed(outer: Params, batch: Batch) -> PyTree:
         inputs = read_inputs("gpt", batch)
-        return with_marks(embed_tokens(config, outer, inputs.tokens), inputs)
+        return attach_marks(embed_tokens(config, outer, inputs.tokens), inputs)
 
     def run(
         one_block: Params, x: Array, segment_ids: Array | None, positions: Array | None, order: Array | None
@@ -204,9 +214,11 @@ def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
 
     def loss(outer: Params, x: PyTree, batch: Batch) -> Float[Array, ""] | Weighted:
         inputs = read_inputs("gpt", batch)
-        return mean_loss(nn.cross_entropy(*_normed_and_head(config, outer, bare(x)), inputs.targets), inputs)
+        return mean_loss(
+            nn.cross_entropy(*_final_norm_and_head(config, outer, plain_activations(x)), inputs.targets), inputs
+        )
 
-    return BlockModel(embed, block_of(run), loss, remat, tables=() if config.tied else ("embedding",))
+    return BlockModel(embed, make_block(run), loss, remat, tables=() if config.tied else ("embedding",))
 
 
 def embed_tokens(config: GPTConfig, outer: Params, tokens: Tokens) -> Float[Array, "B T D"]:
@@ -225,7 +237,7 @@ def apply_block(
     positions: Int[Array, "B T"] | None = None,
     order: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], layers.KVCache | None]:
-    """Add the attention branch, then the mlp branch; return x and the cache as `layers.attention` leaves it."""
+    """Add the attention branch, then the mlp branch; return x and the cache that `layers.attention` returns."""
     attention, mlp = (
         layers.cast(one_block["attention"], config.dtype),
         layers.cast(one_block["mlp"], config.dtype),
@@ -247,13 +259,13 @@ def apply_block(
 
 
 def logits_of(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Return the logits of the next token, in float32 at least: bfloat16 would cost a digit of the loss."""
-    normed, head = _normed_and_head(config, outer, x)
+    """Return the logits of the next token, in float32 at least, since bfloat16 would cost a digit of the loss."""
+    normed, head = _final_norm_and_head(config, outer, x)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=wide)
 
 
-def _normed_and_head(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+def _final_norm_and_head(config: GPTConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
     norm, head = layers.cast((outer["norm"], outer["embedding" if config.tied else "head"]), config.dtype)
     return layers.rms_norm(x, norm), head
 
@@ -268,16 +280,16 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Int[Array, "B S"]:
-    """Continue a prompt, one token after another, with keys and values cached.
+    """Continue a prompt token by token, with cached keys and values.
 
     Args:
       params: the parameters, on one device or sharded.
       config: the shape of the model.
-      prompt: token ids, at least one a row.
+      prompt: token ids, at least one per row.
       rng: a jax random key.
       num_tokens: how many tokens to add.
-      temperature: what logits are divided by; 0 takes the likeliest token.
-      top_k: draw among this many likeliest tokens only; None among all.
+      temperature: the divisor of the logits; 0 takes the likeliest token.
+      top_k: draw only from this many likeliest tokens; None draws from all.
 
     Returns:
       Token ids [B, T + num_tokens], the prompt first.
@@ -310,16 +322,16 @@ def empty_cache(params: Params, batch_size: int, length: int, dtype: DTypeLike |
 def advance(
     params: Params, config: GPTConfig, tokens: Tokens, cache: layers.KVCache, start: Int[Array, ""]
 ) -> tuple[Float[Array, "B T V"], layers.KVCache]:
-    """Return the logits after each of T tokens that stand at positions `start`, `start` + 1, ..., and the cache."""
+    """Return the logits after each of T tokens at positions `start`, `start` + 1, ..., and the new cache."""
 
-    def one(x, block_and_cache):
+    def run_block(x, block_and_cache):
         one_block, block_cache = block_and_cache
         x, block_cache = apply_block(config, one_block, x, block_cache, start)
         assert block_cache is not None
         return x, block_cache
 
-    x, written = jax.lax.scan(one, embed_tokens(config, params, tokens), (params["blocks"], cache))
-    return logits_of(config, params, x), written
+    x, new_cache = jax.lax.scan(run_block, embed_tokens(config, params, tokens), (params["blocks"], cache))
+    return logits_of(config, params, x), new_cache
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
@@ -336,11 +348,11 @@ def _sample(
     cache = empty_cache(params, batch_size, prompt_length + num_tokens, config.dtype)
     logits, cache = advance(params, config, prompt, cache, jnp.int32(0))
 
-    def add_one(carry, i):
+    def add_token(carry, i):
         logits, cache = carry
         token = draw(logits, jax.random.fold_in(rng, i), temperature, top_k)
         logits, cache = advance(params, config, token[:, None], cache, prompt_length + i)
         return (logits[:, -1], cache), token
 
-    _, added = jax.lax.scan(add_one, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
-    return jnp.concatenate([prompt, added.T], axis=1)
+    _, new_tokens = jax.lax.scan(add_token, (logits[:, -1], cache), jnp.arange(num_tokens, dtype=jnp.int32))
+    return jnp.concatenate([prompt, new_tokens.T], axis=1)

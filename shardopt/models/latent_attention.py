@@ -1,4 +1,4 @@
-"""Multi-head latent attention, as DeepSeek-V2 and V3 have it: queries, keys and values through narrow products.
+"""Multi-head latent attention of DeepSeek-V2 and V3: queries, keys and values come from narrow products.
 
 Suffixes: B sequences, T positions, D width, H heads.
 """
@@ -14,13 +14,13 @@ from shardopt.models.layers import places, rms_norm, rotate
 
 
 class Latent(NamedTuple):
-    """Sizes of latent attention; those of DeepSeek-V3 are (1536, 512, 128, 64, 128).
+    """Sizes of latent attention; DeepSeek-V3 has (1536, 512, 128, 64, 128).
 
     Attributes:
-      query: width of what queries are made of, `q_lora_rank` of its configuration.
-      key: width of what keys and values are made of, `kv_lora_rank`.
+      query: width of the vectors from which queries are computed, `q_lora_rank` of its configuration.
+      key: width of the vectors from which keys and values are computed, `kv_lora_rank`.
       nope: dims of a head that do not rotate, `qk_nope_head_dim`.
-      rope: dims of a head that rotate, `qk_rope_head_dim`; even. Their keys all heads share.
+      rope: dims of a head that rotate, `qk_rope_head_dim`; even. All heads share the keys of these dims.
       value: dims of a head's values, `v_head_dim`; at most nope + rope.
     """
 
@@ -31,7 +31,7 @@ class Latent(NamedTuple):
     value: int
 
     def shapes(self, dim: int, num_heads: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights of a block of width `dim`; norms are the flat ones."""
+        """Return the shapes of the weights of a block of width `dim`; weights with one dim are norms."""
         return {
             "q_down": (dim, self.query),
             "q_norm": (self.query,),
@@ -54,36 +54,36 @@ def latent_attention(
     positions: Int[Array, "B T"] | None = None,
     order: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Return causal self-attention of queries, keys and values that are made of narrow, normed vectors.
+    """Return causal self-attention of queries, keys and values that are computed from narrow, normed vectors.
 
         [query; rotated query] = norm(x q_down) q          [c; r] = x kv_down          [key; value] = norm(c) kv
         attention of (query; rotate(rotated query)) to (key; rotate(r)), r the same for all heads, times out
 
-    Scores are divided by sqrt(nope + rope). Heads are a dim of "q", "kv" and "out" and sharded over tensor; the narrow products
-    are the same on each of its devices.
+    Scores are divided by sqrt(nope + rope). "q", "kv" and "out" have a dim of heads, which is sharded over tensor. All devices
+    of tensor compute the same narrow products.
 
     Args:
-      weights: as `Latent.shapes` has them, but for a stacked dim.
+      weights: arrays of one block with the shapes of `Latent.shapes`.
       x: T positions.
       latent: the sizes.
-      rope_base: slowest wavelength of the rotary positions, over 2 pi.
-      epsilon: what norms add to the mean square.
-      segment_ids: the document of each token, which attends to no other; None is one a row.
-      positions: by what each token is rotated, as `layers.places` has it.
-      order: where each token stands in its row, by which it attends; None is natural order.
+      rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
+      epsilon: the number that norms add to the mean square.
+      segment_ids: the document of each token; tokens attend only to their own document. None is one document per row.
+      positions: the rotary position of each token, as in `layers.places`.
+      order: the position of each token in its row, for the causal mask; None is natural order.
 
     References:
       DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1, equations 9 to 19; "DeepSeek-V3", 2024, section 2.1.1.
     """
-    at = places(x.shape[1], positions, order)
+    token_positions = places(x.shape[1], positions, order)
     narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
-    query, turned = jnp.split(jnp.einsum("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
-    query = jnp.concatenate([query, rotate(turned, at, rope_base)], axis=-1)
-    narrow, shared = jnp.split(jnp.einsum("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
+    query, rotary_query = jnp.split(jnp.einsum("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
+    query = jnp.concatenate([query, rotate(rotary_query, token_positions, rope_base)], axis=-1)
+    narrow, rotary_key = jnp.split(jnp.einsum("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
     narrow = rms_norm(narrow, weights["kv_norm"], epsilon)
     key, value = jnp.split(jnp.einsum("btr,rhk->bthk", narrow, weights["kv"]), [latent.nope], axis=-1)
-    shared = rotate(shared[:, :, None], at, rope_base)
-    key = jnp.concatenate([key, jnp.broadcast_to(shared, (*key.shape[:3], latent.rope))], axis=-1)
+    rotary_key = rotate(rotary_key[:, :, None], token_positions, rope_base)
+    key = jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1)
     qkv = checkpoint_name((query, key, value), "qkv")
     mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
     return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")

@@ -1,7 +1,7 @@
-"""The GPT as a Llama of Hugging Face: names of tensors, and config.json.
+"""Convert the GPT to and from a Llama of Hugging Face: tensor names and config.json.
 
-The GPT is a Llama with as many key heads as query heads: RMS norms of 1e-6, SwiGLU, rotary positions on the two halves
-of a head, no biases. Only names and the order of dims differ: there a weight is [out, in], and every block has its own.
+The GPT is a Llama with as many key heads as query heads: RMS norms of 1e-6, SwiGLU, rotary positions on the two halves of a
+head, no biases. Only names and the order of dims differ: a Llama weight is [out, in], and every block has its own weights.
 """
 
 from pathlib import Path
@@ -14,15 +14,21 @@ _EPSILON = 1e-6
 
 
 class Place(NamedTuple):
-    """Where a model has a tensor of a file: `leaf[at]`, in blocks transposed; and the shape of the tensor."""
+    """The place of a file's tensor in a model.
+
+    Attributes:
+      path: the leaf of the model.
+      leaf_index: the tensor is `leaf[leaf_index]`; inside blocks it is transposed.
+      shape: the shape of the tensor in the file.
+    """
 
     path: str
-    at: tuple[int | slice, ...]
+    leaf_index: tuple[int | slice, ...]
     shape: tuple[int, ...]
 
 
 def tensor_places(config: GPTConfig) -> dict[str, Place]:
-    """Return where the GPT has each tensor."""
+    """Return the place of each tensor in the GPT."""
     D, F, V = config.dim, config.hidden, config.vocab_size
     places = {"embed_tokens": Place("embedding", (), (V, D)), "norm": Place("norm", (), (D,))}
     for i in range(config.num_layers):
@@ -40,7 +46,7 @@ def tensor_places(config: GPTConfig) -> dict[str, Place]:
 
 
 def described(config: GPTConfig, dtype: str) -> dict[str, object]:
-    """Return what config.json says."""
+    """Return the content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,36 +67,40 @@ def described(config: GPTConfig, dtype: str) -> dict[str, object]:
     }
 
 
-def config_of(folder: Path, said: dict[str, Any]) -> GPTConfig:
-    """Return the shape that a config.json describes, or refuse it with every reason."""
+def config_of(folder: Path, hf_config: dict[str, Any]) -> GPTConfig:
+    """Return the config that a config.json describes; refuse it with all reasons if the model cannot be it."""
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if missing := [f"{name} is missing" for name in sizes if not isinstance(said.get(name), int)]:
+    if missing := [f"{name} is missing" for name in sizes if not isinstance(hf_config.get(name), int)]:
         raise ValueError(format_error("import_safetensors", f"{folder / 'config.json'} describes no Llama.", missing))
-    dim, hidden, layers, heads, vocab = (said[name] for name in sizes)
-    rope = said.get("rope_parameters") or {}
-    wanted = {
-        "model_type": ("llama", said.get("model_type")),
-        "num_key_value_heads": (heads, said.get("num_key_value_heads", heads)),
-        "head_dim": (dim // heads, said.get("head_dim") or dim // heads),
-        "hidden_act": ("silu", said.get("hidden_act", "silu")),
-        "rms_norm_eps": (_EPSILON, said.get("rms_norm_eps", _EPSILON)),
-        "attention_bias": (False, said.get("attention_bias", False)),
-        "mlp_bias": (False, said.get("mlp_bias", False)),
-        "rope_scaling": (None, said.get("rope_scaling")),
+    dim, hidden, layers, heads, vocab = (hf_config[name] for name in sizes)
+    rope = hf_config.get("rope_parameters") or {}
+    required = {
+        "model_type": ("llama", hf_config.get("model_type")),
+        "num_key_value_heads": (heads, hf_config.get("num_key_value_heads", heads)),
+        "head_dim": (dim // heads, hf_config.get("head_dim") or dim // heads),
+        "hidden_act": ("silu", hf_config.get("hidden_act", "silu")),
+        "rms_norm_eps": (_EPSILON, hf_config.get("rms_norm_eps", _EPSILON)),
+        "attention_bias": (False, hf_config.get("attention_bias", False)),
+        "mlp_bias": (False, hf_config.get("mlp_bias", False)),
+        "rope_scaling": (None, hf_config.get("rope_scaling")),
         "rope_type": ("default", rope.get("rope_type", "default")),
     }
-    wrong = [f"{name} is {found!r}, must be {want!r}" for name, (want, found) in wanted.items() if found != want]
+    problems = [
+        f"{name} is {actual!r}, must be {required_value!r}"
+        for name, (required_value, actual) in required.items()
+        if actual != required_value
+    ]
     if hidden % dim:
-        wrong += [f"intermediate_size is {hidden}, must be a multiple of hidden_size {dim}"]
-    if wrong:
-        raise ValueError(format_error("import_safetensors", f"{folder} holds a model that gpt cannot be.", wrong))
+        problems += [f"intermediate_size is {hidden}, must be a multiple of hidden_size {dim}"]
+    if problems:
+        raise ValueError(format_error("import_safetensors", f"{folder} holds a model that gpt cannot be.", problems))
     return GPTConfig(
         vocab_size=vocab,
         dim=dim,
         num_layers=layers,
         num_heads=heads,
         mlp_multiple=hidden // dim,
-        max_length=said.get("max_position_embeddings", 1024),
-        rope_base=said.get("rope_theta") or rope.get("rope_theta", 10_000.0),
-        tied=said.get("tie_word_embeddings", False),
+        max_length=hf_config.get("max_position_embeddings", 1024),
+        rope_base=hf_config.get("rope_theta") or rope.get("rope_theta", 10_000.0),
+        tied=hf_config.get("tie_word_embeddings", False),
     )

@@ -1,6 +1,7 @@
-"""The decoder with experts as a Mixtral of Hugging Face: names of tensors, and config.json.
+"""Convert the decoder with experts to and from a Mixtral of Hugging Face: tensor names and config.json.
 
-There a weight is [out, in], and every block and every expert has its own; w1 is the gate, w3 the up product, w2 the down one.
+A Mixtral weight is [out, in], and every block and every expert has its own weights. w1 is the gate product, w3 the up product
+and w2 the down product.
 """
 
 from pathlib import Path
@@ -12,9 +13,9 @@ from shardopt.models.moe import MoEConfig
 
 
 def tensor_places(config: MoEConfig) -> dict[str, Place]:
-    """Return where the decoder has each tensor."""
+    """Return the place of each tensor in the decoder."""
     D, F, V, E, K = config.dim, config.hidden, config.vocab_size, config.num_experts, config.head_dim
-    queries, keys, every = config.num_heads * K, config.kv_heads * K, slice(None)
+    queries, keys, all_indices = config.num_heads * K, config.kv_heads * K, slice(None)
     places = {"embed_tokens": Place("embedding", (), (V, D)), "norm": Place("norm", (), (D,))}
     for i in range(config.num_layers):
         attention, mixture = f"layers.{i}.self_attn", f"layers.{i}.block_sparse_moe"
@@ -22,7 +23,9 @@ def tensor_places(config: MoEConfig) -> dict[str, Place]:
         places[f"layers.{i}.post_attention_layernorm"] = Place("blocks/router/norm", (i,), (D,))
         places[f"{attention}.q_proj"] = Place("blocks/attention/q", (i,), (queries, D))
         for name, half in (("k", slice(0, K)), ("v", slice(K, 2 * K))):
-            places[f"{attention}.{name}_proj"] = Place("blocks/attention/kv", (i, every, every, half), (keys, D))
+            places[f"{attention}.{name}_proj"] = Place(
+                "blocks/attention/kv", (i, all_indices, all_indices, half), (keys, D)
+            )
         places[f"{attention}.o_proj"] = Place("blocks/attention/out", (i,), (D, queries))
         places[f"{mixture}.gate"] = Place("blocks/router/kernel", (i,), (E, D))
         for e in range(E):
@@ -34,18 +37,18 @@ def tensor_places(config: MoEConfig) -> dict[str, Place]:
 
 
 def described(config: MoEConfig, dtype: str) -> dict[str, object]:
-    """Return what config.json says; a model that Mixtral cannot be is refused."""
-    plain = MoEConfig()
-    same = ("shared_hidden", "score", "normalize", "groups", "scale", "capacity_factor", "latent")
-    wrong = [
-        f"{name} is {getattr(config, name)!r}, must be {getattr(plain, name)!r}"
-        for name in same
-        if getattr(config, name) != getattr(plain, name)
+    """Return the content of config.json; refuse a model that Mixtral cannot represent."""
+    defaults = MoEConfig()
+    fixed_fields = ("shared_hidden", "score", "normalize", "groups", "scale", "capacity_factor", "latent")
+    problems = [
+        f"{name} is {getattr(config, name)!r}, must be {getattr(defaults, name)!r}"
+        for name in fixed_fields
+        if getattr(config, name) != getattr(defaults, name)
     ]
     if config.balance == "bias":
-        wrong.append("balance is 'bias', and Mixtral's router has none")
-    if wrong:
-        raise ValueError(format_error("export_safetensors", "the model is none that Mixtral can be.", wrong))
+        problems.append("balance is 'bias', and Mixtral's router has none")
+    if problems:
+        raise ValueError(format_error("export_safetensors", "the model is none that Mixtral can be.", problems))
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -67,8 +70,8 @@ def described(config: MoEConfig, dtype: str) -> dict[str, object]:
     }
 
 
-def config_of(folder: Path, said: dict[str, Any]) -> MoEConfig:
-    """Return the shape that a config.json describes, or refuse it with every reason."""
+def config_of(folder: Path, hf_config: dict[str, Any]) -> MoEConfig:
+    """Return the config that a config.json describes; refuse it with all reasons if the model cannot be it."""
     sizes = (
         "hidden_size",
         "intermediate_size",
@@ -78,32 +81,36 @@ def config_of(folder: Path, said: dict[str, Any]) -> MoEConfig:
         "num_experts_per_tok",
         "vocab_size",
     )
-    if missing := [f"{name} is missing" for name in sizes if not isinstance(said.get(name), int)]:
+    if missing := [f"{name} is missing" for name in sizes if not isinstance(hf_config.get(name), int)]:
         raise ValueError(format_error("import_safetensors", f"{folder / 'config.json'} describes no Mixtral.", missing))
-    dim, hidden, layers, heads, experts, top_k, vocab = (said[name] for name in sizes)
-    rope = said.get("rope_parameters") or {}
-    wanted = {
-        "head_dim": (dim // heads, said.get("head_dim") or dim // heads),
-        "hidden_act": ("silu", said.get("hidden_act", "silu")),
-        "sliding_window": (None, said.get("sliding_window")),
-        "rope_scaling": (None, said.get("rope_scaling")),
+    dim, hidden, layers, heads, experts, top_k, vocab = (hf_config[name] for name in sizes)
+    rope = hf_config.get("rope_parameters") or {}
+    required = {
+        "head_dim": (dim // heads, hf_config.get("head_dim") or dim // heads),
+        "hidden_act": ("silu", hf_config.get("hidden_act", "silu")),
+        "sliding_window": (None, hf_config.get("sliding_window")),
+        "rope_scaling": (None, hf_config.get("rope_scaling")),
         "rope_type": ("default", rope.get("rope_type", "default")),
     }
-    wrong = [f"{name} is {found!r}, must be {want!r}" for name, (want, found) in wanted.items() if found != want]
-    if wrong:
-        raise ValueError(format_error("import_safetensors", f"{folder} holds a model that moe cannot be.", wrong))
+    problems = [
+        f"{name} is {actual!r}, must be {required_value!r}"
+        for name, (required_value, actual) in required.items()
+        if actual != required_value
+    ]
+    if problems:
+        raise ValueError(format_error("import_safetensors", f"{folder} holds a model that moe cannot be.", problems))
     return MoEConfig(
         vocab_size=vocab,
         dim=dim,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=said.get("num_key_value_heads"),
+        num_kv_heads=hf_config.get("num_key_value_heads"),
         num_experts=experts,
         top_k=top_k,
         hidden=hidden,
         balance=None,
-        max_length=said.get("max_position_embeddings", 1024),
-        rope_base=float(said.get("rope_theta") or rope.get("rope_theta", 1e6)),
-        norm_epsilon=said.get("rms_norm_eps", 1e-5),
-        tied=said.get("tie_word_embeddings", False),
+        max_length=hf_config.get("max_position_embeddings", 1024),
+        rope_base=float(hf_config.get("rope_theta") or rope.get("rope_theta", 1e6)),
+        norm_epsilon=hf_config.get("rms_norm_eps", 1e-5),
+        tied=hf_config.get("tie_word_embeddings", False),
     )

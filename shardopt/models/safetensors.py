@@ -1,4 +1,4 @@
-"""Models as folders that Hugging Face's tools read, and back: safetensors and config.json in the form of Llama and Mixtral."""
+"""Export and import models as folders of Hugging Face: safetensors and config.json in the form of Llama and Mixtral."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 
 
 def export_safetensors(directory: str | os.PathLike[str], params: Params, config: GPTConfig | MoEConfig) -> Path:
-    """Write parameters as `model.safetensors` and `config.json`, which transformers reads: a GPT as a Llama, a moe as a Mixtral.
+    """Write `model.safetensors` and `config.json`, which transformers reads: a GPT as a Llama, a moe as a Mixtral.
 
-    The whole model is gathered to the host. Of a moe the loads of the last step are left out.
+    The whole model is gathered to the host. The loads of a moe's last step are not written.
 
     Args:
-      directory: a folder, made if it does not exist. Files of these names in it are replaced, an index is removed.
-      params: the parameters, on one device or sharded, all of them on devices of this process.
+      directory: a folder, created if it does not exist. Existing files of these names are replaced, and an index is removed.
+      params: the parameters, on one device or sharded over devices of this process.
       config: the shape of the model.
 
     Returns:
@@ -36,8 +36,8 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
 
     Raises:
       ModuleNotFoundError: if safetensors is not installed.
-      ValueError: if a leaf has parts on devices of other processes, or a moe is no Mixtral: its router has a sigmoid or biases,
-        say, or there is a shared expert.
+      ValueError: if a leaf has shards on devices of other processes, or if Mixtral cannot represent a moe: for example with a
+        sigmoid router, biases or a shared expert.
 
     Example:
       >>> import tempfile, jax
@@ -45,57 +45,59 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
       >>> config = gpt.GPTConfig(dim=32, num_layers=2)
       >>> params = gpt.init(config, jax.random.key(0))
       >>> folder = export_safetensors(tempfile.mkdtemp(), params, config)
-      >>> again, its_config = import_safetensors(folder)
-      >>> its_config == config, bool((again["blocks"]["mlp"]["up"] == params["blocks"]["mlp"]["up"]).all())
+      >>> imported, imported_config = import_safetensors(folder)
+      >>> imported_config == config, bool((imported["blocks"]["mlp"]["up"] == params["blocks"]["mlp"]["up"]).all())
       (True, True)
     """
     require("safetensors", extra="huggingface", who="export_safetensors")
     from safetensors.numpy import save_file
 
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)):
-        what = "the parameters are on devices of several processes."
+        problem = "the parameters are on devices of several processes."
         fix = "save a checkpoint, restore it in one process, and export from there."
-        raise ValueError(format_error("export_safetensors", what, fix=fix))
-    form = _form_of(config)
+        raise ValueError(format_error("export_safetensors", problem, fix=fix))
+    hf_format = _format_of(config)
     leaves = {path: np.asarray(leaf) for path, leaf in leaves_with_paths(params)}
-    described = form.described(config, str(leaves["embedding"].dtype))
+    hf_config = hf_format.described(config, str(leaves["embedding"].dtype))
     tensors = {}
-    for name, place in form.tensor_places(config).items():
-        tensor = leaves[place.path][place.at]
-        tensors[name] = np.ascontiguousarray(tensor.reshape(place.shape[::-1]).T if place.at else tensor)
+    for name, place in hf_format.tensor_places(config).items():
+        tensor = leaves[place.path][place.leaf_index]
+        tensors[name] = np.ascontiguousarray(tensor.reshape(place.shape[::-1]).T if place.leaf_index else tensor)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _INDEX).unlink(missing_ok=True)  # of several files, which would be read instead
+    (folder / _INDEX).unlink(missing_ok=True)  # transformers would read the files of an index instead
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+    (folder / _CONFIG).write_text(json.dumps(hf_config, indent=2) + "\n")
     return folder
 
 
 def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTConfig | MoEConfig]:
-    """Read a Llama without grouped heads, biases or scaled positions as a GPT, or a Mixtral as a moe; no code is run.
+    """Read a Llama as a GPT, or a Mixtral as a moe; no code of the folder is run.
+
+    The Llama must have no grouped heads, no biases and no scaled positions.
 
     Args:
       directory: a folder with `config.json` and `model.safetensors`, or several files and `model.safetensors.index.json`.
 
     Returns:
-      (params, config): numpy arrays in the dtype of the file, and the shape of the model; a Mixtral comes with balance=None.
+      (params, config): numpy arrays in the dtype of the file, and the shape of the model. A Mixtral has balance=None.
 
     Raises:
       ModuleNotFoundError: if safetensors is not installed.
       FileNotFoundError: if a file is missing.
-      ValueError: if the model is not one that `gpt` or `moe` can be, or a tensor is missing, left over or of another shape.
+      ValueError: if `gpt` or `moe` cannot represent the model; if a tensor is missing, unexpected or of another shape.
     """
     require("safetensors", extra="huggingface", who="import_safetensors")
     from safetensors.numpy import load_file
 
     folder = Path(directory)
-    said = json.loads((folder / _CONFIG).read_text())
-    form, model = (mixtral, moe) if said.get("model_type") == "mixtral" else (llama, gpt)
-    config = form.config_of(folder, said)
+    hf_config = json.loads((folder / _CONFIG).read_text())
+    hf_format, model = (mixtral, moe) if hf_config.get("model_type") == "mixtral" else (llama, gpt)
+    config = hf_format.config_of(folder, hf_config)
     files = [_WEIGHTS]
     if (folder / _INDEX).exists():
         files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
-    tensors, places = {}, form.tensor_places(config)
+    tensors, places = {}, hf_format.tensor_places(config)
     for file in files:
         tensors |= load_file(folder / file)
     _check_tensors(folder, tensors, places, "gpt" if model is gpt else "moe")
@@ -104,21 +106,25 @@ def import_safetensors(directory: str | os.PathLike[str]) -> tuple[Params, GPTCo
     leaves = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in leaves_with_paths(abstract)}
     for name, place in places.items():
         leaf = leaves[place.path]
-        leaf[place.at] = tensors[name].T.reshape(leaf[place.at].shape) if place.at else tensors[name]
+        leaf[place.leaf_index] = (
+            tensors[name].T.reshape(leaf[place.leaf_index].shape) if place.leaf_index else tensors[name]
+        )
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values()), config
 
 
-def _form_of(config: GPTConfig | MoEConfig) -> ModuleType:
+def _format_of(config: GPTConfig | MoEConfig) -> ModuleType:
     return mixtral if isinstance(config, MoEConfig) else llama
 
 
-def _check_tensors(folder: Path, tensors: dict[str, np.ndarray], wanted: dict[str, Place], model: str) -> None:
-    wrong = [f"{name}: missing" for name in wanted if name not in tensors]
-    wrong += [f"{name}: not part of a {model}" for name in tensors if name not in wanted]
-    wrong += [
+def _check_tensors(folder: Path, tensors: dict[str, np.ndarray], places: dict[str, Place], model: str) -> None:
+    problems = [f"{name}: missing" for name in places if name not in tensors]
+    problems += [f"{name}: not part of a {model}" for name in tensors if name not in places]
+    problems += [
         f"{name}: shape {tensors[name].shape}, must be {place.shape}"
-        for name, place in wanted.items()
+        for name, place in places.items()
         if name in tensors and tensors[name].shape != place.shape
     ]
-    if wrong:
-        raise ValueError(format_error("import_safetensors", f"the tensors in {folder / _WEIGHTS} do not fit.", wrong))
+    if problems:
+        raise ValueError(
+            format_error("import_safetensors", f"the tensors in {folder / _WEIGHTS} do not fit.", problems)
+        )

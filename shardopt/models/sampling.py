@@ -1,4 +1,4 @@
-"""What sampling from any decoder shares: what may be asked for, and drawing a token from logits."""
+"""Helpers of sampling from any decoder: check the arguments, and draw a token from logits."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from shardopt.core.errors import format_error, plural
 def check_sampling(
     prompt_length: int, num_tokens: int, temperature: float, top_k: int | None, *, vocab_size: int, max_length: int
 ) -> None:
-    """Refuse what cannot be sampled.
+    """Refuse arguments that cannot be used.
 
     Raises:
       ValueError: if the prompt is empty, the result is longer than `max_length`, num_tokens or temperature is negative, or
         top_k is not between 1 and `vocab_size`.
     """
-    wrong = [
+    rules = [
         (prompt_length < 1, "prompt must hold at least one token a row"),
         (num_tokens < 0, f"num_tokens must not be negative, got {num_tokens}"),
         (temperature < 0, f"temperature must not be negative, got {temperature}"),
@@ -29,12 +29,12 @@ def check_sampling(
             f"{prompt_length} + {num_tokens} tokens are more than max_length={max_length}",
         ),
     ]
-    if problems := [message for is_wrong, message in wrong if is_wrong]:
+    if problems := [message for is_wrong, message in rules if is_wrong]:
         raise ValueError(format_error("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems))
 
 
 def draw(logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k: int | None) -> Int[Array, " B"]:
-    """Return a token a row, drawn among the likeliest; of temperature 0 the likeliest."""
+    """Return one token per row, drawn from the `top_k` likeliest; with temperature 0 the likeliest."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if top_k is not None:

@@ -1,4 +1,4 @@
-"""Layers that know the mesh axes; on one device they are plain functions."""
+"""Layers that use the mesh axes inside a strategy; on one device they are plain functions."""
 
 from shardopt.nn.attention import attention
 from shardopt.nn.balance import load_balancing_loss, update_router_bias

@@ -1,4 +1,4 @@
-"""Equal loads for experts: by a loss, over the global batch or row by row, or by biases of the choice, without one."""
+"""Equal loads for experts: by an auxiliary loss, over the global batch or row by row, or by biases that change the choice."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,21 +7,10 @@ from shardopt.core.types import wide_dtype
 
 
 def load_balancing_loss(load: Float[Array, "*dims E"], probability: Float[Array, "*dims E"]) -> Float[Array, "*dims"]:
-    """Return E sum_e load_e probability_e, the auxiliary loss of Switch: 1 where both are equal for all experts.
-
-    It is a product of two means. Over the global batch, as published, take these first, with no micro-batches and no pipeline:
-
-        load, probability = so.batch_mean((statistics.load, statistics.probability))
-        loss += 0.01 * so.nn.load_balancing_loss(load, probability).mean()
-
-    Of each row (DeepSeek-V3's sequence-wise loss) it needs no other rows, and works everywhere:
-
-        loss += 1e-4 * so.nn.load_balancing_loss(statistics.load, statistics.probability).mean()
-
-    **Equivalence**: exact on any mesh either way. **Communication**: none of its own; `so.batch_mean` sums 2 E numbers.
+    """Return E sum_e load_e probability_e, the auxiliary loss of Switch: 1 if both are equal for all experts.
 
     Args:
-      load: [..., E], shares of the choices, as `so.nn.mixture_of_experts` counts them; not differentiated, since counts are not.
+      load: [..., E], the experts' shares of the choices, as in `RouterStatistics`. It is not differentiated, since it counts.
       probability: [..., E], mean probabilities.
 
     Returns:
@@ -35,6 +24,18 @@ def load_balancing_loss(load: Float[Array, "*dims E"], probability: Float[Array,
       >>> float(so.nn.load_balancing_loss(jnp.full(4, 0.25), jnp.full(4, 0.25)))
       1.0
 
+    The loss is a product of two means. For the published loss, take both means over the global batch first. This needs a
+    loss without micro-batches and pipeline:
+
+        load, probability = so.batch_mean((statistics.load, statistics.probability))
+        loss += 0.01 * so.nn.load_balancing_loss(load, probability).mean()
+
+    The loss of each row (DeepSeek-V3's sequence-wise loss) needs no other rows, and works everywhere:
+
+        loss += 1e-4 * so.nn.load_balancing_loss(statistics.load, statistics.probability).mean()
+
+    **Equivalence**: both are exact on any mesh. **Communication**: none by itself; `so.batch_mean` sums 2 E numbers.
+
     References:
       Fedus, Zoph, Shazeer, "Switch Transformers", 2021, equation 4; DeepSeek-AI, "DeepSeek-V3", 2024, equation 17.
     """
@@ -47,21 +48,11 @@ def load_balancing_loss(load: Float[Array, "*dims E"], probability: Float[Array,
 def update_router_bias(
     bias: Float[Array, "*dims E"], load: Float[Array, "*dims E"], rate: float
 ) -> Float[Array, "*dims E"]:
-    """Return bias + rate sign(mean(load) - load): balance without a loss.
-
-    An expert that got more than its share becomes less likely to be chosen, by a fixed rate. Keep two frozen leaves, `bias`
-    and `load`, and begin a loss with the bias that follows from the load of the last step:
-
-        bias = so.nn.update_router_bias(params["bias"], params["load"], 1e-3)
-        y, statistics = so.nn.mixture_of_experts(..., bias=bias)
-        aux["router"] = so.Updated({"bias": bias, "load": statistics.load.mean(axis=0)})
-
-    **Equivalence**: exact with micro-batches, in pipelines and on any number of devices: new loads are means over rows, and the bias
-    is made from stored numbers, so all devices make the same one. **Communication**: that of `so.Updated`, 2 E numbers.
+    """Return bias + rate sign(mean(load) - load): balance the experts without a loss.
 
     Args:
-      bias: [..., E], of the scores; begin with 0.
-      load: [..., E], shares of the choices in the last step; begin with 0, which changes nothing.
+      bias: [..., E], added to the scores; begin with 0.
+      load: [..., E], the experts' shares of the choices in the last step; begin with 0, which changes nothing.
       rate: how much a bias changes in a step; 0.001 in DeepSeek-V3.
 
     Returns:
@@ -71,6 +62,16 @@ def update_router_bias(
       >>> import jax.numpy as jnp, shardopt as so
       >>> so.nn.update_router_bias(jnp.zeros(3), jnp.array([0.5, 0.25, 0.25]), 0.5).tolist()
       [-0.5, 0.5, 0.5]
+
+    An expert that got more than its share becomes less likely to be chosen, by a fixed rate. Store two frozen leaves, `bias`
+    and `load`. Begin the loss with the bias that follows from the load of the last step:
+
+        bias = so.nn.update_router_bias(params["bias"], params["load"], 1e-3)
+        y, statistics = so.nn.mixture_of_experts(..., bias=bias)
+        aux["router"] = so.Updated({"bias": bias, "load": statistics.load.mean(axis=0)})
+
+    **Equivalence**: exact with micro-batches, in pipelines and on any number of devices. New loads are means over rows. All
+    devices compute the same bias, since they compute it from stored numbers. **Communication**: 2 E numbers, by `so.Updated`.
 
     References:
       Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, algorithm 1; DeepSeek-AI,

@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token, a few positions at a time, so that logits of all of them are never held."""
+"""Cross-entropy of the next token, computed for a few positions at a time, so that the logits of all positions are never held."""
 
 import functools
 
@@ -19,40 +19,40 @@ def cross_entropy(
     chunk: int | None = None,
     logits_dtype: DTypeLike | None = None,
 ) -> Float[Array, "B T"]:
-    """Return -log softmax(x head^T)[target] in nats, of each position.
-
-    Logits are products in float32 at least, unless `logits_dtype` rounds them; the softmax and its sums are in float32 at
-    least. The target's logit is picked by a mask and a sum rather than an index, so a vocabulary sharded over tensor is
-    reduced where it lies instead of being gathered.
-
-    **Equivalence**: the same for every chunk, up to summation order; `logits_dtype` is another rounding, on any number of
-    devices the same.
-
-    **Memory**: B T V logits, kept for the backward pass, and as many gradients. With `chunk` B chunk V at a time, forwards
-    and, computed again, backwards.
-
-    **Communication**: none over data; with the vocabulary sharded over tensor, sums of [B, chunk] over tensor.
+    """Return -log softmax(x head^T)[target] in nats, for each position.
 
     Args:
-      x: [B, T, D], what the last norm returned.
+      x: [B, T, D], the output of the last norm.
       head: [V, D], the embedding of each token of the vocabulary.
       targets: [B, T], token ids.
       chunk: positions at a time; the last chunk may be shorter. None: all at once.
-      logits_dtype: to which logits are rounded; bfloat16 halves what is held, as MaxText and torch's autocast do. None:
-        float32 at least.
+      logits_dtype: the dtype of the logits; bfloat16 halves the memory, as in MaxText and torch's autocast. None: float32 at
+        least.
 
     Returns:
       [B, T], float32 at least.
 
     Raises:
       TypeError: if chunk is not an integer.
-      ValueError: if it is below 1.
+      ValueError: if chunk is below 1.
 
     Example:
       >>> import jax.numpy as jnp
       >>> x, head, targets = jnp.zeros((2, 5, 4)), jnp.ones((8, 4)), jnp.zeros((2, 5), int)
       >>> bool(jnp.allclose(cross_entropy(x, head, targets, chunk=2), jnp.log(8)))
       True
+
+    Logits are products in float32 at least, unless `logits_dtype` rounds them. The softmax and its sums are in float32 at
+    least. A mask and a sum pick the target's logit, not an index. So a vocabulary that is sharded over tensor is reduced on
+    its devices, not gathered.
+
+    **Equivalence**: every chunk size gives the same result, up to summation order. `logits_dtype` rounds differently, but in
+    the same way on any number of devices.
+
+    **Memory**: B T V logits, stored for the backward pass, and as many gradients. With `chunk`, B chunk V at a time: in the
+    forward pass, and again in the backward pass, which recomputes them.
+
+    **Communication**: none over data. With the vocabulary sharded over tensor, sums of [B, chunk] over tensor.
 
     References:
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, for why.
@@ -62,14 +62,18 @@ def cross_entropy(
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype)
-    count, left = divmod(T, chunk)
-    some = jax.checkpoint(functools.partial(_nats, dtype=logits_dtype), prevent_cse=False)
-    cut = lambda a: jnp.moveaxis(a[:, : count * chunk].reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0)  # noqa: E731
-    _, nats = jax.lax.scan(lambda _, one: (None, some(one[0], head, one[1])), None, (cut(x), cut(targets)))
+    count, num_last = divmod(T, chunk)
+    chunk_nats = jax.checkpoint(functools.partial(_nats, dtype=logits_dtype), prevent_cse=False)
+    split = lambda a: jnp.moveaxis(a[:, : count * chunk].reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0)  # noqa: E731
+    _, nats = jax.lax.scan(
+        lambda _, x_and_targets: (None, chunk_nats(x_and_targets[0], head, x_and_targets[1])),
+        None,
+        (split(x), split(targets)),
+    )
     nats = jnp.moveaxis(nats, 0, 1).reshape(x.shape[0], count * chunk)
-    if not left:
+    if not num_last:
         return nats
-    return jnp.concatenate([nats, some(x[:, -left:], head, targets[:, -left:])], axis=1)
+    return jnp.concatenate([nats, chunk_nats(x[:, -num_last:], head, targets[:, -num_last:])], axis=1)
 
 
 def _nats(
@@ -78,12 +82,12 @@ def _nats(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=dtype or wide)
     if logits.dtype == wide or is_analysed():
-        return _of_logits(logits, targets, wide)
-    # the rounded logits alone are kept; float32 exponentials are computed again
-    return jax.checkpoint(_of_logits, prevent_cse=False, static_argnums=2)(logits, targets, wide)
+        return _nats_of_logits(logits, targets, wide)
+    # only the rounded logits are stored; the backward pass recomputes float32 exponentials
+    return jax.checkpoint(_nats_of_logits, prevent_cse=False, static_argnums=2)(logits, targets, wide)
 
 
-def _of_logits(logits: Float[Array, "B T V"], targets: Int[Array, "B T"], wide: DTypeLike) -> Float[Array, "B T"]:
+def _nats_of_logits(logits: Float[Array, "B T V"], targets: Int[Array, "B T"], wide: DTypeLike) -> Float[Array, "B T"]:
     logits = logits.astype(wide)
     is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)

@@ -1,10 +1,10 @@
-"""Attention tile by tile in plain XLA, with the softmax merged online: never more than a tile of scores.
+"""Attention tile by tile in plain XLA with an online softmax: it never holds more than one tile of scores.
 
-`absorb` takes in one block of keys after the other, `gradients` is its backward pass for one block; who calls them decides
-where blocks come from: `ring` from the neighbours, `exchange` from a gather.
+`absorb` adds one block of keys to the softmax, and `gradients` is its backward pass for one block. The callers decide
+where blocks come from: `ring` gets them from neighbours, `exchange` from a gather.
 
 Suffixes: B sequences, G heads of keys and values, R heads of queries to each of them, T queries, S keys, K width. Heads come
-before positions here, so that the products need no transposes.
+before positions in these arrays, so that the products need no transposes.
 """
 
 import functools
@@ -22,28 +22,28 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.core.types import PyTree
 
 NAME = "attention"
-"""The `checkpoint_name` of what is mixed, and of the logarithm of its sum."""
+"""The `checkpoint_name` of the mixed values, and of the logarithm of the softmax sum."""
 TILE = 512
-"""How many queries, and how many keys, are held against each other at a time."""
+"""The most queries, and the most keys, in one tile of scores."""
 HIDDEN = -1e30
-"""The score of a key that a query does not see; finite, so that a row of them alone has no NaN."""
-_NOWHERE = np.iinfo(np.int32).max  # the position of what pads keys: after every query
+"""The score of a key that a query does not see; finite, so that a row of hidden keys alone gives no NaN."""
+_PADDING_POSITION = np.iinfo(np.int32).max  # the position of padding keys: after every query
 Carry = TypeVar("Carry")
 
 
 class Rule(NamedTuple):
-    """Which positions see which: as in `so.nn.attention`."""
+    """Which keys a query sees by position; see `so.nn.attention`."""
 
     causal: bool
     window: int | None
 
 
 class Marks(NamedTuple):
-    """What a mask compares of each token.
+    """The properties of each token that the attention mask compares.
 
     Attributes:
-      positions: [1 or B, T], int32; None: the order in which they stand.
-      segments: [B, T], or None: all of one.
+      positions: [1 or B, T], int32; None: natural order.
+      segments: [B, T]; None: all tokens are of one segment.
     """
 
     positions: Int[Array, "#B T"] | None
@@ -51,7 +51,7 @@ class Marks(NamedTuple):
 
 
 class State(NamedTuple):
-    """The softmax so far.
+    """The softmax over the blocks so far.
 
     Attributes:
       top: m, the largest score.
@@ -67,7 +67,7 @@ class State(NamedTuple):
 def heads_first(
     query: Float[Array, "B T H K"], key: Float[Array, "B T G K"], value: Float[Array, "B T G K"]
 ) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G T K"], Float[Array, "B G T K"]]:
-    """Return them with heads before positions, those of queries by the head of keys that they use."""
+    """Return the arrays with heads before positions; heads of queries are grouped by the head of keys that they use."""
     B, T, H, K = query.shape
     G = key.shape[2]
     grouped = jnp.transpose(query.reshape(B, T, G, H // G, K), (0, 2, 3, 1, 4))
@@ -80,9 +80,9 @@ def heads_last(mixed: Float[Array, "B G R T K"]) -> Float[Array, "B T H K"]:
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, G * R, K)
 
 
-def start(query: Float[Array, "B G R T K"]) -> State:
-    """Return the state before any key was seen."""
-    wide = _wide(query)
+def empty_state(query: Float[Array, "B G R T K"]) -> State:
+    """Return the state before the first block of keys."""
+    wide = _wide_dtype(query)
     return State(
         jnp.full(query.shape[:-1], HIDDEN, wide), jnp.zeros(query.shape[:-1], wide), jnp.zeros(query.shape, wide)
     )
@@ -93,35 +93,38 @@ def absorb(
     query: Float[Array, "B G R T K"],
     key: Float[Array, "B G S K"],
     value: Float[Array, "B G S K"],
-    seeing: Marks,
-    seen: Marks,
+    query_marks: Marks,
+    key_marks: Marks,
     rule: Rule,
 ) -> State:
     """Return the state after a block of keys: m' = max(m, m_i), l' = l e^(m-m') + l_i e^(m_i-m'), o' likewise.
 
-    The marks must have positions. A query that sees no key of this nor of any other block has no defined result.
+    The marks must have positions. A query that sees no key of any block has no defined result.
     """
-    states = State(_tiled(state.top, -1), _tiled(state.total, -1), _tiled(state.mixed, -2))
-    rows = _tiled(query, -2), _tiled_marks(seeing, -1), states
-    columns = _tiled(key, -2), _tiled(value, -2), _tiled_marks(seen, _NOWHERE)
+    states = State(_split_tiles(state.top, -1), _split_tiles(state.total, -1), _split_tiles(state.mixed, -2))
+    query_tiles = _split_tiles(query, -2), _split_marks(query_marks, -1), states
+    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
 
-    def of_query(_: None, row: tuple[Array, Marks, State]) -> tuple[None, State]:
-        query, seeing, state = row
+    def absorb_into_query_tile(_: None, query_tile: tuple[Array, Marks, State]) -> tuple[None, State]:
+        query, query_marks, state = query_tile
 
-        def of_key(state: State, column: tuple[Array, Array, Marks]) -> tuple[State, None]:
-            key, value, seen = column
-            update = lambda state: _absorbed(state, query, key, value, seeing, seen, rule)  # noqa: E731
-            return _where_needed(update, state, seeing, seen, rule), None
+        def absorb_key_tile(state: State, key_tile: tuple[Array, Array, Marks]) -> tuple[State, None]:
+            key, value, key_marks = key_tile
+            update = lambda state: _absorb_tile(state, query, key, value, query_marks, key_marks, rule)  # noqa: E731
+            return _unless_hidden(update, state, query_marks, key_marks, rule), None
 
-        return None, _scanned(of_key, state, columns)[0]
+        return None, _scan(absorb_key_tile, state, key_tiles)[0]
 
-    _, states = _scanned(of_query, None, rows)
-    joined = functools.partial(_joined, length=query.shape[-2])
-    return State(joined(states.top, -1), joined(states.total, -1), joined(states.mixed, -2))
+    _, states = _scan(absorb_into_query_tile, None, query_tiles)
+    join = functools.partial(_join_tiles, length=query.shape[-2])
+    return State(join(states.top, -1), join(states.total, -1), join(states.mixed, -2))
 
 
 def finish(state: State, dtype: DTypeLike) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
-    """Return o / l in a dtype, and m + log l, both named: where they are kept, the forward pass is not run again."""
+    """Return o / l in a dtype, and m + log l.
+
+    Both have a `checkpoint_name`: if they are saved, the backward pass does not run the forward again.
+    """
     mixed, logsumexp = state.mixed / state.total[..., None], state.top + jnp.log(state.total)
     return checkpoint_name(mixed.astype(dtype), NAME), checkpoint_name(logsumexp, NAME)
 
@@ -129,7 +132,7 @@ def finish(state: State, dtype: DTypeLike) -> tuple[Float[Array, "B G R T K"], F
 def delta_of(
     out: Float[Array, "B G R T K"], d_out: Float[Array, "B G R T K"], logsumexp: Float[Array, "B G R T"]
 ) -> Float[Array, "B G R T"]:
-    """Return sum_k out dout, which `gradients` of every block takes."""
+    """Return sum_k out dout, an argument of `gradients` for every block."""
     return jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
 
 
@@ -140,147 +143,158 @@ def gradients(
     logsumexp: Float[Array, "B G R T"],
     delta: Float[Array, "B G R T"],
     d_out: Float[Array, "B G R T K"],
-    seeing: Marks,
-    seen: Marks,
+    query_marks: Marks,
+    key_marks: Marks,
     rule: Rule,
 ) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
-    """Return what one block of keys adds to dQ, and what these queries add to its dK and dV, in float32 at least.
+    """Return what one block of keys adds to dQ, and its dK and dV from these queries, in float32 at least.
 
     With p = exp(score - logsumexp) over all keys, and delta = sum_k out dout: dv = p^T dout, ds = p (dout v^T - delta).
     """
-    wide = _wide(query)
+    wide = _wide_dtype(query)
     # a padded query has no weights: exp(score - 1e30) = 0
-    rows = _tiled(query, -2), _tiled(d_out, -2), _tiled(delta, -1), _tiled(logsumexp, -1, -HIDDEN)
-    rows = *rows, _tiled_marks(seeing, -1)
-    columns = _tiled(key, -2), _tiled(value, -2), _tiled_marks(seen, _NOWHERE)
-    d_columns = jnp.zeros(columns[0].shape, wide), jnp.zeros(columns[1].shape, wide)
+    query_tiles = (
+        _split_tiles(query, -2),
+        _split_tiles(d_out, -2),
+        _split_tiles(delta, -1),
+        _split_tiles(logsumexp, -1, -HIDDEN),
+    )
+    query_tiles = *query_tiles, _split_marks(query_marks, -1)
+    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
+    d_key_tiles = jnp.zeros(key_tiles[0].shape, wide), jnp.zeros(key_tiles[1].shape, wide)
 
-    def of_query(
-        sums: tuple[Array, Array], row: tuple[Array, Array, Array, Array, Marks]
+    def add_query_tile(
+        sums: tuple[Array, Array], query_tile: tuple[Array, Array, Array, Array, Marks]
     ) -> tuple[tuple[Array, Array], Array]:
-        query, d_out, delta, logsumexp, seeing = row
+        query, d_out, delta, logsumexp, query_marks = query_tile
 
-        def of_key(dq: Array, column: tuple) -> tuple[Array, tuple[Array, Array]]:
-            (key, value, seen), sums = column
+        def add_key_tile(dq: Array, key_tile: tuple) -> tuple[Array, tuple[Array, Array]]:
+            (key, value, key_marks), sums = key_tile
 
-            def update(found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                more = _gradients(query, key, value, logsumexp, delta, d_out, seeing, seen, rule)
-                return jax.tree.map(jnp.add, found, more)
+            def update(partial_sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                added = _tile_gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks, rule)
+                return jax.tree.map(jnp.add, partial_sums, added)
 
-            dq, dk, dv = _where_needed(update, (dq, *sums), seeing, seen, rule)
+            dq, dk, dv = _unless_hidden(update, (dq, *sums), query_marks, key_marks, rule)
             return dq, (dk, dv)
 
-        dq, sums = _scanned(of_key, jnp.zeros(query.shape, wide), (columns, sums))
+        dq, sums = _scan(add_key_tile, jnp.zeros(query.shape, wide), (key_tiles, sums))
         return sums, dq
 
-    (dk, dv), dq = _scanned(of_query, d_columns, rows)
+    (dk, dv), dq = _scan(add_query_tile, d_key_tiles, query_tiles)
     length = key.shape[-2]
-    return _joined(dq, -2, query.shape[-2]), _joined(dk, -2, length), _joined(dv, -2, length)
+    return _join_tiles(dq, -2, query.shape[-2]), _join_tiles(dk, -2, length), _join_tiles(dv, -2, length)
 
 
-def _absorbed(state: State, query: Array, key: Array, value: Array, seeing: Marks, seen: Marks, rule: Rule) -> State:
-    scores = _scores(query, key, seeing, seen, rule)
+def _absorb_tile(
+    state: State, query: Array, key: Array, value: Array, query_marks: Marks, key_marks: Marks, rule: Rule
+) -> State:
+    scores = _scores(query, key, query_marks, key_marks, rule)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
-    # Where all is hidden these are 1: the first key that is seen multiplies them by exp(-1e30) = 0.
+    # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30) = 0.
     weights = jnp.exp(scores - top[..., None])
-    kept = jnp.exp(state.top - top)
+    rescale = jnp.exp(state.top - top)
     mixed = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(value.dtype), value, preferred_element_type=weights.dtype)
-    return State(top, state.total * kept + jnp.sum(weights, axis=-1), state.mixed * kept[..., None] + mixed)
+    return State(top, state.total * rescale + jnp.sum(weights, axis=-1), state.mixed * rescale[..., None] + mixed)
 
 
-def _gradients(
+def _tile_gradients(
     query: Array,
     key: Array,
     value: Array,
     logsumexp: Array,
     delta: Array,
     d_out: Array,
-    seeing: Marks,
-    seen: Marks,
+    query_marks: Marks,
+    key_marks: Marks,
     rule: Rule,
 ) -> tuple[Array, Array, Array]:
-    product = functools.partial(jnp.einsum, preferred_element_type=_wide(query))
-    p = jnp.exp(_scores(query, key, seeing, seen, rule) - logsumexp[..., None])
+    product = functools.partial(jnp.einsum, preferred_element_type=_wide_dtype(query))
+    p = jnp.exp(_scores(query, key, query_marks, key_marks, rule) - logsumexp[..., None])
     dp = product("bgrtk,bgsk->bgrts", d_out, value)
     ds = (p * (dp - delta[..., None]) * query.shape[-1] ** -0.5).astype(query.dtype)
     dv = product("bgrts,bgrtk->bgsk", p.astype(value.dtype), d_out)
     return product("bgrts,bgsk->bgrtk", ds, key), product("bgrts,bgrtk->bgsk", ds, query), dv
 
 
-def _scores(query: Array, key: Array, seeing: Marks, seen: Marks, rule: Rule) -> Float[Array, "B G R T S"]:
-    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, key, preferred_element_type=_wide(query))
-    hidden = jnp.where(sees(seeing, seen, rule), 0, HIDDEN).astype(scores.dtype)
-    return scores * query.shape[-1] ** -0.5 + hidden[:, None, None]
+def _scores(query: Array, key: Array, query_marks: Marks, key_marks: Marks, rule: Rule) -> Float[Array, "B G R T S"]:
+    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, key, preferred_element_type=_wide_dtype(query))
+    mask_bias = jnp.where(sees(query_marks, key_marks, rule), 0, HIDDEN).astype(scores.dtype)
+    return scores * query.shape[-1] ** -0.5 + mask_bias[:, None, None]
 
 
-def sees(seeing: Marks, seen: Marks, rule: Rule) -> Bool[Array, "#B T S"]:
-    """Return which key each query sees."""
-    assert seeing.positions is not None
-    assert seen.positions is not None
-    query, key = seeing.positions[:, :, None], seen.positions[:, None, :]
-    mask = query >= key if rule.causal else jnp.broadcast_to(key < _NOWHERE, (*query.shape[:2], key.shape[2]))
+def sees(query_marks: Marks, key_marks: Marks, rule: Rule) -> Bool[Array, "#B T S"]:
+    """Return [1 or B, T, S], whether each query sees each key."""
+    assert query_marks.positions is not None
+    assert key_marks.positions is not None
+    query, key = query_marks.positions[:, :, None], key_marks.positions[:, None, :]
+    mask = query >= key if rule.causal else jnp.broadcast_to(key < _PADDING_POSITION, (*query.shape[:2], key.shape[2]))
     if rule.window is not None:
         mask = mask & (query - key < rule.window)
-    if seeing.segments is not None and seen.segments is not None:
-        mask = mask & (seeing.segments[:, :, None] == seen.segments[:, None, :])
+    if query_marks.segments is not None and key_marks.segments is not None:
+        mask = mask & (query_marks.segments[:, :, None] == key_marks.segments[:, None, :])
     return mask
 
 
-def _where_needed(update: Callable[[Carry], Carry], carry: Carry, seeing: Marks, seen: Marks, rule: Rule) -> Carry:
-    """Skip a tile in which no query sees a key, as least and greatest position and segment tell."""
-    least, most = functools.partial(jnp.min, axis=-1), functools.partial(jnp.max, axis=-1)
-    assert seeing.positions is not None
-    assert seen.positions is not None
+def _unless_hidden(
+    update: Callable[[Carry], Carry], carry: Carry, query_marks: Marks, key_marks: Marks, rule: Rule
+) -> Carry:
+    """Skip a tile if no query sees a key, judged by the least and greatest position and segment of the tile."""
+    smallest, largest = functools.partial(jnp.min, axis=-1), functools.partial(jnp.max, axis=-1)
+    assert query_marks.positions is not None
+    assert key_marks.positions is not None
     needed = None
     if rule.causal:
-        needed = most(seeing.positions) >= least(seen.positions)
+        needed = largest(query_marks.positions) >= smallest(key_marks.positions)
     if needed is not None and rule.window is not None:
-        needed &= least(seeing.positions) - most(seen.positions) < rule.window
-    if seeing.segments is not None and seen.segments is not None:
-        shared = (most(seeing.segments) >= least(seen.segments)) & (most(seen.segments) >= least(seeing.segments))
-        needed = shared if needed is None else needed & shared
+        needed &= smallest(query_marks.positions) - largest(key_marks.positions) < rule.window
+    if query_marks.segments is not None and key_marks.segments is not None:
+        segments_overlap = (largest(query_marks.segments) >= smallest(key_marks.segments)) & (
+            largest(key_marks.segments) >= smallest(query_marks.segments)
+        )
+        needed = segments_overlap if needed is None else needed & segments_overlap
     return update(carry) if needed is None else lax.cond(jnp.any(needed), update, lambda carry: carry, carry)
 
 
-def _tiles(length: int) -> int:
+def _num_tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def _tiled(x: Array, dim: int, fill: float = 0) -> Array:
-    """Cut a dim, counted from the end, into tiles, which come first: [tiles, ..., tile, ...]; the last may be padded."""
+def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
+    """Cut a dim, counted from the end, into tiles, [tiles, ..., tile, ...]; the last tile may be padded."""
     length = x.shape[dim]
-    count = _tiles(length)
+    count = _num_tiles(length)
     if count == 1:
         return x[None]
     size = -(-length // count)
     widths = [(0, 0)] * x.ndim
     widths[dim] = (0, count * size - length)
     x = jnp.pad(x, widths, constant_values=fill)
-    at = x.ndim + dim
-    return jnp.moveaxis(x.reshape(*x.shape[:at], count, size, *x.shape[at + 1 :]), at, 0)
+    dim_index = x.ndim + dim
+    return jnp.moveaxis(x.reshape(*x.shape[:dim_index], count, size, *x.shape[dim_index + 1 :]), dim_index, 0)
 
 
-def _tiled_marks(marks: Marks, position: int) -> Marks:
+def _split_marks(marks: Marks, position: int) -> Marks:
     assert marks.positions is not None
-    segments = None if marks.segments is None else _tiled(marks.segments, -1)
-    return Marks(_tiled(marks.positions, -1, position), segments)
+    segments = None if marks.segments is None else _split_tiles(marks.segments, -1)
+    return Marks(_split_tiles(marks.positions, -1, position), segments)
 
 
-def _joined(x: Array, dim: int, length: int) -> Array:
-    """Undo `_tiled`."""
+def _join_tiles(x: Array, dim: int, length: int) -> Array:
+    """Undo `_split_tiles`."""
     x = jnp.moveaxis(x, 0, dim - 1)
-    at = x.ndim + dim
-    x = x.reshape(*x.shape[: at - 1], -1, *x.shape[at + 1 :])
-    return lax.slice_in_dim(x, 0, length, axis=at - 1)
+    dim_index = x.ndim + dim
+    x = x.reshape(*x.shape[: dim_index - 1], -1, *x.shape[dim_index + 1 :])
+    return lax.slice_in_dim(x, 0, length, axis=dim_index - 1)
 
 
-def _scanned(f: Callable, carry: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
-    """Return `lax.scan(f, carry, xs)`; of one tile there is no loop."""
+def _scan(f: Callable, carry: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
+    """Return `lax.scan(f, carry, xs)`; a single tile needs no loop."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return lax.scan(f, carry, xs)
     carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda y: y[None], y)
 
 
-def _wide(x: Array) -> jnp.dtype:
+def _wide_dtype(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)

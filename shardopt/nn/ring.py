@@ -1,4 +1,4 @@
-"""Attention over a ring of devices: keys and values travel, each device keeps its queries."""
+"""Attention over a ring of devices: keys and values travel, and each device keeps its queries."""
 
 import functools
 from collections.abc import Callable
@@ -18,26 +18,26 @@ from shardopt.nn.flash import (
     State,
     absorb,
     delta_of,
+    empty_state,
     finish,
     gradients,
     heads_first,
     heads_last,
-    start,
 )
 
 T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """Who sends to whom.
+    """Which devices exchange keys and values.
 
     Attributes:
       axes: names of the context axis.
       size: devices on it.
-      stride: every so many-th device is of one ring: that many rings run side by side.
+      stride: the distance between neighbours of a ring; as many rings run in parallel.
       hops: how often keys are sent on, at most size / stride - 1.
       rule: which positions see which.
-      splash: whether blocks are taken in by the Pallas kernel: in natural order without a window.
+      splash: whether the Pallas kernel absorbs the blocks; it needs natural order without a window.
     """
 
     axes: tuple[str, ...]
@@ -58,16 +58,16 @@ def ring_of(
     stride: int = 1,
     splash: bool = False,
 ) -> Ring:
-    """Return the ring, without the hops that nobody needs: with a window of w, keys go ceil((w - 1) / T) devices far.
+    """Return the ring without unneeded hops: with a window of w, keys travel only ceil((w - 1) / T) devices far.
 
     Args:
-      axes: names of the context axis; none for attention on one device.
+      axes: names of the context axis; empty for attention on one device.
       size: devices on it.
       length: T, positions of each device.
       rule: which positions see which.
       natural: whether device i holds positions i T, ..., i T + T - 1.
-      stride: see `Ring`.
-      splash: likewise.
+      stride: as in `Ring`.
+      splash: as in `Ring`.
     """
     hops = size // stride - 1
     if natural and rule.window is not None:
@@ -82,10 +82,11 @@ def ring_attention(
     value: Float[Array, "B T G K"],
     marks: Marks,
 ) -> Float[Array, "B T H K"]:
-    """Return attention of these queries over the keys of all devices of the ring; also of one device alone.
+    """Return attention of these queries over the keys of all devices of the ring; a ring of one device is allowed.
 
-    Forward, K and V make `hops` hops. Backward they make them again, and dK and dV in float32 (float64) as many: they set out at
-    the first neighbour, and what their own device adds is added at home. No key of another device is kept.
+    In the forward pass, K and V make `hops` hops. In the backward pass they make the same hops, and dK and dV in float32
+    (float64) make as many. dK and dV start at the first neighbour; their own device adds its part at the end. No device stores
+    the keys of another for the backward pass.
     """
     return heads_last(_attend(ring, *heads_first(query, key, value), marks))
 
@@ -96,111 +97,112 @@ def _attend(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) ->
 
 
 def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -> tuple[Array, tuple]:
-    seen = _seen(ring, query.shape[-2])
-    own = seen(0, marks)
+    key_marks_at = _key_marks(ring, query.shape[-2])
+    query_marks = key_marks_at(0, marks)
 
-    def taken_in(state: State, hop: Array | int, block: tuple[Array, Array, Marks]) -> State:
+    def absorb_block(state: State, hop: Array | int, block: tuple[Array, Array, Marks]) -> State:
         key, value, marks = block
         if not ring.splash:
-            return absorb(state, query, key, value, own, seen(hop, marks), ring.rule)
-        causal = ring.rule.causal and isinstance(hop, int)  # the own block
-        update = lambda state: splash.absorb(state, query, key, value, own, marks, causal=causal)  # noqa: E731
+            return absorb(state, query, key, value, query_marks, key_marks_at(hop, marks), ring.rule)
+        causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
+        update = lambda state: splash.absorb(state, query, key, value, query_marks, marks, causal=causal)  # noqa: E731
         return _unless_ahead(ring, hop, update, state)
 
-    state, travelling = start(query), (key, value, marks)
-    arriving = send(ring, travelling) if ring.hops else travelling  # beside the product, here and below
-    state = taken_in(state, 0, travelling)
+    state, blocks = empty_state(query), (key, value, marks)
+    next_blocks = send(ring, blocks) if ring.hops else blocks  # sent while the product runs, also below
+    state = absorb_block(state, 0, blocks)
 
-    def one(carry: tuple, hop: Array) -> tuple[tuple, None]:
-        state, travelling = carry
-        arriving = send(ring, travelling)
-        return (taken_in(state, hop, travelling), arriving), None
+    def hop_step(carry: tuple, hop: Array) -> tuple[tuple, None]:
+        state, blocks = carry
+        next_blocks = send(ring, blocks)
+        return (absorb_block(state, hop, blocks), next_blocks), None
 
     if ring.hops > 1:
-        (state, arriving), _ = lax.scan(one, (state, arriving), jnp.arange(1, ring.hops))
+        (state, next_blocks), _ = lax.scan(hop_step, (state, next_blocks), jnp.arange(1, ring.hops))
     if ring.hops:
-        state = taken_in(state, jnp.int32(ring.hops), arriving)
+        state = absorb_block(state, jnp.int32(ring.hops), next_blocks)
     out, logsumexp = finish(state, value.dtype)
     return out, (query, key, value, marks, out, logsumexp)
 
 
-def _backward(ring: Ring, kept: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, marks, out, logsumexp = kept
-    key, value, d_out = lax.optimization_barrier(
-        (key, value, d_out)
-    )  # else XLA may keep what the forward pass was sent
-    seen = _seen(ring, query.shape[-2])
-    own = seen(0, marks)
+def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, marks, out, logsumexp = residuals
+    # otherwise XLA may store the keys and values that the forward pass received
+    key, value, d_out = lax.optimization_barrier((key, value, d_out))
+    key_marks_at = _key_marks(ring, query.shape[-2])
+    query_marks = key_marks_at(0, marks)
     delta = delta_of(out, d_out, logsumexp)
 
-    def of_block(hop: Array | int, key: Array, value: Array, marks: Marks) -> list[Array]:
+    def block_gradients(hop: Array | int, key: Array, value: Array, marks: Marks) -> list[Array]:
         if not ring.splash:
-            return list(gradients(query, key, value, logsumexp, delta, d_out, own, seen(hop, marks), ring.rule))
-        causal = ring.rule.causal and isinstance(hop, int)  # the own block
-        nothing = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, key, value)]
+            return list(
+                gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks_at(hop, marks), ring.rule)
+            )
+        causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
+        zeros = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, key, value)]
 
-        def of_kernel(_: list[Array]) -> list[Array]:
-            return splash.gradients(query, key, value, logsumexp, delta, d_out, own, marks, causal=causal)
+        def kernel_gradients(_: list[Array]) -> list[Array]:
+            return splash.gradients(query, key, value, logsumexp, delta, d_out, query_marks, marks, causal=causal)
 
-        return _unless_ahead(ring, hop, of_kernel, nothing)
+        return _unless_ahead(ring, hop, kernel_gradients, zeros)
 
-    travelling = send(ring, (key, value, marks)) if ring.hops else ()
-    dq, *at_home = of_block(0, key, value, marks)
+    blocks = send(ring, (key, value, marks)) if ring.hops else ()
+    dq, *local_key_gradients = block_gradients(0, key, value, marks)
     if ring.hops:
-        arriving = send(ring, travelling) if ring.hops > 1 else travelling
-        more, *sums = of_block(jnp.int32(1), *travelling)
-        carry = dq + more, sums, arriving
+        next_blocks = send(ring, blocks) if ring.hops > 1 else blocks
+        dq_part, *sums = block_gradients(jnp.int32(1), *blocks)
+        carry = dq + dq_part, sums, next_blocks
 
-        def one(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
-            dq, sums, travelling = carry
-            sums, arriving = send(ring, (sums, () if last else travelling))  # beside the product
-            more, *added = of_block(hop, *travelling)
-            return (dq + more, jax.tree.map(jnp.add, sums, added), arriving), None
+        def hop_step(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
+            dq, sums, blocks = carry
+            sums, next_blocks = send(ring, (sums, () if last else blocks))  # sent while the product runs
+            dq_part, *key_gradients = block_gradients(hop, *blocks)
+            return (dq + dq_part, jax.tree.map(jnp.add, sums, key_gradients), next_blocks), None
 
         if ring.hops > 2:
-            carry, _ = lax.scan(one, carry, jnp.arange(2, ring.hops))
+            carry, _ = lax.scan(hop_step, carry, jnp.arange(2, ring.hops))
         if ring.hops > 1:
-            carry, _ = one(carry, jnp.int32(ring.hops), last=True)
+            carry, _ = hop_step(carry, jnp.int32(ring.hops), last=True)
         dq, sums, _ = carry
-        at_home = jax.tree.map(jnp.add, at_home, send(ring, sums, -ring.hops))
-    dk, dv = at_home
+        local_key_gradients = jax.tree.map(jnp.add, local_key_gradients, send(ring, sums, -ring.hops))
+    dk, dv = local_key_gradients
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _unless_ahead(ring: Ring, hop: Array | int, update: Callable[[T], T], without: T) -> T:
-    """Skip a block that stands after these queries; in natural order it came around the end of the ring."""
+def _unless_ahead(ring: Ring, hop: Array | int, update: Callable[[T], T], unchanged: T) -> T:
+    """Skip a block whose keys are after these queries; in natural order such a block has passed the end of the ring."""
     if not ring.rule.causal or isinstance(hop, int):
-        return update(without)
-    return lax.cond(_place(ring) >= hop, update, lambda without: without, without)
+        return update(unchanged)
+    return lax.cond(_block_number(ring) >= hop, update, lambda unchanged: unchanged, unchanged)
 
 
-def _place(ring: Ring) -> Array | int:
-    """Return which block of positions this device holds."""
+def _block_number(ring: Ring) -> Array | int:
+    """Return the number of the block of positions that this device holds."""
     return lax.axis_index(ring.axes) // ring.stride if ring.size > 1 else 0
 
 
-def _seen(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]:
-    """Return the function from hop and marks that came with the keys to these marks with positions."""
-    outer = _place(ring)
+def _key_marks(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]:
+    """Return a function from a hop, and the marks that came with the keys, to these marks with positions."""
+    block = _block_number(ring)
     devices = ring.size // ring.stride
 
-    def seen(hop: Array | int, marks: Marks) -> Marks:
+    def marks_at(hop: Array | int, marks: Marks) -> Marks:
         if marks.positions is not None:
             return marks
-        first = (outer - hop) % devices * length
-        return marks._replace(positions=(first + jnp.arange(length, dtype=jnp.int32)).astype(jnp.int32)[None])
+        first_position = (block - hop) % devices * length
+        return marks._replace(positions=(first_position + jnp.arange(length, dtype=jnp.int32)).astype(jnp.int32)[None])
 
-    return seen
+    return marks_at
 
 
 def send(ring: Ring, tree: PyTree, hops: int = 1) -> PyTree:
-    """Return what the device so many hops before this one on its ring holds.
+    """Return the tree of the device that is `hops` before this one on its ring.
 
-    XLA:CPU lets all devices of the mesh meet at a permute, and those of another pipeline stage do not come: there it is a gather
-    of the axis.
+    On XLA:CPU all devices of the mesh must meet at a permute, but devices of other pipeline stages do not. There it is an
+    all-gather of the axis instead.
     """
     shift = hops * ring.stride
     stages = [axis for axis in axes_of_role("pipeline") if mesh_under_trace().shape[axis] > 1]

@@ -1,6 +1,6 @@
-"""Splash attention, jax's Pallas kernel for TPU, with a backward pass of our own: of whole rows, and of a block of a ring.
+"""Splash attention, jax's Pallas kernel for TPU, with a backward pass of shardopt: for whole rows, and for a block of a ring.
 
-Elsewhere than on TPU it runs interpreted, which is for tests.
+On other devices it runs interpreted, for tests.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn.flash import NAME, TILE, Marks, Rule, State, delta_of
-from shardopt.nn.splash_backward import LANES, Columns, Rows
+from shardopt.nn.splash_backward import LANES, KeyOperands, QueryOperands
 from shardopt.nn.splash_backward import gradients as backward
 
 
@@ -30,10 +30,10 @@ def splash_attention(
     length = -(-T // LANES) * LANES
     if length != T and not rule.causal and segments is None:
         segments = jnp.zeros(query.shape[:2], jnp.int32)
-    if segments is not None:  # what is padded is of no segment
+    if segments is not None:  # padding is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
     heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
-    mixed: Any = _whole_rows(heads_first(_scaled(query)), heads_first(key), heads_first(value), segments, rule)
+    mixed: Any = _whole_rows(heads_first(_scale_query(query)), heads_first(key), heads_first(value), segments, rule)
     return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
 
 
@@ -45,15 +45,15 @@ def _whole_rows(query: Array, key: Array, value: Array, segments: Array | None, 
 def _whole_rows_forward(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> tuple[Array, tuple]:
-    mixed, logsumexp = _mixed(query, key, value, segments, segments, rule)
+    mixed, logsumexp = _run_kernel(query, key, value, segments, segments, rule)
     mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
     return mixed, (query, key, value, segments, mixed, logsumexp)
 
 
-def _whole_rows_backward(rule: Rule, kept: tuple, d_mixed: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, segments, mixed, logsumexp = kept
-    rows = Rows(query, d_mixed, logsumexp, delta_of(mixed, d_mixed, logsumexp), segments)
-    return *backward(rows, Columns(key, value, segments), rule, dtype=query.dtype), None
+def _whole_rows_backward(rule: Rule, residuals: tuple, d_mixed: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, segments, mixed, logsumexp = residuals
+    queries = QueryOperands(query, d_mixed, logsumexp, delta_of(mixed, d_mixed, logsumexp), segments)
+    return *backward(queries, KeyOperands(key, value, segments), rule, dtype=query.dtype), None
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
@@ -64,22 +64,29 @@ def absorb(
     query: Float[Array, "B G R T K"],
     key: Float[Array, "B G T K"],
     value: Float[Array, "B G T K"],
-    seeing: Marks,
-    seen: Marks,
+    query_marks: Marks,
+    key_marks: Marks,
     *,
     causal: bool,
 ) -> State:
-    """As `flash.absorb`, of a block of as many keys, of which `causal` hides those after each query. T is a multiple of 128.
+    """Absorb a block of keys as `flash.absorb` does, for a block with as many keys as queries.
 
-    What the kernel mixes is rounded to the dtype of query before blocks are summed.
+    If `causal`, each query sees the keys up to its own index. T is a multiple of 128. The kernel's output is rounded to the
+    dtype of query before blocks are summed.
     """
     B, G, R, T, K = query.shape
-    rows = _scaled(query).reshape(B, G * R, T, K)
-    mixed, logsumexp = _mixed(rows, key, value, seeing.segments, seen.segments, Rule(causal, None))
+    scaled_query = _scale_query(query).reshape(B, G * R, T, K)
+    mixed, logsumexp = _run_kernel(
+        scaled_query, key, value, query_marks.segments, key_marks.segments, Rule(causal, None)
+    )
     mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
-    before, now = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
-    return State(top, state.total * before + now, state.mixed * before[..., None] + mixed * now[..., None])
+    state_weight, block_weight = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
+    return State(
+        top,
+        state.total * state_weight + block_weight,
+        state.mixed * state_weight[..., None] + mixed * block_weight[..., None],
+    )
 
 
 def gradients(
@@ -89,48 +96,54 @@ def gradients(
     logsumexp: Float[Array, "B G R T"],
     delta: Float[Array, "B G R T"],
     d_out: Float[Array, "B G R T K"],
-    seeing: Marks,
-    seen: Marks,
+    query_marks: Marks,
+    key_marks: Marks,
     *,
     causal: bool,
 ) -> list[Array]:
-    """As `flash.gradients`, of such a block."""
+    """Return the gradients of `flash.gradients`, for a block as in `absorb`."""
     B, G, R, _, K = query.shape
-    heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
-    rows = Rows(heads(_scaled(query)), heads(d_out), heads(logsumexp), heads(delta), seeing.segments)
-    columns = Columns(key, value, seen.segments)
-    dq, dk, dv = backward(rows, columns, Rule(causal, None), dtype=logsumexp.dtype)
+    merge_heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
+    queries = QueryOperands(
+        merge_heads(_scale_query(query)),
+        merge_heads(d_out),
+        merge_heads(logsumexp),
+        merge_heads(delta),
+        query_marks.segments,
+    )
+    keys = KeyOperands(key, value, key_marks.segments)
+    dq, dk, dv = backward(queries, keys, Rule(causal, None), dtype=logsumexp.dtype)
     return [dq.reshape(query.shape) * K**-0.5, dk, dv]
 
 
-def _mixed(
+def _run_kernel(
     query: Float[Array, "B H T K"],
     key: Float[Array, "B G T K"],
     value: Float[Array, "B G T V"],
-    seeing: Int[Array, "B T"] | None,
-    seen: Int[Array, "B T"] | None,
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B T"] | None,
     rule: Rule,
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
-    """Return what is mixed by scores query key^T, and the logarithm of the sum of their exponentials."""
+    """Return the mixed values for scores query key^T, and the logarithm of the sum of their exponentials."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     H, T = query.shape[1:3]
     block = math.gcd(T, TILE)
-    one: Any = splash.CausalMask((T, T)) if rule.causal else splash.FullMask((T, T))
+    mask: Any = splash.CausalMask((T, T)) if rule.causal else splash.FullMask((T, T))
     if rule.window is not None:
-        one = splash.LocalMask((T, T), (rule.window - 1, 0), 0)
+        mask = splash.LocalMask((T, T), (rule.window - 1, 0), 0)
     kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([one] * H),
+        splash.MultiHeadMask([mask] * H),
         block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block),
         head_shards=1,
         q_seq_shards=1,
         save_residuals=True,
         interpret=not device_kind_or_default().startswith("TPU"),
     )
-    ids = None if seeing is None or seen is None else splash.SegmentIds(seeing, seen)
+    ids = None if query_segments is None or key_segments is None else splash.SegmentIds(query_segments, key_segments)
     mixed, (logsumexp,) = jax.vmap(kernel)(query, key, value, ids)
     return mixed, logsumexp
 
 
-def _scaled(query: Array) -> Array:
+def _scale_query(query: Array) -> Array:
     return (query * query.shape[-1] ** -0.5).astype(query.dtype)

@@ -1,4 +1,4 @@
-"""Pipelines: schedules as tables of ticks, which say what each stage does when, and where it keeps what."""
+"""Pipelines: a schedule is a table of ticks that says when each stage runs which pass, and which slot stores the result."""
 
 from shardopt.pipeline import schedules
 from shardopt.pipeline.schedule import Schedule

@@ -1,4 +1,4 @@
-"""Schedules on a V: chunk 0 goes down the stages, chunk 1 comes back up, so that the first stage has the first and last blocks."""
+"""Schedules on a V: chunk 0 goes down the stages and chunk 1 comes back up, so the first stage has the first and last blocks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,20 +12,9 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int) -> Schedule:
     """Let two chunks go down the stages and back up, so that no stage is idle with the memory of 1F1B: ZB-V.
 
     Stage s holds the virtual stages s and 2 S - 1 - s. The last stage runs both chunks of a micro-batch in a row, so
-    its first B comes early, and the loss is on the first stage. One pass per tick.
+    its first B comes early. The loss is on the first stage. A stage runs one pass per tick.
 
-    **Bubble**: from M = 2 S - 1 on a stage takes 6 M passes of a chunk from its first to its last, with no idle tick, if
-    F, B and W take equally long; that is what the paper counts. A step that ends on all stages together begins S - 1
-    passes later on the last: (S - 1) / (6 M + S - 1). The lockstep program has that bubble only if the three take
-    equally long; where they do not, `zero_bubble_lockstep` with two chunks is faster, and keeps half as much again.
-
-    **Memory**: each stage keeps at most 2 S activations of a chunk until their W, the S whole ones of the first stage of
-    `one_f_one_b`, and every stage the same. Messages wait, and B leaves something to W.
-
-    **Communication**: twice the messages of 1F1B, to both neighbours in both directions; those from chunk 0 to chunk 1
-    stay on the last stage.
-
-    Arguments, result and errors are those of `gpipe`: S is `num_stages`, M `num_micro_batches`.
+    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
 
     Example:
       >>> import shardopt as so
@@ -40,39 +29,43 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int) -> Schedule:
       >>> schedule.stage_times()  # 6 x 3, without a gap
       (18, 18)
 
+    **Bubble**: from M = 2 S - 1 on, a stage runs 6 M passes of a chunk from its first to its last with no idle tick, if
+    F, B and W take equally long. The paper counts this time. If a step ends on all stages together, the last stage
+    begins S - 1 passes late: the bubble is (S - 1) / (6 M + S - 1). The lockstep program has this bubble only if F, B and
+    W take equally long. Otherwise `zero_bubble_lockstep` with two chunks is faster, and stores half as much again.
+
+    **Memory**: each stage stores at most 2 S activations of a chunk until their W. This equals the S activations of a
+    whole stage on the first stage of `one_f_one_b`; here all stages store the same. Messages wait, and B stores values
+    for W.
+
+    **Communication**: twice the messages of 1F1B, to both neighbours in both directions. Messages from chunk 0 to chunk 1
+    stay on the last stage.
+
     References:
       Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 6; "Pipeline Parallelism with
       Controllable Memory", 2024; PyTorch's `ScheduleZBVZeroBubble`.
     """
     check_sizes("zero_bubble_v", num_stages=num_stages, num_micro_batches=num_micro_batches)
-    enough = max(num_micro_batches, 2 * num_stages - 1)  # what fills it; what is beyond M is left out afterwards
-    lines = []
+    # so many fill the pipeline; micro-batches from M on are dropped below
+    num_scheduled = max(num_micro_batches, 2 * num_stages - 1)
+    stage_programs = []
     for s in range(num_stages):
-        steady = enough - 2 * num_stages + s + 1
+        steady = num_scheduled - 2 * num_stages + s + 1
         fill = [(2 * (num_stages - s) - 1, "F0"), (s, "F1 F0"), (num_stages - s, "F1 B1 W1")]
         middle = [(steady, "F0 B0 W0 F1 B1 W1"), (num_stages - s - 1, "B0 W0 F1 B1 W1")]
-        lines.append([*fill, *middle, (s, "B0 B1"), (num_stages - s, "B0 W0"), (s, "W1"), (s, "W0")])
-    return _from_lines("zero_bubble_v", num_micro_batches, lines)
+        stage_programs.append([*fill, *middle, (s, "B0 B1"), (num_stages - s, "B0 W0"), (s, "W1"), (s, "W0")])
+    return _from_programs("zero_bubble_v", num_micro_batches, stage_programs)
 
 
 def dual_pipe_v(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run a forward and a backward of opposite chunks in turn on a V of two chunks: DualPipe-V.
 
-    DualPipe feeds micro-batches from both ends, and so holds all parameters twice. Cut in half it is a V: stage s holds
-    the virtual stages s and 2 S - 1 - s, once. In the middle F of one chunk is followed by the whole backward of the
-    other; where the two are run at once, what one sends hides behind the other's work. One pass per tick.
+    DualPipe feeds micro-batches from both ends, so it holds all parameters twice. Cut in half it is a V: stage s holds
+    the virtual stages s and 2 S - 1 - s, once. In the middle, F of one chunk is followed by the whole backward of the
+    other. If both run at once, the messages of one hide behind the computation of the other. A stage runs one pass per tick.
 
-    **Bubble**: from M = 2 S on a stage is idle for (S - 1) passes of a chunk, if F, B and W take equally long:
-    (S - 1) / (6 M + S - 1). DualPipe's authors state (PP / 2 - 1)(F&B + B - 3 W) for PP = 2 S parts, where B is the
-    whole backward and F&B the two run at once: never less than here, where B sends before its W has run.
-
-    **Memory**: each stage keeps at most PP + 1 = 2 S + 1 activations of a chunk until their W. Messages wait, and B
-    leaves something to W.
-
-    **Communication**: as `zero_bubble_v`.
-
-    Arguments, result and errors are those of `gpipe`: S is `num_stages`, M `num_micro_batches`. With M below 2 S, where
-    its authors refuse, it is what remains of the schedule for 2 S.
+    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`. The authors refuse
+    M below 2 S; here such a schedule is the one for 2 S without the missing micro-batches.
 
     Example:
       >>> import shardopt as so
@@ -80,44 +73,60 @@ def dual_pipe_v(num_stages: int, num_micro_batches: int) -> Schedule:
       >>> schedule.peak_activations, schedule.num_ticks
       ((9, 9, 9, 9), 63)
 
+    **Bubble**: from M = 2 S on, a stage is idle for (S - 1) passes of a chunk, if F, B and W take equally long:
+    (S - 1) / (6 M + S - 1). DualPipe's authors state (PP / 2 - 1)(F&B + B - 3 W) for PP = 2 S parts. Their B is the
+    whole backward, and F&B is a forward and a backward at once. Their bubble is never less than the one here, where B
+    sends before its W has run.
+
+    **Memory**: each stage stores at most PP + 1 = 2 S + 1 activations of a chunk until their W. Messages wait, and B
+    stores values for W.
+
+    **Communication**: as `zero_bubble_v`.
+
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2, and github.com/deepseek-ai/DualPipe (the steps,
       and the table of bubble and memory); Sea AI Lab, "Cut-in-half", 2025.
     """
     check_sizes("dual_pipe_v", num_stages=num_stages, num_micro_batches=num_micro_batches)
-    enough = max(num_micro_batches, 2 * num_stages)
-    lines = []
+    num_scheduled = max(num_micro_batches, 2 * num_stages)
+    stage_programs = []
     for s in range(num_stages):
-        rest, (whole, odd) = num_stages - s - 1, divmod(s + 1, 2)
-        fill = [(2 * rest, "F0"), (s + 1, "F0 F1"), (rest, "B1 W1 F1")]
-        middle = [(enough - 2 * num_stages + s + 1, "F0 B1 W1 F1 B0 W0"), (rest, "B1 W1 F1 B0 W0")]
-        # the second half of what drains leaves its weight passes for the end
-        drain = [(whole, "B1 W1 B0 W0"), (odd, "B1 W1 B0"), (s + 1 - whole - odd, "B1 B0")]
-        lines.append([*fill, *middle, *drain, (rest, "W B0"), (s + 1, "W")])
-    return _from_lines("dual_pipe_v", num_micro_batches, lines)
+        stages_after, (num_full, num_half) = num_stages - s - 1, divmod(s + 1, 2)
+        fill = [(2 * stages_after, "F0"), (s + 1, "F0 F1"), (stages_after, "B1 W1 F1")]
+        middle = [(num_scheduled - 2 * num_stages + s + 1, "F0 B1 W1 F1 B0 W0"), (stages_after, "B1 W1 F1 B0 W0")]
+        # in the second half of the drain, weight passes wait for the end
+        drain = [
+            (num_full, "B1 W1 B0 W0"),
+            (num_half, "B1 W1 B0"),
+            (s + 1 - num_full - num_half, "B1 B0"),
+        ]
+        stage_programs.append([*fill, *middle, *drain, (stages_after, "W B0"), (s + 1, "W")])
+    return _from_programs("dual_pipe_v", num_micro_batches, stage_programs)
 
 
-def _from_lines(name: str, num_micro_batches: int, lines: list[list[tuple[int, str]]]) -> Schedule:
-    """Return the schedule in which each stage does what its line lists: words, and how many times.
+def _from_programs(name: str, num_micro_batches: int, stage_programs: list[list[tuple[int, str]]]) -> Schedule:
+    """Return the schedule in which each stage runs its program: pairs (repetitions, words).
 
-    `F1` is the forward of the next micro-batch in chunk 1, `W1` the oldest weight pass of chunk 1 that is left to do, `W`
-    the oldest of any. Micro-batches from `num_micro_batches` on are left out.
+    `F1` is the forward of the next micro-batch in chunk 1. `W1` is the oldest weight pass of chunk 1 that has not run yet,
+    and `W` the oldest one of any chunk. Micro-batches from `num_micro_batches` on are left out.
     """
-    stages = range(len(lines))
-    orders = [" ".join(_count_off(num_micro_batches, line)) for line in lines]
+    stages = range(len(stage_programs))
+    orders = [" ".join(_number_passes(num_micro_batches, program)) for program in stage_programs]
     return from_order(orders, stage_of=[*stages, *reversed(stages)], name=name)
 
 
-def _count_off(num_micro_batches: int, line: list[tuple[int, str]]) -> Iterator[str]:
-    done: Counter[str] = Counter()
-    left: list[tuple[int, str]] = []  # backwards whose weight pass is still to come
-    for word in (word for times, words in line for _ in range(times) for word in words.split()):
+def _number_passes(num_micro_batches: int, program: list[tuple[int, str]]) -> Iterator[str]:
+    passes_so_far: Counter[str] = Counter()
+    pending_weights: list[tuple[int, str]] = []  # (micro-batch, chunk) of backwards whose weight pass has not run
+    for word in (word for repetitions, words in program for _ in range(repetitions) for word in words.split()):
         kind, chunk = word[0], word[1:]
         if kind == "W":
-            m, chunk = left.pop(next(i for i, (_, other) in enumerate(left) if chunk in ("", other)))
+            m, chunk = pending_weights.pop(
+                next(i for i, (_, pending_chunk) in enumerate(pending_weights) if chunk in ("", pending_chunk))
+            )
         else:
-            m = done[word]
-            done[word] += 1
-            left += [(m, chunk)] if kind == "B" else []
+            m = passes_so_far[word]
+            passes_so_far[word] += 1
+            pending_weights += [(m, chunk)] if kind == "B" else []
         if m < num_micro_batches:
             yield f"{kind}{m}.{chunk}"

@@ -1,28 +1,28 @@
-"""What several schedules share: the order in which a stage does things, and ticks in lockstep."""
+"""Helpers of several schedules: the order of passes on one stage, and the ticks of passes in lockstep."""
 
 import numpy as np
 
 
 def lockstep_ticks(num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ticks of forward and backward, [V, M] each, of `interleaved`."""
+    """Return the ticks of the forward and backward passes of `interleaved`, [V, M] each."""
     v, m = np.indices((num_stages * num_chunks, num_micro_batches))
     chunk, stage = divmod(v, num_stages)
 
-    def place(chunk: np.ndarray) -> np.ndarray:
+    def position(chunk: np.ndarray) -> np.ndarray:
         return (m // num_stages * num_chunks + chunk) * num_stages + m % num_stages
 
-    forward = place(chunk) + stage
-    backward = num_stages * num_chunks - 1 + place(num_chunks - 1 - chunk) + (num_stages - 1 - stage)
+    forward = position(chunk) + stage
+    backward = num_stages * num_chunks - 1 + position(num_chunks - 1 - chunk) + (num_stages - 1 - stage)
     return forward, backward
 
 
 def stage_order(
     ahead: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1, *, weight_lag: int | None = None
 ) -> str:
-    """Return what a stage does in turn that keeps at most `ahead` chunks of micro-batches between forward and backward.
+    """Return the order of passes on a stage that runs at most `ahead` forwards more than backwards.
 
-    With `weight_lag` the weight passes are split off, so many passes behind the backward ones. Micro-batches go
-    through the chunks in groups of S, backwards through the last chunk first.
+    `ahead` counts passes of a chunk. With `weight_lag` the weight passes are split off, and run that many passes behind the
+    backwards. Micro-batches go through the chunks in groups of S; backwards begin with the last chunk.
     """
     passes = range(num_micro_batches * num_chunks)
     groups = [divmod(k, num_stages * num_chunks) for k in passes]

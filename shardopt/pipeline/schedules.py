@@ -35,12 +35,12 @@ __all__ = [
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run every micro-batch forward, then every one backward, in the same order.
 
-    With S stages and M micro-batches, stage s runs forward m at tick m + s and backward m at tick
-    (M + S - 1) + m + (S - 1 - s), both in step with its neighbours.
+    With S stages and M micro-batches, stage s runs forward m at tick m + s. It runs backward m at tick
+    (M + S - 1) + m + (S - 1 - s). Both are in step with the neighbours.
 
-    **Bubble**: (S - 1) / (M + S - 1), of the table and of the lockstep program alike.
+    **Bubble**: (S - 1) / (M + S - 1), for the table and for the lockstep program alike.
 
-    **Memory**: each stage keeps all M activations. Nothing else waits.
+    **Memory**: each stage stores all M activations. No message waits.
 
     Args:
       num_stages: S.
@@ -77,14 +77,14 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run forwards until the pipeline is full, then a backward and a forward in turn: 1F1B as Megatron and PyTorch do.
 
     With S stages, stage s runs min(M, S - s) forwards, then backward and forward in turn, one pass per tick.
-    Neighbours are then at different kinds of work on the same tick. At their own pace they lose nothing by that; in
-    lockstep each tick takes as long as the longer of the two, and `eager_one_f_one_b` is faster.
+    Neighbours then run different kinds of passes on the same tick. At their own pace they lose no time by that. In
+    lockstep a tick takes as long as the longer pass, and `eager_one_f_one_b` is faster.
 
-    **Bubble**: (S - 1) / (M + S - 1) of the table; more of the lockstep program: with S=4 and M=8 27% and 40%.
+    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
 
-    **Memory**: stage s keeps min(M, S - s) activations, half of what `eager_one_f_one_b` keeps; messages wait.
+    **Bubble**: (S - 1) / (M + S - 1) for the table, and more for the lockstep program. With S=4 and M=8: 27% and 40%.
 
-    Arguments, result and errors are those of `gpipe`: S is `num_stages`, M `num_micro_batches`.
+    **Memory**: stage s stores min(M, S - s) activations, half as many as `eager_one_f_one_b`; messages wait.
 
     Example:
       >>> import shardopt as so
@@ -109,14 +109,14 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run a forward and a backward on every tick, so that no stage waits for another kind of work: 1F1B in lockstep.
 
     With S stages, stage s runs forward m at tick m + s and backward m at tick m + 2(S - 1) - s. A tick in the middle
-    holds one of each on every stage, so no stage waits for another, however long the two take. Forwards run as early
-    as they can, which takes about twice the activations of `one_f_one_b`.
+    has a forward and a backward on every stage, so no stage waits for another, however long the two passes take.
+    Forwards run as early as they can, which needs about twice the activations of `one_f_one_b`.
 
-    **Bubble**: (S - 1) / (M + S - 1), of the table and of the lockstep program alike.
+    **Bubble**: (S - 1) / (M + S - 1), for the table and for the lockstep program alike.
 
-    **Memory**: stage s keeps min(M, 2(S - s) - 1) activations. Nothing else waits.
+    **Memory**: stage s stores min(M, 2(S - s) - 1) activations. No message waits.
 
-    Arguments, result and errors are those of `gpipe`: S is `num_stages`, M `num_micro_batches`.
+    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
 
     Example:
       >>> import shardopt as so
@@ -140,16 +140,16 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
     """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward per tick.
 
-    Micro-batches go round the stages in groups of S: a group through chunk 0, then through chunk 1, and so
-    on, and the next group follows without a gap. The passes of a stage are thus in a row k(m, c) = (v (m div S) +
-    c) S + m mod S, with v chunks; stage s runs forward of micro-batch m and chunk c at tick k(m, c) + s and
+    Micro-batches go round the stages in groups of S: a group goes through chunk 0, then through chunk 1, and so on.
+    The next group follows without a gap. With v chunks, the pass of micro-batch m and chunk c is number
+    k(m, c) = (v (m div S) + c) S + m mod S on its stage. Stage s runs this forward at tick k(m, c) + s, and the
     backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s). Every message is used on the tick after it is sent.
 
-    **Bubble**: (S - 1) / (v M + S - 1), of the table and of the lockstep program alike: filling and draining
-    take S - 1 passes of a part that is v times smaller.
+    **Bubble**: (S - 1) / (v M + S - 1), for the table and for the lockstep program alike. Filling and draining take
+    S - 1 passes of a part that is v times smaller.
 
-    **Memory**: stage s keeps at most (v + 1) S - 1 - 2 s activations of a chunk; the busiest, in units of a whole
-    stage, 1 + (S - 1) / (v S) times the S of `one_f_one_b`. Nothing else waits.
+    **Memory**: stage s stores at most (v + 1) S - 1 - 2 s activations of a chunk. In units of a whole stage, the first
+    stage stores 1 + (S - 1) / (v S) times the S activations of `one_f_one_b`. No message waits.
 
     **Communication**: v times the messages of 1F1B.
 
@@ -189,13 +189,13 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
 def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
     """Cut the model into chunks x stages parts, and run all micro-batches through a chunk before the next chunk begins.
 
-    Part u is on stage u mod S, as in `interleaved`, which is depth-first: there a group of S micro-batches goes through
-    all chunks before the next. Here each chunk's passes follow each other, all forwards before all backwards.
+    Part u is on stage u mod S, as in `interleaved`. `interleaved` is depth-first: a group of S micro-batches goes through
+    all chunks before the next group. Here the passes of a chunk follow each other, and all forwards precede all backwards.
 
-    **Bubble**: (S - 1) / (v M + S - 1) from M = S on, of the table and of the lockstep program alike; with fewer
-    micro-batches a stage also waits (v - 1)(S - M) passes each way for what goes round.
+    **Bubble**: (S - 1) / (v M + S - 1) from M = S on, for the table and for the lockstep program alike. With fewer
+    micro-batches a stage also waits (v - 1)(S - M) passes in each direction for messages from the last stage.
 
-    **Memory**: each stage keeps all v M activations of a chunk. With M above S, M - S + 1 messages wait from stage S - 1
+    **Memory**: each stage stores all v M activations of a chunk. With M above S, M - S + 1 messages wait from stage S - 1
     to stage 0.
 
     **Communication**: v times the messages of 1F1B.
@@ -229,7 +229,7 @@ def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: in
     check_sizes("looped_breadth_first", **sizes, num_chunks=num_chunks)
     v, m = np.indices((num_stages * num_chunks, num_micro_batches))
     chunk, stage = divmod(v, num_stages)
-    every = max(num_stages, num_micro_batches)
-    forward = chunk * every + m + stage
-    backward = forward.max() + 1 + (num_chunks - 1 - chunk) * every + m + (num_stages - 1 - stage)
+    chunk_ticks = max(num_stages, num_micro_batches)
+    forward = chunk * chunk_ticks + m + stage
+    backward = forward.max() + 1 + (num_chunks - 1 - chunk) * chunk_ticks + m + (num_stages - 1 - stage)
     return from_ticks(num_stages, forward, backward, name="looped_breadth_first")

@@ -1,4 +1,4 @@
-"""How long a schedule takes: every stage at its own pace, or all in step as the compiled program runs."""
+"""How long a schedule takes: with every stage at its own pace, or in lockstep as the compiled program runs."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -8,21 +8,21 @@ import numpy as np
 
 from shardopt.core.arguments import is_number
 from shardopt.core.errors import format_error, plural
-from shardopt.pipeline.ticks import LETTERS, Ticks, source
+from shardopt.pipeline.ticks import LETTERS, Ticks, input_pass_of
 
 Times = float | Sequence[float]
-"""How long a pass of one micro-batch takes: on every virtual stage, or [V], on each."""
+"""The time of a pass of one micro-batch: one number, or [V] numbers, one per virtual stage."""
 
 Pace = Literal["own", "lockstep"]
-"""`own`: a stage runs its next pass as soon as it is free and the message is there. `lockstep`: all begin a tick together."""
+"""`own`: a stage runs its next pass as soon as it is free and the message has arrived. `lockstep`: all begin a tick together."""
 
 
 class PassTimes(NamedTuple):
-    """How long everything takes.
+    """The times of passes and messages.
 
     Attributes:
-      passes: by kind, [V], each pass of a micro-batch; a backward that is not split takes backward + weight.
-      communication: a message from one stage to another.
+      passes: by kind, [V], the time of each pass of a micro-batch; a backward that is not split takes backward + weight.
+      communication: the time of a message from one stage to another.
     """
 
     passes: dict[str, list[float]]
@@ -32,16 +32,16 @@ class PassTimes(NamedTuple):
 def pass_times(
     who: str, ticks: Ticks, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
 ) -> PassTimes:
-    """Read the arguments of `Schedule.table_time`.
+    """Check the arguments of `Schedule.table_time` and return them as `PassTimes`.
 
     Raises:
       TypeError: if a time is not a number.
-      ValueError: if there are not as many as virtual stages, or one is negative.
+      ValueError: if there are not as many times as virtual stages, or a time is negative.
     """
     size = len(ticks.stage_of)
     passes = {
-        kind: read_times(who, kind, given, size, "virtual stage")
-        for kind, given in zip(LETTERS, (forward, backward, weight), strict=True)
+        kind: read_times(who, kind, times, size, "virtual stage")
+        for kind, times in zip(LETTERS, (forward, backward, weight), strict=True)
     }
     (sending,) = read_times(who, "communication", communication, 1, "message")
     if ticks.weight is None:
@@ -49,89 +49,94 @@ def pass_times(
     return PassTimes(passes, sending)
 
 
-def read_times(who: str, what: str, given: Times, size: int, noun: str) -> list[float]:
-    """Return so many times of one number or as many; errors as of `pass_times`."""
-    each: list[float] = list(given) if isinstance(given, Sequence | np.ndarray) else [given] * size
-    if bad := [repr(one) for one in each if not is_number(one) and not isinstance(one, Fraction)]:
-        raise TypeError(format_error(who, f"{what} must be numbers, got {', '.join(bad[:8])}."))
-    if len(each) != size:
-        what = f"{what} has {plural(len(each), 'time')} for {plural(size, noun)}."
-        raise ValueError(format_error(who, what, fix="give one number, or one for each, in the model's order."))
-    if min(each) < 0:
-        raise ValueError(format_error(who, f"{what} must not be negative, got {min(each)}."))
-    return each
+def read_times(who: str, argument: str, times: Times, size: int, noun: str) -> list[float]:
+    """Return a list of `size` times from one number or a sequence; raises the errors of `pass_times`."""
+    time_list: list[float] = list(times) if isinstance(times, Sequence | np.ndarray) else [times] * size
+    if bad_times := [repr(time) for time in time_list if not is_number(time) and not isinstance(time, Fraction)]:
+        raise TypeError(format_error(who, f"{argument} must be numbers, got {', '.join(bad_times[:8])}."))
+    if len(time_list) != size:
+        argument = f"{argument} has {plural(len(time_list), 'time')} for {plural(size, noun)}."
+        raise ValueError(format_error(who, argument, fix="give one number, or one for each, in the model's order."))
+    if min(time_list) < 0:
+        raise ValueError(format_error(who, f"{argument} must not be negative, got {min(time_list)}."))
+    return time_list
 
 
 def own_pace(ticks: Ticks, times: PassTimes) -> dict[str, list[list[float]]]:
     """Return when each pass begins, [V, M] by kind, if every stage goes at its own pace.
 
-    Each stage runs its passes in the order of the table. A message leaves when the pass has ended, and nothing waits for it but what needs it. Between virtual stages of one stage it takes no time.
+    Each stage runs its passes in the order of the table. A message leaves when its pass has ended, and only the pass that
+    needs the message waits for it. Between virtual stages of one stage a message takes no time.
     """
     size = len(ticks.stage_of)
     begins = {kind: [[0.0] * ticks.num_micro_batches for _ in range(size)] for kind in times.passes}
-    free: list[float] = [0] * ticks.num_stages
-    done: dict[tuple[str, int, int], float] = {}
+    free_at: list[float] = [0] * ticks.num_stages
+    end_of: dict[tuple[str, int, int], float] = {}
     for kind, v, m in in_order(ticks):
-        stage, needed = ticks.stage_of[v], source(kind, v, m, size)
-        start = free[stage]
-        if needed is not None:
-            start = max(start, done[needed] + (times.communication if ticks.stage_of[needed[1]] != stage else 0))
+        stage, input_pass = ticks.stage_of[v], input_pass_of(kind, v, m, size)
+        start = free_at[stage]
+        if input_pass is not None:
+            start = max(
+                start, end_of[input_pass] + (times.communication if ticks.stage_of[input_pass[1]] != stage else 0)
+            )
         begins[kind][v][m] = start
-        free[stage] = done[kind, v, m] = start + times.passes[kind][v]
+        free_at[stage] = end_of[kind, v, m] = start + times.passes[kind][v]
     return begins
 
 
 def in_order(ticks: Ticks) -> list[tuple[str, int, int]]:
     """Return every pass (kind, virtual stage, micro-batch) by tick, and in the order within a tick.
 
-    Whatever a pass needs comes before it, and those of one stage are in the order in which it runs them.
+    The inputs of a pass precede it, and the passes of one stage are in the order in which the stage runs them.
     """
     kinds = list(LETTERS)
-    found = [
+    passes = [
         (tick, kinds.index(kind), v, m)
-        for kind, when in ticks.passes.items()
-        for v, row in enumerate(when.tolist())
+        for kind, pass_ticks in ticks.passes.items()
+        for v, row in enumerate(pass_ticks.tolist())
         for m, tick in enumerate(row)
     ]
-    return [(kinds[place], v, m) for _, place, v, m in sorted(found)]
+    return [(kinds[kind_index], v, m) for _, kind_index, v, m in sorted(passes)]
 
 
 def stage_times(ticks: Ticks, times: PassTimes) -> tuple[float, ...]:
     """Return [S], the time of each stage from its first pass to its last, at its own pace."""
     begins, spans = own_pace(ticks, times), []
     for stage in range(ticks.num_stages):
-        mine = [v for v, home in enumerate(ticks.stage_of) if home == stage]
-        first = min(min(rows[v]) for rows in begins.values() for v in mine)
-        spans.append(max(max(rows[v]) + times.passes[kind][v] for kind, rows in begins.items() for v in mine) - first)
+        virtual_stages = [v for v, stage_of_v in enumerate(ticks.stage_of) if stage_of_v == stage]
+        first = min(min(rows[v]) for rows in begins.values() for v in virtual_stages)
+        spans.append(
+            max(max(rows[v]) + times.passes[kind][v] for kind, rows in begins.items() for v in virtual_stages) - first
+        )
     return tuple(spans)
 
 
 def table_time(ticks: Ticks, times: PassTimes) -> float:
-    """Return the time from the first pass to the last, stages at their own pace."""
+    """Return the time from the first pass to the last, with stages at their own pace."""
     begins = own_pace(ticks, times)
     return max(max(row) + times.passes[kind][v] for kind, rows in begins.items() for v, row in enumerate(rows))
 
 
 def program_begins(ticks: Ticks, times: PassTimes) -> np.ndarray:
-    """Return [num_ticks + 1, S], when each stage begins each tick of the compiled program, and when it has ended the last.
+    """Return [num_ticks + 1, S]: when each stage begins each tick of the compiled program, and in the last row when it ends.
 
-    Messages that are used on the next tick are waited for by all: a tick takes as long as its busiest stage, then
-    every message. Those that travel during the next tick are waited for at its end, by the stages that get them.
+    If messages are used on the next tick, all stages wait for them: a tick takes as long as its busiest stage, plus the
+    message time. If messages travel during the next tick, their receivers wait for them at the end of that tick.
     """
-    numbers = [x for each in times.passes.values() for x in each]
-    load = np.zeros((ticks.num_ticks, ticks.num_stages), np.asarray(numbers).dtype)
-    for kind, when in ticks.passes.items():
-        cost = np.broadcast_to(np.asarray(times.passes[kind])[:, None], when.shape)
-        np.add.at(load, (when, np.asarray(ticks.stage_of)[:, None]), cost)
-    along = {(a, b) for a, b in zip(ticks.stage_of[:-1], ticks.stage_of[1:], strict=True) if a != b}
-    senders, stages = np.asarray([*along, *((b, a) for a, b in along)], int).reshape(-1, 2).T
-    begins = np.zeros((ticks.num_ticks + 1, ticks.num_stages), np.asarray([*numbers, times.communication]).dtype)
-    for tick, spent in enumerate(load):
+    all_times = [x for durations in times.passes.values() for x in durations]
+    load = np.zeros((ticks.num_ticks, ticks.num_stages), np.asarray(all_times).dtype)
+    for kind, pass_ticks in ticks.passes.items():
+        cost = np.broadcast_to(np.asarray(times.passes[kind])[:, None], pass_ticks.shape)
+        np.add.at(load, (pass_ticks, np.asarray(ticks.stage_of)[:, None]), cost)
+    stage_pairs = {(a, b) for a, b in zip(ticks.stage_of[:-1], ticks.stage_of[1:], strict=True) if a != b}
+    senders, receivers = np.asarray([*stage_pairs, *((b, a) for a, b in stage_pairs)], int).reshape(-1, 2).T
+    begins = np.zeros((ticks.num_ticks + 1, ticks.num_stages), np.asarray([*all_times, times.communication]).dtype)
+    for tick, busy_times in enumerate(load):
         if ticks.message_ticks == 1:
-            begins[tick + 1] = begins[tick] + spent.max() + (times.communication if along else 0)
+            begins[tick + 1] = begins[tick] + busy_times.max() + (times.communication if stage_pairs else 0)
         else:
-            begins[tick + 1] = begins[tick] + spent
-            np.maximum.at(begins[tick + 1], stages, begins[tick, senders] + times.communication)
+            begins[tick + 1] = begins[tick] + busy_times
+            np.maximum.at(begins[tick + 1], receivers, begins[tick, senders] + times.communication)
     return begins
 
 
@@ -142,7 +147,7 @@ def program_time(ticks: Ticks, times: PassTimes) -> float:
 
 
 def idle_fraction(ticks: Ticks, times: PassTimes, time: float) -> Fraction:
-    """Return the idle share of all stages in a given time, exactly."""
-    work = ticks.num_micro_batches * sum(Fraction(x) for each in times.passes.values() for x in each)
-    # a time of rounded sums may be below the work of its only stage
+    """Return the idle share of all stages in a given time, as an exact fraction."""
+    work = ticks.num_micro_batches * sum(Fraction(x) for durations in times.passes.values() for x in durations)
+    # rounded sums can make the time shorter than the work of a single stage
     return max(1 - work / (ticks.num_stages * Fraction(time)), Fraction(0)) if time else Fraction(0)

@@ -93,7 +93,7 @@ def test_a_function_tells_what_it_does_and_every_argument(name):
     assert re.match(r"[A-Z].*\.(\n\n|$)", text, re.DOTALL)
     assert ("Example:" in text) == (">>> " in text)
     arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
-    elsewhere = "Arguments, result and errors are those of " in text
+    elsewhere = "Arguments, result and errors are the same as for " in text
     if (len(inspect.signature(PUBLIC[name]).parameters) > 2 and not elsewhere) or arguments:
         told = re.findall(r"^  \*{0,2}(\w+): ", arguments, re.MULTILINE)
         assert sorted(told) == sorted(inspect.signature(PUBLIC[name]).parameters)

@@ -16,9 +16,11 @@ mixture = importlib.import_module("shardopt.nn.mixture_of_experts")
 
 
 def weights_of_experts_dropped(patch):
-    right = mixture._experts
+    right = mixture._run_experts
     patch.setattr(
-        mixture, "_experts", lambda act, weights, rows, scales, sizes: right(act, weights, rows, 0 * scales + 1, sizes)
+        mixture,
+        "_run_experts",
+        lambda act, weights, rows, scales, sizes: right(act, weights, rows, 0 * scales + 1, sizes),
     )
 
 
@@ -28,9 +30,9 @@ def counts_of_this_device_alone(patch):
 
 
 def gradients_of_the_first_choice_alone(patch):
-    right = dispatch._summed
+    right = dispatch._sum_choices
     patch.setattr(
-        dispatch, "_summed", lambda n, rows, inverse: right(n, rows, inverse.reshape(n, -1)[:, :1].reshape(-1))
+        dispatch, "_sum_choices", lambda n, rows, inverse: right(n, rows, inverse.reshape(n, -1)[:, :1].reshape(-1))
     )
 
 

@@ -13,8 +13,8 @@ attention = importlib.import_module("shardopt.nn.attention")
 
 
 def masked_one_hop_off(patch):
-    seen = ring._seen
-    patch.setattr(ring, "_seen", lambda *args: lambda hop, marks: seen(*args)(hop + 1, marks))
+    seen = ring._key_marks
+    patch.setattr(ring, "_key_marks", lambda *args: lambda hop, marks: seen(*args)(hop + 1, marks))
 
 
 def stale_keys_in_the_backward_pass(patch):

@@ -13,7 +13,7 @@ import shardopt as so
 from shardopt.nn import splash_backward
 from shardopt.nn.attention import masked_attention, visible
 from shardopt.nn.flash import Rule
-from shardopt.nn.splash_backward import Columns, Rows
+from shardopt.nn.splash_backward import KeyOperands, QueryOperands
 from shardopt.planning import topology_devices
 
 
@@ -60,9 +60,9 @@ def gradients_of(case, monkeypatch):
     logsumexp = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     if case.rows:
         monkeypatch.setattr(splash_backward, "_vmem", lambda: case.rows * 3 * 128 * 12 * 3 // 2)
-    rows = Rows(query, d_out, logsumexp, jnp.sum(out * d_out, -1), segments)
+    rows = QueryOperands(query, d_out, logsumexp, jnp.sum(out * d_out, -1), segments)
     found = splash_backward.gradients(
-        rows, Columns(key, value, segments), Rule(case.causal, case.window), dtype=jnp.float32
+        rows, KeyOperands(key, value, segments), Rule(case.causal, case.window), dtype=jnp.float32
     )
     return found, pull(d_out)
 
