@@ -18,7 +18,7 @@ from shardopt.planning.costs import Footprint, StepTime, Transfer, by_axis, foot
 from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning.layout import CHUNKED, ON_A_V, Layout, PlacedModel, abstract_opt_state, place, state_layout_bytes
 from shardopt.planning.models import Transformer, find_model
-from shardopt.planning.searched import fill_in
+from shardopt.planning.searched import with_search_arguments
 from shardopt.planning.workload import Workload
 
 SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep", "zero_bubble_v", "search")
@@ -209,7 +209,7 @@ def plan(
         for layout in layouts:
             try:
                 if layout.schedule == "search":
-                    layout = fill_in(placed_as(layout), **asked, limit=limit)
+                    layout = with_search_arguments(placed_as(layout), **asked, limit=limit)
                 found = predict(workload, layout, **asked, placed=placed_as(layout))
             except ValueError as error:  # a dim that tensor does not divide
                 dropped.append(Dropped(layout, str(error).splitlines()[0].removeprefix("plan: "), 0.0))
