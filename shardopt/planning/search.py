@@ -1,4 +1,4 @@
-"""`plan`: rank all layouts of a model on a machine by predicted step time, and drop those that do not fit."""
+"""`plan`: rank all layouts of a model on a machine by predicted step time, and drop layouts that do not fit."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -232,7 +232,7 @@ def plan(
     rank(_gathered_once(fitting))
     if not fixed_schedules:
         fitting = [prediction for prediction in fitting if prediction.layout.schedule in (None, "search")]
-    dropped.sort(key=lambda layout: layout.missing_bytes or float("inf"))
+    dropped.sort(key=lambda entry: entry.missing_bytes or float("inf"))
     fitting.sort(key=lambda prediction: (prediction.time.total, prediction.memory.total))
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
     if not fitting:
@@ -253,10 +253,8 @@ _MAX_TRIES = 6
 
 
 def _layouts_to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]) -> list[Layout]:
-    """Return the layouts with the schedule "search": the fastest pipelines, and those that almost fit."""
-    almost_fitting = sorted(
-        (layout for layout in dropped if layout.missing_bytes), key=lambda layout: layout.missing_bytes
-    )
+    """Return the layouts with the schedule "search": the fastest pipelines, and pipelines that almost fit."""
+    almost_fitting = sorted((entry for entry in dropped if entry.missing_bytes), key=lambda entry: entry.missing_bytes)
     pipelines = (
         [entry.layout for entry in entries if entry.layout.schedule] for entries in (_fastest(fitting), almost_fitting)
     )
@@ -412,8 +410,8 @@ def predict(
       placed: the result of `place` for the layout, if it is known already.
 
     Raises:
-      ValueError: if tensor does not divide a parameter as its rule says, the schedule does not accept the sizes,
-        `layout.remat` names values that blocks do not have, or it names any values in a pipeline.
+      ValueError: if tensor does not divide a parameter as its rule says, or the schedule does not accept the sizes.
+      ValueError: if `layout.remat` names values that blocks do not have, or names any values in a pipeline.
 
     Example:
       >>> from shardopt.planning import HARDWARE, Layout, find_model
@@ -446,12 +444,10 @@ def _nothing_fits(plans: Plans) -> str:
     chip, limit = plans.hardware, plans.limit
     rows = plural(plans.batch_size, "row")
     title = f"{plans.workload.name} on {plural(plans.chips, 'chip')} of {chip.name} with {rows} per batch"
-    too_large = [layout for layout in plans.dropped if layout.missing_bytes]
+    too_large = [entry for entry in plans.dropped if entry.missing_bytes]
     if not too_large:
         fix = f"choose a batch_size that {plans.chips} chips divide evenly, or other chips."
-        return format_error(
-            "plan", f"{title}: no layout divides evenly.", [layout.why for layout in plans.dropped], fix
-        )
+        return format_error("plan", f"{title}: no layout divides evenly.", [entry.why for entry in plans.dropped], fix)
     lines = [f"{entry.layout}: {entry.missing_bytes:,.0f} bytes too many" for entry in too_large[:3]]
     need = limit + too_large[0].missing_bytes
     share = limit / chip.memory_bytes
@@ -485,7 +481,7 @@ def _table(plans: Plans, count: int) -> str:
     model, batch = plans.workload, plural(plans.batch_size, "row")
     machine = f"{plural(plans.chips, 'chip')} of {plans.hardware.name}"
     unlisted = len(plans.ranked) - count
-    too_large = sum(layout.missing_bytes > 0 for layout in plans.dropped)
+    too_large = sum(entry.missing_bytes > 0 for entry in plans.dropped)
     uneven = len(plans.dropped) - too_large
     return "\n".join(
         [
