@@ -80,9 +80,9 @@ def audit(
       >>> import shardopt as so
       >>> mesh = so.make_mesh(data=4, tensor=2)
       >>> mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
-      >>> collectives = audit(jax.jit(mean), jnp.ones((8, 16)), mesh=mesh).collectives
-      >>> [(c.kind, c.axes, c.bytes, c.wire_bytes, c.calls) for c in collectives]
-      [('all-reduce', ('data',), 128, 192, 1)]
+      >>> (reduction,) = audit(jax.jit(mean), jnp.ones((8, 16)), mesh=mesh).collectives
+      >>> reduction.kind, reduction.axes, reduction.bytes, reduction.wire_bytes, reduction.calls
+      ('all-reduce', ('data',), 128, 192, 1)
     """
     if schedule is not None and not isinstance(schedule, HasTicks):
         fix = "pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."

@@ -1,1 +1,1 @@
-"""Rematerialisation: which residuals a backward pass keeps of the forward pass, and what it computes again."""
+"""Rematerialisation: which residuals of the forward pass are stored, and what the backward pass computes again."""
