@@ -25,9 +25,9 @@ class Collective(NamedTuple):
       bytes: bytes of one call, per device: the *whole* buffer, summed over all arrays that travel together. It is the
         result of an all-gather and the operand of a reduce-scatter. Operand and result of other kinds are equal. For a
         ragged-all-to-all it is the result, which has room for the largest possible message.
-      wire_bytes: bytes that each device sends in one call in a ring of n devices, rounded up: 2 (n - 1) / n x bytes for
-        an all-reduce; (n - 1) / n x bytes for all-gather, reduce-scatter and all-to-all; bytes for a permute or a
-        broadcast.
+      wire_bytes: bytes that each device sends in one call in a ring of n devices, rounded up. An all-reduce sends
+        2 (n - 1) / n x bytes. An all-gather, reduce-scatter or all-to-all sends (n - 1) / n x bytes. A permute or a
+        broadcast sends all bytes.
       loops: trip counts of the loops around it, outermost first; None for an unknown trip count.
       group_size: n, the number of devices in a group; 0 for a permute.
       conditional: whether it is in a branch. A branch counts as always taken, or as often as the `schedule` of `audit`
@@ -131,8 +131,9 @@ def _collective(
 
 
 def _result(instruction: Instruction, kind: str) -> str:
-    """Return the shape of the result. A `-start` returns (operands, results, contexts), an all-reduce-start the results."""
+    """Return the shape of the result: of the results of a `-start`, whose shape is (operands, results, contexts)."""
     parts = elements(instruction.shape)
+    # the shape of an all-reduce-start contains the results alone
     holds_operands = instruction.opcode.endswith("-start") and kind != "all-reduce" and len(parts) > 1
     return parts[1] if holds_operands else instruction.shape
 
@@ -220,7 +221,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_axes(text: str) -> np.ndarray:
-    """Parse `mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: named axes, or parts of an axis as (size before)size."""
+    """Parse `mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: axes, or parts of an axis as (size before)size."""
     match = _MESH.match(text)
     if not match:
         raise ValueError(f"audit: cannot read the replica groups {text!r}.")

@@ -169,7 +169,7 @@ def _compiled_text(
 
 
 def _check_placed(who: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
-    """Raise an error for abstract arguments without shardings: jax compiles them for one device, without collectives."""
+    """Raise an error for abstract arguments without shardings: jax compiles for one device, without collectives."""
     leaves = leaves_with_paths(args)
     unplaced = [
         f"argument {path}: {leaf.dtype}{list(leaf.shape)}"
@@ -221,7 +221,7 @@ def _check_devices(who: str, sizes: dict[str, int], devices: int, *, several_sli
 
 
 def _check_order(who: str, mesh: object, compiled: Compiled | None) -> None:
-    """Raise an error if the mesh lists its devices in another order: ids in a program are positions in its own order."""
+    """Raise an error if the mesh orders its devices otherwise: ids in a program are positions in the program's order."""
     if not isinstance(mesh, Mesh) or compiled is None:
         return
     # a program that was compiled ahead of time for other machines has no such list
@@ -275,8 +275,8 @@ def memory(compiled: Compiled) -> Memory:
 def argument_padding(program: Compiled | str) -> int:
     """Return the bytes of padding in the inputs of a program on one device.
 
-    XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32. Shards that are smaller than a tile
-    are padded. Other platforms add no padding.
+    XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32. Shards that are smaller than a
+    tile are padded. Other platforms add no padding.
     """
     inputs = _INDEX.sub("", _header(program).partition("entry_computation_layout={")[2].partition("->")[0])
     return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0
@@ -320,8 +320,8 @@ def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = 
 
     Args:
       program: a `jax.stages.Compiled`, or HLO text.
-      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Passes are branches in a loop over its ticks, and
-        count once per micro-batch and chunk. Without `schedule` they count in every tick.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Passes are branches in a loop over its ticks,
+        and count once per micro-batch and chunk. Without `schedule` they count in every tick.
 
     Returns:
       The flops; None if the trip count of a loop with inner products is unknown.

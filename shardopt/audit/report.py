@@ -102,8 +102,8 @@ class Audit(NamedTuple):
     def check(self, expected: Iterable[Expected], *, min_bytes: int = 0, rtol: float = 0.0) -> None:
         """Raise an error if the program sends other traffic than expected.
 
-        The compiler may merge or split collectives, so sums are compared. All collectives of one kind over the same axes
-        count together, unless rows distinguish collectives in loops from collectives outside.
+        The compiler may merge or split collectives, so sums are compared. All collectives of one kind over the same
+        axes count together, unless rows distinguish collectives in loops from collectives outside.
 
         Args:
           expected: one row per kind and axes. Axes of size 1 are removed from rows, and rows without axes are ignored.

@@ -37,7 +37,7 @@ def read_frames(text: str) -> Frames:
 
 
 def source_of(instruction: Instruction, frames: Frames) -> str:
-    """Return "file:line" of an instruction, or "" if it is unknown. Older versions of XLA write it on the instruction."""
+    """Return "file:line" of an instruction, or "". Older versions of XLA write it on the instruction."""
     if (frame_id := _FRAME_ID.search(instruction.rest)) and frame_id[1] in frames:
         return frames[frame_id[1]]
     file, line = _SOURCE_FILE.search(instruction.rest), _SOURCE_LINE.search(instruction.rest)

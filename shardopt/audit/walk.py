@@ -126,7 +126,7 @@ def _walk(module: Module, name: str, reaching: set[str]) -> Iterator[CollectiveS
 def collectives_under(
     module: Module, name: str, instruction: Instruction, reaching: set[str]
 ) -> Iterator[CollectiveSite]:
-    """Yield the collectives of one instruction of computation `name`: the instruction itself, or those in its callees."""
+    """Yield the collectives of an instruction of computation `name`: the instruction itself, or those in its callees."""
     if kind := kind_of(instruction):
         started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
         yield CollectiveSite(instruction, kind, asynchronous=started or crosses_slices(instruction))
@@ -138,7 +138,7 @@ def collectives_under(
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """Return the kind of a collective; None for other instructions, and for the `-done` and `-update` of a collective."""
+    """Return the kind of a collective; None for other instructions, and for `-done` and `-update` of a collective."""
     if crosses_slices(instruction):
         match = _TRANSFER.search(instruction.rest)
         return match[1].lower().replace("_", "-") if match else "collective-permute"
@@ -156,7 +156,7 @@ _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 def callees(instruction: Instruction) -> list[str]:
-    """Return the computations that it calls, without the `to_apply` of collectives and reductions, which adds scalars."""
+    """Return the computations that it calls. The `to_apply` of collectives and reductions adds scalars, and is skipped."""
     opcode = instruction.opcode
     if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.rest):
         return []
@@ -189,7 +189,7 @@ def computations_with_collectives(module: Module) -> set[str]:
 
 
 def _with_caller(module: Module, name: str, caller: Instruction, callee: str, site: CollectiveSite) -> CollectiveSite:
-    """Return a site in `callee` with the loop, branch or fusion of its `caller`, an instruction of computation `name`."""
+    """Return a site in `callee` with the loop, branch or fusion of the `caller`, an instruction in computation `name`."""
     if caller.opcode == "while":
         iterations = trip_count(module, name, caller)
         return site._replace(loops=(iterations, *site.loops), branches=(False, *site.branches))
@@ -234,8 +234,9 @@ def _is_sync(instruction: Instruction) -> bool:
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
     """Return the number of iterations of a `while`; None if the text does not contain it as a constant.
 
-    XLA:CPU and XLA:GPU write it on the loop. XLA:TPU does not, so it is computed from the loop's counter: its start, its
-    increment and the bound of the comparison. A loop named `ONE_TURN` hides the constant from XLA, and has one iteration.
+    XLA:CPU and XLA:GPU write it on the loop. XLA:TPU does not, so it is computed from the loop's counter: its start,
+    its increment and the bound of the comparison. A loop named `ONE_TURN` hides the constant from XLA, and has one
+    iteration.
     """
     if known := _KNOWN.search(loop.rest):
         return int(known[1])

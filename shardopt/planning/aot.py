@@ -31,8 +31,8 @@ class AotReport(NamedTuple):
       mesh_shape: mesh axis to size.
       memory: the memory that the compiler planned.
       audit: the collectives of the program.
-      flops: flops of inner products of one device in a step, loops multiplied by their trip counts; None if a trip count
-        is unknown.
+      flops: flops of inner products of one device in a step, loops multiplied by their trip counts; None if a trip
+        count is unknown.
       compile_seconds: seconds of lowering and compiling.
       hbm_bytes: memory of a device.
       text: the compiled program, as HLO text.
@@ -151,9 +151,9 @@ def aot(
 
     Notes:
       Nothing is allocated: parameters and batch are shapes. The mesh comes from `so.make_mesh`, which follows the torus
-      and puts data (or replica) across slices. XLA:GPU normally chooses kernels by timing them on the GPU. Without a GPU
-      it takes the kernels that it ranks first. So a program compiled on a GPU may use other kernels and other scratch
-      memory.
+      and puts data (or replica) across slices. XLA:GPU normally chooses kernels by timing them on the GPU. Without a
+      GPU it takes the kernels that it ranks first. So a program compiled on a GPU may use other kernels and other
+      scratch memory.
 
     Example:
       >>> import shardopt as so

@@ -125,13 +125,14 @@ def step_seconds(
       program: the program, as in `so.audit`.
       *args: arguments of the program, as in `so.audit`.
       mesh: the mesh, as in `so.audit`.
-      hardware: the name of a chip, or a `Hardware` that describes one device; by default the chip of the mesh's devices.
+      hardware: the name of a chip, or a `Hardware` that describes one device; by default the chip of the mesh's
+        devices.
       schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and counts in the ticks
         when at least one stage runs it. Without `schedule` it counts in every tick.
 
     Returns:
-      A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On other
-      platforms `.total` is None and `.reason` says why.
+      A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On
+      other platforms `.total` is None and `.reason` says why.
 
     Raises:
       TypeError: in the same cases as `so.audit`.
@@ -141,16 +142,16 @@ def step_seconds(
 
     Notes:
       - The program is walked from its first instruction to its last. XLA:TPU writes `estimated_cycles` on the
-        instructions of its TensorCore, and these are added up. Loops count with their trip counts, branches as their most
-        expensive one.
+        instructions of its TensorCore, and these are added up. Loops count with their trip counts, branches as their
+        most expensive one.
       - A collective takes its wire bytes over the published links. The number of torus axes comes from its emitter, or
         from the size of its mesh axis. Between slices it uses the data-centre network.
       - The TensorCore waits for a synchronous collective. An asynchronous one, also on the SparseCore, overlaps with
         computation, and its `done` waits for it. Transfers over the same mesh axis run one after another.
       - Pallas kernels have no estimate. Their stated flops or bytes are divided by the chip's peak. Splash attention
         counts the flops of a causal mask.
-      - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around links,
-        other programs on the same links.
+      - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around
+        links, other programs on the same links.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -196,8 +197,8 @@ class _Cost(NamedTuple):
 class _Walk:
     """The state of the walk.
 
-    It consists of the clock of the TensorCore (`now`), the end of the last transfer of each mesh axis (`links`), the
-    transfers that are not finished (`under_way`), and the sums up to now.
+    `now` is the clock of the TensorCore, `links` the end of the last transfer over each mesh axis. `under_way` has the
+    transfers that are not finished. `costs` has the times of instructions up to now.
     """
 
     reader: Reader

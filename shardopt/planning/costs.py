@@ -338,8 +338,8 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
     return Footprint(
         params=placed.params,
         opt_state=placed.opt_state,
-        gradients=_gradients(placed),
-        activations=_activations(
+        gradients=_gradient_bytes(placed),
+        activations=_activation_bytes(
             placed, boundary, boundary + saved if layout.remat else residuals, residuals, deferred, extra_slots
         ),
         gathered=gathered + _reordered_bytes(placed),
@@ -347,7 +347,7 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
     )
 
 
-def _gradients(placed: PlacedModel) -> float:
+def _gradient_bytes(placed: PlacedModel) -> float:
     elements, shards, data = placed.elements, placed.shards, placed.layout.shards.size
     scattered = elements.total(data)
     if placed.layout.pipeline > 1:
@@ -360,7 +360,7 @@ def _gradients(placed: PlacedModel) -> float:
     return _WIDE * (scattered if shards.params else elements.total()) * (2 if several else 1)
 
 
-def _activations(
+def _activation_bytes(
     placed: PlacedModel, boundary: float, block_bytes: float, residuals: float, deferred: float, extra_slots: int
 ) -> float:
     layout, table = placed.layout, placed.layout.table()

@@ -6,7 +6,7 @@ from shardopt.core.errors import format_error
 
 
 class Utilisation(NamedTuple):
-    """The share of the time in which replicas compute.
+    """The utilisation of replicas: computation time as a share of all time.
 
     Attributes:
       compute: seconds of computation between two synchronisations.
@@ -34,7 +34,7 @@ def diloco_utilisation(
     bits: float = 32,
     latency: float = 0.0,
 ) -> Utilisation:
-    """Return the share of the time in which replicas compute, in closed form.
+    """Return the utilisation of replicas in closed form: their computation time as a share of all time.
 
     Args:
       num_parameters: N, parameters of the model.
@@ -54,8 +54,8 @@ def diloco_utilisation(
 
     Notes:
       Every H steps each of P fragments is all-reduced in a ring over R replicas. That takes
-      T = 2 (R-1)/R x N b / 8 / W seconds per round, and P times the latency. The transfer of a fragment may start during
-      the last step before it, for a share `overlap` of that step. It may then take `delay` more steps. So up to
+      T = 2 (R-1)/R x N b / 8 / W seconds per round, and P times the latency. The transfer of a fragment may start
+      during the last step before it, for a share `overlap` of that step. It may then take `delay` more steps. So up to
       (delay + overlap) t of each fragment overlaps with computation:
       waiting = max(0, T/P - (delay + overlap) t) P.
       H = 1, P = 1, delay = 0 is data parallelism.

@@ -81,8 +81,8 @@ def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 
       ValueError: if a number is not positive, or devices do not divide the experts.
 
     Notes:
-      Kernels work on tiles of m rows. A tile that contains the border between two experts is multiplied with the weights
-      of both. A device has N K / X rows of E / X experts, and their E / X - 1 borders are at random positions:
+      Kernels work on tiles of m rows. A tile that contains the border between two experts is multiplied with the
+      weights of both. A device has N K / X rows of E / X experts, and their E / X - 1 borders are at random positions:
 
           1 + (E / X - 1) (m - 1) X / (N K)
 

@@ -29,8 +29,8 @@ class Hardware:
       pod_chips: chips that these links can join: a TPU slice, or the GPUs behind one NVLink switch.
       network_bandwidth: bytes per second that a chip sends to chips outside its pod or node.
       source: source of the figures.
-      hides: kinds of collectives that overlap with inner products: all kinds on chips with a SparseCore or copy engines,
-        gathers and permutes on TPUs that compute sums on the TensorCore.
+      hides: kinds of collectives that overlap with inner products: all kinds on chips with a SparseCore or copy
+        engines, gathers and permutes on TPUs that compute sums on the TensorCore.
       clock: cycles per second of a TPU's TensorCore, the unit of XLA:TPU's estimates; None for other chips.
     """
 
@@ -90,10 +90,11 @@ HARDWARE = {
 }
 """Known chips by name.
 
-The tables of TPU v4 and v5e give no network rate per chip. For v5e it is 6.4 Tbit/s for a pod of 256; for v4 the rate of
-v5p is assumed. The six links of a v4 chip carry 50 GB/s each way at 1.05 GHz (Jouppi et al., "TPU v4: An Optically
-Reconfigurable Supercomputer for Machine Learning", 2023, table 4). The other clocks are the peak flops divided by the flops
-per cycle of the matrix units: 4 units of 128 x 128 on v5e, 8 on v4 and v5p; 524,288 flops on v6e, twice that on tpu7x.
+The tables of TPU v4 and v5e give no network rate per chip. For v5e it is 6.4 Tbit/s for a pod of 256; for v4 the rate
+of v5p is assumed. The six links of a v4 chip carry 50 GB/s each way at 1.05 GHz (Jouppi et al., "TPU v4: An Optically
+Reconfigurable Supercomputer for Machine Learning", 2023, table 4). The other clocks are the peak flops divided by the
+flops per cycle of the matrix units: 4 units of 128 x 128 on v5e, 8 on v4 and v5p; 524,288 flops on v6e, twice that on
+tpu7x.
 """
 
 _DEVICE_KINDS = {

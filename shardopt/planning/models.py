@@ -191,8 +191,8 @@ class Transformer:
           - Residuals of a block per token, replicated over tensor: the input, the middle of the residual stream and
             both norms (4 D).
           - Residuals of a block per token, sharded over tensor: queries, keys, values and the result of attention
-            (2 H K + 2 G K). The inputs and outputs of the mlp's products are sharded too (3 F, without a gate 2 F). In a
-            pipeline a block stores the results of inner products alone.
+            (2 H K + 2 G K). The inputs and outputs of the mlp's products are sharded too (3 F, without a gate 2 F). In
+            a pipeline a block stores the results of inner products alone.
           - Values that remat can save by name: "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and
             "mlp_hidden" (2 F, without a gate F). Each avoids the product that computes it, "attention" half of the T^2
             flops.
@@ -330,7 +330,7 @@ MODELS = {
             length=4096,
             num_experts=8,
         ),
-        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2, without its 3 leading layers that have no experts
+        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2, without its 3 leading dense layers
         Transformer(
             "deepseek-v3",
             dim=7168,

@@ -157,9 +157,9 @@ def plan(
       schedules: names of `so.schedules` to try, for layouts with a pipeline. "search" runs `so.schedules.search` with
         the predicted times and the activations that fit. It is tried on layouts that are fastest, or nearly fit, with
         another schedule. Schedules that do not run in lockstep are predicted with `so.schedules.send_ahead`.
-      remat: values of `remat` to try: False recomputes nothing, True recomputes all, "save:NAME,..." saves the values of
-        these names. By default all three are tried. Names of the model's blocks that avoid most flops per byte are saved
-        first, so the fastest layout is the one that fits and recomputes least. Names are not tried in pipelines.
+      remat: values of `remat` to try: False recomputes nothing, True recomputes all, "save:NAME,..." saves the values
+        of these names. By default all three are tried. Names of the model's blocks that avoid most flops per byte are
+        saved first, so the fastest layout is the one that fits and recomputes least. Names are not tried in pipelines.
         Offloading is never tried.
       gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
       scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.

@@ -110,8 +110,8 @@ _GPUS = {
 """GPUs by their names in `HARDWARE`. A thread block may use 1 KiB less than the shared memory.
 
 References:
-  NVIDIA, "A100 Tensor Core GPU Architecture", table 4; "H100 Tensor Core GPU Architecture", table 3; "CUDA C++ Programming
-  Guide", technical specifications per compute capability.
+  NVIDIA, "A100 Tensor Core GPU Architecture", table 4; "H100 Tensor Core GPU Architecture", table 3; "CUDA C++
+  Programming Guide", technical specifications per compute capability.
 """
 
 _PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}

@@ -126,7 +126,8 @@ class Workload(NamedTuple):
     """The parameters of a model made of blocks, and the flops and bytes of one example (row) of its batch.
 
     `so.planning.trace` makes a workload of any `BlockModel`; `so.planning.Transformer(...).workload()` makes one of
-    sizes. All costs are assumed to be proportional to the number of rows. That holds if examples do not read each other.
+    sizes. All costs are assumed to be proportional to the number of rows. That holds if examples do not read each
+    other.
 
     Attributes:
       name: name for tables.

@@ -1,1 +1,1 @@
-"""Rematerialisation: which residuals of the forward pass are stored, and what the backward pass computes again."""
+"""Rematerialisation: store some residuals of the forward pass, and compute the others again in the backward pass."""

@@ -43,7 +43,8 @@ class Passes(NamedTuple):
       forward: `forward(arguments, x) -> (y, residuals)`. The later passes read the residuals.
       backward: `backward(arguments, residuals, dy) -> (dx, deferred)`: the gradient of the input, and the values that
         `weight` reads, such as the cotangents of inner products.
-      weight: `weight(arguments, [residuals[i] for i in weight_residuals], deferred) -> dw`: the gradient of the weights.
+      weight: `weight(arguments, [residuals[i] for i in weight_residuals], deferred) -> dw`: the gradient of the
+        weights.
       both: `both(arguments, residuals, dy) -> (dx, dw)`: `backward` and `weight` in one function.
       residuals: shapes of the residuals.
       deferred: shapes of the deferred values.
@@ -212,7 +213,7 @@ def _split_checkpoint(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) ->
 
 
 def _reached(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> set[jex.Var]:
-    """Return the variables that are computed from `start`: from `start` alone if `every`, else from any of its variables."""
+    """Return the variables that are computed from `start`: from `start` alone if `every`, else from any part of it."""
     reached = set(start)
     for eqn in jaxpr.eqns:
         inputs = inputs_of(eqn)
@@ -232,7 +233,7 @@ def _residuals(
     depends_on_dy: set[jex.Var],
     gradients: Sequence[Atom],
 ) -> list[jex.Var]:
-    """Return the residuals: variables of the forward pass from which the equations that depend on dy can be computed."""
+    """Return the residuals: variables of the forward pass that the equations after dy are computed from."""
     equations = trace.jaxpr.eqns
     needed, _ = slice_of(trace, gradients, stop=set(x))
     after_dy = [i for i in sorted(needed) if set(equations[i].outvars) & depends_on_dy]
@@ -243,7 +244,7 @@ def _residuals(
     )
 
 
-# Arithmetic and primitives that move elements: compilers fuse them into their readers. All other primitives are expensive.
+# Arithmetic and primitives that move elements: compilers fuse them into their readers. Other primitives are expensive.
 _CHEAP = ARITHMETIC | frozenset(
     """broadcast_in_dim concatenate copy expand_dims iota name pad reshape rev slice split squeeze stop_gradient
     transpose""".split()  # noqa: SIM905
@@ -257,8 +258,8 @@ def _min_byte_cut(
 
     The result is a minimum vertex cut of a flow network. Results of expensive equations are sources, and wanted
     variables are sinks. Flow goes through a cheap equation from each input to each output. The stored variables must
-    stop all flow, with the fewest bytes. Of several minimum cuts, the one nearest to `wanted` is returned, because it
-    leaves the least to compute again.
+    stop all flow, with the fewest bytes. Among equal cuts the result is the one nearest to `wanted`, because it leaves
+    the least to compute again.
 
     Args:
       equations: equations that may run again, in order.
