@@ -1,7 +1,7 @@
 """Read compiled XLA programs from their HLO text: collectives, memory, donated inputs and flops.
 
-`so.audit` is the function `audit` of this package. Import the other names from here: `from shardopt.audit import
-Expected`.
+`so.audit` is the function `audit` of this package. Import the other names from here, such as
+`from shardopt.audit import Expected`.
 """
 
 from shardopt.audit.collective import Collective

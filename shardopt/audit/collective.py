@@ -131,7 +131,7 @@ def _collective(
 
 
 def _result(instruction: Instruction, kind: str) -> str:
-    """Return the shape of the result: of the results of a `-start`, whose shape is (operands, results, contexts)."""
+    """Return the shape of the results. The full shape of a `-start` is (operands, results, contexts)."""
     parts = elements(instruction.shape)
     # the shape of an all-reduce-start contains the results alone
     holds_operands = instruction.opcode.endswith("-start") and kind != "all-reduce" and len(parts) > 1

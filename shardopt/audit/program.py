@@ -69,11 +69,6 @@ def audit(
       ValueError: if no loop of the program runs as often as `schedule` has ticks.
       ValueError: if the text is not the text of an HLO module.
 
-    Notes:
-      Collectives in loops count with the trip counts, branches as always taken, a start and its done as one collective.
-      The compiled program may differ from the written one. XLA:CPU widens bfloat16 and float8 before a collective.
-      XLA:TPU narrows gathered weights to the dtype of its matrix units. All compilers merge, hoist and pad collectives.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
@@ -83,6 +78,11 @@ def audit(
       >>> (reduction,) = audit(jax.jit(mean), jnp.ones((8, 16)), mesh=mesh).collectives
       >>> reduction.kind, reduction.axes, reduction.bytes, reduction.wire_bytes, reduction.calls
       ('all-reduce', ('data',), 128, 192, 1)
+
+    Note:
+      Collectives in loops count with the trip counts, branches as always taken, a start and its done as one collective.
+      The compiled program may differ from the written one. XLA:CPU widens bfloat16 and float8 before a collective.
+      XLA:TPU narrows gathered weights to the dtype of its matrix units. All compilers merge, hoist and pad collectives.
     """
     if schedule is not None and not isinstance(schedule, HasTicks):
         fix = "pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
@@ -221,7 +221,7 @@ def _check_devices(who: str, sizes: dict[str, int], devices: int, *, several_sli
 
 
 def _check_order(who: str, mesh: object, compiled: Compiled | None) -> None:
-    """Raise an error if the mesh orders its devices otherwise: ids in a program are positions in the program's order."""
+    """Raise an error if the mesh has another device order: ids in a program are positions in the program's order."""
     if not isinstance(mesh, Mesh) or compiled is None:
         return
     # a program that was compiled ahead of time for other machines has no such list
@@ -330,17 +330,17 @@ def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = 
       ValueError: if no loop of the program runs as often as the schedule has ticks.
       ValueError: if the text is not the text of an HLO module.
 
-    Notes:
-      `dot`, `convolution` and the matrix products of cuBLAS are counted. XLA:TPU compiles inner products to
-      convolutions; their positions in padding or dilation are not counted. Loops count with their trip counts, branches
-      as their most expensive one. `compiled.cost_analysis()` counts each loop once.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> def five(x):
       ...     return jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=5)[0]
       >>> inner_product_flops(jax.jit(five).lower(jnp.ones((64, 64))).compile()) == 5 * 2 * 64**3
       True
+
+    Note:
+      `dot`, `convolution` and the matrix products of cuBLAS are counted. XLA:TPU compiles inner products to
+      convolutions; their positions in padding or dilation are not counted. Loops count with their trip counts, branches
+      as their most expensive one. `compiled.cost_analysis()` counts each loop once.
     """
     module = parse(_text(program))
     check_schedule("inner_product_flops", module, schedule)

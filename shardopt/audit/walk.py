@@ -126,7 +126,7 @@ def _walk(module: Module, name: str, reaching: set[str]) -> Iterator[CollectiveS
 def collectives_under(
     module: Module, name: str, instruction: Instruction, reaching: set[str]
 ) -> Iterator[CollectiveSite]:
-    """Yield the collectives of an instruction of computation `name`: the instruction itself, or those in its callees."""
+    """Yield the collectives of an instruction in computation `name`: the instruction itself, or those it calls."""
     if kind := kind_of(instruction):
         started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
         yield CollectiveSite(instruction, kind, asynchronous=started or crosses_slices(instruction))
@@ -156,7 +156,7 @@ _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 def callees(instruction: Instruction) -> list[str]:
-    """Return the computations that it calls. The `to_apply` of collectives and reductions adds scalars, and is skipped."""
+    """Return the computations that it calls, without the scalar `to_apply` of collectives and reductions."""
     opcode = instruction.opcode
     if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.rest):
         return []
@@ -189,7 +189,7 @@ def computations_with_collectives(module: Module) -> set[str]:
 
 
 def _with_caller(module: Module, name: str, caller: Instruction, callee: str, site: CollectiveSite) -> CollectiveSite:
-    """Return a site in `callee` with the loop, branch or fusion of the `caller`, an instruction in computation `name`."""
+    """Return a site in `callee` with the loop, branch or fusion of the `caller`, an instruction in `name`."""
     if caller.opcode == "while":
         iterations = trip_count(module, name, caller)
         return site._replace(loops=(iterations, *site.loops), branches=(False, *site.branches))

@@ -149,12 +149,6 @@ def aot(
       ValueError: if the topology is unknown (the message lists the known forms), or the sizes do not fit its chips.
       ValueError: if the step does not fit into a chip's memory.
 
-    Notes:
-      Nothing is allocated: parameters and batch are shapes. The mesh comes from `so.make_mesh`, which follows the torus
-      and puts data (or replica) across slices. XLA:GPU normally chooses kernels by timing them on the GPU. Without a
-      GPU it takes the kernels that it ranks first. So a program compiled on a GPU may use other kernels and other
-      scratch memory.
-
     Example:
       >>> import shardopt as so
       >>> so.aot(lambda mesh: None, {}, {}, topology="v5p:4x4")
@@ -162,6 +156,12 @@ def aot(
       ...
       ValueError: aot: topology 'v5p:4x4' has 2 axes, v5p has 3.
       Fix: write it as v5p:4x4x4; its chips form a torus of 3 axes.
+
+    Note:
+      Nothing is allocated: parameters and batch are shapes. The mesh comes from `so.make_mesh`, which follows the torus
+      and puts data (or replica) across slices. XLA:GPU normally chooses kernels by timing them on the GPU. Without a
+      GPU it takes the kernels that it ranks first. So a program compiled on a GPU may use other kernels and other
+      scratch memory.
     """
     chip, dims = parse_topology(topology)
     devices = topology_devices(topology, num_slices=num_slices)

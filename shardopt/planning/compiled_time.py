@@ -140,7 +140,12 @@ def step_seconds(
       ValueError: if the chip of a TPU program is neither passed nor known.
       ValueError: if no loop of the program runs as often as `schedule` has ticks.
 
-    Notes:
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> print(step_seconds(jax.jit(jnp.dot), jnp.ones((8, 8)), jnp.ones((8, 8))))
+      step time unknown: the program holds no cycle estimates; only XLA:TPU writes them.
+
+    Note:
       - The program is walked from its first instruction to its last. XLA:TPU writes `estimated_cycles` on the
         instructions of its TensorCore, and these are added up. Loops count with their trip counts, branches as their
         most expensive one.
@@ -152,11 +157,6 @@ def step_seconds(
         counts the flops of a causal mask.
       - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around
         links, other programs on the same links.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> print(step_seconds(jax.jit(jnp.dot), jnp.ones((8, 8)), jnp.ones((8, 8))))
-      step time unknown: the program holds no cycle estimates; only XLA:TPU writes them.
     """
     parsed = read_program("step_seconds", program, args, mesh=mesh)
     check_schedule("step_seconds", parsed.module, schedule)

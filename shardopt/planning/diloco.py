@@ -52,19 +52,19 @@ def diloco_utilisation(
     Raises:
       ValueError: if a number is out of range, or the delay is not below the H / P steps between two fragments.
 
-    Notes:
+    Example:
+      >>> often = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9)
+      >>> rarely = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9, sync_every=100)
+      >>> f"{often.utilisation:.3f} {rarely.utilisation:.3f}"
+      '0.024 0.714'
+
+    Note:
       Every H steps each of P fragments is all-reduced in a ring over R replicas. That takes
       T = 2 (R-1)/R x N b / 8 / W seconds per round, and P times the latency. The transfer of a fragment may start
       during the last step before it, for a share `overlap` of that step. It may then take `delay` more steps. So up to
       (delay + overlap) t of each fragment overlaps with computation:
       waiting = max(0, T/P - (delay + overlap) t) P.
       H = 1, P = 1, delay = 0 is data parallelism.
-
-    Example:
-      >>> often = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9)
-      >>> rarely = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9, sync_every=100)
-      >>> f"{often.utilisation:.3f} {rarely.utilisation:.3f}"
-      '0.024 0.714'
 
     References:
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,

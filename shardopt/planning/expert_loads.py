@@ -44,14 +44,14 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
       TypeError: if a count is not an integer.
       ValueError: if a number is not positive, or top_k is above the number of experts.
 
-    Notes:
-      The load of one of X devices has mean m = N K / X. Its variance is N K (1/X) (1 - 1/X) (E - K) / (E - 1), because
-      K of E experts are drawn without replacement. The largest of X such loads is about m + sigma sqrt(2 ln X). A
-      larger load is caused by the router.
-
     Example:
       >>> round(expected_imbalance(8 * 4096, num_experts=64, top_k=8, devices=8), 3)
       1.01
+
+    Note:
+      The load of one of X devices has mean m = N K / X. Its variance is N K (1/X) (1 - 1/X) (E - K) / (E - 1), because
+      K of E experts are drawn without replacement. The largest of X such loads is about m + sigma sqrt(2 ln X). A
+      larger load is caused by the router.
     """
     who = "expected_imbalance"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices}.items():
@@ -80,15 +80,15 @@ def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 
       TypeError: if a count is not an integer.
       ValueError: if a number is not positive, or devices do not divide the experts.
 
-    Notes:
+    Example:
+      >>> round(tile_overlap(4096, num_experts=8, top_k=2), 3)
+      1.109
+
+    Note:
       Kernels work on tiles of m rows. A tile that contains the border between two experts is multiplied with the
       weights of both. A device has N K / X rows of E / X experts, and their E / X - 1 borders are at random positions:
 
           1 + (E / X - 1) (m - 1) X / (N K)
-
-    Example:
-      >>> round(tile_overlap(4096, num_experts=8, top_k=2), 3)
-      1.109
     """
     who = "tile_overlap"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices, "tile": tile}.items():
@@ -111,18 +111,18 @@ def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int 
       TypeError: if a count is not an integer.
       ValueError: if loads do not have this shape, or devices do not divide the experts.
 
-    Notes:
-      Device i holds experts i E/X, ..., (i+1) E/X - 1, as in `so.nn.mixture_of_experts`. A layer is finished when its
-      busiest device is finished. Copies are a simulation: `so.nn.mixture_of_experts` has none. In each step the experts
-      with most tokens in the step before are copied, one after another. Each copy goes to the device with the least
-      load that has room. Copies of an expert share its tokens equally.
-
     Example:
       >>> import numpy as np
       >>> loads = np.full((10, 1, 8), 0.1) + 0.2 * (np.arange(8) == 3)  # one expert gets three times as much
       >>> even, copied = imbalance(loads, 4), imbalance(loads, 4, replicas=1)
       >>> round(even.slowdown, 2), bool(copied.slowdown < even.slowdown)
       (1.6, True)
+
+    Note:
+      Device i holds experts i E/X, ..., (i+1) E/X - 1, as in `so.nn.mixture_of_experts`. A layer is finished when its
+      busiest device is finished. Copies are a simulation: `so.nn.mixture_of_experts` has none. In each step the experts
+      with most tokens in the step before are copied, one after another. Each copy goes to the device with the least
+      load that has room. Copies of an expert share its tokens equally.
 
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4: redundant experts, at inference.

@@ -331,7 +331,7 @@ def place(
 def state_layout_bytes(
     workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int = 1024
 ) -> LayoutBytes | None:
-    """Return the bytes that an optimizer's work on matrices sends with each `opt_state_layout`; None without such work."""
+    """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`; None without such work."""
     placeholder = lambda *args: args[-1]  # noqa: E731
     model = BlockModel(placeholder, placeholder, placeholder)  # never runs
     config = StrategyConfig(

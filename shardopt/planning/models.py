@@ -184,7 +184,7 @@ class Transformer:
     def workload(self) -> Workload:
         """Return the costs of one row.
 
-        Notes:
+        Note:
           - Forward flops of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) for weights and 4 T^2 H K for attention. Fused
             attention counts half of the latter.
           - Forward flops of the head: 2 T D V.

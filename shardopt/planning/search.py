@@ -174,12 +174,6 @@ def plan(
       ValueError: if a name is unknown (the message lists the known names), or a number is out of range.
       ValueError: if nothing fits; the message gives the missing bytes and a remedy.
 
-    Notes:
-      Sizes of replica, data, tensor, pipeline, context and expert are combined with placement, schedule, micro-batches
-      and rematerialisation. Memory and traffic are closed forms of the strategies' own rules (`footprint`, `traffic`).
-      Time is a roofline of published peaks (`step_time`), not fitted to any run. Trust the order of the layouts more
-      than the seconds.
-
     Example:
       >>> import shardopt as so
       >>> plans = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128)
@@ -187,6 +181,12 @@ def plan(
       64
       >>> plans.best.memory.total < 95 * 2**30
       True
+
+    Note:
+      Sizes of replica, data, tensor, pipeline, context and expert are combined with placement, schedule, micro-batches
+      and rematerialisation. Memory and traffic are closed forms of the strategies' own rules (`footprint`, `traffic`).
+      Time is a roofline of published peaks (`step_time`), not fitted to any run. Trust the order of the layouts more
+      than the seconds.
     """
     workload = model if isinstance(model, Workload) else find_model("plan", model).workload()
     chip = find_hardware("plan", hardware)

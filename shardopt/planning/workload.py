@@ -126,8 +126,7 @@ class Workload(NamedTuple):
     """The parameters of a model made of blocks, and the flops and bytes of one example (row) of its batch.
 
     `so.planning.trace` makes a workload of any `BlockModel`; `so.planning.Transformer(...).workload()` makes one of
-    sizes. All costs are assumed to be proportional to the number of rows. That holds if examples do not read each
-    other.
+    sizes. All costs are assumed to be proportional to the number of rows: examples must not read each other.
 
     Attributes:
       name: name for tables.
@@ -310,12 +309,6 @@ def trace(
       ValueError: if the parameters have no "blocks", a batch leaf has no rows, or embed looks up none of the model's
         tables.
 
-    Note:
-      Flops are counted in the inner products and convolutions of the trace, forward and backward. The residuals of a
-      block are the residuals of `jax.vjp` that are not weights. Over tensor, arrays with the shape of a block's output
-      count as replicated, and so do statistics of it; all others count as sharded. That is true for a block whose
-      first product is sharded by column and whose second product is sharded by row.
-
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
       >>> model = so.BlockModel(
@@ -327,6 +320,12 @@ def trace(
       >>> work = trace(model, shapes, {"x": jnp.zeros((4, 8))})
       >>> work.num_blocks, work.block_flops, work.boundary_bytes
       (3, 1024.0, 32)
+
+    Note:
+      Flops are counted in the inner products and convolutions of the trace, forward and backward. The residuals of a
+      block are the residuals of `jax.vjp` that are not weights. Over tensor, arrays with the shape of a block's output
+      count as replicated, and so do statistics of it; all others count as sharded. That is true for a block whose
+      first product is sharded by column and whose second product is sharded by row.
     """
     blocks = as_block_model(model)
     if blocks is None:

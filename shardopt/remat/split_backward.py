@@ -71,7 +71,7 @@ def split_backward(
       x: the input, or its shapes; y has the same shapes.
       trained: indices of the `arguments` in the weight gradient.
 
-    Notes:
+    Note:
       `jax.vjp` stores every intermediate result, weights included, and computes both gradients at once. Here each
       equation of the trace goes to the first pass that needs it. A value that a later pass reads is a residual. So the
       weight gradient can run later than the input gradient without repeating work. For y = g(x @ w), the cotangent of
