@@ -400,11 +400,11 @@ def _dot(line: Instruction, shapes: Mapping[str, str]) -> float:
 
 def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
     """Return 2 x batch x output features x input features x the (output, kernel) positions that read an input."""
-    words = attributes(line)
+    values = attributes(line)
     dims = [_dims(shape) for shape in (*(shapes[name] for name in operands(line)[:2]), line.shape)]
-    labels = re.split("_|->", words["dim_labels"])
+    labels = re.split("_|->", values["dim_labels"])
     lhs, kernel, out = (dict(zip(names, sizes, strict=True)) for names, sizes in zip(labels, dims, strict=True))
-    window = dict(part.split("=") for part in words.get("window", "").strip("{}").split())
+    window = dict(part.split("=") for part in values.get("window", "").strip("{}").split())
     total = 2.0 * out["b"] * out["f"] * kernel["i"]
     for dim in filter(str.isdigit, lhs):
         dim_window = {key: value.split("x")[int(dim)] for key, value in window.items()}

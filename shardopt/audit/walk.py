@@ -242,8 +242,8 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
         return int(known[1])
     if _NAMED.search(loop.rest):
         return 1
-    words = attributes(loop)
-    condition, body = (words.get(key, "").lstrip("%") for key in ("condition", "body"))
+    loop_attributes = attributes(loop)
+    condition, body = (loop_attributes.get(key, "").lstrip("%") for key in ("condition", "body"))
     comparison = _value(module, _root(module, condition))
     if (
         not isinstance(comparison, _Compare)
@@ -305,14 +305,14 @@ def _value(module: Module, reference: _Reference | None) -> _Linear | _Compare |
     inputs = tuple(_Reference(reference.computation, name, reference.arguments) for name in operands(instruction))
     if opcode in _TRANSPARENT:
         return _value(module, inputs[0])
-    words = attributes(instruction)
+    values = attributes(instruction)
     if opcode in ("fusion", "call"):
-        root = _root(module, words.get("calls", words.get("to_apply", "")).lstrip("%"))
+        root = _root(module, values.get("calls", values.get("to_apply", "")).lstrip("%"))
         return _value(module, root and root._replace(arguments=inputs))
     if opcode == "get-tuple-element":
         source = _instruction_at(module, inputs[0])
         is_state = source is not None and source.opcode == "parameter" and reference.arguments is None
-        return _Linear(int(words["index"]), 0) if is_state else None
+        return _Linear(int(values["index"]), 0) if is_state else None
     if opcode not in ("add", "compare"):
         return None
     left, right = (_value(module, operand) for operand in inputs)
@@ -320,12 +320,12 @@ def _value(module: Module, reference: _Reference | None) -> _Linear | _Compare |
         return None
     if right.slot is not None:  # put the counter on the left
         left, right = right, left
-        words = {"direction": _MIRRORED.get(words.get("direction", ""), "")}
+        values = {"direction": _MIRRORED.get(values.get("direction", ""), "")}
     if right.slot is not None:
         return None
     if opcode == "add":
         return _Linear(left.slot, left.plus + right.plus)
-    return _Compare(words["direction"], left, right) if words["direction"] in _MIRRORED else None
+    return _Compare(values["direction"], left, right) if values["direction"] in _MIRRORED else None
 
 
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}

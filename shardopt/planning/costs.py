@@ -12,7 +12,7 @@ from shardopt.planning.hardware import Hardware
 from shardopt.planning.layout import ElementCounts, Layout, PlacedModel
 from shardopt.planning.workload import Workload
 
-_WIDE = 4
+_FP32_BYTES = 4
 """Bytes of fp32; gradients are summed in fp32 or wider."""
 
 
@@ -124,7 +124,12 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
         return [
             Transfer("all-reduce", "data", "gradients", size * elements.blocks(), 1, also=other_axes),
             Transfer(
-                "all-reduce", "data", "outer gradients", _WIDE * elements.outer(), 1, also=(*other_axes, "pipeline")
+                "all-reduce",
+                "data",
+                "outer gradients",
+                _FP32_BYTES * elements.outer(),
+                1,
+                also=(*other_axes, "pipeline"),
             ),
         ]
     if not placed.shards.opt_state:
@@ -215,7 +220,7 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
         Transfer("collective-permute", "pipeline", "blocks", chunk * (weights + gradients), rounds_to_schedule(table)),
     ]
     if shards.opt_state:  # else they are summed over data and pipeline at once
-        transfers.append(Transfer("all-reduce", "pipeline", "outer gradients", _WIDE * elements.outer(data), 1))
+        transfers.append(Transfer("all-reduce", "pipeline", "outer gradients", _FP32_BYTES * elements.outer(data), 1))
     return transfers
 
 
@@ -225,7 +230,7 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
     if attention is None or C == 1:
         return []
     keys, queries = 2 * attention.keys * rows / layout.tensor, 2 * attention.queries * rows / layout.tensor
-    gradients, calls = keys * _WIDE / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
+    gradients, calls = keys * _FP32_BYTES / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
     is_saved = isinstance(layout.remat, str) and "attention" in _saved_names(layout.remat)
     forwards = 1 if layout.remat is False or is_saved else 2
     kv_heads = attention.kv_heads / layout.tensor
@@ -353,11 +358,11 @@ def _gradient_bytes(placed: PlacedModel) -> float:
     if placed.layout.pipeline > 1:
         blocks = elements.blocks(data if shards.grads and placed.layout.regather else 1)
         # the branch of a tick writes its new sums to another buffer than the old sums
-        return _WIDE * (2 * (blocks + elements.outer()) + (scattered if shards.opt_state else 0))
-    several = placed.layout.micro_batches > 1
+        return _FP32_BYTES * (2 * (blocks + elements.outer()) + (scattered if shards.opt_state else 0))
+    has_micro_batches = placed.layout.micro_batches > 1
     if shards.grads and not shards.params:
-        return _WIDE * (elements.total() + (scattered if several else 0))
-    return _WIDE * (scattered if shards.params else elements.total()) * (2 if several else 1)
+        return _FP32_BYTES * (elements.total() + (scattered if has_micro_batches else 0))
+    return _FP32_BYTES * (scattered if shards.params else elements.total()) * (2 if has_micro_batches else 1)
 
 
 def _activation_bytes(
@@ -368,9 +373,9 @@ def _activation_bytes(
         return placed.num_blocks * block_bytes
     blocks_per_chunk = placed.workload.num_blocks // (layout.pipeline * layout.chunks)
     waiting_messages = table.num_input_slots + table.num_cotangent_slots + 2 * table.ticks.message_ticks
-    split = table.ticks.weight is not None
+    splits_weight_pass = table.ticks.weight is not None
     deferred_bytes, slots = (
-        (table.num_deferred_slots + extra_slots * split) * blocks_per_chunk * deferred,
+        (table.num_deferred_slots + extra_slots * splits_weight_pass) * blocks_per_chunk * deferred,
         table.num_slots + extra_slots,
     )
     if layout.remat:
@@ -399,7 +404,7 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
     stage = elements.sharded_blocks + elements.expert_blocks
     block = stage * layout.pipeline / placed.workload.num_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
-    grad = _WIDE if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
+    grad = _FP32_BYTES if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
     largest = elements.largest_outer if _exchange_bytes(placed, rows) else max(elements.largest_outer, elements.tables)
     buckets = sum(min(block * itemsize, SMALL_BUCKET_BYTES) for itemsize in (size, grad))
@@ -488,7 +493,7 @@ def step_time(
     expert = sum(time for transfer, time in times.items() if transfer.axis == "expert")
     passes = pass_seconds(placed, transfers, hardware, batch_size=batch_size, slices=slices)
     # state and parameters are read and written, gradients (fp32) read
-    moved = 2 * (placed.params + placed.opt_state) + _WIDE * placed.params / placed.itemsize
+    update_bytes = 2 * (placed.params + placed.opt_state) + _FP32_BYTES * placed.params / placed.itemsize
     # the time of the ends is averaged over the stages; the others idle while the last stage computes them
     compute, bubble = layout.micro_batches * passes.compute, 0.0
     if (table := layout.table()) is not None:
@@ -498,12 +503,12 @@ def step_time(
             "backward": [*[passes.backward * share] * (size - 1), passes.backward * share + passes.ends],
             "weight": passes.weight * share,
         }
-        ahead = table.ticks.message_ticks > 1
-        if ahead:  # messages overlap with the passes: the time that stages wait for them is idle time
+        sends_ahead = table.ticks.message_ticks > 1
+        if sends_ahead:  # messages overlap with the passes: the time that stages wait for them is idle time
             pipeline -= sum(time for transfer, time in times.items() if _is_message(transfer))
-        table_seconds = table.program_time(**pass_times, communication=passes.communication if ahead else 0.0)
+        table_seconds = table.program_time(**pass_times, communication=passes.communication if sends_ahead else 0.0)
         bubble = max(table_seconds - compute - tensor, 0.0)
-    data, update = exposed + max(hidden - compute, 0.0), moved / hardware.memory_bandwidth
+    data, update = exposed + max(hidden - compute, 0.0), update_bytes / hardware.memory_bandwidth
     return StepTime(compute, tensor, data, pipeline, bubble, update, context, expert)
 
 
@@ -536,7 +541,7 @@ def pass_seconds(
     tensor = sum(
         seconds(transfer, layout, hardware, slices=slices) for transfer in transfers if transfer.axis == "tensor"
     )
-    waiting = tensor / layout.micro_batches / 3
+    tensor_wait = tensor / layout.micro_batches / 3
     forward = _forward_seconds(placed, hardware, rows)
     logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
     grads, outer_grads = _gradient_seconds(placed, hardware)
@@ -545,9 +550,9 @@ def pass_seconds(
     recomputed = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
     messages = [transfer._replace(calls=1) for transfer in transfers if _is_message(transfer)]
     return PassSeconds(
-        forward=forward + waiting,
-        backward=forward + recomputed + waiting,
-        weight=forward + grads + waiting,
+        forward=forward + tensor_wait,
+        backward=forward + recomputed + tensor_wait,
+        weight=forward + grads + tensor_wait,
         ends=ends,
         communication=sum(seconds(message, layout, hardware, slices=slices) for message in messages),
         compute=3 * forward + recomputed + grads + ends / layout.pipeline,
@@ -577,11 +582,11 @@ def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, f
     """
     elements, layout = placed.elements, placed.layout
     pipelined = layout.pipeline > 1
-    several = layout.micro_batches > 1
+    has_micro_batches = layout.micro_batches > 1
     shards = layout.shards.size if placed.shards.grads else 1
-    blocks = elements.blocks() + (elements.blocks(shards) if several else 0)
-    outer = elements.outer() + (elements.outer(1 if pipelined else shards) if several else 0)
-    element_seconds = 2 * _WIDE / hardware.memory_bandwidth
+    blocks = elements.blocks() + (elements.blocks(shards) if has_micro_batches else 0)
+    outer = elements.outer() + (elements.outer(1 if pipelined else shards) if has_micro_batches else 0)
+    element_seconds = 2 * _FP32_BYTES / hardware.memory_bandwidth
     return element_seconds * blocks, element_seconds * outer
 
 

@@ -131,12 +131,12 @@ def find_hardware(who: str, name: str | Hardware) -> Hardware:
     if not isinstance(name, str):
         fix = "pass a name such as 'v5p', or a so.planning.Hardware."
         raise TypeError(format_error(who, f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
-    short = name.lower().strip()
-    short = _ALIASES.get(short, short)
-    if short not in HARDWARE:
+    normalized_name = name.lower().strip()
+    normalized_name = _ALIASES.get(normalized_name, normalized_name)
+    if normalized_name not in HARDWARE:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
         raise ValueError(format_error(who, f"unknown hardware {name!r}.", fix=fix))
-    return HARDWARE[short]
+    return HARDWARE[normalized_name]
 
 
 def hardware_of(devices: Devices) -> Hardware | None:

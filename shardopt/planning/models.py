@@ -375,8 +375,8 @@ def find_model(who: str, name: Any) -> Transformer:
                 "loss without blocks so.aot compiles one layout."
             )
         raise TypeError(format_error(who, f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix))
-    short = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
-    if short not in MODELS:
+    normalized_name = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
+    if normalized_name not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
         raise ValueError(format_error(who, f"unknown model {name!r}.", fix=fix))
-    return MODELS[short]
+    return MODELS[normalized_name]

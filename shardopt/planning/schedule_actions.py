@@ -79,7 +79,7 @@ class Reader:
       clock: cycles per second of the chip, the unit of XLA's estimates.
       schedule: the schedule of a pipeline.
       assumed: number of assumptions by their text: loops with unknown trip counts, instructions without an estimate.
-      known: actions by computation.
+      actions: actions by computation.
       costs: seconds by computation.
     """
 
@@ -88,7 +88,7 @@ class Reader:
     clock: float
     schedule: Schedule | None = None
     assumed: Counter[str] = dataclasses.field(default_factory=Counter)
-    known: dict[str, tuple[Action, ...]] = dataclasses.field(default_factory=dict)
+    actions: dict[str, tuple[Action, ...]] = dataclasses.field(default_factory=dict)
     costs: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,9 +96,9 @@ class Reader:
 
     def read(self, name: str) -> tuple[Action, ...]:
         """Return the actions of a computation, in the order of its schedule."""
-        if name not in self.known:
-            self.known[name] = tuple(self._read(name))
-        return self.known[name]
+        if name not in self.actions:
+            self.actions[name] = tuple(self._read(name))
+        return self.actions[name]
 
     def _read(self, name: str) -> Iterator[Action]:
         lines = self.program.module.computations.get(name, ())
@@ -108,7 +108,7 @@ class Reader:
         last_pieces = {
             chain: line.name for line in lines for site in sites[line.name] if (chain := chain_of(site.instruction))
         }
-        begun: set[str] = set()
+        begun_chains: set[str] = set()
         keys: dict[str, str] = {}  # instruction -> key of the transfer that it continues
         delayed: dict[str, list[Start]] = {}  # starts without operands, which begin at their update
         for line in lines:
@@ -132,9 +132,9 @@ class Reader:
                 for site in sites[line.name]:
                     chain = chain_of(site.instruction)
                     key = f"{name} {chain}" if chain else _rendezvous(line) or line.name
-                    start = None if chain and chain in begun else self._start(key, site)
+                    start = None if chain and chain in begun_chains else self._start(key, site)
                     starts += [start] if start else []
-                    begun |= {chain} if chain else set()
+                    begun_chains |= {chain} if chain else set()
                     if last_pieces.get(chain or "") == line.name or not (chain or site.asynchronous):
                         ends.append(Done(key))
                     elif not chain:

@@ -123,10 +123,10 @@ def floating(leaves: Shapes) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
-def replaced(leaves: Sequence[T], positions: Sequence[int], new: Sequence[T]) -> list[T]:
-    """Return the leaves with `new` at the indices `positions`."""
+def replaced(leaves: Sequence[T], positions: Sequence[int], new_leaves: Sequence[T]) -> list[T]:
+    """Return the leaves with `new_leaves` at the indices `positions`."""
     result = list(leaves)
-    for i, leaf in zip(positions, new, strict=True):
+    for i, leaf in zip(positions, new_leaves, strict=True):
         result[i] = leaf
     return result
 
@@ -176,10 +176,10 @@ def _separate_checkpoints(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
     parts recompute their inputs, so a checkpoint is split only if they share no expensive equation.
     """
     for_dx, _ = slice_of(trace, dx, stop=set())
-    read = {*dx, *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i]))}
+    read_variables = {*dx, *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i]))}
     equations = []
     for i, eqn in enumerate(trace.jaxpr.eqns):
-        groups = [[v for v in eqn.outvars if (v in read) is needed] for needed in (True, False)]
+        groups = [[v for v in eqn.outvars if (v in read_variables) is needed] for needed in (True, False)]
         is_checkpoint = eqn.primitive.name in CHECKPOINTS and i in for_dx
         equations += _split_checkpoint(eqn, groups) if is_checkpoint and all(groups) else [eqn]
     return jex.ClosedJaxpr(trace.jaxpr.replace(eqns=equations), trace.consts)
