@@ -1,6 +1,7 @@
-"""Reading compiled XLA programs: what they send, hold, overwrite and compute, off their HLO text.
+"""Read compiled XLA programs from their HLO text: collectives, memory, donated inputs and flops.
 
-`so.audit` is the function `audit` of this package; the rest is imported from here: `from shardopt.audit import Expected`.
+`so.audit` is the function `audit` of this package. Import the other names from here, such as
+`from shardopt.audit import Expected`.
 """
 
 from shardopt.audit.collective import Collective

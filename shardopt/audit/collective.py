@@ -1,4 +1,4 @@
-"""One collective of a compiled program: who takes part, over which mesh axes, and its bytes."""
+"""One collective of a compiled program: its groups of devices, its mesh axes and its bytes."""
 
 import itertools
 import math
@@ -9,36 +9,36 @@ from typing import NamedTuple
 import numpy as np
 
 from shardopt.audit.hlo_text import Instruction, arrays, attributes, elements, nbytes
-from shardopt.audit.walk import Found, crosses_slices
+from shardopt.audit.walk import CollectiveSite, crosses_slices
 
 Groups = tuple[tuple[int, ...], ...]
-"""Positions in the device assignment, by group."""
+"""The positions of each group's devices in the device assignment."""
 
 
 class Collective(NamedTuple):
-    """One collective instruction, reached one way.
+    """One collective instruction, reached by one path of loops, branches and calls.
 
     Attributes:
       kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`, ...
       axes: the mesh axes that its groups span, in mesh order; None if the groups are neither a product of whole axes
-        nor a `part` of one. Of a permute: the axes along which something moves.
-      bytes: of one call, per device: the *whole* buffer, summed over all arrays that travel together. The result
-        of an all-gather, the operand of a reduce-scatter, operand and result alike of the others; of a ragged-all-to-all
-        the result, which has room for the most that can come.
-      wire_bytes: of one call: what each device sends in a ring, with n devices in a group, rounded up.
-        2 (n - 1) / n x bytes for an all-reduce, (n - 1) / n x bytes for all-gather, reduce-scatter and
-        all-to-all, bytes for a permute or a broadcast.
-      loops: trip counts of the loops around it, outermost first; None for one that the program does not tell.
-      group_size: n, how many devices take part; 0 for a permute.
-      conditional: it stands in a branch, which is counted as if it were always taken, or as often as the schedule says
-        that `audit` was given.
-      asynchronous: computation may run between its start and its end.
-      shapes: of the arrays in the result, such as `f32[8,4]`.
-      name: of the instruction.
-      op_name: where in the user's program it comes from, as jax names it.
-      groups: positions in the mesh, or (source, target) pairs; only where `axes` is None, or of a `part`.
-      part: each group is a regular part of its one axis: neighbours, or every so many-th. Such are the steps of a
-        collective that goes over the axis in several, as gathers over a whole TPU torus do.
+        nor a `part` of one. For a permute, the axes along which data moves.
+      bytes: bytes of one call, per device: the *whole* buffer, summed over all arrays that travel together. It is the
+        result of an all-gather and the operand of a reduce-scatter. Operand and result of other kinds are equal. For a
+        ragged-all-to-all it is the result, which has room for the largest possible message.
+      wire_bytes: bytes that each device sends in one call in a ring of n devices, rounded up. An all-reduce sends
+        2 (n - 1) / n x bytes. An all-gather, reduce-scatter or all-to-all sends (n - 1) / n x bytes. A permute or a
+        broadcast sends all bytes.
+      loops: trip counts of the loops around it, outermost first; None for an unknown trip count.
+      group_size: n, the number of devices in a group; 0 for a permute.
+      conditional: whether it is in a branch. A branch counts as always taken, or as often as the `schedule` of `audit`
+        says.
+      asynchronous: whether computation may run between its start and its end.
+      shapes: shapes of the arrays in the result, such as `f32[8,4]`.
+      name: name of the instruction.
+      op_name: its place in the user's program, as jax names it.
+      groups: positions in the mesh, or (source, target) pairs; None unless `axes` is None or `part` is True.
+      part: whether each group is a regular part of its one axis: neighbours, or every k-th device. Collectives that
+        cross an axis in several steps have such groups, for example gathers over a whole TPU torus.
     """
 
     kind: str
@@ -57,52 +57,54 @@ class Collective(NamedTuple):
 
     @property
     def calls(self) -> int | None:
-        """How often it runs in one execution of the program; None if a loop around it does not tell."""
+        """Calls in one execution of the program; None if the trip count of a loop around it is unknown."""
         return None if None in self.loops else math.prod(count for count in self.loops if count is not None)
 
     @property
     def in_loop(self) -> bool:
-        """Whether it stands in a loop."""
+        """Whether it is in a loop."""
         return bool(self.loops)
 
 
 def read_collective(
-    found: Found, sizes: Mapping[str, int], *, replicas: int, partitions: int, slices: int = 1
+    site: CollectiveSite, sizes: Mapping[str, int], *, replicas: int, partitions: int, slices: int = 1
 ) -> Collective | None:
-    """Return the collective, or None if no device sends to another.
+    """Return the collective at a site, or None if no device sends to another.
 
-    The program has `replicas` x `partitions` devices and runs once per slice; the outermost mesh axis spans the slices.
+    The program has `replicas` x `partitions` devices and runs once per slice. The outermost mesh axis spans the slices.
     """
-    instruction = found.instruction
-    words = attributes(instruction)
-    outer = next((axis for axis, size in sizes.items() if size > 1), "")
+    instruction = site.instruction
+    instruction_attributes = attributes(instruction)
+    outermost = next((axis for axis, size in sizes.items() if size > 1), "")
     if crosses_slices(instruction):
-        sent = nbytes(elements(instruction.shape)[0]) * (slices if found.kind == "all-gather" else 1)
-        return _made(found, (outer,), sent, slices, elements(instruction.shape)[0], None)
+        sent_bytes = nbytes(elements(instruction.shape)[0]) * (slices if site.kind == "all-gather" else 1)
+        return _collective(site, (outermost,), sent_bytes, slices, elements(instruction.shape)[0], None)
     if slices > 1:
-        sizes = {**sizes, outer: sizes[outer] // slices}
-    if found.kind == "collective-permute":
-        groups = permute_pairs(words, replicas=replicas, partitions=partitions)
+        sizes = {**sizes, outermost: sizes[outermost] // slices}
+    if site.kind == "collective-permute":
+        groups = permute_pairs(instruction_attributes, replicas=replicas, partitions=partitions)
         group_size, axes_of = 0, axes_of_pairs
     else:
-        has_global_flag = found.kind in ("all-reduce", "all-gather", "reduce-scatter")
-        groups = replica_groups(words, replicas=replicas, partitions=partitions, has_global_flag=has_global_flag)
+        has_global_flag = site.kind in ("all-reduce", "all-gather", "reduce-scatter")
+        groups = replica_groups(
+            instruction_attributes, replicas=replicas, partitions=partitions, has_global_flag=has_global_flag
+        )
         group_size, axes_of = max(len(group) for group in groups), axes_of_groups
     if not groups or group_size == 1:
         return None
     axes, part = axes_of(groups, sizes), None
     if axes is None and (part := axis_of_parts(groups, sizes)) is not None:
         axes = (part,)
-    result = _result(instruction, found.kind)
+    result = _result(instruction, site.kind)
     # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an all-reduce and a slice
-    is_shard = found.kind == "reduce-scatter" and instruction.opcode.startswith("reduce-scatter")
+    is_shard = site.kind == "reduce-scatter" and instruction.opcode.startswith("reduce-scatter")
     size = nbytes(result) * (group_size if is_shard else 1)
-    told = groups if axes is None or part else None
-    return _made(found, axes, size, group_size, result, told, part=part is not None)
+    shown_groups = groups if axes is None or part else None
+    return _collective(site, axes, size, group_size, result, shown_groups, part=part is not None)
 
 
-def _made(
-    found: Found,
+def _collective(
+    site: CollectiveSite,
     axes: tuple[str, ...] | None,
     size: int,
     group_size: int,
@@ -112,25 +114,26 @@ def _made(
     part: bool = False,
 ) -> Collective:
     return Collective(
-        kind=found.kind,
+        kind=site.kind,
         axes=axes,
         bytes=size,
-        wire_bytes=_wire_bytes(found.kind, size, group_size),
-        loops=found.loops,
+        wire_bytes=_wire_bytes(site.kind, size, group_size),
+        loops=site.loops,
         group_size=group_size,
-        conditional=found.conditional,
-        asynchronous=found.asynchronous,
+        conditional=site.conditional,
+        asynchronous=site.asynchronous,
         shapes=tuple(arrays(result)),
-        name=found.instruction.name,
-        op_name=_op_name(attributes(found.instruction)),
+        name=site.instruction.name,
+        op_name=_op_name(attributes(site.instruction)),
         groups=groups,
         part=part,
     )
 
 
 def _result(instruction: Instruction, kind: str) -> str:
-    """A start holds (operands, results, contexts), but that of an all-reduce holds just the results."""
+    """Return the shape of the results. The full shape of a `-start` is (operands, results, contexts)."""
     parts = elements(instruction.shape)
+    # the shape of an all-reduce-start contains the results alone
     holds_operands = instruction.opcode.endswith("-start") and kind != "all-reduce" and len(parts) > 1
     return parts[1] if holds_operands else instruction.shape
 
@@ -148,10 +151,13 @@ def _op_name(words: Mapping[str, str]) -> str:
 def replica_groups(attributes: Mapping[str, str], *, replicas: int, partitions: int, has_global_flag: bool) -> Groups:
     """Return the groups of a collective as positions in the device assignment, replica-major, from its attributes.
 
-    What an id means depends on the instruction. With `use_global_device_ids=true` it is such a position. With a
-    channel but without that flag, operations that could have it (`has_global_flag`: all-reduce, all-gather,
-    reduce-scatter) number replicas and reach over all partitions, while the others number partitions within each
-    replica. Without a channel an id is a replica, and each partition is on its own.
+    The meaning of an id depends on the instruction:
+
+    - With `use_global_device_ids=true` an id is such a position.
+    - With a channel, without that flag, and with `has_global_flag` (all-reduce, all-gather, reduce-scatter): an id is a
+      replica, and a group contains all partitions of its replicas.
+    - With a channel, other operations: an id is a partition, and each replica has its own groups.
+    - Without a channel: an id is a replica, and each partition has its own groups.
     """
     is_global = attributes.get("use_global_device_ids") == "true"
     on_channel = "channel_id" in attributes
@@ -173,7 +179,7 @@ def replica_groups(attributes: Mapping[str, str], *, replicas: int, partitions: 
 
 
 def permute_pairs(attributes: Mapping[str, str], *, replicas: int, partitions: int) -> Groups:
-    """Return the (source, target) pairs of a collective-permute as positions, those to oneself left out."""
+    """Return the (source, target) pairs of a collective-permute as positions, without pairs of equal positions."""
     pairs = read_groups(attributes.get("source_target_pairs", "{}"), 0)
     positions = np.arange(replicas * partitions).reshape(replicas, partitions)
     rows = positions if "channel_id" in attributes else positions.T
@@ -181,7 +187,7 @@ def permute_pairs(attributes: Mapping[str, str], *, replicas: int, partitions: i
 
 
 def read_groups(text: str, count: int) -> Groups:
-    """Read `{{0,1},{2,3}}`, `{}` (all of `count`), `[2,4]<=[4,2]T(1,0)` or `mesh['a'=2,'b'=4] {'a'}`.
+    """Parse `{{0,1},{2,3}}`, `{}` (all of `count`), `[2,4]<=[4,2]T(1,0)` or `mesh['a'=2,'b'=4] {'a'}`.
 
     Example:
       >>> read_groups("[2,4]<=[4,2]T(1,0)", 8)
@@ -203,46 +209,48 @@ _MESH = re.compile(r"^mesh\[(?P<axes>.*?)\](, device_ids=\((?P<ids>.*)\))? \{(?P
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: count up in the shape on the right, transpose, reshape to the shape on the left."""
-    found = _IOTA.match(text.replace(" ", ""))
-    if not found:
+    """Parse `[2,4]<=[4,2]T(1,0)`: count up in the shape on the right, transpose, reshape to the shape on the left."""
+    match = _IOTA.match(text.replace(" ", ""))
+    if not match:
         raise ValueError(f"audit: cannot read the replica groups {text!r}.")
-    out = _integers(found["out"])
-    numbers = np.arange(math.prod(out)).reshape(_integers(found["dims"]) if found["dims"] else out)
-    if found["order"]:
-        numbers = numbers.transpose(_integers(found["order"]))
-    return numbers.reshape(out) if found["dims"] else numbers
+    out_shape = _integers(match["out"])
+    numbers = np.arange(math.prod(out_shape)).reshape(_integers(match["dims"]) if match["dims"] else out_shape)
+    if match["order"]:
+        numbers = numbers.transpose(_integers(match["order"]))
+    return numbers.reshape(out_shape) if match["dims"] else numbers
 
 
 def _mesh_axes(text: str) -> np.ndarray:
-    """`mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: named axes, or parts of an axis as (size before it)size."""
-    found = _MESH.match(text)
-    if not found:
+    """Parse `mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: axes, or parts of an axis as (size before)size."""
+    match = _MESH.match(text)
+    if not match:
         raise ValueError(f"audit: cannot read the replica groups {text!r}.")
-    sizes = {name.strip(" '\""): int(size) for name, size in (part.rsplit("=", 1) for part in found["axes"].split(","))}
+    sizes = {name.strip(" '\""): int(size) for name, size in (part.rsplit("=", 1) for part in match["axes"].split(","))}
     ids = np.arange(math.prod(sizes.values()))
-    if found["ids"]:
-        ids = _iota(found["ids"]) if found["ids"].startswith("[") else np.array(_integers(found["ids"]))
-    over = [_axis_part(part, sizes) for part in found["over"].split(",") if part.strip()]
-    shape, grouped = [], {}
+    if match["ids"]:
+        ids = _iota(match["ids"]) if match["ids"].startswith("[") else np.array(_integers(match["ids"]))
+    group_parts = [_axis_part(part, sizes) for part in match["over"].split(",") if part.strip()]
+    shape, dim_of_part = [], {}
     for axis, size in sizes.items():  # cut every axis at the borders of its parts
-        borders = {1, size} | {b for name, before, part in over if name == axis for b in (before, before * part)}
+        borders = {1, size} | {
+            border for name, before, part in group_parts if name == axis for border in (before, before * part)
+        }
         ordered = sorted(borders)
         for low, high in itertools.pairwise(ordered):
-            grouped[axis, low] = len(shape)
+            dim_of_part[axis, low] = len(shape)
             shape.append(high // low)
         if len(ordered) == 1:
-            grouped[axis, 1] = len(shape)
+            dim_of_part[axis, 1] = len(shape)
             shape.append(1)
-    last = [grouped[axis, before] for axis, before, _ in over]
-    first = [dim for dim in range(len(shape)) if dim not in last]
-    members = math.prod(shape[dim] for dim in last)
-    return ids.reshape(shape).transpose(first + last).reshape(-1, members)
+    group_dims = [dim_of_part[axis, before] for axis, before, _ in group_parts]
+    other_dims = [dim for dim in range(len(shape)) if dim not in group_dims]
+    members = math.prod(shape[dim] for dim in group_dims)
+    return ids.reshape(shape).transpose(other_dims + group_dims).reshape(-1, members)
 
 
 def _axis_part(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
-    name, colon, part = text.strip().rpartition(":(")
-    if not colon:
+    name, separator, part = text.strip().rpartition(":(")
+    if not separator:
         name = text.strip(" '\"")
         return name, 1, sizes[name]
     before, size = part.split(")")
@@ -258,7 +266,7 @@ def _integers(text: str) -> list[int]:
 
 
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Return the mesh axes that every group spans whole, in mesh order; None if the groups are no such product.
+    """Return the mesh axes whose product each group is, in mesh order; None if groups are not a product of whole axes.
 
     Positions count through the mesh with its last axis fastest.
 
@@ -269,21 +277,21 @@ def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] 
       True
     """
     names = tuple(sizes)
-    found: set[tuple[str, ...]] = set()
+    group_axes: set[tuple[str, ...]] = set()
     for group in groups:
         coordinates = _coordinates(group, sizes)
         moving = (coordinates != coordinates[:, :1]).any(axis=1)
         axes = tuple(name for name, moves in zip(names, moving, strict=True) if moves)
         if len(set(group)) != np.prod([sizes[axis] for axis in axes], dtype=int):
             return None
-        found.add(axes)
-    return found.pop() if len(found) == 1 else None
+        group_axes.add(axes)
+    return group_axes.pop() if len(group_axes) == 1 else None
 
 
 def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
-    """Return the mesh axis of which every group is a part, cut as a mesh with more axes would cut it; else None.
+    """Return the mesh axis that all groups are regular parts of, as in a mesh that splits this axis; else None.
 
-    Such are the groups of one step of a collective that goes over an axis in several: neighbours first, then every other.
+    A collective that crosses an axis in several steps has such groups: first neighbours, then every second device.
 
     Example:
       >>> axis_of_parts(((0, 1), (2, 3)), {"data": 4}), axis_of_parts(((0, 2), (1, 3)), {"data": 4})
@@ -292,21 +300,21 @@ def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
       True
     """
     names = tuple(sizes)
-    found: set[tuple[int, int, int]] = set()
+    group_parts: set[tuple[int, int, int]] = set()
     for group in groups:
         coordinates = _coordinates(tuple(sorted(group)), sizes)
         moving = np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1))
         if len(moving) != 1:
             return None
-        places, count = coordinates[moving[0]], len(group)
-        stride = int(places[1] - places[0])
-        first = places[0] // (stride * count) * stride * count + places[0] % stride
-        if (places != first + stride * np.arange(count)).any():
+        positions, count = coordinates[moving[0]], len(group)
+        stride = int(positions[1] - positions[0])
+        expected_first = positions[0] // (stride * count) * stride * count + positions[0] % stride
+        if (positions != expected_first + stride * np.arange(count)).any():
             return None
-        found.add((int(moving[0]), stride, count))
-    if len(found) != 1:
+        group_parts.add((int(moving[0]), stride, count))
+    if len(group_parts) != 1:
         return None
-    ((axis, stride, count),) = found
+    ((axis, stride, count),) = group_parts
     size = sizes[names[axis]]
     return names[axis] if count < size and size % (stride * count) == 0 else None
 

@@ -1,4 +1,4 @@
-"""HLO text to computations and instructions: only as much structure as an audit needs."""
+"""Parse HLO text into computations and instructions, with only the structure that an audit needs."""
 
 import math
 import re
@@ -11,10 +11,10 @@ class Instruction(NamedTuple):
     """One line of HLO: `name = shape opcode(operands), attributes`.
 
     Attributes:
-      name: without the percent sign.
-      shape: the result as text, `f32[8,4]{1,0}` or a parenthesised tuple of such.
+      name: name without the percent sign.
+      shape: shape of the result as text, `f32[8,4]{1,0}` or a tuple in parentheses.
       opcode: `all-reduce`, `while`, ...
-      rest: everything after the opcode's opening parenthesis; `operands` and `attributes` read it.
+      rest: the text after the opcode's opening parenthesis; `operands` and `attributes` parse it.
       is_root: whether it is the result of its computation.
     """
 
@@ -49,49 +49,51 @@ def parse(text: str) -> Module:
             name = None
         elif instruction := _instruction(line):
             computations[name].append(instruction)
-        elif computations[name] and line.strip():  # metadata of kernels goes over several lines
-            last = computations[name][-1]
-            computations[name][-1] = last._replace(rest=last.rest + line)
+        elif computations[name] and line.strip():  # metadata of kernels spans several lines
+            previous = computations[name][-1]
+            computations[name][-1] = previous._replace(rest=previous.rest + line)
     if not header or not entry:
-        what = (
+        problem = (
             f"this is not the text of an HLO module: it has no {'entry computation' if header else 'HloModule line'}."
         )
-        raise ValueError(format_error("audit", what, fix="pass compiled.as_text(), or the compiled program itself."))
+        raise ValueError(format_error("audit", problem, fix="pass compiled.as_text(), or the compiled program itself."))
     return Module(header, entry, {key: tuple(lines) for key, lines in computations.items()})
 
 
 def operands(instruction: Instruction) -> list[str]:
-    """Return the operand names; a constant's or parameter's literal is returned as it stands."""
-    inside = instruction.rest[: _end_of(instruction.rest)]
+    """Return the operand names. For a constant or parameter, return its literal."""
+    operand_text = instruction.rest[: _end_of(instruction.rest)]
     # an operand may carry its shape: `f32[8]{0} %x`
-    return [part.split()[-1].lstrip("%") for part in split(inside) if part.strip()]
+    return [part.split()[-1].lstrip("%") for part in split(operand_text) if part.strip()]
 
 
 def attributes(instruction: Instruction) -> dict[str, str]:
-    """Return the attributes behind the operands as text, `{"channel_id": "1", ...}`."""
-    found: dict[str, str] = {}
-    last = ""
+    """Return the attributes after the operands as text, `{"channel_id": "1", ...}`."""
+    values: dict[str, str] = {}
+    previous_key = ""
     for part in split(instruction.rest[_end_of(instruction.rest) + 1 :]):
         key, equals, value = part.strip().partition("=")
         if not equals:
             continue
-        if key == "device_ids" and found.get(last, "").startswith("mesh["):
-            found[last] += f", {part.strip()}"  # `replica_groups=mesh['a'=2], device_ids=(1,0) {'a'}` is one attribute
+        if key == "device_ids" and values.get(previous_key, "").startswith("mesh["):
+            values[previous_key] += (
+                f", {part.strip()}"  # `replica_groups=mesh['a'=2], device_ids=(1,0) {'a'}` is one attribute
+            )
             continue
-        found[key], last = value, key
-    return found
+        values[key], previous_key = value, key
+    return values
 
 
 def split(text: str) -> list[str]:
     """Split at the commas that are outside of brackets and quotes."""
     parts, start, depth = [], 0, 0
     for token in _PUNCTUATION.finditer(text):
-        mark = token[0]
-        if mark in "([{":
+        character = token[0]
+        if character in "([{":
             depth += 1
-        elif mark in ")]}":
+        elif character in ")]}":
             depth -= 1
-        elif mark == "," and depth == 0:
+        elif character == "," and depth == 0:
             parts.append(text[start : token.start()])
             start = token.end()
     return [*parts, text[start:]]
@@ -99,7 +101,7 @@ def split(text: str) -> list[str]:
 
 _OPENING = re.compile(r"^\s*(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
 _CLOSING = re.compile(r'^\s*\}\s*(?:,\s*execution_thread="[^"]*")?\s*(?://.*)?$')
-"""Not any line that begins with a brace: metadata of kernels has such."""
+"""This does not match every line that begins with a brace, because metadata of kernels has such lines."""
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
@@ -107,18 +109,18 @@ _TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
 
 
 def _instruction(line: str) -> Instruction | None:
-    if not (found := _ASSIGNMENT.match(line)):
+    if not (assignment := _ASSIGNMENT.match(line)):
         return None
-    rest = found["rest"]
+    rest = assignment["rest"]
     end = _end_of(rest[1:]) + 2 if rest.startswith("(") else rest.find(" ")
     if not (opcode := _OPCODE.match(rest, end)):
         return None
     shape = _TUPLE_INDEX.sub("", rest[:end])
-    return Instruction(found["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(found["root"]))
+    return Instruction(assignment["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(assignment["root"]))
 
 
 def _end_of(text: str) -> int:
-    """Return where the bracket that was opened just before `text` is closed."""
+    """Return the index of the bracket that closes the one just before `text`."""
     depth = 1
     for token in _PUNCTUATION.finditer(text):
         if token[0] in "([{":
@@ -131,22 +133,22 @@ def _end_of(text: str) -> int:
 
 
 def elements(shape: str) -> list[str]:
-    """Return the members of a tuple shape, one level deep; an array is its own only member."""
+    """Return the elements of a tuple shape, one level deep; for an array, return the array alone."""
     shape = shape.strip()
     return [part.strip() for part in split(shape[1:-1]) if part.strip()] if shape.startswith("(") else [shape]
 
 
 def arrays(shape: str) -> list[str]:
-    """Return all arrays of a shape, tuples within tuples too, without their layouts: `["f32[8,4]", ...]`."""
+    """Return all arrays of a shape, also in nested tuples, without their layouts: `["f32[8,4]", ...]`."""
     if shape.strip().startswith("("):
         return [array for part in elements(shape) for array in arrays(part)]
     return [shape.split("{")[0].strip()]
 
 
 def nbytes(shape: str) -> int:
-    """Return the bytes of an array or tuple shape, each array rounded up to whole bytes, its layout's padding left out.
+    """Return the bytes of an array or tuple shape without padding. Each array is rounded up to whole bytes.
 
-    Tokens have none. A bounded dynamic dim (`<=8`) counts as its bound.
+    Tokens have 0 bytes. A bounded dynamic dim (`<=8`) counts as its bound.
 
     Example:
       >>> nbytes("(bf16[8,4]{1,0:T(8,128)(2,1)}, s4[3]{0:E(4)}, pred[])")
@@ -156,7 +158,7 @@ def nbytes(shape: str) -> int:
 
 
 def tiled_nbytes(shape: str) -> int:
-    """Return the bytes of an array or tuple shape as its layout stores it: XLA:TPU fills dims up to whole tiles.
+    """Return the bytes of an array or tuple shape in its layout: XLA:TPU pads dims to whole tiles.
 
     Example:
       >>> tiled_nbytes("f32[100,12]{0,1:T(8,128)}") == 16 * 128 * 4
@@ -164,15 +166,18 @@ def tiled_nbytes(shape: str) -> int:
     """
     if shape.strip().startswith("("):
         return sum(tiled_nbytes(part) for part in elements(shape))
-    found = _TILED.match(shape.strip())
-    if not found:
+    match = _TILED.match(shape.strip())
+    if not match:
         return nbytes(shape)
-    dims = _dims(found["dims"])
-    order, tile = _dims(found["order"]), _dims(found["tile"])
-    major_to_minor = [dims[at] for at in reversed(order)]
+    dims = _dims(match["dims"])
+    order, tile = _dims(match["order"]), _dims(match["tile"])
+    major_to_minor = [dims[dim_index] for dim_index in reversed(order)]
     padded = [1] * (len(tile) - len(dims)) + major_to_minor
-    padded = [*padded[: -len(tile)], *(-(-dim // t) * t for dim, t in zip(padded[-len(tile) :], tile, strict=True))]
-    return -(-math.prod(padded) * _bits(found["dtype"]) // 8)
+    padded = [
+        *padded[: -len(tile)],
+        *(-(-dim // tile_size) * tile_size for dim, tile_size in zip(padded[-len(tile) :], tile, strict=True)),
+    ]
+    return -(-math.prod(padded) * _bits(match["dtype"]) // 8)
 
 
 def _dims(text: str) -> list[int]:
@@ -185,10 +190,10 @@ _BITS = re.compile(r"^(?:bf|f|s|u|c)(\d+)")
 
 
 def _array_bytes(array: str) -> int:
-    found = _ARRAY.match(array)
-    if not found:
+    match = _ARRAY.match(array)
+    if not match:
         raise ValueError(f"audit: cannot read the HLO shape {array!r}.")
-    return -(-math.prod(_dims(found["dims"])) * _bits(found["dtype"]) // 8)
+    return -(-math.prod(_dims(match["dims"])) * _bits(match["dtype"]) // 8)
 
 
 def _bits(dtype: str) -> int:
@@ -196,7 +201,7 @@ def _bits(dtype: str) -> int:
         return 8
     if dtype in ("token", "opaque"):
         return 0
-    found = _BITS.match(dtype)  # f8e4m3fn, bf16, s4, c64: the number that follows the letters
-    if not found:
+    match = _BITS.match(dtype)  # f8e4m3fn, bf16, s4, c64: the number that follows the letters
+    if not match:
         raise ValueError(f"audit: unknown HLO element type {dtype!r}.")
-    return int(found[1])
+    return int(match[1])

@@ -1,4 +1,4 @@
-"""The collectives of a program as a table: filters, sums, comparison with what was promised."""
+"""The collectives of a program as a table: filters, sums, and a comparison with expected traffic."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -11,14 +11,14 @@ _Key = TypeVar("_Key")
 
 
 class Traffic(NamedTuple):
-    """What some collectives move in one execution of the program, per device.
+    """The traffic of some collectives in one execution of the program, per device.
 
-    All are None where a loop does not tell how often it runs.
+    All attributes are None if the trip count of a loop is unknown.
 
     Attributes:
-      calls: executions, loops multiplied in.
+      calls: calls, multiplied by the trip counts of loops.
       bytes: whole buffers (see `Collective.bytes`) times calls.
-      wire_bytes: what a device sends in ring collectives, times calls.
+      wire_bytes: bytes that a device sends in ring collectives, times calls.
     """
 
     calls: int | None
@@ -27,16 +27,17 @@ class Traffic(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A row of a stated table: what all collectives of a kind over some axes move in one execution.
+    """A row of expected traffic: all collectives of one kind over the same axes, in one execution.
 
-    Rows of the same kind, axes and `in_loop` add up; one that leaves `in_loop` open speaks of what the others leave.
+    Rows of the same kind, axes and `in_loop` add up. A row with `in_loop=None` counts the collectives that no row with
+    True or False counts.
 
     Attributes:
-      kind: such as "all-reduce".
+      kind: kind of collective, such as "all-reduce".
       axes: one mesh axis, or several in any order.
       bytes: whole buffers (see `Collective.bytes`) times calls, per device.
-      calls: how many calls, loops multiplied in; None for any number.
-      in_loop: True or False to speak only of those in a loop, or only of the others; None for all.
+      calls: calls, multiplied by the trip counts of loops; None for any number.
+      in_loop: True for collectives in a loop, False for collectives outside of loops, None for both.
     """
 
     kind: str
@@ -50,9 +51,9 @@ class Audit(NamedTuple):
     """The collectives of one compiled program. `print` shows them as a table.
 
     Attributes:
-      collectives: in program order; those whose groups have a single member move nothing and are left out.
+      collectives: the collectives in program order, without collectives whose groups have a single member.
       mesh_shape: mesh axis to size.
-      name: of the compiled module.
+      name: name of the compiled module.
     """
 
     collectives: tuple[Collective, ...]
@@ -66,57 +67,59 @@ class Audit(NamedTuple):
 
     @property
     def total_wire_bytes(self) -> int | None:
-        """The bytes that a device sends in one execution; None if a loop does not tell how often it runs."""
+        """The bytes that a device sends in one execution; None if the trip count of a loop is unknown."""
         return self.total.wire_bytes
 
     def of(
         self, kind: str | None = None, axis: str | None = None, in_loop: bool | None = None, min_bytes: int = 0
     ) -> "Audit":
-        """Return the audit of a part: one kind, those that involve an axis, those in loops or not, the large ones.
+        """Return an audit of the collectives that match all arguments.
 
         Args:
-          kind: such as "all-reduce".
-          axis: a mesh axis that is among the collective's axes.
-          in_loop: True for those in a loop, False for the others.
-          min_bytes: leave out those whose buffers are smaller, such as the reduction of the loss.
+          kind: kind of collective, such as "all-reduce".
+          axis: a mesh axis among the collective's axes.
+          in_loop: True for collectives in a loop, False for collectives outside of loops.
+          min_bytes: skip collectives with smaller buffers, such as the reduction of the loss.
         """
-        kept = tuple(
-            found
-            for found in self.collectives
-            if kind in (None, found.kind)
-            and (axis is None or axis in (found.axes or ()))
-            and in_loop in (None, found.in_loop)
-            and found.bytes >= min_bytes
+        matching = tuple(
+            collective
+            for collective in self.collectives
+            if kind in (None, collective.kind)
+            and (axis is None or axis in (collective.axes or ()))
+            and in_loop in (None, collective.in_loop)
+            and collective.bytes >= min_bytes
         )
-        return self._replace(collectives=kept)
+        return self._replace(collectives=matching)
 
     def by_axis(self) -> dict[tuple[str, ...] | None, Traffic]:
         """Return the traffic by the mesh axes that the collectives span."""
-        return _grouped(self.collectives, lambda found: found.axes)
+        return _grouped(self.collectives, lambda collective: collective.axes)
 
     def by_kind(self) -> dict[str, Traffic]:
         """Return the traffic by kind of collective."""
-        return _grouped(self.collectives, lambda found: found.kind)
+        return _grouped(self.collectives, lambda collective: collective.kind)
 
     def check(self, expected: Iterable[Expected], *, min_bytes: int = 0, rtol: float = 0.0) -> None:
-        """Compare with what the program was meant to send, instruction boundaries apart.
+        """Raise an error if the program sends other traffic than expected.
 
-        The compiler may merge collectives or split them, so rows are compared by their sums: all found collectives
-        of one kind over the same axes count together, unless the rows tell those in loops from those outside.
+        The compiler may merge or split collectives, so sums are compared. All collectives of one kind over the same
+        axes count together, unless rows distinguish collectives in loops from collectives outside.
 
         Args:
-          expected: one row per kind and axes. Axes of size 1 are dropped from a row, and a row without axes with them.
-          min_bytes: collectives with smaller buffers are not looked at.
-          rtol: by how much the bytes may differ, relative to the expected ones.
+          expected: one row per kind and axes. Axes of size 1 are removed from rows, and rows without axes are ignored.
+          min_bytes: collectives with smaller buffers are ignored.
+          rtol: allowed difference of bytes, relative to the expected bytes.
 
         Raises:
-          AssertionError: if bytes or calls differ, a row was not found, or something was found that no row expects.
-          ValueError: if a row names an axis that the mesh has not.
+          AssertionError: if bytes or calls differ, a row matches no collective, or a collective matches no row.
+          ValueError: if a row names an axis that the mesh does not have.
         """
-        shown = self.of(min_bytes=min_bytes)
-        if wrong := _differences(shown.collectives, expected, self.mesh_shape, rtol):
-            what = f"the compiled program does not send what it was meant to ({plural(len(wrong), 'difference')})."
-            raise AssertionError(f"{format_error('audit', what, wrong)}\n{shown}")
+        compared = self.of(min_bytes=min_bytes)
+        if differences := _differences(compared.collectives, expected, self.mesh_shape, rtol):
+            problem = (
+                f"the compiled program does not send what it was meant to ({plural(len(differences), 'difference')})."
+            )
+            raise AssertionError(f"{format_error('audit', problem, differences)}\n{compared}")
 
     def __str__(self) -> str:
         """Return the table: one line per instruction, then the sums by axes."""
@@ -127,78 +130,84 @@ class Audit(NamedTuple):
 
 def _traffic(collectives: Iterable[Collective]) -> Traffic:
     calls, size, wire = 0, 0, 0
-    for found in collectives:
-        if found.calls is None:
+    for collective in collectives:
+        if collective.calls is None:
             return Traffic(None, None, None)
-        calls, size, wire = calls + found.calls, size + found.bytes * found.calls, wire + found.wire_bytes * found.calls
+        calls, size, wire = (
+            calls + collective.calls,
+            size + collective.bytes * collective.calls,
+            wire + collective.wire_bytes * collective.calls,
+        )
     return Traffic(calls, size, wire)
 
 
 def _grouped(collectives: Iterable[Collective], key: Callable[[Collective], _Key]) -> dict[_Key, Traffic]:
     members: dict[_Key, list[Collective]] = {}
-    for found in collectives:
-        members.setdefault(key(found), []).append(found)
-    return {name: _traffic(found) for name, found in members.items()}
+    for collective in collectives:
+        members.setdefault(key(collective), []).append(collective)
+    return {name: _traffic(group) for name, group in members.items()}
 
 
 def _differences(
     collectives: Iterable[Collective], expected: Iterable[Expected], mesh_shape: Mapping[str, int], rtol: float
 ) -> list[str]:
     """Return a line for every row that differs, and for every collective that no row expects."""
-    rows = _merged(row for row in (_without_single(row, mesh_shape) for row in expected) if row.axes)
+    rows = _merged(row for row in (_without_single_axes(row, mesh_shape) for row in expected) if row.axes)
     members: dict[Expected, list[Collective]] = {row: [] for row in rows}
-    strangers = []
-    for found in collectives:
-        matching = [row for row in rows if _matches(row, found)]
-        # a row that speaks of loops is more specific than one that does not
+    unexpected = []
+    for collective in collectives:
+        matching = [row for row in rows if _matches(row, collective)]
+        # a row with in_loop is more specific than a row without
         matching.sort(key=lambda row: row.in_loop is None)
-        (members[matching[0]] if matching else strangers).append(found)
-    wrong = [line for row, found in members.items() if (line := _difference(row, found, rtol))]
-    for found in strangers:
-        part = f" in steps of {found.group_size}" if found.part else ""
-        wrong.append(f"{_name(found.kind, found.axes, found.in_loop)}{part}: not expected, found {_found([found])}")
-    return wrong
+        (members[matching[0]] if matching else unexpected).append(collective)
+    differences = [line for row, group in members.items() if (line := _difference(row, group, rtol))]
+    for collective in unexpected:
+        part = f" in steps of {collective.group_size}" if collective.part else ""
+        name = _name(collective.kind, collective.axes, collective.in_loop)
+        differences.append(f"{name}{part}: not expected, found {_traffic_text([collective])}")
+    return differences
 
 
-def _without_single(row: Expected, mesh_shape: Mapping[str, int]) -> Expected:
+def _without_single_axes(row: Expected, mesh_shape: Mapping[str, int]) -> Expected:
     axes = (row.axes,) if isinstance(row.axes, str) else tuple(row.axes)
     if unknown := [axis for axis in axes if axis not in mesh_shape]:
-        what = f"the expected {row.kind} is over {', '.join(map(repr, unknown))}, which the mesh does not have."
-        raise ValueError(format_error("audit", what, fix=f"name axes among {', '.join(mesh_shape)}."))
+        problem = f"the expected {row.kind} is over {', '.join(map(repr, unknown))}, which the mesh does not have."
+        raise ValueError(format_error("audit", problem, fix=f"name axes among {', '.join(mesh_shape)}."))
     return row._replace(axes=tuple(axis for axis in mesh_shape if axis in axes and mesh_shape[axis] > 1))
 
 
 def _merged(rows: Iterable[Expected]) -> list[Expected]:
-    """Add up the rows that speak of the same collectives."""
+    """Add up the rows of the same kind, axes and `in_loop`."""
     merged: dict[tuple[str, str | tuple[str, ...], bool | None], Expected] = {}
     for row in rows:
         key = (row.kind, row.axes, row.in_loop)
-        if (same := merged.get(key)) is not None:
-            calls = None if same.calls is None or row.calls is None else same.calls + row.calls
-            row = same._replace(bytes=same.bytes + row.bytes, calls=calls)
+        if (previous := merged.get(key)) is not None:
+            calls = None if previous.calls is None or row.calls is None else previous.calls + row.calls
+            row = previous._replace(bytes=previous.bytes + row.bytes, calls=calls)
         merged[key] = row
     return list(merged.values())
 
 
-def _matches(row: Expected, found: Collective) -> bool:
-    same = (row.kind, row.axes) == (found.kind, found.axes) and not found.part  # a row speaks of whole axes
-    return same and row.in_loop in (None, found.in_loop)
+def _matches(row: Expected, collective: Collective) -> bool:
+    # a row names whole axes
+    same = (row.kind, row.axes) == (collective.kind, collective.axes) and not collective.part
+    return same and row.in_loop in (None, collective.in_loop)
 
 
-def _difference(row: Expected, found: list[Collective], rtol: float) -> str:
-    total = _traffic(found)
-    right = total.bytes is not None and math.isclose(total.bytes, row.bytes, rel_tol=rtol, abs_tol=0.0)
-    if right and row.calls in (None, total.calls):
+def _difference(row: Expected, collectives: list[Collective], rtol: float) -> str:
+    total = _traffic(collectives)
+    same_bytes = total.bytes is not None and math.isclose(total.bytes, row.bytes, rel_tol=rtol, abs_tol=0.0)
+    if same_bytes and row.calls in (None, total.calls):
         return ""
     wanted = f"{row.bytes:,} bytes" + ("" if row.calls is None else f" in {plural(row.calls, 'call')}")
-    return f"{_name(row.kind, row.axes, row.in_loop)}: expected {wanted}, found {_found(found)}"
+    return f"{_name(row.kind, row.axes, row.in_loop)}: expected {wanted}, found {_traffic_text(collectives)}"
 
 
-def _found(found: list[Collective]) -> str:
-    total = _traffic(found)
+def _traffic_text(collectives: list[Collective]) -> str:
+    total = _traffic(collectives)
     if total.calls is None:
-        return f"{plural(len(found), 'instruction')} in a loop of unknown trip count"
-    return f"{total.bytes:,} bytes in {plural(total.calls, 'call')}" if found else "none"
+        return f"{plural(len(collectives), 'instruction')} in a loop of unknown trip count"
+    return f"{total.bytes:,} bytes in {plural(total.calls, 'call')}" if collectives else "none"
 
 
 def _name(kind: str, axes: str | tuple[str, ...] | None, in_loop: bool | None) -> str:
@@ -207,12 +216,12 @@ def _name(kind: str, axes: str | tuple[str, ...] | None, in_loop: bool | None) -
 
 
 def _axes_text(axes: tuple[str, ...] | None) -> str:
-    """Return `replica x data`, or `mixed` where the groups are neither a product of axes nor parts of one."""
+    """Return `replica x data`, or `mixed` if the groups are neither a product of axes nor parts of one axis."""
     return "mixed" if axes is None else " x ".join(axes)
 
 
 def _lines(collectives: tuple[Collective, ...]) -> list[str]:
-    """Return the table, numbers aligned to the right."""
+    """Return the lines of the table, with numbers aligned to the right."""
     if not collectives:
         return []
     rows = [
@@ -223,23 +232,25 @@ def _lines(collectives: tuple[Collective, ...]) -> list[str]:
     return ["  ".join(map(_align, row, widths)).rstrip() for row in rows]
 
 
-def _row(found: Collective) -> list[str]:
+def _row(collective: Collective) -> list[str]:
     notes = {
-        "branch": found.conditional,
-        "async": found.asynchronous,
-        f"a step of {found.group_size} along it": found.part,
-        f"groups {found.groups}": found.groups and not found.part,
+        "branch": collective.conditional,
+        "async": collective.asynchronous,
+        f"a step of {collective.group_size} along it": collective.part,
+        f"groups {collective.groups}": collective.groups and not collective.part,
     }
-    where = found.op_name or found.name
+    origin = collective.op_name or collective.name
     return [
-        found.kind,
-        _axes_text(found.axes),
-        _number(found.bytes),
-        _number(found.calls),
-        _number(_traffic([found]).wire_bytes),
-        "x".join(map(_number, found.loops)) or "-",
-        ", ".join(note for note, holds in notes.items() if holds) or "-",
-        where if len(where) <= 60 else f"...{where[-57:]}",  # the end of a jax name tells more than its beginning
+        collective.kind,
+        _axes_text(collective.axes),
+        _number(collective.bytes),
+        _number(collective.calls),
+        _number(_traffic([collective]).wire_bytes),
+        "x".join(map(_number, collective.loops)) or "-",
+        ", ".join(note for note, applies in notes.items() if applies) or "-",
+        origin
+        if len(origin) <= 60
+        else f"...{origin[-57:]}",  # the end of a jax name is more specific than its beginning
     ]
 
 

@@ -1,4 +1,4 @@
-"""Before renting the machine: what a program sends and holds, which layout fits, and what the compiler says."""
+"""Plan a run before renting the machine: predict traffic and memory, rank layouts, and compile without a device."""
 
 from shardopt.planning.aot import AotReport, aot
 from shardopt.planning.compiled_time import Operation, Span, StepSeconds, step_seconds

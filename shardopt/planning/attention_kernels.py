@@ -1,23 +1,23 @@
-"""What splash attention's kernels compute: whole tiles of a causal mask, and scores again in the backward pass."""
+"""Flops of splash attention's kernels, which compute whole tiles of a causal mask, and scores again backwards."""
 
 from shardopt.nn.flash import TILE
 
 KERNELS = {"fwd": (1, 1), "_dq": (2, 1), "fused": (3, 2), "_dkv": (2, 2)}
-"""By a part of a kernel's name: how many products of the width of keys it has for each tile, and how many of that of values."""
+"""Part of a kernel's name to the number of products per tile: (with the width of keys, with the width of values)."""
 FORWARD = KERNELS["fwd"]
 BACKWARD = KERNELS["fused"]
-"""Of `shardopt.nn.splash_backward`; jax's own two kernels each compute the scores, and their gradients, for themselves."""
+"""The kernel of `shardopt.nn.splash_backward`; each of jax's two kernels computes scores and their gradients again."""
 
 
-def splash_flops(of_keys: int, of_values: int, *, heads: int, length: int, keys: int, values: int) -> float:
-    """Return the flops of so many products of each kind, of one row.
+def splash_flops(key_products: int, value_products: int, *, heads: int, length: int, keys: int, values: int) -> float:
+    """Return the flops of a kernel for one row.
 
-    With n tiles of 512 to a row, n (n + 1) / 2 of n^2 are computed.
+    A row has n tiles of 512 positions. The kernel computes n (n + 1) / 2 of the n^2 tiles of scores.
 
     Args:
-      of_keys: products with queries and keys, or as wide: scores, and gradients of queries and keys.
-      of_values: products with values, or as wide.
-      heads: of queries.
+      key_products: number of products with the width of keys: scores, and gradients of queries and keys.
+      value_products: number of products with the width of values.
+      heads: query heads.
       length: T, positions.
       keys: width of a head of queries and keys.
       values: width of a head of values.
@@ -27,4 +27,4 @@ def splash_flops(of_keys: int, of_values: int, *, heads: int, length: int, keys:
       True
     """
     tiles = max(length // TILE, 1)
-    return 2.0 * (of_keys * keys + of_values * values) * heads * length**2 * (tiles + 1) / (2 * tiles)
+    return 2.0 * (key_products * keys + value_products * values) * heads * length**2 * (tiles + 1) / (2 * tiles)

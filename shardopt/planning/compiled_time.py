@@ -1,4 +1,4 @@
-"""How long a compiled TPU program takes: its schedule, walked with XLA's own estimates and published links."""
+"""Estimate the time of a compiled TPU program: walk its schedule with XLA's own estimates and published link rates."""
 
 import dataclasses
 import math
@@ -20,15 +20,15 @@ from shardopt.planning.schedule_actions import Branch, Compute, Done, Loop, Read
 
 
 class Operation(NamedTuple):
-    """What one instruction costs in a step, all its turns together.
+    """The time of one instruction in a step, all its calls together.
 
     Attributes:
-      name: of the instruction; of a collective its kind as well.
-      seconds: that the TensorCore works at it, or waits for it.
-      calls: how often it runs.
+      name: name of the instruction; for a collective its kind comes first.
+      seconds: seconds that the TensorCore computes it, or waits for it.
+      calls: calls per step.
       waits: whether it is a collective that the TensorCore waits for.
-      op_name: what jax calls it, such as "jit(step)/dot_general".
-      source: "file:line" of the line that made it; "" where the program does not tell.
+      op_name: its name in jax, such as "jit(step)/dot_general".
+      source: "file:line" of the user's code; "" if the program does not contain it.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Operation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A bar of the timeline: `where` is "compute" or "exposed" on the TensorCore, else the mesh axes of a transfer."""
+    """A bar of the timeline: `where` is "compute" or "exposed" on the TensorCore, or the mesh axes of a transfer."""
 
     where: str
     start: float
@@ -48,17 +48,17 @@ class Span(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of one execution of a compiled program on a device, estimated; `print` shows them.
+    """Estimated seconds of one execution of a compiled program on a device; `print` shows them.
 
     Attributes:
-      total: compute + exposed; None where there are no estimates, as are the three below.
-      compute: that the TensorCore works.
-      exposed: that it waits for other devices.
-      hidden: that something is sent beside its work.
-      operations: the ten dearest, exposed collectives among them.
-      spans: the timeline, in the order in which the bars begin.
-      notes: what had to be assumed, in sentences.
-      reason: why there are no estimates; None where there are.
+      total: compute + exposed. Without estimates `total`, `compute`, `exposed` and `hidden` are None.
+      compute: seconds that the TensorCore computes.
+      exposed: seconds that the TensorCore waits for other devices.
+      hidden: seconds of transfers that overlap with computation.
+      operations: the ten most expensive operations, exposed collectives included.
+      spans: the timeline, ordered by start time.
+      notes: assumptions of the estimate, as sentences.
+      reason: why there are no estimates; None if there are.
     """
 
     total: float | None
@@ -71,22 +71,25 @@ class StepSeconds(NamedTuple):
     reason: str | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return plain numbers and words, without the timeline."""
-        return self._asdict() | {"operations": [one._asdict() for one in self.operations], "spans": len(self.spans)}
+        """Return a dict of plain numbers and strings, without the timeline."""
+        operations = [operation._asdict() for operation in self.operations]
+        return self._asdict() | {"operations": operations, "spans": len(self.spans)}
 
     def __str__(self) -> str:
-        """Return the sums in one line, the dearest operations as a table, and what had to be assumed."""
+        """Return the sums in one line, the most expensive operations as a table, and the assumptions."""
         if self.total is None or self.compute is None or self.exposed is None or self.hidden is None:
             return f"step time unknown: {self.reason}"
-        head = (
+        sums = (
             f"{self.total * 1e3:.3f} ms per step, estimated: {self.compute * 1e3:.3f} compute, "
             f"{self.exposed * 1e3:.3f} exposed communication ({self.hidden * 1e3:.3f} hidden)"
         )
         rows = [("ms", "share", "calls", "operation", "where")]
-        for one in self.operations:
-            name = f"wait: {one.name}" if one.waits else one.name
-            share = one.seconds / self.total if self.total else 0.0
-            rows.append((f"{one.seconds * 1e3:.3f}", f"{share:.1%}", str(one.calls), name, _where(one)))
+        for operation in self.operations:
+            name = f"wait: {operation.name}" if operation.waits else operation.name
+            share = operation.seconds / self.total if self.total else 0.0
+            rows.append(
+                (f"{operation.seconds * 1e3:.3f}", f"{share:.1%}", str(operation.calls), name, _origin(operation))
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
@@ -94,14 +97,16 @@ class StepSeconds(NamedTuple):
             )
             for row in rows
         ]
-        return "\n".join([head, *(line.rstrip() for line in lines), *self.notes])
+        return "\n".join([sums, *(line.rstrip() for line in lines), *self.notes])
 
 
-def _where(one: Operation) -> str:
-    """The end of the path and the end of the jax name tell most."""
-    file = "/".join(one.source.split("/")[-2:])
+def _origin(operation: Operation) -> str:
+    """Return the end of the path and the end of the jax name, which are the most specific parts."""
+    file = "/".join(operation.source.split("/")[-2:])
     return " ".join(
-        part for part in (file, one.op_name if len(one.op_name) <= 60 else f"...{one.op_name[-57:]}") if part
+        part
+        for part in (file, operation.op_name if len(operation.op_name) <= 60 else f"...{operation.op_name[-57:]}")
+        if part
     )
 
 
@@ -114,46 +119,53 @@ def step_seconds(
 ) -> StepSeconds:
     """Estimate how long a compiled TPU program takes on a device, without running it.
 
-    The schedule is walked from its first instruction to its last. XLA:TPU writes `estimated_cycles` on what its TensorCore
-    runs: they are added up, loops as often as they turn, of a branch the dearest. A collective takes its wire bytes over
-    the published links that its emitter uses, of as many axes of the torus as it says, or as a mesh axis of its size has.
-    Where it is synchronous the TensorCore waits; where it is asynchronous, on the SparseCore too, it runs beside, and its
-    done waits for it. Transfers over the same mesh axis follow each other. Between slices it is the data-centre network.
-
-    What it is good for is comparing two programs. Not counted: the time to start a collective, copies between HBM and
-    the cores' own memory, missing wrap-around links, other programs on the same links. Pallas kernels, which have no
-    estimate, take the flops or bytes that they state at the chip's peak; splash attention those of a causal mask.
+    The estimate is for comparing two programs.
 
     Args:
-      program: as in `so.audit`; so are args and mesh.
-      *args: likewise.
-      mesh: likewise.
-      hardware: a chip by name, or a `Hardware` that describes one device; by default that of the mesh's devices.
-      schedule: of the pipeline that the program is, such as `opt.config.schedule`: a pass, which is a branch, counts in the
-        ticks in which some stage takes it. Without it at every tick.
+      program: the program, as in `so.audit`.
+      *args: arguments of the program, as in `so.audit`.
+      mesh: the mesh, as in `so.audit`.
+      hardware: the name of a chip, or a `Hardware` that describes one device; by default the chip of the mesh's
+        devices.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and counts in the ticks
+        when at least one stage runs it. Without `schedule` it counts in every tick.
 
     Returns:
-      A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On other
-      platforms `.total` is None and `.reason` says why.
+      A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On
+      other platforms `.total` is None and `.reason` says why.
 
     Raises:
-      TypeError: as `so.audit` does.
-      ValueError: likewise, and if it is a TPU program and no chip is given or known, or no loop of it turns as often as
-        `schedule` has ticks.
+      TypeError: in the same cases as `so.audit`.
+      ValueError: in the same cases as `so.audit`.
+      ValueError: if the chip of a TPU program is neither passed nor known.
+      ValueError: if no loop of the program runs as often as `schedule` has ticks.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> print(step_seconds(jax.jit(jnp.dot), jnp.ones((8, 8)), jnp.ones((8, 8))))
       step time unknown: the program holds no cycle estimates; only XLA:TPU writes them.
+
+    Note:
+      - The program is walked from its first instruction to its last. XLA:TPU writes `estimated_cycles` on the
+        instructions of its TensorCore, and these are added up. Loops count with their trip counts, branches as their
+        most expensive one.
+      - A collective takes its wire bytes over the published links. The number of torus axes comes from its emitter, or
+        from the size of its mesh axis. Between slices it uses the data-centre network.
+      - The TensorCore waits for a synchronous collective. An asynchronous one, also on the SparseCore, overlaps with
+        computation, and its `done` waits for it. Transfers over the same mesh axis run one after another.
+      - Pallas kernels have no estimate. Their stated flops or bytes are divided by the chip's peak. Splash attention
+        counts the flops of a causal mask.
+      - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around
+        links, other programs on the same links.
     """
-    found = read_program("step_seconds", program, args, mesh=mesh)
-    check_schedule("step_seconds", found.module, schedule)
-    chip = find_hardware("step_seconds", hardware) if hardware is not None else hardware_of(found.devices)
-    return walk_schedule(found, chip, schedule)
+    parsed = read_program("step_seconds", program, args, mesh=mesh)
+    check_schedule("step_seconds", parsed.module, schedule)
+    chip = find_hardware("step_seconds", hardware) if hardware is not None else hardware_of(parsed.devices)
+    return walk_schedule(parsed, chip, schedule)
 
 
 def walk_schedule(program: Program, chip: Hardware | None, schedule: Schedule | None = None) -> StepSeconds:
-    """Return the seconds of a program that has been read; see `step_seconds`."""
+    """Return the seconds of a parsed program; see `step_seconds`."""
     if "estimated_cycles" not in program.text:
         return _unknown("the program holds no cycle estimates; only XLA:TPU writes them.")
     if chip is None:
@@ -173,7 +185,7 @@ def _unknown(reason: str) -> StepSeconds:
 
 
 class _Cost(NamedTuple):
-    """What an instruction has cost so far; `kind` is that of a collective."""
+    """The time of an instruction up to now; `kind` is the kind of a collective, or None."""
 
     line: Instruction
     kind: str | None
@@ -183,7 +195,11 @@ class _Cost(NamedTuple):
 
 @dataclasses.dataclass
 class _Walk:
-    """The clock of the TensorCore, until when the links of each mesh axis are busy, and what has been added up."""
+    """The state of the walk.
+
+    `now` is the clock of the TensorCore, `links` the end of the last transfer over each mesh axis. `under_way` has the
+    transfers that are not finished. `costs` has the times of instructions up to now.
+    """
 
     reader: Reader
     now: float = 0.0
@@ -194,7 +210,7 @@ class _Walk:
     costs: dict[str, _Cost] = dataclasses.field(default_factory=dict)
 
     def run(self, name: str, times: int = 1, *, branches: bool = True) -> None:
-        """Run a computation, with or without the branches directly in it; several times at once where nothing is sent."""
+        """Run a computation `times` times at once; without `branches`, skip the branches directly in it."""
         for action in self.reader.read(name):
             match action:
                 case Compute(line, seconds):
@@ -205,11 +221,11 @@ class _Walk:
                     self.wait(key)
                 case Branch(body) if branches:
                     self.run(body, times)
-                case Loop(body, turns, taken) if body in self.reader.sending:
-                    for turn in range(turns):
+                case Loop(body, trip_count, taken) if body in self.reader.sending:
+                    for turn in range(trip_count):
                         self.run(body, branches=turn < taken)
-                case Loop(body, turns):
-                    self.run(body, times * turns)
+                case Loop(body, trip_count):
+                    self.run(body, times * trip_count)
 
     def start(self, action: Start) -> None:
         """Begin a transfer as soon as the links of its mesh axes are free."""
@@ -220,32 +236,34 @@ class _Walk:
         self.transfers.append(Span(" x ".join(action.axes), begin, end))
 
     def wait(self, key: str) -> None:
-        """Wait for a transfer; one that is over, or that sends nothing, takes no time."""
+        """Wait for a transfer. The wait is zero if the transfer has ended or sends nothing."""
         end, action = self.under_way.pop(key, (0.0, None))
         if action is not None and end > self.now:
             self.spend("exposed", end - self.now, action.line, kind=action.kind)
 
-    def spend(self, where: str, seconds: float, line: Instruction, *, times: int = 1, kind: str | None = None) -> None:
-        """Let time of the TensorCore pass."""
+    def spend(
+        self, span_name: str, seconds: float, line: Instruction, *, times: int = 1, kind: str | None = None
+    ) -> None:
+        """Advance the clock of the TensorCore."""
         end = self.now + seconds * times
-        if self.core and self.core[-1].where == where:
+        if self.core and self.core[-1].where == span_name:
             self.core[-1] = self.core[-1]._replace(end=end)
         else:
-            self.core.append(Span(where, self.now, end))
+            self.core.append(Span(span_name, self.now, end))
         self.now = end
-        before = self.costs.get(line.name, _Cost(line, kind))
-        self.costs[line.name] = before._replace(seconds=before.seconds + seconds * times, calls=before.calls + times)
+        cost = self.costs.get(line.name, _Cost(line, kind))
+        self.costs[line.name] = cost._replace(seconds=cost.seconds + seconds * times, calls=cost.calls + times)
 
     def result(self, frames: Frames) -> StepSeconds:
-        """Return the sums."""
+        """Return the sums as a `StepSeconds`."""
         exposed = math.fsum(cost.seconds for cost in self.costs.values() if cost.kind)
         compute = math.fsum(cost.seconds for cost in self.costs.values() if not cost.kind)
-        dearest = sorted(self.costs.values(), key=lambda cost: -cost.seconds)[:_SHOWN]
+        most_expensive = sorted(self.costs.values(), key=lambda cost: -cost.seconds)[:_MAX_OPERATIONS]
         return StepSeconds(
             total=compute + exposed,
             compute=compute,
             exposed=exposed,
-            hidden=max(math.fsum(one.end - one.start for one in self.transfers) - exposed, 0.0),
+            hidden=max(math.fsum(span.end - span.start for span in self.transfers) - exposed, 0.0),
             operations=tuple(
                 Operation(
                     f"{cost.kind} {cost.line.name}" if cost.kind else cost.line.name,
@@ -255,11 +273,13 @@ class _Walk:
                     op_name_of(cost.line),
                     source_of(cost.line, frames),
                 )
-                for cost in dearest
+                for cost in most_expensive
             ),
-            spans=tuple(sorted([*self.core, *self.transfers], key=lambda one: one.start)),
-            notes=tuple(f"assumed: {count} x {what}" for what, count in sorted(self.reader.assumed.items())),
+            spans=tuple(sorted([*self.core, *self.transfers], key=lambda span: span.start)),
+            notes=tuple(
+                f"assumed: {count} x {assumption}" for assumption, count in sorted(self.reader.assumed.items())
+            ),
         )
 
 
-_SHOWN = 10
+_MAX_OPERATIONS = 10

@@ -1,4 +1,4 @@
-"""The cost model: what a device sends, holds and computes in a training step, and how long it takes, in closed form."""
+"""The cost model: closed forms for the traffic, the memory, the flops and the time of a training step on one device."""
 
 import math
 from collections.abc import Mapping
@@ -9,24 +9,24 @@ from shardopt.nn.attention import choose_method
 from shardopt.nn.embedding import exchange_bytes
 from shardopt.pipeline.messages import rounds_to_schedule
 from shardopt.planning.hardware import Hardware
-from shardopt.planning.layout import Elements, Layout, PlacedModel
+from shardopt.planning.layout import ElementCounts, Layout, PlacedModel
 from shardopt.planning.workload import Workload
 
-_WIDE = 4
-"""Bytes of fp32, in which gradients are summed at least."""
+_FP32_BYTES = 4
+"""Bytes of fp32; gradients are summed in fp32 or wider."""
 
 
 class Transfer(NamedTuple):
     """Collectives of one kind and purpose.
 
     Attributes:
-      kind: as `so.audit` names it.
-      axis: mesh axis; where a sum is taken over several at once, the first of them.
-      what: what travels: "weights", "gradients", "activations", "blocks", "outer gradients".
+      kind: the kind of collective, as in `so.audit`.
+      axis: mesh axis; the first one if a collective runs over several axes at once.
+      what: content of the buffers: "weights", "gradients", "activations", "blocks", "outer gradients".
       bytes: whole buffers of one call, per device (see `shardopt.audit.Collective`).
-      calls: per step.
+      calls: calls per step.
       hidden: whether it can run while blocks compute, as the gathers and scatters of fsdp can.
-      also: the other axes of such a sum.
+      also: the other axes if a collective runs over several axes at once.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
     also: tuple[str, ...] = ()
 
     def wire_bytes(self, sizes: Mapping[str, int]) -> float:
-        """Return what a device sends in ring collectives, per step: 2 (n-1)/n of an all-reduce, (n-1)/n of others."""
+        """Return the bytes that a device sends per step in a ring: 2 (n-1)/n of an all-reduce, (n-1)/n of others."""
         n = self.group_size(sizes)
         share = 1.0 if self.kind == "collective-permute" else self.rounds * (n - 1) / n
         return share * self.bytes * self.calls
@@ -49,36 +49,39 @@ class Transfer(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """How often a ring collective passes the buffer on: twice in an all-reduce."""
+        """How often the buffer goes around the ring: twice in an all-reduce."""
         return 2 if self.kind == "all-reduce" else 1
 
 
 def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
-    """Return the transfers of a step; those over axes of size 1 are left out.
+    """Return the transfers of a step, without transfers over axes of size 1.
 
-    For Psi bytes of gradients that tensor and pipeline leave to a device, M micro-batches, and A bytes at the boundary
-    between two blocks:
+    Psi is the bytes of gradients on a device after tensor and pipeline have split the model. M is the number of
+    micro-batches. A is the bytes of the activations between two blocks.
 
-    - ddp: one all-reduce of Psi over data. zero1: a reduce-scatter and an all-gather. zero2: a reduce-scatter per
-      micro-batch. fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one of the
-      outer parameters, and a reduce-scatter; in a pipeline outer parameters once per step, and blocks too without regather. Leaves replicated over data
-      are all-reduced once. Then one all-reduce over replica, of shards where there are shards. Gathers are in
-      `gather_dtype`, reduce-scatters in `scatter_dtype`, all else as the parameters are. Tables that `so.nn.embedding`
-      reads under fsdp are not gathered where it sends fewer bytes to exchange their rows.
+    - ddp: one all-reduce of Psi over data.
+    - zero1: a reduce-scatter and an all-gather over data.
+    - zero2: a reduce-scatter per micro-batch, and an all-gather.
+    - fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat), one all-gather of the outer
+      parameters, and a reduce-scatter. In a pipeline the outer parameters are gathered once per step, and so are the
+      blocks without `regather`. Tables of `so.nn.embedding` are not gathered if the exchange of rows sends fewer bytes.
+    - data, all placements: leaves that stay replicated are all-reduced once. Gathers are in `gather_dtype`,
+      reduce-scatters in `scatter_dtype`, all other transfers in the dtype of the parameters.
+    - replica: one all-reduce, of shards if the gradients are sharded.
     - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients, under ddp over data and pipeline
-      at once. With several chunks a stage, permutes that bring blocks to where they run, and their gradients back.
-    - context: what data sends goes over data and context together. And keys and values, as `so.nn.attention` says of the
-      method that it chooses, forwards (with remat twice) and backwards.
-    - expert: data sends what is no expert's over data and expert together, and what is over data alone. And each token's K
-      copies go to their experts and back, forwards (with remat once more) and backwards: all-to-alls, taken to be balanced.
-    - tensor: the all-reduces of A that the workload names, forward and backward; with remat, again those which the
-      backward pass needs: all but the last of each block. And one after the embedding, one before the head's gradient
-      leaves it.
+      at once. With several chunks per stage, permutes move blocks to the stages that run them, and gradients back.
+    - context: the transfers over data go over data and context together. Keys and values travel as in the method that
+      `so.nn.attention` chooses: once forward (twice with remat) and once backward.
+    - expert: gradients of expert leaves are summed over data alone, all others over data and expert together. The K
+      copies of each token go to their experts and back, forward and backward; with remat they go there once more.
+      These all-to-alls are assumed to be balanced.
+    - tensor: the all-reduces of A that the workload counts, forward and backward. With remat, all forward ones but the
+      last of each block run again. The embedding adds one, and the gradient of the head adds one.
     """
     boundary = placed.workload.boundary_bytes * batch_size / placed.layout.pieces
-    found = [
+    transfers = [
         *_over_data(placed),
-        *_of_tables(placed, batch_size / placed.layout.pieces),
+        *_table_transfers(placed, batch_size / placed.layout.pieces),
         _over_replica(placed),
         *_over_pipeline(placed, boundary),
         *_over_context(placed, batch_size / placed.layout.pieces),
@@ -86,96 +89,120 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
         _over_tensor(placed, boundary),
     ]
     sizes = placed.layout.sizes
-    return tuple(one for one in found if one.group_size(sizes) > 1 and one.bytes > 0 and one.calls > 0)
+    return tuple(
+        transfer
+        for transfer in transfers
+        if transfer.group_size(sizes) > 1 and transfer.bytes > 0 and transfer.calls > 0
+    )
 
 
-def by_axis(found: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[str, float]:
+def by_axis(transfers: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[str, float]:
     """Return the wire bytes a device sends in a step, by mesh axis."""
-    axes = [axis for axis in sizes if any(one.axis == axis for one in found)]
-    return {axis: math.fsum(one.wire_bytes(sizes) for one in found if one.axis == axis) for axis in axes}
+    axes = [axis for axis in sizes if any(transfer.axis == axis for transfer in transfers)]
+    return {
+        axis: math.fsum(transfer.wire_bytes(sizes) for transfer in transfers if transfer.axis == axis) for axis in axes
+    }
 
 
 def _over_data(placed: PlacedModel) -> list[Transfer]:
-    experts, none = placed.elements.experts, dict.fromkeys(Elements._fields, 0)
-    others = placed._replace(elements=placed.elements._replace(experts=0))
-    alone = placed._replace(elements=Elements(**none)._replace(sharded_blocks=experts, expert=1))
-    names = tuple(axis for axis in placed.layout.shards.names[1:] if axis != "expert")
-    return _sums(others, placed.layout.shards.names[1:]) + (_sums(alone, names) if experts else [])
+    expert_elements, zeros = placed.elements.expert_blocks, dict.fromkeys(ElementCounts._fields, 0)
+    without_experts = placed._replace(elements=placed.elements._replace(expert_blocks=0))
+    experts_alone = placed._replace(
+        elements=ElementCounts(**zeros)._replace(sharded_blocks=expert_elements, expert_axis_size=1)
+    )
+    other_axes = tuple(axis for axis in placed.layout.shards.names[1:] if axis != "expert")
+    transfers = _gathers_and_sums(without_experts, placed.layout.shards.names[1:])
+    return transfers + (_gathers_and_sums(experts_alone, other_axes) if expert_elements else [])
 
 
-def _sums(placed: PlacedModel, over: tuple[str, ...]) -> list[Transfer]:
-    """Return the gathers and sums over data and the axes `over`."""
+def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[Transfer]:
+    """Return the gathers of weights and the sums of gradients over data and `other_axes` together."""
     elements, layout, size = placed.elements, placed.layout, placed.itemsize
     replicated = elements.replicated_blocks + elements.replicated_outer
     sharded = elements.sharded_blocks + elements.sharded_outer
     if not placed.shards.opt_state and layout.pipeline > 1:
         return [
-            Transfer("all-reduce", "data", "gradients", size * elements.blocks(), 1, also=over),
-            Transfer("all-reduce", "data", "outer gradients", _WIDE * elements.outer(), 1, also=(*over, "pipeline")),
+            Transfer("all-reduce", "data", "gradients", size * elements.blocks(), 1, also=other_axes),
+            Transfer(
+                "all-reduce",
+                "data",
+                "outer gradients",
+                _FP32_BYTES * elements.outer(),
+                1,
+                also=(*other_axes, "pipeline"),
+            ),
         ]
     if not placed.shards.opt_state:
-        return [Transfer("all-reduce", "data", "gradients", size * (replicated + sharded), 1, also=over)]
-    rest = Transfer("all-reduce", "data", "gradients", size * replicated, 1, also=over)
+        return [Transfer("all-reduce", "data", "gradients", size * (replicated + sharded), 1, also=other_axes)]
+    replicated_sum = Transfer("all-reduce", "data", "gradients", size * replicated, 1, also=other_axes)
     m, pipelined, scattered = layout.micro_batches, layout.pipeline > 1, placed.scattered_itemsize
-    once = 1 if pipelined else m
+    outer_calls = 1 if pipelined else m
     if not placed.shards.params:
         return [
-            rest,
+            replicated_sum,
             Transfer(
                 "reduce-scatter",
                 "data",
                 "gradients",
                 scattered * sharded,
-                once if placed.shards.grads else 1,
-                also=over,
+                outer_calls if placed.shards.grads else 1,
+                also=other_axes,
             ),
-            Transfer("all-gather", "data", "weights", size * sharded, 1, also=over),
+            Transfer("all-gather", "data", "weights", size * sharded, 1, also=other_axes),
         ]
-    # a pass gathers each block of a micro-batch, or the step all blocks of the stage before its ticks
-    blocks, again = placed.num_blocks, layout.regather
+    # with regather every pass gathers every block of every micro-batch; without it the step gathers all blocks once
+    blocks, regather = placed.num_blocks, layout.regather
     passes = 3 if pipelined and layout.remat else 2
-    each, calls = (elements.sharded_blocks / blocks, blocks * m) if again else (elements.sharded_blocks, 1)
+    block_elements, calls = (elements.sharded_blocks / blocks, blocks * m) if regather else (elements.sharded_blocks, 1)
     gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
     return [
-        rest,
+        replicated_sum,
         Transfer(
-            "all-gather", "data", "weights", gathered * each, passes * calls if again else 1, hidden=again, also=over
+            "all-gather",
+            "data",
+            "weights",
+            gathered * block_elements,
+            passes * calls if regather else 1,
+            hidden=regather,
+            also=other_axes,
         ),
-        Transfer("reduce-scatter", "data", "gradients", scattered * each, calls, hidden=again, also=over),
-        Transfer("all-gather", "data", "outer weights", gathered * outer, once, also=over),
-        Transfer("reduce-scatter", "data", "outer gradients", scattered * outer, once, also=over),
+        Transfer(
+            "reduce-scatter", "data", "gradients", scattered * block_elements, calls, hidden=regather, also=other_axes
+        ),
+        Transfer("all-gather", "data", "outer weights", gathered * outer, outer_calls, also=other_axes),
+        Transfer("reduce-scatter", "data", "outer gradients", scattered * outer, outer_calls, also=other_axes),
     ]
 
 
-def _of_tables(placed: PlacedModel, rows: float) -> list[Transfer]:
-    """Return what looking rows up in tables sends that are sharded by columns, as `so.nn.embedding` chooses."""
+def _table_transfers(placed: PlacedModel, rows: float) -> list[Transfer]:
+    """Return the transfers of lookups in tables that are sharded by columns, as `so.nn.embedding` chooses them."""
     elements, size, m = placed.elements.tables, placed.workload.itemsize, placed.layout.micro_batches
-    over = placed.layout.shards.names[1:]
-    if (exchange := _exchange(placed, rows)) is not None:
-        ids, moved = exchange
+    other_axes = placed.layout.shards.names[1:]
+    if (exchange := _exchange_bytes(placed, rows)) is not None:
+        id_bytes, row_bytes = exchange
         return [
-            Transfer("all-gather", "data", "ids", ids, m, also=over),
-            Transfer("all-to-all", "data", "embedding rows", moved, m, also=over),
+            Transfer("all-gather", "data", "ids", id_bytes, m, also=other_axes),
+            Transfer("all-to-all", "data", "embedding rows", row_bytes, m, also=other_axes),
         ]
     return [
-        Transfer("all-gather", "data", "outer weights", size * elements, m, also=over),
-        Transfer("reduce-scatter", "data", "outer gradients", placed.scattered_itemsize * elements, m, also=over),
+        Transfer("all-gather", "data", "outer weights", size * elements, m, also=other_axes),
+        Transfer("reduce-scatter", "data", "outer gradients", placed.scattered_itemsize * elements, m, also=other_axes),
     ]
 
 
-def _exchange(placed: PlacedModel, rows: float) -> tuple[float, float] | None:
-    """Return the bytes of ids and of rows in the exchange for one micro-batch; None where a table is gathered, or is none."""
+def _exchange_bytes(placed: PlacedModel, rows: float) -> tuple[float, float] | None:
+    """Return the bytes of (ids, rows) that one micro-batch exchanges; None if tables are gathered or there is none."""
     workload, elements = placed.workload, placed.elements.tables
     if not elements:
         return None
     ids = workload.table_ids * rows
     width = workload.table_numbers / workload.table_ids
-    found = exchange_bytes(ids, width, devices=placed.layout.shards.size, itemsize=workload.itemsize)
-    return found if sum(found) < elements * (workload.itemsize + placed.scattered_itemsize) else None
+    exchange = exchange_bytes(ids, width, devices=placed.layout.shards.size, itemsize=workload.itemsize)
+    return exchange if sum(exchange) < elements * (workload.itemsize + placed.scattered_itemsize) else None
 
 
 def _over_replica(placed: PlacedModel) -> Transfer:
-    size = placed.itemsize * placed.elements.total(_shards(placed))
+    size = placed.itemsize * placed.elements.total(_gradient_shards(placed))
     return Transfer("all-reduce", "replica", "gradients", size, 1)
 
 
@@ -185,80 +212,81 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
         return []
     permutes = table.num_ticks * sum(shift > 0 for shift in (*table.forward_shifts, *table.backward_shifts))
     shards, elements, data = placed.shards, placed.elements, placed.layout.shards.size
-    # blocks that a stage stores and another runs, and their gradients on the way back
+    # one stage stores a block and another stage runs it: weights travel there, and gradients travel back
     chunk = placed.itemsize / placed.layout.chunks
-    there, back = elements.blocks(data if shards.params else 1), elements.blocks(data if shards.grads else 1)
-    found = [
+    weights, gradients = elements.blocks(data if shards.params else 1), elements.blocks(data if shards.grads else 1)
+    transfers = [
         Transfer("collective-permute", "pipeline", "activations", boundary, permutes),
-        Transfer("collective-permute", "pipeline", "blocks", chunk * (there + back), rounds_to_schedule(table)),
+        Transfer("collective-permute", "pipeline", "blocks", chunk * (weights + gradients), rounds_to_schedule(table)),
     ]
     if shards.opt_state:  # else they are summed over data and pipeline at once
-        found.append(Transfer("all-reduce", "pipeline", "outer gradients", _WIDE * elements.outer(data), 1))
-    return found
+        transfers.append(Transfer("all-reduce", "pipeline", "outer gradients", _FP32_BYTES * elements.outer(data), 1))
+    return transfers
 
 
 def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
-    """Return what attention sends to see the positions of other devices, by the method that `so.nn.attention` chooses."""
-    layout, found, C = placed.layout, placed.workload.attention, placed.layout.context
-    if found is None or C == 1:
+    """Return the transfers of attention between positions, by the method that `so.nn.attention` chooses."""
+    layout, attention, C = placed.layout, placed.workload.attention, placed.layout.context
+    if attention is None or C == 1:
         return []
-    keys, queries = 2 * found.keys * rows / layout.tensor, 2 * found.queries * rows / layout.tensor
-    sums, calls = keys * _WIDE / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
-    kept = isinstance(layout.remat, str) and "attention" in _saved(layout.remat)
-    forwards = 1 if layout.remat is False or kept else 2
-    each = found.kv_heads / layout.tensor
-    heads = {"heads": each * queries / keys, "kv_heads": each, "itemsize": placed.workload.itemsize}
-    kind = choose_method(placed.workload.tokens, C, C - 1, **heads)
-    if kind == "all_to_all":
+    keys, queries = 2 * attention.keys * rows / layout.tensor, 2 * attention.queries * rows / layout.tensor
+    gradients, calls = keys * _FP32_BYTES / placed.workload.itemsize, placed.num_blocks * layout.micro_batches
+    is_saved = isinstance(layout.remat, str) and "attention" in _saved_names(layout.remat)
+    forwards = 1 if layout.remat is False or is_saved else 2
+    kv_heads = attention.kv_heads / layout.tensor
+    heads = {"heads": kv_heads * queries / keys, "kv_heads": kv_heads, "itemsize": placed.workload.itemsize}
+    method = choose_method(placed.workload.tokens, C, C - 1, **heads)
+    if method == "all_to_all":
         return [Transfer("all-to-all", "context", "heads", keys + queries, (forwards + 1) * calls)]
-    if kind == "all_gather":
+    if method == "all_gather":
         return [
             Transfer("all-gather", "context", "keys and values", C * keys, (forwards + 1) * calls),
-            Transfer("reduce-scatter", "context", "gradients of keys and values", C * sums, calls),
+            Transfer("reduce-scatter", "context", "gradients of keys and values", C * gradients, calls),
         ]
     hops = (C - 1) * calls
     return [
         Transfer("collective-permute", "context", "keys and values", keys, (forwards + 1) * hops, hidden=True),
-        Transfer("collective-permute", "context", "gradients of keys and values", sums, hops, hidden=True),
+        Transfer("collective-permute", "context", "gradients of keys and values", gradients, hops, hidden=True),
     ]
 
 
 def _over_expert(placed: PlacedModel, rows: float) -> list[Transfer]:
-    """Return what tokens send to their experts and back, the same number from each device to each other."""
-    found, layout = placed.workload.experts, placed.layout
-    if found is None or layout.expert == 1:
+    """Return the transfers of tokens to their experts and back, with equal loads on all devices."""
+    experts, layout = placed.workload.experts, placed.layout
+    if experts is None or layout.expert == 1:
         return []
-    kept = isinstance(layout.remat, str) and "dispatched" in _saved(layout.remat)
-    forwards = 2 if layout.remat is False or kept else 3  # there and back; what comes back is not needed again
+    is_saved = isinstance(layout.remat, str) and "dispatched" in _saved_names(layout.remat)
+    # tokens to experts and results back; remat repeats the first alone
+    forwards = 2 if layout.remat is False or is_saved else 3
     calls = placed.num_blocks * layout.micro_batches
-    return [Transfer("all-to-all", "expert", "tokens", found.top_k * found.tokens * rows, (forwards + 2) * calls)]
+    return [Transfer("all-to-all", "expert", "tokens", experts.top_k * experts.tokens * rows, (forwards + 2) * calls)]
 
 
 def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
-    again = placed.recompute
-    sums = sum(placed.workload.tensor_sums) + (0 if again is None else again.tensor_sums)
+    recompute = placed.recompute
+    sums = sum(placed.workload.tensor_sums) + (0 if recompute is None else recompute.tensor_sums)
     m = placed.layout.micro_batches
     return Transfer(
         "all-reduce", "tensor", "activations", boundary, sums * placed.num_blocks * m + (2 * m if sums else 0)
     )
 
 
-def _shards(placed: PlacedModel) -> int:
-    """Return into how many parts gradients are scattered before they are summed over other axes."""
+def _gradient_shards(placed: PlacedModel) -> int:
+    """Return into how many shards gradients are scattered before they are summed over replica."""
     return placed.layout.shards.size if placed.shards.opt_state else 1
 
 
 class Footprint(NamedTuple):
-    """Bytes on one device at the worst moment of a step, by what they are for.
+    """Bytes on one device at the worst moment of a step, by purpose.
 
     Attributes:
-      params: parameters that it holds; on a TPU with what tiles add.
-      opt_state: optimizer state that it holds, likewise.
-      gradients: sums of gradients, and those of the micro-batch under way where these exist beside the sums.
-      activations: what is kept from forwards to backwards, of all micro-batches under way.
-      gathered: weights that are gathered while one block, or the loss, is differentiated, and their gradients before
-        they are scattered; with several chunks a stage, its blocks in the order in which they run.
-      working: what else comes and goes at that moment, the larger of the two.
+      params: parameters that the device holds; on a TPU with the padding of tiles.
+      opt_state: optimizer state that the device holds; on a TPU with the padding of tiles.
+      gradients: sums of gradients, and gradients of the current micro-batch if they exist next to the sums.
+      activations: residuals from forward to backward, of all micro-batches that are not finished.
+      gathered: gathered weights while one block, or the loss, is differentiated, and their gradients before the
+        reduce-scatter. With several chunks per stage, also a copy of its blocks in the order of execution.
+      working: other temporary bytes at the worst moment.
     """
 
     params: float
@@ -274,33 +302,40 @@ class Footprint(NamedTuple):
         return sum(self)
 
 
-def footprint(placed: PlacedModel, *, batch_size: int, more_slots: int = 0) -> Footprint:
-    """Return the bytes on a device; in a pipeline with so many more slots than the schedule has.
+def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> Footprint:
+    """Return the bytes on a device.
 
-    With k blocks on a stage, r rows in a micro-batch, and activations sharded over tensor as the workload says:
+    There are k blocks on a stage and r rows in a micro-batch. Tensor shards activations as the workload says.
 
-    - gradients: one sum of what the placement shards; with micro-batches and no pipeline, those of one more
-      micro-batch, which the backward pass makes before they are added. In a pipeline two sums, as each tick makes new
-      ones of the old; outer gradients are replicated there.
-    - activations: k r residuals, or with remat k r boundaries (and values that are saved by name) and the residuals of
-      one block. Under fsdp elementwise results are kept of one block at a time. In a pipeline the residuals of `schedule.num_slots` chunks, and the
-      boundaries that wait; with remat only the inputs of chunks, and the residuals of one chunk.
-    - gathered (fsdp): at the loss the weights that it reads and the largest gradient of them, at a block its weights and
-      gradients, at embed the gradient of the largest outer leaf.
+    - gradients: one sum, sharded by the placement. With micro-batches and no pipeline, also the gradients of one
+      micro-batch before they are added. In a pipeline two sums, because each tick makes new sums from the old ones;
+      outer gradients are replicated there.
+    - activations: k r residuals. With remat k r block inputs, values that are saved by name, and the residuals of one
+      block. Under fsdp elementwise results are stored for one block at a time.
+    - activations in a pipeline: the residuals of `schedule.num_slots` chunks, and the messages that wait. With remat
+      only the inputs of chunks, and the residuals of one chunk.
+    - gathered (fsdp), at the loss: the weights that it reads and the largest of their gradients.
+    - gathered (fsdp), at a block: its weights and gradients.
+    - gathered (fsdp), at embed: the gradient of the largest outer leaf.
+
+    Args:
+      placed: the model under a layout.
+      batch_size: rows of the global batch.
+      extra_slots: slots of a pipeline in addition to the slots of its schedule.
     """
     workload, layout = placed.workload, placed.layout
     rows, tensor = batch_size / layout.pieces, layout.tensor
-    everything = workload.residuals.on(tensor) * rows
-    residuals = workload.stage_residuals.on(tensor) * rows if placed.keeps_products else everything
+    all_residuals = workload.residuals.on(tensor) * rows
+    residuals = workload.stage_residuals.on(tensor) * rows if placed.keeps_products else all_residuals
     recompute, boundary = placed.recompute, workload.boundary_bytes * rows
     saved = 0.0 if recompute is None else recompute.kept.on(tensor) * rows
-    # without a pipeline, what was not kept of one block is made again while it is differentiated; with remat all
-    again = 0.0 if layout.pipeline > 1 else everything - (residuals if recompute is None else saved)
-    loss, block, embedding = _gathered(placed, rows)
-    summed = 2 * boundary if tensor > 1 else 0.0  # a sum over tensor reads one and writes another
+    # without a pipeline, a block recomputes the residuals that were not stored, while it is differentiated
+    recomputed = 0.0 if layout.pipeline > 1 else all_residuals - (residuals if recompute is None else saved)
+    loss, block, embedding = _gathered_bytes(placed, rows)
+    sum_buffers = 2 * boundary if tensor > 1 else 0.0  # a sum over tensor reads one buffer and writes another
     moments = [
         (embedding, 0.0),
-        (block, workload.working.on(tensor) * rows + again + summed),
+        (block, workload.working.on(tensor) * rows + recomputed + sum_buffers),
         (loss, workload.ends_working.on(tensor) * rows),
     ]
     gathered, working = max(moments, key=sum)
@@ -308,107 +343,111 @@ def footprint(placed: PlacedModel, *, batch_size: int, more_slots: int = 0) -> F
     return Footprint(
         params=placed.params,
         opt_state=placed.opt_state,
-        gradients=_gradients(placed),
-        activations=_activations(
-            placed, boundary, boundary + saved if layout.remat else residuals, residuals, deferred, more_slots
+        gradients=_gradient_bytes(placed),
+        activations=_activation_bytes(
+            placed, boundary, boundary + saved if layout.remat else residuals, residuals, deferred, extra_slots
         ),
-        gathered=gathered + _reordered(placed),
+        gathered=gathered + _reordered_bytes(placed),
         working=working,
     )
 
 
-def _gradients(placed: PlacedModel) -> float:
+def _gradient_bytes(placed: PlacedModel) -> float:
     elements, shards, data = placed.elements, placed.shards, placed.layout.shards.size
     scattered = elements.total(data)
     if placed.layout.pipeline > 1:
         blocks = elements.blocks(data if shards.grads and placed.layout.regather else 1)
-        # the branch of a tick makes its new sums beside the old ones
-        return _WIDE * (2 * (blocks + elements.outer()) + (scattered if shards.opt_state else 0))
-    several = placed.layout.micro_batches > 1
+        # the branch of a tick writes its new sums to another buffer than the old sums
+        return _FP32_BYTES * (2 * (blocks + elements.outer()) + (scattered if shards.opt_state else 0))
+    has_micro_batches = placed.layout.micro_batches > 1
     if shards.grads and not shards.params:
-        return _WIDE * (elements.total() + (scattered if several else 0))
-    return _WIDE * (scattered if shards.params else elements.total()) * (2 if several else 1)
+        return _FP32_BYTES * (elements.total() + (scattered if has_micro_batches else 0))
+    return _FP32_BYTES * (scattered if shards.params else elements.total()) * (2 if has_micro_batches else 1)
 
 
-def _activations(
-    placed: PlacedModel, boundary: float, kept: float, residuals: float, deferred: float, more_slots: int
+def _activation_bytes(
+    placed: PlacedModel, boundary: float, block_bytes: float, residuals: float, deferred: float, extra_slots: int
 ) -> float:
     layout, table = placed.layout, placed.layout.table()
     if table is None:
-        return placed.num_blocks * kept
-    k = placed.workload.num_blocks // (layout.pipeline * layout.chunks)
-    waiting = table.num_input_slots + table.num_cotangent_slots + 2 * table.ticks.message_ticks
-    split = table.ticks.weight is not None
-    left, slots = (table.num_deferred_slots + more_slots * split) * k * deferred, table.num_slots + more_slots
+        return placed.num_blocks * block_bytes
+    blocks_per_chunk = placed.workload.num_blocks // (layout.pipeline * layout.chunks)
+    waiting_messages = table.num_input_slots + table.num_cotangent_slots + 2 * table.ticks.message_ticks
+    splits_weight_pass = table.ticks.weight is not None
+    deferred_bytes, slots = (
+        (table.num_deferred_slots + extra_slots * splits_weight_pass) * blocks_per_chunk * deferred,
+        table.num_slots + extra_slots,
+    )
     if layout.remat:
-        return (slots + waiting) * boundary + k * residuals + left
-    return slots * k * residuals + waiting * boundary + left
+        return (slots + waiting_messages) * boundary + blocks_per_chunk * residuals + deferred_bytes
+    return slots * blocks_per_chunk * residuals + waiting_messages * boundary + deferred_bytes
 
 
-def _reordered(placed: PlacedModel) -> float:
-    """Return the bytes of a stage's blocks in the order in which it runs them, where it stores others."""
+def _reordered_bytes(placed: PlacedModel) -> float:
+    """Return the bytes of a copy of a stage's blocks in the order of execution; 0 if it stores them in that order."""
     if placed.layout.chunks == 1:
         return 0.0
     return placed.itemsize * placed.elements.blocks(placed.layout.shards.size if placed.shards.params else 1)
 
 
-def _gathered(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
-    """Return the bytes of gathered weights and their gradients, while the loss, one block, and embed are differentiated.
+def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, float]:
+    """Return the bytes of gathered weights and their gradients while (loss, one block, embed) are differentiated.
 
-    Those that the loss reads stay gathered until it is differentiated; embed needs none again. Gradients are scattered
-    leaf by leaf, those of a block together but for experts, each of which takes the place of its weight: a bucket that travels
-    joined stands beside its leaves, both ways. A pipeline has the outer weights gathered throughout.
+    The weights that the loss reads stay gathered until the loss is differentiated. The backward pass of embed gathers
+    nothing. Outer gradients are scattered leaf by leaf, the gradients of a block together. The gradient of an expert
+    leaf overwrites its gathered weight. A bucket that travels as one buffer exists next to its leaves, in gathers and
+    scatters. In a pipeline the outer weights are gathered during the whole step.
     """
     if not placed.shards.params or placed.layout.shards.size == 1:
         return 0.0, 0.0, 0.0
     elements, layout, size = placed.elements, placed.layout, placed.gathered_itemsize
-    every = elements.sharded_blocks + elements.experts
-    block = every * layout.pipeline / placed.workload.num_blocks
+    stage = elements.sharded_blocks + elements.expert_blocks
+    block = stage * layout.pipeline / placed.workload.num_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
-    grad = _WIDE if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
+    grad = _FP32_BYTES if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
     loss = (outer or elements.loss_outer * size) + elements.largest_loss * grad
-    largest = elements.largest_outer if _exchange(placed, rows) else max(elements.largest_outer, elements.tables)
-    joined = sum(min(block * each, SMALL_BUCKET_BYTES) for each in (size, grad))
-    if not layout.regather:  # the stage has its blocks gathered throughout
-        return loss + every * size, outer + every * size, outer + every * size + largest * grad
-    alone = elements.at_experts * layout.pipeline / placed.workload.num_blocks
-    return loss, outer + block * size + (block - alone) * grad + joined, outer + largest * grad
+    largest = elements.largest_outer if _exchange_bytes(placed, rows) else max(elements.largest_outer, elements.tables)
+    buckets = sum(min(block * itemsize, SMALL_BUCKET_BYTES) for itemsize in (size, grad))
+    if not layout.regather:  # the blocks of the stage are gathered during the whole step
+        return loss + stage * size, outer + stage * size, outer + stage * size + largest * grad
+    experts = elements.data_sharded_experts * layout.pipeline / placed.workload.num_blocks
+    return loss, outer + block * size + (block - experts) * grad + buckets, outer + largest * grad
 
 
 def step_flops(workload: Workload, layout: Layout, *, batch_size: int, hardware: Hardware | None = None) -> float:
     """Return the flops of inner products of one device in a step, on average over the stages of a pipeline.
 
-    With `hardware` of TPUs those of attention are what its kernels compute (`splash_flops`): whole tiles of the causal mask,
-    and the scores again in the backward one; and what rotary positions add. Over context they are as without.
+    With `hardware` of TPUs, the flops of attention are the flops of its kernels (`splash_flops`): whole tiles of the
+    causal mask, scores again in the backward kernel, and rotary positions. Over context `hardware` makes no difference.
     """
-    again = workload.recompute(layout.remat)
-    block = 3 * workload.block_flops + (0 if again is None else again.flops)
-    found = workload.attention
-    if found is not None and hardware is not None and hardware.torus_dims and layout.context == 1:
-        forward, backward = found.kernel_flops
-        kept = again is None or (isinstance(layout.remat, str) and "attention" in _saved(layout.remat))
-        passes = 1 if kept else 2
-        block += passes * forward + backward - (passes + 2) * found.flops
+    recompute = workload.recompute(layout.remat)
+    block = 3 * workload.block_flops + (0 if recompute is None else recompute.flops)
+    attention = workload.attention
+    if attention is not None and hardware is not None and hardware.torus_dims and layout.context == 1:
+        forward, backward = attention.kernel_flops
+        runs_once = recompute is None or (isinstance(layout.remat, str) and "attention" in _saved_names(layout.remat))
+        passes = 1 if runs_once else 2
+        block += passes * forward + backward - (passes + 2) * attention.flops
     row = workload.num_blocks * block + 3 * workload.ends_flops
     return batch_size * row / layout.num_chips
 
 
-def _saved(remat: str) -> list[str]:
+def _saved_names(remat: str) -> list[str]:
     return remat.removeprefix("save:").split(",")
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, by what the device does or waits for.
+    """Seconds of a step, by cause.
 
     Attributes:
-      compute: inner products, and the memory traffic of what is between them.
+      compute: inner products, and the memory traffic of the operations between them.
       tensor: sums over tensor, which blocks wait for.
-      data: gathers and reductions over data and replica beyond what hides behind computation.
+      data: the part of gathers and reductions over data and replica that does not overlap with computation.
       pipeline: permutes between stages, and the outer gradients.
       bubble: idle time of the lockstep schedule.
       update: the optimizer, bound by memory bandwidth.
-      context: keys and values, beyond what hides behind computation.
-      expert: tokens on the way to their experts and back.
+      context: the part of the transfers of keys and values that does not overlap with computation.
+      expert: transfers of tokens to their experts and back.
     """
 
     compute: float
@@ -429,56 +468,60 @@ class StepTime(NamedTuple):
 def step_time(
     placed: PlacedModel, transfers: tuple[Transfer, ...], hardware: Hardware, *, batch_size: int, slices: int = 1
 ) -> StepTime:
-    """Return the time of a step if every part ran at the published peak of what bounds it.
+    """Return the time of a step if every part runs at the published peak of its bottleneck.
 
-    It is made of first principles: no factor is fitted to a run, so machines are slower. A forward takes flops / peak, or
-    the bytes of its weights / bandwidth if that is more; then what stands between inner products writes and reads
-    activations, which takes their bytes / bandwidth. A backward is twice that, and with remat what the forward has to
-    run again. The loss writes and reads its logits. Gradients of a micro-batch are written and read in fp32, and where there
-    are several so is their sum. Transfers that can hide, on chips that move such beside the products, run beside the
-    computation, and what is longer counts. In a pipeline a tick takes as long as its busiest stage, the loss included; of
-    schedules whose messages are sent ahead, stages wait for their neighbours alone.
+    No factor is fitted to a run, so real machines are slower.
+
+    - A forward pass takes flops / peak, or the bytes of its weights / bandwidth if that is longer. Then the operations
+      between inner products write and read activations, which takes their bytes / bandwidth.
+    - A backward pass takes twice as long, and with remat also the forward operations that run again.
+    - The loss writes and reads its logits. The gradients of a micro-batch are written and read in fp32; with several
+      micro-batches their sum is, too.
+    - Transfers that can hide overlap with computation on chips that support it (`hardware.hides`). The longer counts.
+    - In a pipeline a tick takes as long as its busiest stage, the loss included. With messages that are sent ahead, a
+      stage waits for its neighbours alone.
     """
     layout = placed.layout
-    times = {one: seconds(one, layout, hardware, slices=slices) for one in transfers}
-    beside = {one for one in transfers if one.hidden and one.kind in hardware.hides}
-    hidden = sum(times[one] for one in beside)
-    exposed = sum(time for one, time in times.items() if one not in beside and one.axis in ("data", "replica"))
-    tensor = sum(time for one, time in times.items() if one.axis == "tensor")
-    pipeline = sum(time for one, time in times.items() if one.axis == "pipeline")
-    context = sum(time for one, time in times.items() if one not in beside and one.axis == "context")
-    expert = sum(time for one, time in times.items() if one.axis == "expert")
+    times = {transfer: seconds(transfer, layout, hardware, slices=slices) for transfer in transfers}
+    overlapped = {transfer for transfer in transfers if transfer.hidden and transfer.kind in hardware.hides}
+    hidden = sum(times[transfer] for transfer in overlapped)
+    data_axes = ("data", "replica")
+    exposed = sum(time for transfer, time in times.items() if transfer not in overlapped and transfer.axis in data_axes)
+    tensor = sum(time for transfer, time in times.items() if transfer.axis == "tensor")
+    pipeline = sum(time for transfer, time in times.items() if transfer.axis == "pipeline")
+    context = sum(time for transfer, time in times.items() if transfer not in overlapped and transfer.axis == "context")
+    expert = sum(time for transfer, time in times.items() if transfer.axis == "expert")
     passes = pass_seconds(placed, transfers, hardware, batch_size=batch_size, slices=slices)
     # state and parameters are read and written, gradients (fp32) read
-    moved = 2 * (placed.params + placed.opt_state) + _WIDE * placed.params / placed.itemsize
-    # of the ends each stage does its share, and idles while the last one does the rest
+    update_bytes = 2 * (placed.params + placed.opt_state) + _FP32_BYTES * placed.params / placed.itemsize
+    # the time of the ends is averaged over the stages; the others idle while the last stage computes them
     compute, bubble = layout.micro_batches * passes.compute, 0.0
     if (table := layout.table()) is not None:
         size, share = len(table.ticks.stage_of), 1 / layout.chunks
-        numbers = {
+        pass_times = {
             "forward": passes.forward * share,
             "backward": [*[passes.backward * share] * (size - 1), passes.backward * share + passes.ends],
             "weight": passes.weight * share,
         }
-        ahead = table.ticks.message_ticks > 1
-        if ahead:  # messages are on their way beside the passes: what they are waited for is idle time
-            pipeline -= sum(time for one, time in times.items() if _is_message(one))
-        spent = table.program_time(**numbers, communication=passes.communication if ahead else 0.0)
-        bubble = max(spent - compute - tensor, 0.0)
-    data, update = exposed + max(hidden - compute, 0.0), moved / hardware.memory_bandwidth
+        sends_ahead = table.ticks.message_ticks > 1
+        if sends_ahead:  # messages overlap with the passes: the time that stages wait for them is idle time
+            pipeline -= sum(time for transfer, time in times.items() if _is_message(transfer))
+        table_seconds = table.program_time(**pass_times, communication=passes.communication if sends_ahead else 0.0)
+        bubble = max(table_seconds - compute - tensor, 0.0)
+    data, update = exposed + max(hidden - compute, 0.0), update_bytes / hardware.memory_bandwidth
     return StepTime(compute, tensor, data, pipeline, bubble, update, context, expert)
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of what a stage of a pipeline (or a device without one) does for a micro-batch.
+    """Seconds of the passes of a pipeline stage (or of a device without a pipeline) for one micro-batch.
 
     Attributes:
-      forward: of all its blocks.
-      backward: the gradient of its input, with what the forward has to run again.
-      weight: the gradient of its weights.
-      ends: of the loss and the outer gradients, which the last stage has besides.
-      communication: a message from one stage to the next.
-      compute: all of it without sums over tensor, the ends shared out over the stages.
+      forward: forward pass of all its blocks.
+      backward: gradient of its input, with the forward operations that run again.
+      weight: gradient of its weights.
+      ends: loss and outer gradients, which the last stage computes in addition.
+      communication: one message from a stage to the next.
+      compute: all passes without sums over tensor, and the average of the ends over the stages.
     """
 
     forward: float
@@ -492,25 +535,27 @@ class PassSeconds(NamedTuple):
 def pass_seconds(
     placed: PlacedModel, transfers: tuple[Transfer, ...], hardware: Hardware, *, batch_size: int, slices: int = 1
 ) -> PassSeconds:
-    """Return the times that `so.schedules.search` wants, as `step_time` predicts them."""
+    """Return the times that `so.schedules.search` takes as arguments, with the assumptions of `step_time`."""
     workload, layout = placed.workload, placed.layout
     rows = batch_size / layout.pieces
-    tensor = sum(seconds(one, layout, hardware, slices=slices) for one in transfers if one.axis == "tensor")
-    waiting = tensor / layout.micro_batches / 3
-    forward = _forward(placed, hardware, rows)
+    tensor = sum(
+        seconds(transfer, layout, hardware, slices=slices) for transfer in transfers if transfer.axis == "tensor"
+    )
+    tensor_wait = tensor / layout.micro_batches / 3
+    forward = _forward_seconds(placed, hardware, rows)
     logits = 2 * workload.ends_working.on(layout.tensor) * rows / hardware.memory_bandwidth
     grads, outer_grads = _gradient_seconds(placed, hardware)
     ends = 3 * workload.ends_flops * rows / layout.tensor / hardware.flops + logits + outer_grads
     recompute = placed.recompute
-    again = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
-    message = [one._replace(calls=1) for one in transfers if _is_message(one)]
+    recomputed = 0.0 if recompute is None else forward * recompute.flops / max(workload.block_flops, 1.0)
+    messages = [transfer._replace(calls=1) for transfer in transfers if _is_message(transfer)]
     return PassSeconds(
-        forward=forward + waiting,
-        backward=forward + again + waiting,
-        weight=forward + grads + waiting,
+        forward=forward + tensor_wait,
+        backward=forward + recomputed + tensor_wait,
+        weight=forward + grads + tensor_wait,
         ends=ends,
-        communication=sum(seconds(one, layout, hardware, slices=slices) for one in message),
-        compute=3 * forward + again + grads + ends / layout.pipeline,
+        communication=sum(seconds(message, layout, hardware, slices=slices) for message in messages),
+        compute=3 * forward + recomputed + grads + ends / layout.pipeline,
     )
 
 
@@ -518,57 +563,61 @@ def _is_message(transfer: Transfer) -> bool:
     return transfer.axis == "pipeline" and transfer.what == "activations"
 
 
-def _forward(placed: PlacedModel, hardware: Hardware, rows: float) -> float:
+def _forward_seconds(placed: PlacedModel, hardware: Hardware, rows: float) -> float:
     """Return the seconds of the forward of a stage's blocks on one micro-batch."""
     workload, tensor = placed.workload, placed.layout.tensor
     flops = placed.num_blocks * workload.block_flops * rows / tensor
     weights = placed.elements.blocks() * workload.itemsize
-    # what is kept is written once and read once
-    kept = workload.stage_residuals if placed.keeps_products else workload.residuals
-    activations = 2 * placed.num_blocks * kept.on(tensor) * rows
+    # residuals are written once and read once
+    residuals = workload.stage_residuals if placed.keeps_products else workload.residuals
+    activations = 2 * placed.num_blocks * residuals.on(tensor) * rows
     return max(flops / hardware.flops, weights / hardware.memory_bandwidth) + activations / hardware.memory_bandwidth
 
 
 def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, float]:
-    """Return the seconds in which a micro-batch's gradients, of a stage's blocks and of the outer parameters, come and go.
+    """Return the seconds of memory traffic of a micro-batch's gradients: (blocks of a stage, outer parameters).
 
-    They are written and read; where several are summed, the sum is read and written too, of shards where these are summed.
+    Gradients are written and read. With several micro-batches their sum is read and written too; if the placement
+    shards gradients, only the shards are summed.
     """
     elements, layout = placed.elements, placed.layout
     pipelined = layout.pipeline > 1
-    several = layout.micro_batches > 1
+    has_micro_batches = layout.micro_batches > 1
     shards = layout.shards.size if placed.shards.grads else 1
-    blocks = elements.blocks() + (elements.blocks(shards) if several else 0)
-    outer = elements.outer() + (elements.outer(1 if pipelined else shards) if several else 0)
-    each = 2 * _WIDE / hardware.memory_bandwidth
-    return each * blocks, each * outer
+    blocks = elements.blocks() + (elements.blocks(shards) if has_micro_batches else 0)
+    outer = elements.outer() + (elements.outer(1 if pipelined else shards) if has_micro_batches else 0)
+    element_seconds = 2 * _FP32_BYTES / hardware.memory_bandwidth
+    return element_seconds * blocks, element_seconds * outer
 
 
 def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: int = 1) -> float:
-    """Return the time of a transfer, per step, in rings at full bandwidth; the time to start one is not counted.
+    """Return the seconds of a transfer per step, in rings at full bandwidth. Latency is not counted.
 
-    Devices are laid out as `so.make_mesh` does it: tensor neighbours adjacent, pipeline next, data outside it, replica
-    outermost. A group within one pod or node uses its links; a group spread over several first works within each, on
-    k members, then across them, each member its k-th of the buffer over the network. On a torus a mesh axis of n of C
-    chips has D log n / log C of the D torus axes to itself, of which whole ones count, at least one.
+    Devices are ordered as in `so.make_mesh`: tensor neighbours are adjacent, pipeline comes next, then data, replica is
+    outermost. A group within one pod or node uses its links. A group over several pods or nodes first works within
+    each, on k members. Then each member sends its k-th of the buffer over the network.
+    `torus_axes` gives the links of a torus.
     """
     sizes = layout.sizes
     domain = max(min(hardware.pod_chips, layout.num_chips // slices), 1)
     axes = list(sizes)
     inner = math.prod(sizes[axis] for axis in axes[axes.index(transfer.axis) + 1 :] if axis not in transfer.also)
     n = transfer.group_size(sizes)
-    near = min(n, max(domain // inner, 1))
-    far = -(-n // near)
-    link = hardware.link_bandwidth * torus_axes(near, domain, hardware)
+    members = min(n, max(domain // inner, 1))
+    domains = -(-n // members)
+    link = hardware.link_bandwidth * torus_axes(members, domain, hardware)
     total = transfer.bytes * transfer.calls
     if transfer.kind == "collective-permute":
-        return total / (hardware.network_bandwidth if far > 1 else link)
-    within = transfer.rounds * (near - 1) / near * total / link
-    return within + transfer.rounds * (far - 1) / far * total / near / hardware.network_bandwidth
+        return total / (hardware.network_bandwidth if domains > 1 else link)
+    within = transfer.rounds * (members - 1) / members * total / link
+    return within + transfer.rounds * (domains - 1) / domains * total / members / hardware.network_bandwidth
 
 
 def torus_axes(size: int, chips: int, hardware: Hardware) -> int:
-    """Return how many torus axes a mesh axis of a slice of `chips` chips has to itself; 1 on a switch."""
+    """Return how many torus axes a mesh axis of `size` devices uses alone, in a slice of `chips` chips; 1 on a switch.
+
+    A mesh axis of n of C chips uses D log n / log C of the D torus axes, rounded down, but at least one.
+    """
     if hardware.torus_dims == 0 or size == 1 or chips == 1:
         return 1
     return max(1, math.floor(hardware.torus_dims * math.log(size) / math.log(chips) + 1e-9))

@@ -1,4 +1,4 @@
-"""What slow links cost local updates: utilisation against bandwidth and how often replicas synchronise."""
+"""The cost of slow links for local updates: utilisation by bandwidth and synchronisation interval."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ from shardopt.core.errors import format_error
 
 
 class Utilisation(NamedTuple):
-    """How much of the time replicas compute.
+    """The utilisation of replicas: computation time as a share of all time.
 
     Attributes:
       compute: seconds of computation between two synchronisations.
-      send: seconds that one keeps the link busy, all fragments together.
-      waiting: the part of `send` that nothing hides.
+      send: seconds that the transfers of one synchronisation keep the link busy, all fragments together.
+      waiting: the part of `send` that does not overlap with computation.
       utilisation: compute / (compute + waiting), from 0 to 1.
     """
 
@@ -34,34 +34,37 @@ def diloco_utilisation(
     bits: float = 32,
     latency: float = 0.0,
 ) -> Utilisation:
-    """Return how much of the time replicas compute, in closed form.
-
-    Every H steps each of P fragments is all-reduced in a ring over R replicas: T = 2 (R-1)/R x N b / 8 / W seconds per
-    round, and P times the latency. A fragment may take `delay` steps before it is waited for, and may set out while the last step
-    before it still computes, for a share `overlap` of that; so each hides up to (delay + overlap) t of it: waiting =
-    max(0, T/P - (delay + overlap) t) P. H = 1, P = 1, delay = 0 is data parallel.
+    """Return the utilisation of replicas in closed form: their computation time as a share of all time.
 
     Args:
-      num_parameters: N, of a replica's model.
-      step_seconds: t, of one step without communication between replicas.
-      bandwidth: W, bytes a second that a replica sends.
-      replicas: R.
-      sync_every: H.
-      fragments: P.
-      delay: steps.
-      overlap: share of a step, from 0 to 1: 2/3 if what the backward pass makes is sent as soon as it is there. 0 is what
-        `so.diloco` does.
-      bits: b, a parameter on the wire: 32, or 16 for bfloat16, 4 for four-bit outer gradients.
+      num_parameters: N, parameters of the model.
+      step_seconds: t, seconds of one step without communication between replicas.
+      bandwidth: W, bytes per second that a replica sends.
+      replicas: R, number of replicas.
+      sync_every: H, steps between two synchronisations.
+      fragments: P, fragments of the model, which are synchronised at different steps.
+      delay: steps after which a fragment must have arrived.
+      overlap: share of a step, from 0 to 1, that overlaps with the transfer: 2/3 if gradients are sent as soon as the
+        backward pass has computed them. `so.diloco` has 0.
+      bits: b, bits per parameter on the wire: 32, or 16 for bfloat16, 4 for four-bit outer gradients.
       latency: seconds to start a transfer.
 
     Raises:
-      ValueError: if a number is out of range, or the delay is as long as the time between two fragments.
+      ValueError: if a number is out of range, or the delay is not below the H / P steps between two fragments.
 
     Example:
       >>> often = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9)
       >>> rarely = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9, sync_every=100)
       >>> f"{often.utilisation:.3f} {rarely.utilisation:.3f}"
       '0.024 0.714'
+
+    Note:
+      Every H steps each of P fragments is all-reduced in a ring over R replicas. That takes
+      T = 2 (R-1)/R x N b / 8 / W seconds per round, and P times the latency. The transfer of a fragment may start
+      during the last step before it, for a share `overlap` of that step. It may then take `delay` more steps. So up to
+      (delay + overlap) t of each fragment overlaps with computation:
+      waiting = max(0, T/P - (delay + overlap) t) P.
+      H = 1, P = 1, delay = 0 is data parallelism.
 
     References:
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
@@ -87,14 +90,14 @@ def bandwidth_for(
     overlap: float = 0.0,
     bits: float = 32,
 ) -> float:
-    """Return the bytes a second at which replicas compute a given share of the time.
+    """Return the bandwidth, in bytes per second, at which replicas compute for a share `target` of the time.
 
-    It is `diloco_utilisation` solved for W at no latency: the waiting that the target allows, and what delay and overlap
-    hide, is how long the transfer may take.
+    This is `diloco_utilisation` solved for W without latency. The transfer may take as long as the waiting that the
+    target allows, plus the time that delay and overlap hide.
 
     Args:
       target: share of the time, above 0 and below 1.
-      num_parameters: N; the others as for `diloco_utilisation`.
+      num_parameters: N; this and the other arguments are the same as in `diloco_utilisation`.
       step_seconds: t.
       replicas: R.
       sync_every: H.
@@ -134,18 +137,18 @@ def _check(
     latency: float = 0.0,
 ) -> None:
     counts = {"replicas": replicas, "sync_every": sync_every, "fragments": fragments}
-    wrong = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
-    wrong += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
-    wrong += [
+    errors = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
+    errors += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
+    errors += [
         f"{name} must be at least 0, got {value}"
         for name, value in (("delay", delay), ("latency", latency))
         if value < 0
     ]
-    wrong += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
-    if not wrong and sync_every % fragments:
-        wrong = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
-    if not wrong and delay and delay >= sync_every // fragments:
-        wrong = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
-    if wrong:
+    errors += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
+    if not errors and sync_every % fragments:
+        errors = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
+    if not errors and delay and delay >= sync_every // fragments:
+        errors = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
+    if errors:
         fix = "choose numbers as so.diloco takes them."
-        raise ValueError(format_error(who, "these numbers cannot be used.", wrong, fix))
+        raise ValueError(format_error(who, "these numbers cannot be used.", errors, fix))

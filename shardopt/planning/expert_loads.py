@@ -1,4 +1,4 @@
-"""What uneven loads of experts cost: devices of an expert axis wait for the one whose experts got most tokens."""
+"""The cost of uneven expert loads: devices of an expert axis wait for the device whose experts got most tokens."""
 
 import math
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class Imbalance(NamedTuple):
-    """How much longer the products of experts take than if every device got as many tokens.
+    """How much longer the products of experts take than with equal numbers of tokens on all devices.
+
+    The ratio of a step and layer is the load of the busiest device over the mean load; 1 for equal loads.
 
     Attributes:
-      slowdown: mean over steps and layers of the load of the busiest device over the mean load; 1 where they are equal.
-      worst: the largest of these.
-      each: [steps, layers], all of them.
+      slowdown: mean ratio over steps and layers.
+      worst: the largest ratio.
+      each: all ratios, [steps, layers].
     """
 
     slowdown: float
@@ -30,31 +32,33 @@ class Imbalance(NamedTuple):
 
 
 def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: int) -> float:
-    """Return the expected load of the busiest device over the mean, if every token chose its experts by chance.
-
-    The load of one of X devices then has mean m = N K / X and variance N K (1/X) (1 - 1/X) (E - K) / (E - 1), as K of E are
-    drawn without replacement; the largest of X such is about m + sigma sqrt(2 ln X). What is above that is the router's.
+    """Return the expected load of the busiest device over the mean load, if every token chose its experts at random.
 
     Args:
-      tokens: N, of all devices of the axis.
+      tokens: N, tokens of all devices of the axis.
       num_experts: E.
-      top_k: K.
-      devices: X.
+      top_k: K, experts of a token.
+      devices: X, devices of the axis.
 
     Raises:
       TypeError: if a count is not an integer.
-      ValueError: if a number is not positive, or top_k above the experts.
+      ValueError: if a number is not positive, or top_k is above the number of experts.
 
     Example:
       >>> round(expected_imbalance(8 * 4096, num_experts=64, top_k=8, devices=8), 3)
       1.01
+
+    Note:
+      The load of one of X devices has mean m = N K / X. Its variance is N K (1/X) (1 - 1/X) (E - K) / (E - 1), because
+      K of E experts are drawn without replacement. The largest of X such loads is about m + sigma sqrt(2 ln X). A
+      larger load is caused by the router.
     """
     who = "expected_imbalance"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices}.items():
         check_count(who, name, value, least=1)
     if tokens <= 0 or top_k > num_experts:
-        what = f"tokens={tokens} must be positive, and top_k={top_k} at most num_experts={num_experts}."
-        raise ValueError(format_error(who, what))
+        problem = f"tokens={tokens} must be positive, and top_k={top_k} at most num_experts={num_experts}."
+        raise ValueError(format_error(who, problem))
     if devices == 1 or top_k == num_experts:
         return 1.0
     mean = tokens * top_k / devices
@@ -63,19 +67,14 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
 
 
 def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 1, tile: int = 128) -> float:
-    """Return the expected flops of the kernels of experts over those of their rows: 1 where no tile is multiplied twice.
-
-    Kernels take tiles of m rows, and one in which an expert ends and another begins is multiplied with the weights of both. On a
-    device are N K / X rows of E / X experts, whose E / X - 1 bounds are multiples of m by chance alone:
-
-        1 + (E / X - 1) (m - 1) X / (N K)
+    """Return the expected flops of expert kernels over the flops of their rows; 1 if no tile is multiplied twice.
 
     Args:
-      tokens: N, of all devices of the axis, that are dispatched at a time: with `chunk` X times that.
+      tokens: N, tokens in one dispatch of all devices of the axis; with `chunk` it is X times the chunk.
       num_experts: E.
-      top_k: K.
-      devices: X.
-      tile: m; 128 of `jax.lax.ragged_dot` on v5p, at most 512 of megablox.
+      top_k: K, experts of a token.
+      devices: X, devices of the axis.
+      tile: m, rows of a tile; 128 of `jax.lax.ragged_dot` on v5p, at most 512 of megablox.
 
     Raises:
       TypeError: if a count is not an integer.
@@ -84,32 +83,33 @@ def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 
     Example:
       >>> round(tile_overlap(4096, num_experts=8, top_k=2), 3)
       1.109
+
+    Note:
+      Kernels work on tiles of m rows. A tile that contains the border between two experts is multiplied with the
+      weights of both. A device has N K / X rows of E / X experts, and their E / X - 1 borders are at random positions:
+
+          1 + (E / X - 1) (m - 1) X / (N K)
     """
     who = "tile_overlap"
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices, "tile": tile}.items():
         check_count(who, name, value, least=1)
     if tokens <= 0 or num_experts % devices:
-        what = f"tokens={tokens} must be positive, and num_experts={num_experts} divisible by devices={devices}."
-        raise ValueError(format_error(who, what))
+        problem = f"tokens={tokens} must be positive, and num_experts={num_experts} divisible by devices={devices}."
+        raise ValueError(format_error(who, problem))
     return 1 + (num_experts // devices - 1) * (tile - 1) * devices / (tokens * top_k)
 
 
 def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int = 0) -> Imbalance:
-    """Return what a trace of loads costs on an expert axis, also if the hottest experts had copies on other devices.
-
-    Device i holds experts i E/X, ..., (i+1) E/X - 1, as `so.nn.mixture_of_experts` has them, and a layer is done when its
-    busiest device is. With `replicas` each device has room for so many copies of experts besides. Each step they are the
-    hottest experts of the step before, one after another put on the device with least load that has room, and tokens are shared
-    equally among copies. A simulation: `so.nn.mixture_of_experts` has no copies.
+    """Return how much recorded expert loads slow down an expert axis, also with copies of the busiest experts.
 
     Args:
-      loads: [steps, layers, E], the share of tokens of each expert, or their number.
-      devices: X, which divides E.
-      replicas: copies that each device has room for.
+      loads: the share or the number of tokens of each expert, [steps, layers, E].
+      devices: X, devices of the axis; X divides E.
+      replicas: how many copies of other devices' experts each device has room for.
 
     Raises:
       TypeError: if a count is not an integer.
-      ValueError: if loads are not of such a shape, or devices do not divide the experts.
+      ValueError: if loads do not have this shape, or devices do not divide the experts.
 
     Example:
       >>> import numpy as np
@@ -118,6 +118,12 @@ def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int 
       >>> round(even.slowdown, 2), bool(copied.slowdown < even.slowdown)
       (1.6, True)
 
+    Note:
+      Device i holds experts i E/X, ..., (i+1) E/X - 1, as in `so.nn.mixture_of_experts`. A layer is finished when its
+      busiest device is finished. Copies are a simulation: `so.nn.mixture_of_experts` has none. In each step the experts
+      with most tokens in the step before are copied, one after another. Each copy goes to the device with the least
+      load that has room. Copies of an expert share its tokens equally.
+
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4: redundant experts, at inference.
     """
@@ -125,52 +131,54 @@ def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int 
     check_count("imbalance", "replicas", replicas, least=0)
     loads = np.asarray(loads, float)
     if loads.ndim != 3 or loads.shape[2] % devices or not loads.size:
-        what = f"loads must be [steps, layers, experts] with experts divisible by devices={devices}, got {loads.shape}."
-        raise ValueError(format_error("imbalance", what, fix="choose a divisor of the experts."))
-    each = np.empty(loads.shape[:2])
+        problem = (
+            f"loads must be [steps, layers, experts] with experts divisible by devices={devices}, got {loads.shape}."
+        )
+        raise ValueError(format_error("imbalance", problem, fix="choose a divisor of the experts."))
+    slowdowns = np.empty(loads.shape[:2])
     for layer in range(loads.shape[1]):
         for step in range(loads.shape[0]):
-            held = _copies(loads[max(step - 1, 0), layer], devices, replicas if step else 0)
-            each[step, layer] = _busiest(loads[step, layer], held, devices)
-    return Imbalance(float(each.mean()), float(each.max()), each)
+            expert_devices = _place_copies(loads[max(step - 1, 0), layer], devices, replicas if step else 0)
+            slowdowns[step, layer] = _slowdown(loads[step, layer], expert_devices, devices)
+    return Imbalance(float(slowdowns.mean()), float(slowdowns.max()), slowdowns)
 
 
-def _copies(known: np.ndarray, devices: int, replicas: int) -> list[list[int]]:
-    """Return the devices that hold each expert, the first of which is its home."""
-    held = [[expert * devices // len(known)] for expert in range(len(known))]
+def _place_copies(loads: np.ndarray, devices: int, replicas: int) -> list[list[int]]:
+    """Return the devices that hold each expert: first its own device, then the devices of its copies."""
+    expert_devices = [[expert * devices // len(loads)] for expert in range(len(loads))]
     room = [replicas] * devices
     for _ in range(replicas * devices):
-        shares = [load / len(where) for load, where in zip(known, held, strict=True)]
-        busy = _per_device(known, held, devices)
-        for expert in sorted(range(len(known)), key=lambda i: -shares[i]):
-            free = [i for i in range(devices) if room[i] and i not in held[expert]]
-            if free:
-                to = min(free, key=lambda i: busy[i])
-                held[expert].append(to)
-                room[to] -= 1
+        shares = [load / len(holders) for load, holders in zip(loads, expert_devices, strict=True)]
+        device_loads = _device_loads(loads, expert_devices, devices)
+        for expert in sorted(range(len(loads)), key=lambda i: -shares[i]):
+            candidates = [i for i in range(devices) if room[i] and i not in expert_devices[expert]]
+            if candidates:
+                target = min(candidates, key=lambda i: device_loads[i])
+                expert_devices[expert].append(target)
+                room[target] -= 1
                 break
-    return held
+    return expert_devices
 
 
-def _per_device(load: np.ndarray, held: list[list[int]], devices: int) -> np.ndarray:
-    busy = np.zeros(devices)
-    for one, where in zip(load, held, strict=True):
-        busy[where] += one / len(where)
-    return busy
+def _device_loads(loads: np.ndarray, expert_devices: list[list[int]], devices: int) -> np.ndarray:
+    device_loads = np.zeros(devices)
+    for load, holders in zip(loads, expert_devices, strict=True):
+        device_loads[holders] += load / len(holders)
+    return device_loads
 
 
-def _busiest(load: np.ndarray, held: list[list[int]], devices: int) -> float:
-    total = load.sum()
-    return float(_per_device(load, held, devices).max() * devices / total) if total else 1.0
+def _slowdown(loads: np.ndarray, expert_devices: list[list[int]], devices: int) -> float:
+    total = loads.sum()
+    return float(_device_loads(loads, expert_devices, devices).max() * devices / total) if total else 1.0
 
 
 def plot_expert_loads(loads: Float[np.ndarray, "S L E"], *, devices: int | None = None, path: Path = None) -> "Figure":
-    """Draw the loads of experts over time: of each layer a strip, an expert a line of it, white where it has its even share.
+    """Draw the loads of experts over time: one panel per layer, one line per expert, white for an equal share.
 
     Args:
       loads: as for `imbalance`.
-      devices: to draw lines between the experts of different devices of an expert axis; None for none.
-      path: where to save the picture; the suffix chooses the format, PNG without one.
+      devices: devices of an expert axis; lines separate their experts. None draws no lines.
+      path: file to save the picture to; the suffix chooses the format, PNG without one.
 
     Returns:
       A matplotlib figure.
@@ -183,25 +191,25 @@ def plot_expert_loads(loads: Float[np.ndarray, "S L E"], *, devices: int | None 
 
     loads = np.asarray(loads, float)
     if loads.ndim != 3 or not loads.size:
-        what = f"loads must be [steps, layers, experts], got {loads.shape}."
-        raise ValueError(format_error("plot_expert_loads", what))
+        problem = f"loads must be [steps, layers, experts], got {loads.shape}."
+        raise ValueError(format_error("plot_expert_loads", problem))
     steps, layers, experts = loads.shape
     relative = loads * experts / np.maximum(loads.sum(axis=2, keepdims=True), 1e-30)
     figure = Figure(figsize=(9, 1.0 + 1.1 * layers), dpi=160, layout="constrained")
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     images = []
     for layer, axes in enumerate(panels):
-        drawn = axes.imshow(
+        image = axes.imshow(
             relative[:, layer].T, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest",
             extent=(0.5, steps + 0.5, experts - 0.5, -0.5),
         )  # fmt: skip
-        images.append(drawn)
+        images.append(image)
         axes.set_ylabel(f"layer {layer}", fontsize=8)
         axes.tick_params(labelsize=7)
         for edge in range(1, 0 if devices is None else devices):
             axes.axhline(edge * experts / devices - 0.5, color="#555555", linewidth=0.6)
     panels[-1].set_xlabel("step", fontsize=8)
-    bar = figure.colorbar(images[0], ax=list(panels), shrink=min(1.0, 2 / layers), pad=0.01)
-    bar.set_label("load, of an even share", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    colorbar = figure.colorbar(images[0], ax=list(panels), shrink=min(1.0, 2 / layers), pad=0.01)
+    colorbar.set_label("load, of an even share", fontsize=8)
+    colorbar.ax.tick_params(labelsize=7)
     return saved(figure, path)

@@ -1,4 +1,4 @@
-"""What one chip can do, and the links between chips: published figures, each with its source."""
+"""Peak rates of chips and of the links between them: published figures, each with its source."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ _ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """A chip and its links. Figures are peaks as published; nothing here is measured or tuned.
+    """A chip and its links. All figures are published peaks; none is measured or tuned.
 
     Attributes:
-      name: as `so.plan` and the command line take it.
+      name: the name for `so.plan` and the command line.
       flops: bfloat16 multiplications and additions per second, dense, accumulated in fp32.
-      memory_bytes: high-bandwidth memory.
+      memory_bytes: bytes of high-bandwidth memory.
       memory_bandwidth: bytes per second between that memory and the arithmetic units.
       link_bandwidth: bytes per second that a chip sends over the links of *one* axis of its torus, both directions
-        together; without a torus, all that it sends into the switch.
-      torus_dims: axes of the torus: 2 or 3; 0 for a switch, in which all chips of a node are neighbours.
-      pod_chips: chips that the links above can join: a TPU slice, or the GPUs behind one NVLink switch.
-      network_bandwidth: bytes per second that a chip sends to chips beyond those.
-      source: where the figures come from.
-      hides: kinds of collectives that it can move beside inner products: all where a SparseCore or a GPU's copy engines do,
-        gathers and permutes where XLA:TPU has no other core for sums.
-      clock: cycles per second of a TPU's TensorCore, in which XLA:TPU estimates what an operation takes; None elsewhere.
+        together. Without a torus, bytes per second that it sends into the switch.
+      torus_dims: axes of the torus: 2 or 3; 0 for a switch, which makes all chips of a node neighbours.
+      pod_chips: chips that these links can join: a TPU slice, or the GPUs behind one NVLink switch.
+      network_bandwidth: bytes per second that a chip sends to chips outside its pod or node.
+      source: source of the figures.
+      hides: kinds of collectives that overlap with inner products: all kinds on chips with a SparseCore or copy
+        engines, gathers and permutes on TPUs that compute sums on the TensorCore.
+      clock: cycles per second of a TPU's TensorCore, the unit of XLA:TPU's estimates; None for other chips.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Hardware:
 def _tpu(
     name: str, tflops: float, gib: float, hbm: float, ici: float, dims: int, pod: int, dcn: float, ghz: float
 ) -> Hardware:
-    """From the words of Google's tables: ICI is of a chip, both directions, in GB/s; DCN of a chip in Gbit/s."""
+    """Convert the units of Google's tables: `ici` is GB/s per chip in both directions, `dcn` is Gbit/s per chip."""
     return Hardware(
         name=name,
         flops=tflops * 1e12,
         memory_bytes=int(gib * GIB),
         memory_bandwidth=hbm * 1e9,
-        # A chip has two links an axis. "Bidirectional" counts what it sends and receives, so half of it is sent.
+        # A chip has two links per axis. "Bidirectional" rates add sending and receiving, so half of it is sent.
         link_bandwidth=ici * 1e9 / 2 / dims,
         torus_dims=dims,
         pod_chips=pod,
@@ -68,7 +68,7 @@ def _tpu(
 
 
 def _gpu(name: str, tflops: float, gb: float, hbm: float, nvlink: float, network: float, source: str) -> Hardware:
-    """From the words of NVIDIA's tables: NVLink is of a GPU, both directions, in GB/s; the network in Gbit/s."""
+    """Convert the units of NVIDIA's tables: `nvlink` is GB/s per GPU in both directions, `network` is Gbit/s."""
     return Hardware(
         name, tflops * 1e12, int(gb * 1e9), hbm * 1e12, nvlink * 1e9 / 2, 0, 8, network * 1e9 / 8, f"NVIDIA {source}"
     )
@@ -90,10 +90,11 @@ HARDWARE = {
 }
 """Known chips by name.
 
-The tables of TPU v4 and v5e give no network rate per chip: v5e is 6.4 Tbit/s for a pod of 256; v4 is taken to be as v5p. In v4
-the six links of a chip carry 50 GB/s each way (Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer for
-Machine Learning", 2023, table 4), at 1.05 GHz. The other clocks are the peak over what the matrix units do in a cycle: 4 of
-128 x 128 on v5e, 8 on v4 and v5p; 524,288 flops on v6e, twice that on tpu7x.
+The tables of TPU v4 and v5e give no network rate per chip. For v5e it is 6.4 Tbit/s for a pod of 256; for v4 the rate
+of v5p is assumed. The six links of a v4 chip carry 50 GB/s each way at 1.05 GHz (Jouppi et al., "TPU v4: An Optically
+Reconfigurable Supercomputer for Machine Learning", 2023, table 4). The other clocks are the peak flops divided by the
+flops per cycle of the matrix units: 4 units of 128 x 128 on v5e, 8 on v4 and v5p; 524,288 flops on v6e, twice that on
+tpu7x.
 """
 
 _DEVICE_KINDS = {
@@ -111,15 +112,15 @@ _ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e
 
 
 def find_hardware(who: str, name: str | Hardware) -> Hardware:
-    """Return the chip of a name; a `Hardware` of one's own is returned as it is.
+    """Return the chip with this name; return a `Hardware` unchanged.
 
     Args:
       who: the function that the user called, for messages.
-      name: such as "v5p" or "h100", in any case; or a `Hardware`.
+      name: a name such as "v5p" or "h100", in upper or lower case; or a `Hardware`.
 
     Raises:
-      TypeError: if it is neither.
-      ValueError: if the name is unknown.
+      TypeError: if `name` is neither a string nor a `Hardware`.
+      ValueError: if there is no chip with this name.
 
     Example:
       >>> find_hardware("plan", "V5P").memory_bytes == 95 * 2**30
@@ -130,29 +131,29 @@ def find_hardware(who: str, name: str | Hardware) -> Hardware:
     if not isinstance(name, str):
         fix = "pass a name such as 'v5p', or a so.planning.Hardware."
         raise TypeError(format_error(who, f"hardware must be a name or a Hardware, got {name!r}.", fix=fix))
-    short = name.lower().strip()
-    short = _ALIASES.get(short, short)
-    if short not in HARDWARE:
+    normalized_name = name.lower().strip()
+    normalized_name = _ALIASES.get(normalized_name, normalized_name)
+    if normalized_name not in HARDWARE:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
         raise ValueError(format_error(who, f"unknown hardware {name!r}.", fix=fix))
-    return HARDWARE[short]
+    return HARDWARE[normalized_name]
 
 
 def hardware_of(devices: Devices) -> Hardware | None:
-    """Return what one of these devices can do; None if they are no TPUs that are known here.
+    """Return the peak rates of one of these devices; None if they are not known TPUs.
 
-    Where a chip shows up as two devices, each has half of its arithmetic, memory and links.
+    If a chip appears as two devices, each has half of its arithmetic, memory and links.
     """
     name = _DEVICE_KINDS.get(getattr(devices[0], "device_kind", "")) if devices else None
     if name is None:
         return None
-    places = {(getattr(one, "slice_index", 0), *getattr(one, "coords", (at,))) for at, one in enumerate(devices)}
-    chip, share = HARDWARE[name], len(devices) // len(places)
+    places = {(getattr(device, "slice_index", 0), *getattr(device, "coords", (i,))) for i, device in enumerate(devices)}
+    chip, devices_per_chip = HARDWARE[name], len(devices) // len(places)
     return dataclasses.replace(
         chip,
-        flops=chip.flops / share,
-        memory_bytes=chip.memory_bytes // share,
-        memory_bandwidth=chip.memory_bandwidth / share,
-        link_bandwidth=chip.link_bandwidth / share,
-        network_bandwidth=chip.network_bandwidth / share,
+        flops=chip.flops / devices_per_chip,
+        memory_bytes=chip.memory_bytes // devices_per_chip,
+        memory_bandwidth=chip.memory_bandwidth / devices_per_chip,
+        link_bandwidth=chip.link_bandwidth / devices_per_chip,
+        network_bandwidth=chip.network_bandwidth / devices_per_chip,
     )

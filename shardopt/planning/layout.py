@@ -1,4 +1,4 @@
-"""One way to lay a model out over chips, and what each device then holds of it: the strategies' own rules, without a device."""
+"""`Layout`: one way to distribute a model over chips; `place`: its bytes per device by the strategies' own rules."""
 
 import functools
 import itertools
@@ -26,24 +26,24 @@ from shardopt.pipeline import Schedule, schedules
 from shardopt.planning.workload import Recompute, Workload
 
 CHUNKED = ("interleaved", "looped_breadth_first", "zero_bubble", "zero_bubble_lockstep")
-"""Schedules that take several chunks a stage."""
+"""Schedules that take several chunks per stage."""
 
 ON_A_V = ("zero_bubble_v", "dual_pipe_v")
-"""Schedules that have two chunks a stage, on a V."""
+"""Schedules that have two chunks per stage, arranged in a V: the first stage holds the first and the last chunk."""
 
 IN_LOCKSTEP = ("gpipe", "eager_one_f_one_b", "interleaved", "looped_breadth_first", "zero_bubble_lockstep")
-"""Schedules that put the same passes on all stages in a tick; the others send their messages ahead."""
+"""Schedules in which all stages run the same kind of pass in a tick; the others send their messages ahead."""
 
 
-class Searched(NamedTuple):
-    """What `so.schedules.search` is told.
+class SearchArguments(NamedTuple):
+    """The arguments of `so.schedules.search`, for S stages and one micro-batch.
 
     Attributes:
-      forward: seconds of a stage's forward of a micro-batch, [S].
-      backward: of the gradient of its input, [S].
-      weight: of the gradient of its weights, [S].
-      communication: of a message.
-      memory: the most activations on a stage.
+      forward: seconds of the forward pass of each stage, [S].
+      backward: seconds of the gradient of the stage's input, [S].
+      weight: seconds of the gradient of the stage's weights, [S].
+      communication: seconds of one message.
+      memory: the largest number of activations that a stage may hold.
     """
 
     forward: tuple[float, ...]
@@ -54,24 +54,24 @@ class Searched(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What `so.make_mesh` and `so.hybrid` are told, as plain values.
+    """One way to distribute training: the arguments of `so.make_mesh` and `so.hybrid`, as plain values.
 
     Attributes:
-      replica: copies of the shards.
-      data: devices that the batch is spread over, times replica.
-      pipeline: stages.
-      tensor: devices that share every block.
-      placement: what is sharded over data: "ddp", "zero1", "zero2" or "fsdp".
-      micro_batches: parts of a device's rows that are worked on one after another.
+      replica: size of the replica axis: copies of the shards.
+      data: size of the data axis. The rows of a batch are divided over replica x data devices.
+      pipeline: size of the pipeline axis: stages.
+      tensor: size of the tensor axis: devices that share every block.
+      placement: state that is sharded over data: "ddp", "zero1", "zero2" or "fsdp".
+      micro_batches: number of parts that a device's rows are cut into; the device computes them one after another.
       schedule: name of a builder in `so.schedules`; None without a pipeline.
       chunks: virtual stages per stage.
-      remat: whether the backward pass runs forwards again; "save:NAME,..." all but the values of these names.
-      gather_dtype: dtype in which fsdp gathers weights; None is their own.
-      scatter_dtype: dtype in which all but ddp reduce-scatter gradients; None is that of the weights.
-      context: devices that share the positions of every row.
-      expert: devices that share the experts, and have rows each.
-      searched: what the schedule "search" is found for; None for any other.
-      regather: whether fsdp in a pipeline gathers a block in every pass, rather than once a step.
+      remat: whether the backward pass runs forwards again. "save:NAME,..." saves the values of these names.
+      gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
+      scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
+      context: size of the context axis: devices that share the positions of every row.
+      expert: size of the expert axis: devices that share the experts. Each also has rows of its own.
+      searched: the times and the memory for which the schedule "search" is searched; None for other schedules.
+      regather: whether fsdp in a pipeline gathers a block in every pass. False gathers it once per step.
     """
 
     replica: int = 1
@@ -87,7 +87,7 @@ class Layout(NamedTuple):
     scatter_dtype: DTypeLike | None = None
     context: int = 1
     expert: int = 1
-    searched: Searched | None = None
+    searched: SearchArguments | None = None
     regather: bool = True
 
     @property
@@ -104,40 +104,43 @@ class Layout(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Into how many parts a batch is cut before one is worked on; a part may be that of a row's positions."""
+        """The number of parts of a batch; a device computes one part at a time. Context cuts rows into positions."""
         return self.replica * self.data * self.expert * self.context * self.micro_batches
 
     @property
     def shards(self) -> ShardAxes:
-        """What a placement shards over."""
+        """The mesh axes that a placement shards over."""
         return shard_axes(self.sizes)
 
     def table(self) -> Schedule | None:
-        """Return the schedule's table; None without a pipeline."""
+        """Return the built schedule; None without a pipeline."""
         if self.schedule is None:
             return None
         return _table(self.schedule, self.pipeline, self.micro_batches, self.chunks, self.searched)
 
     def builder(self) -> Callable[[int, int], Schedule]:
-        """Return what `so.hybrid` takes as schedule."""
+        """Return the builder that `so.hybrid` takes as `schedule`."""
         return _builder(self.schedule or "eager_one_f_one_b", self.chunks, self.searched)
 
     def strategy(self, rules: Rules, expert_leaves: Sequence[str] = ()) -> dict[str, Any]:
-        """Return keyword arguments of `so.hybrid`, with the tensor rules and leaves of experts where these axes are above 1."""
-        wire: dict[str, Any] = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
+        """Return keyword arguments of `so.hybrid`.
+
+        Tensor rules are passed if tensor is above 1, and expert leaves if expert is above 1.
+        """
+        optional: dict[str, Any] = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
         if self.scatter_dtype is not None:
-            wire["scatter_dtype"] = self.scatter_dtype
+            optional["scatter_dtype"] = self.scatter_dtype
         if not self.regather:
-            wire["regather"] = False
+            optional["regather"] = False
         if self.expert > 1:
-            wire["expert_leaves"] = tuple(expert_leaves)
+            optional["expert_leaves"] = tuple(expert_leaves)
         return {
             "schedule": self.builder(),
             "micro_batches": self.micro_batches,
             "placement": self.placement,
             "remat": self.remat,
             "rules": rules if self.tensor > 1 else (),
-            **wire,
+            **optional,
         }
 
     def __str__(self) -> str:
@@ -156,34 +159,36 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _table(name: str, num_stages: int, num_micro_batches: int, chunks: int, searched: Searched | None) -> Schedule:
+def _table(
+    name: str, num_stages: int, num_micro_batches: int, chunks: int, searched: SearchArguments | None
+) -> Schedule:
     return _builder(name, chunks, searched)(num_stages, num_micro_batches)
 
 
-def _builder(name: str, chunks: int, searched: Searched | None) -> Callable[[int, int], Schedule]:
-    make = getattr(schedules, name)
+def _builder(name: str, chunks: int, searched: SearchArguments | None) -> Callable[[int, int], Schedule]:
+    builder = getattr(schedules, name)
     if searched is not None:
-        make = functools.partial(make, **searched._asdict())
+        builder = functools.partial(builder, **searched._asdict())
     elif name in CHUNKED:
-        make = functools.partial(make, num_chunks=chunks)
-    return make if name in IN_LOCKSTEP else schedules.send_ahead(make)
+        builder = functools.partial(builder, num_chunks=chunks)
+    return builder if name in IN_LOCKSTEP else schedules.send_ahead(builder)
 
 
-class Elements(NamedTuple):
-    """How many numbers of the parameters are on a device once tensor and pipeline have cut them.
+class ElementCounts(NamedTuple):
+    """Numbers of parameter elements on a device after tensor, pipeline and expert have split the leaves.
 
     Attributes:
-      sharded_blocks: of blocks, in leaves that data can shard.
-      replicated_blocks: of blocks, in leaves that stay replicated over data.
-      sharded_outer: of the outer parameters, likewise.
-      replicated_outer: likewise.
-      largest_outer: of the largest outer leaf that data can shard, tables left out.
-      loss_outer: of the outer leaves that data can shard and the loss reads.
-      largest_loss: of the largest of these.
-      tables: of the outer leaves that data shards by columns, for lookups.
-      experts: of blocks, in leaves of experts once the expert axis has cut them; data (and context) shards them.
-      expert: size of that axis.
-      at_experts: of blocks, in leaves of experts that data shards, whether there is such an axis or not.
+      sharded_blocks: elements of block leaves that data can shard.
+      replicated_blocks: elements of block leaves that stay replicated over data.
+      sharded_outer: elements of outer leaves that data can shard.
+      replicated_outer: elements of outer leaves that stay replicated over data.
+      largest_outer: elements of the largest outer leaf that data can shard, without tables.
+      loss_outer: elements of the outer leaves that data can shard and the loss reads.
+      largest_loss: elements of the largest leaf in `loss_outer`.
+      tables: elements of the outer leaves that data shards by columns, for lookups.
+      expert_blocks: elements of expert leaves that the expert axis has split; data and context shard them further.
+      expert_axis_size: size of the expert axis.
+      data_sharded_experts: elements of expert leaves that data shards, with or without an expert axis.
     """
 
     sharded_blocks: int
@@ -194,20 +199,21 @@ class Elements(NamedTuple):
     loss_outer: int
     largest_loss: int
     tables: int
-    experts: int = 0
-    expert: int = 1
-    at_experts: int = 0
+    expert_blocks: int = 0
+    expert_axis_size: int = 1
+    data_sharded_experts: int = 0
 
     def blocks(self, data: int = 1) -> float:
-        """Return those of blocks on one of `data` devices, those of the expert axis among them."""
-        return self.sharded_blocks / data + self.replicated_blocks + self.experts / max(1, data // self.expert)
+        """Return the elements of blocks on one of `data` devices, expert leaves included."""
+        experts = self.expert_blocks / max(1, data // self.expert_axis_size)
+        return self.sharded_blocks / data + self.replicated_blocks + experts
 
     def outer(self, data: int = 1) -> float:
-        """Return those of the outer parameters on one of `data` devices."""
+        """Return the elements of the outer parameters on one of `data` devices."""
         return self.sharded_outer / data + self.replicated_outer
 
     def total(self, data: int = 1) -> float:
-        """Return all of them on one of `data` devices."""
+        """Return all elements on one of `data` devices."""
         return self.blocks(data) + self.outer(data)
 
 
@@ -217,16 +223,16 @@ class PlacedModel(NamedTuple):
     Attributes:
       workload: the model.
       layout: mesh sizes, placement, schedule, micro-batches.
-      elements: numbers on a device before data shards anything.
+      elements: elements on a device before data shards leaves.
       params: bytes of parameters that a device holds.
       opt_state: bytes of optimizer state that a device holds.
-      itemsize: bytes of a parameter.
-      shards: what the placement shards.
+      itemsize: bytes of one element of the parameters.
+      shards: whether the placement shards parameters, gradients and optimizer state.
     """
 
     workload: Workload
     layout: Layout
-    elements: Elements
+    elements: ElementCounts
     params: int
     opt_state: int
     itemsize: int
@@ -234,24 +240,24 @@ class PlacedModel(NamedTuple):
 
     @property
     def gathered_itemsize(self) -> int:
-        """Bytes of a parameter as it is gathered."""
+        """Bytes per element in all-gathers of weights."""
         dtype = self.layout.gather_dtype
         return self.itemsize if dtype is None else jnp.dtype(dtype).itemsize
 
     @property
     def scattered_itemsize(self) -> int:
-        """Bytes of a gradient as it is reduce-scattered."""
+        """Bytes per element in reduce-scatters of gradients."""
         dtype = self.layout.scatter_dtype
         return self.itemsize if dtype is None else jnp.dtype(dtype).itemsize
 
     @property
     def recompute(self) -> Recompute | None:
-        """What the backward pass runs again of a block; None for nothing."""
+        """The work that the backward pass of a block runs again; None without remat."""
         return self.workload.recompute(self.layout.remat)
 
     @property
     def keeps_products(self) -> bool:
-        """Whether blocks keep no elementwise results for the backward pass: so do fsdp and pipelines."""
+        """Whether the residuals of blocks contain no elementwise results, as under fsdp and in pipelines."""
         return self.shards.params or self.layout.pipeline > 1
 
     @property
@@ -261,12 +267,12 @@ class PlacedModel(NamedTuple):
 
 
 def abstract_opt_state(workload: Workload, tx: optax.GradientTransformation | None = None) -> PyTree:
-    """Return shapes and dtypes of the optimizer state: those of `tx.init`, whatever the optimizer; by default AdamW's."""
+    """Return shapes and dtypes of the optimizer state from `tx.init`; by default of AdamW."""
     return jax.eval_shape((optax.adamw(1e-3) if tx is None else tx).init, workload.params)
 
 
-class _Sizes(NamedTuple):
-    """What the placement rules read of a mesh."""
+class _MeshShape(NamedTuple):
+    """A mesh without devices: placement rules read its `shape` alone."""
 
     shape: Mapping[str, int]
 
@@ -276,12 +282,17 @@ def place(
 ) -> PlacedModel:
     """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
 
-    A TPU stores arrays in tiles (`tiled`).
+    Args:
+      workload: the model.
+      layout: mesh sizes, placement, schedule, micro-batches.
+      opt_state: abstract optimizer state.
+      min_shard_elements: smaller leaves stay replicated, as in strategies.
+      tiled: whether arrays are stored in tiles, as on a TPU.
     """
-    mesh = cast(Mesh, _Sizes(layout.sizes))
+    mesh = cast(Mesh, _MeshShape(layout.sizes))
     placement = PLACEMENTS[layout.placement]
     tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
-    tree = plan_leaves(
+    plan_tree = plan_leaves(
         workload.params,
         who="plan",
         mesh=mesh,
@@ -293,9 +304,9 @@ def place(
         tables=tables,
         expert_leaves=() if workload.experts is None else workload.experts.leaves,
     )
-    plans: list[LeafPlan] = jax.tree.leaves(tree)
+    plans: list[LeafPlan] = jax.tree.leaves(plan_tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(workload.params)]
-    specs = state_specs(
+    state_spec_tree = state_specs(
         opt_state,
         list(zip(paths, plans, strict=True)),
         sharded=placement.opt_state,
@@ -303,13 +314,15 @@ def place(
         sizes=layout.sizes,
         min_shard_elements=min_shard_elements,
     )
-    held = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)
+    device_bytes = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)
     return PlacedModel(
         workload=(workload.tiled if layout.context > 1 else workload).over_experts(layout.expert, layout.tensor),
         layout=layout,
         elements=_elements(plans, mesh, workload, tables),
-        params=held(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
-        opt_state=held(opt_state, jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))),
+        params=device_bytes(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
+        opt_state=device_bytes(
+            opt_state, jax.tree.leaves(state_spec_tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        ),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
     )
@@ -318,13 +331,13 @@ def place(
 def state_layout_bytes(
     workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int = 1024
 ) -> LayoutBytes | None:
-    """Return what an optimizer's work on matrices sends with either `opt_state_layout`; None where there is none to send."""
-    nothing = lambda *args: args[-1]  # noqa: E731
-    model = BlockModel(nothing, nothing, nothing)  # it is not run
+    """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`; None without such work."""
+    placeholder = lambda *args: args[-1]  # noqa: E731
+    model = BlockModel(placeholder, placeholder, placeholder)  # never runs
     config = StrategyConfig(
         "plan",
         tx,
-        cast(Mesh, _Sizes(layout.sizes)),
+        cast(Mesh, _MeshShape(layout.sizes)),
         model,
         PLACEMENTS[layout.placement],
         rules=workload.rules if layout.tensor > 1 else (),
@@ -335,8 +348,8 @@ def state_layout_bytes(
     return layout_bytes(config, make_layout(config, workload.params))
 
 
-def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]) -> Elements:
-    of_experts = () if workload.experts is None else workload.experts.leaves
+def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]) -> ElementCounts:
+    expert_patterns = () if workload.experts is None else workload.experts.leaves
     sizes = {plan.path: math.prod(plan.shape) // num_shards(plan.spec(sharded=False), mesh) for plan in plans}
 
     def counts(*, stacked: bool, sharded: bool) -> list[int]:
@@ -347,33 +360,35 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tup
         ]
 
     looked_up = [plan.path for plan in plans if plan.path in tables and plan.dim == COLUMNS]
-    others = [plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up]
-    at_loss = [sizes[plan.path] for plan in plans if plan.path in workload.loss_reads and plan.dim is not None]
-    at_experts = [
+    gathered_outer = [
+        plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up
+    ]
+    loss_sizes = [sizes[plan.path] for plan in plans if plan.path in workload.loss_reads and plan.dim is not None]
+    expert_sizes = [
         sizes[plan.path]
         for plan in plans
-        if plan.dim is not None and any(re.search(pattern, plan.path) for pattern in of_experts)
+        if plan.dim is not None and any(re.search(pattern, plan.path) for pattern in expert_patterns)
     ]
-    return Elements(
+    return ElementCounts(
         sharded_blocks=sum(counts(stacked=True, sharded=True)),
         replicated_blocks=sum(counts(stacked=True, sharded=False)),
         sharded_outer=sum(counts(stacked=False, sharded=True)),
         replicated_outer=sum(counts(stacked=False, sharded=False)),
-        largest_outer=max((sizes[plan.path] for plan in others), default=0),
-        loss_outer=sum(at_loss),
-        largest_loss=max(at_loss, default=0),
+        largest_outer=max((sizes[plan.path] for plan in gathered_outer), default=0),
+        loss_outer=sum(loss_sizes),
+        largest_loss=max(loss_sizes, default=0),
         tables=sum(sizes[path] for path in looked_up),
-        experts=sum(sizes[plan.path] for plan in plans if plan.experts),
-        expert=mesh.shape.get("expert", 1),
-        at_experts=sum(at_experts),
+        expert_blocks=sum(sizes[plan.path] for plan in plans if plan.experts),
+        expert_axis_size=mesh.shape.get("expert", 1),
+        data_sharded_experts=sum(expert_sizes),
     )
 
 
 def _device_bytes(tree: PyTree, specs: list[PartitionSpec], *, sizes: Mapping[str, int], tiled: bool) -> int:
     total = 0
     for leaf, spec in zip(jax.tree.leaves(tree), specs, strict=True):
-        cuts = [math.prod(sizes[axis] for axis in spec_axes((entry,))) for entry in spec]
-        shape = tuple(dim // cut for dim, cut in itertools.zip_longest(leaf.shape, cuts, fillvalue=1))
+        divisors = [math.prod(sizes[axis] for axis in spec_axes((entry,))) for entry in spec]
+        shape = tuple(dim // divisor for dim, divisor in itertools.zip_longest(leaf.shape, divisors, fillvalue=1))
         size = leaf.dtype.itemsize
         total += stored_bytes(shape, size) if tiled else math.prod(shape) * size
     return total
@@ -384,11 +399,11 @@ _LANES, _SUBLANES, _FLAT = 128, 8, 1024
 
 @functools.lru_cache(maxsize=4096)
 def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Return the bytes of an array (the part that a chip holds) in a TPU's memory, its tiles filled up.
+    """Return the bytes of an array, or of one chip's shard, in a TPU's memory with the padding of its tiles.
 
-    XLA:TPU stores two dims in tiles of 8 x 128 numbers (1, 2 or 4 x 128 where the first has no more), chooses the two that
-    waste least, and flat arrays in tiles of up to 1024. Read off its layouts, and equal to them byte for byte in every
-    compile of `benchmarks/pod.py`.
+    XLA:TPU stores two dims in tiles of 8 x 128 numbers, or k x 128 if the first dim has only k = 1, 2 or 4. It chooses
+    the two dims that waste least. Flat arrays are stored in tiles of up to 1024. These rules come from the layouts that
+    XLA:TPU writes. They agree byte for byte with every compile of `benchmarks/pod.py`.
 
     Example:
       >>> stored_bytes((50257, 12), 4) == 50304 * 16 * 4
@@ -410,5 +425,5 @@ def _round_up(size: int, tile: int) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """Return the least power of two that is not below a size."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Decoder-only transformers described by their sizes, what they cost in closed form, and published ones by name."""
+"""Decoder-only transformers described by their sizes, with closed-form costs, and published models by name."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ RULES = (
     ("^blocks/down$", P("tensor", None)),
     ("^(embedding|head)$", P("tensor", None)),
 )
-"""Columns then rows, so that each half of a block needs one sum over tensor (Shoeybi et al., 2019, section 3)."""
-_MORE_RULES = (
+"""Column then row sharding, so each half of a block needs one sum over tensor (Shoeybi et al., 2019, section 3)."""
+_EXPERT_RULES = (
     ("^blocks/experts_(gate|up)$", P(None, None, "tensor")),
     ("^blocks/experts_down$", P(None, "tensor", None)),
 )
@@ -37,9 +37,9 @@ class Latent(NamedTuple):
     """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values through narrow products.
 
     Attributes:
-      query: width of what queries are made of.
-      key: width of what keys and values are made of.
-      rope: dims of a head that rotate, whose keys all heads share; the others of a head are `Transformer.head_dim`.
+      query: width of the compressed vector that queries are computed from.
+      key: width of the compressed vector that keys and values are computed from.
+      rope: rotary dims of a head, in addition to `Transformer.head_dim`; all heads share their keys.
     """
 
     query: int
@@ -56,7 +56,7 @@ class Transformer:
       dim: D, width of the residual stream.
       num_layers: L, blocks.
       num_heads: H, query heads.
-      num_kv_heads: G, key and value heads; None is as many as queries.
+      num_kv_heads: G, key and value heads; None is as many as query heads.
       hidden: F, hidden units of the mlp.
       vocab_size: V.
       length: T, tokens of a row.
@@ -64,15 +64,15 @@ class Transformer:
       gated: whether the mlp has a gate (SwiGLU): three matrices instead of two.
       tied: whether the output projection is the embedding.
       positions: learned positions, as rows of a table of width D; 0 without.
-      fused_attention: whether scores are never written to memory, and masked blocks are skipped (FlashAttention). If
-        not, all T x T scores are computed, in fp32.
-      num_experts: E, experts that take the place of the mlp, F hidden units each; 0 for one mlp.
+      fused_attention: whether attention skips masked blocks and writes no scores to memory (FlashAttention).
+        Otherwise all T x T scores are computed, in fp32.
+      num_experts: E, experts of F hidden units each that replace the mlp; 0 for one mlp.
       top_k: K, experts of a token.
-      shared_experts: experts that every token goes through besides.
-      expert_chunk: tokens of a device that are dispatched at a time, see `so.nn.mixture_of_experts`; None is all.
-      latent: sizes of latent attention; None for queries, keys and values straight from the residual stream.
+      shared_experts: additional experts that every token goes through.
+      expert_chunk: tokens per device in one dispatch, see `so.nn.mixture_of_experts`; None is all.
+      latent: sizes of latent attention; None computes queries, keys and values from the residual stream.
       param_dtype: dtype of the parameters (the masters).
-      dtype: dtype of activations and products.
+      dtype: dtype of activations and inner products.
 
     Raises:
       ValueError: if a size is not positive, or `num_kv_heads` does not divide `num_heads`.
@@ -106,14 +106,14 @@ class Transformer:
 
     def __post_init__(self):
         sizes = ("dim", "num_layers", "num_heads", "kv_heads", "hidden", "vocab_size", "length", "width")
-        wrong = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
-        if not wrong and self.num_heads % self.kv_heads:
-            wrong = [f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"]
+        errors = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        if not errors and self.num_heads % self.kv_heads:
+            errors = [f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"]
         if self.num_experts and not 0 < self.top_k <= self.num_experts:
-            wrong.append(f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}")
-        if wrong:
+            errors.append(f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}")
+        if errors:
             fix = "choose positive sizes, and heads in equal groups."
-            raise ValueError(format_error("Transformer", f"{plural(len(wrong), 'size')} cannot be used.", wrong, fix))
+            raise ValueError(format_error("Transformer", f"{plural(len(errors), 'size')} cannot be used.", errors, fix))
 
     @property
     def kv_heads(self) -> int:
@@ -127,17 +127,20 @@ class Transformer:
 
     @property
     def mlps(self) -> int:
-        """How many mlps of F hidden units every token goes through."""
+        """The number of mlps of F hidden units that every token goes through."""
         return self.shared_experts if self.num_experts else 1
 
     @property
     def num_parameters(self) -> int:
-        """L (2 D H K + 2 D G K + (3 or 2) D F + 2 D) + V D (twice if untied) + D, and positions; of experts each D F, and D E."""
+        """L (2 D H K + 2 D G K + (3 or 2) D F + 2 D) + V D (twice if untied) + D, and positions.
+
+        With experts D E for the router is added, and each expert has the (3 or 2) D F of an mlp.
+        """
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params()))
 
     @property
     def active_parameters(self) -> int:
-        """The parameters less those of experts that a token does not go to."""
+        """The number of parameters that one token uses: without the experts that the token does not go to."""
         idle = self.num_experts - self.top_k if self.num_experts else 0
         return self.num_parameters - self.num_layers * idle * (2 + self.gated) * self.dim * self.hidden
 
@@ -145,7 +148,7 @@ class Transformer:
     def rules(self) -> Rules:
         """Tensor rules, as strategies take them."""
         paths = [path for path, _ in leaves_with_paths(self.abstract_params())]
-        return tuple(rule for rule in (*RULES, *_MORE_RULES) if any(re.search(rule[0], path) for path in paths))
+        return tuple(rule for rule in (*RULES, *_EXPERT_RULES) if any(re.search(rule[0], path) for path in paths))
 
     def abstract_params(self) -> dict[str, PyTree]:
         """Return shapes and dtypes of the parameters, blocks stacked."""
@@ -179,94 +182,116 @@ class Transformer:
         return params
 
     def workload(self) -> Workload:
-        """Return what a row costs.
+        """Return the costs of one row.
 
-        Flops of the forward of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) of weights and 4 T^2 H K of attention, half
-        of it if masked blocks are skipped; of the head 2 T D V. A block keeps, of every token, in the dtype it
-        computes in: its input, the middle of its residual stream and both norms (4 D, replicated over tensor); queries,
-        keys, values and what attention mixes (2 H K + 2 G K), and what the products of the mlp take and give (3 F,
-        without a gate 2 F), sharded over tensor. In a pipeline it keeps the results of inner products alone. By name it can
-        keep "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and "mlp_hidden" (2 F, without a gate F), each
-        of which spares the product that it is the result of; "attention" half of the T^2 flops.
-
-        With experts each token goes through K of them, and those that are shared, in place of the one mlp, and the router adds
-        2 T D E. A block keeps of the tokens at their experts what comes (K D, replicated over tensor) and the hidden units (2 F
-        and the gate for each of the K), unless they are dispatched in chunks, which are computed again; "dispatched" is their name.
-        Latent attention counts the narrow products beside.
+        Note:
+          - Forward flops of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) for weights and 4 T^2 H K for attention. Fused
+            attention counts half of the latter.
+          - Forward flops of the head: 2 T D V.
+          - Residuals of a block per token, replicated over tensor: the input, the middle of the residual stream and
+            both norms (4 D).
+          - Residuals of a block per token, sharded over tensor: queries, keys, values and the result of attention
+            (2 H K + 2 G K). The inputs and outputs of the mlp's products are sharded too (3 F, without a gate 2 F). In
+            a pipeline a block stores the results of inner products alone.
+          - Values that remat can save by name: "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and
+            "mlp_hidden" (2 F, without a gate F). Each avoids the product that computes it, "attention" half of the T^2
+            flops.
+          - Experts: each token goes through `top_k` experts and the shared ones instead of one mlp. The router adds
+            2 T D E flops. Residuals are the arriving tokens (D per expert of a token, replicated over tensor) and the
+            hidden units (2 F per expert of a token, with a gate). Tokens that are dispatched in chunks are computed
+            again instead. The name of these values is "dispatched".
+          - Latent attention: its narrow products are counted in addition.
         """
         T, D, H, G, K, F = self.length, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
-        size, wide, gate = jnp.dtype(self.dtype).itemsize, 4, int(self.gated)
-        params, token = self.abstract_params(), size * T
-        mlps, chosen = self.mlps, self.top_k if self.num_experts else 0
-        weights = 2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in params["blocks"].items() if name in _PRODUCTS)
-        at_experts = 2 * T * D * (2 + gate) * F * chosen
-        weights += at_experts
-        attention = 4 * T * T * H * K
+        size, fp32_size, gate = jnp.dtype(self.dtype).itemsize, 4, int(self.gated)
+        params, token_bytes = self.abstract_params(), size * T
+        mlps, top_k = self.mlps, self.top_k if self.num_experts else 0
+        weight_flops = (
+            2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in params["blocks"].items() if name in _PRODUCTS)
+        )
+        expert_flops = 2 * T * D * (2 + gate) * F * top_k
+        weight_flops += expert_flops
+        score_flops = 4 * T * T * H * K
         if self.latent is not None:
-            attention += 2 * T * T * H * self.latent.rope
-        arrived, hidden = chosen * token * D, chosen * token * (1 + gate) * F
-        kept = (0, 0) if self.expert_chunk is not None else (arrived, hidden)
-        scores = 0 if self.fused_attention else wide * H * T * T
-        # cotangents of the widest point of a block, and of the scores
-        experts, working = None, Bytes(token * 2 * D, token * 2 * mlps * F + scores)
+            score_flops += 2 * T * T * H * self.latent.rope
+        arrived, hidden = top_k * token_bytes * D, top_k * token_bytes * (1 + gate) * F
+        expert_residuals = (0, 0) if self.expert_chunk is not None else (arrived, hidden)
+        scores = 0 if self.fused_attention else fp32_size * H * T * T
+        # cotangents at the widest point of a block, and of the scores
+        experts, working = None, Bytes(token_bytes * 2 * D, token_bytes * 2 * mlps * F + scores)
         if self.num_experts:
             share = 1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / T)
             buffers = Bytes(share * arrived, share * hidden)
-            passing = Bytes(share * arrived, share * (hidden + 2 * chosen * token * F))
-            # rows, their gradients and the gradients of rows, each as it travels and as products take it
-            exchanged = Bytes(6 * share * arrived).plus(buffers, -1)
-            whole = self.expert_chunk is None
+            expert_working = Bytes(share * arrived, share * (hidden + 2 * top_k * token_bytes * F))
+            # rows, gradients of results and gradients of rows, each as it travels and as products read it
+            exchange_working = Bytes(6 * share * arrived).plus(buffers, -1)
+            in_one_chunk = self.expert_chunk is None
             experts = Experts(
-                EXPERT_LEAVES, self.num_experts, self.top_k, token * D, buffers, passing, exchanged, kept=whole
+                EXPERT_LEAVES,
+                self.num_experts,
+                self.top_k,
+                token_bytes * D,
+                buffers,
+                expert_working,
+                exchange_working,
+                saves_buffers=in_one_chunk,
             )
-            working = working.plus(passing).plus(Bytes() if whole else buffers)
-        attention_flops = attention / (2 if self.fused_attention else 1)
-        block = weights + attention_flops
+            working = working.plus(expert_working).plus(Bytes() if in_one_chunk else buffers)
+        attention_flops = score_flops / (2 if self.fused_attention else 1)
+        block_flops = weight_flops + attention_flops
         rope = K if self.latent is None else self.latent.rope
         widths = {"keys": K if self.latent is None else K + rope, "values": K}
-        rotated = 0 if self.positions else H + (G if self.latent is None else 1)
-        swaps = 2.0 * T * rope * rope * rotated  # rotary positions swap halves by a product on TPU
+        rotated_heads = 0 if self.positions else H + (G if self.latent is None else 1)
+        # on TPU, rotary positions swap halves of a head by an inner product
+        rotation_flops = 2.0 * T * rope * rope * rotated_heads
         forward, backward = (
-            splash_flops(*products, heads=H, length=T, **widths) + swaps for products in (FORWARD, BACKWARD)
+            splash_flops(*products, heads=H, length=T, **widths) + rotation_flops for products in (FORWARD, BACKWARD)
         )
-        head = 2 * T * D * self.vocab_size
+        head_flops = 2 * T * D * self.vocab_size
         return Workload(
             name=self.name,
             params=params,
             rules=self.rules,
             tokens=T,
-            block_flops=block,
-            recompute_flops=block - 2 * T * F * D * (mlps + chosen),
-            ends_flops=head,
-            boundary_bytes=token * D,
+            block_flops=block_flops,
+            recompute_flops=block_flops - 2 * T * F * D * (mlps + top_k),
+            ends_flops=head_flops,
+            boundary_bytes=token_bytes * D,
             residuals=Bytes(
-                token * 4 * D + kept[0], token * (2 * H * K + 2 * G * K + (5 + gate) * mlps * F) + kept[1] + scores
+                token_bytes * 4 * D + expert_residuals[0],
+                token_bytes * (2 * H * K + 2 * G * K + (5 + gate) * mlps * F) + expert_residuals[1] + scores,
             ),
             stage_residuals=Bytes(
-                token * 2 * D + kept[0], token * (2 * H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1] + scores
+                token_bytes * 2 * D + expert_residuals[0],
+                token_bytes * (2 * H * K + 2 * G * K + (1 + gate) * mlps * F) + expert_residuals[1] + scores,
             ),
-            deferred=Bytes(token * 2 * D + kept[0], token * (H * K + 2 * G * K + (1 + gate) * mlps * F) + kept[1]),
+            deferred=Bytes(
+                token_bytes * 2 * D + expert_residuals[0],
+                token_bytes * (H * K + 2 * G * K + (1 + gate) * mlps * F) + expert_residuals[1],
+            ),
             working=working,
-            # logits in fp32, which their gradient overwrites
-            ends_working=Bytes(sharded=wide * T * self.vocab_size),
+            # logits in fp32; their gradient overwrites them
+            ends_working=Bytes(sharded=fp32_size * T * self.vocab_size),
             tensor_sums=tensor_sums(params, self.rules, EXPERT_LEAVES),
-            model_flops=3 * (self.num_layers * (weights + attention / 2) + head),
+            model_flops=3 * (self.num_layers * (weight_flops + score_flops / 2) + head_flops),
             itemsize=size,
             loss_reads=("norm", "embedding" if self.tied else "head"),
             tables=() if self.tied else ("embedding",),
             table_ids=0.0 if self.tied else float(T),
             table_numbers=0.0 if self.tied else float(T * D),
-            attention=Attention(token * H * K, token * G * K, G, scores, attention_flops, (forward, backward)),
+            attention=Attention(
+                token_bytes * H * K, token_bytes * G * K, G, scores, attention_flops, (forward, backward)
+            ),
             experts=experts,
             named=(
-                NamedValue("qkv", Bytes(0, token * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
-                NamedValue("attention", Bytes(0, token * H * K), 2.0 * T * T * H * K, 0),
-                NamedValue("attention_out", Bytes(token * D, 0), 2.0 * T * D * H * K, 1),
+                NamedValue("qkv", Bytes(0, token_bytes * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
+                NamedValue("attention", Bytes(0, token_bytes * H * K), 2.0 * T * T * H * K, 0),
+                NamedValue("attention_out", Bytes(token_bytes * D, 0), 2.0 * T * D * H * K, 1),
                 *(
                     [
                         NamedValue(
                             "mlp_hidden",
-                            Bytes(0, mlps * token * (1 + gate) * F),
+                            Bytes(0, mlps * token_bytes * (1 + gate) * F),
                             2.0 * T * D * mlps * (1 + gate) * F,
                             0,
                         )
@@ -294,7 +319,7 @@ MODELS = {
         _llama("llama3-8b", dim=4096, num_layers=32, num_heads=32, hidden=14336, vocab_size=128256, length=8192),
         _llama("llama3-70b", dim=8192, num_layers=80, num_heads=64, hidden=28672, vocab_size=128256, length=8192),
         _llama("llama3-405b", dim=16384, num_layers=126, num_heads=128, hidden=53248, vocab_size=128256, length=8192),
-        # Jiang et al., "Mixtral of Experts", 2024, table 1; tokens of a row as in its published configuration's training
+        # Jiang et al., "Mixtral of Experts", 2024, table 1; row length as in the published training configuration
         _llama(
             "mixtral-8x7b",
             dim=4096,
@@ -305,7 +330,7 @@ MODELS = {
             length=4096,
             num_experts=8,
         ),
-        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2; its 3 leading layers without experts are left out
+        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2, without its 3 leading dense layers
         Transformer(
             "deepseek-v3",
             dim=7168,
@@ -323,15 +348,15 @@ MODELS = {
         ),
     )
 }
-"""Shapes by name, at the sequence length they were trained with."""
+"""Published models by name, with the sequence length of their training."""
 
 
 def find_model(who: str, name: Any) -> Transformer:
-    """Return the shape of a name; a `Transformer` of one's own is returned as it is.
+    """Return the published model with this name; return a `Transformer` unchanged.
 
     Raises:
-      TypeError: if it is neither.
-      ValueError: if the name is unknown.
+      TypeError: if `name` is neither a string nor a `Transformer`.
+      ValueError: if there is no such name.
 
     Example:
       >>> round(find_model("plan", "llama3-8b").num_parameters / 1e9, 2)
@@ -350,8 +375,8 @@ def find_model(who: str, name: Any) -> Transformer:
                 "loss without blocks so.aot compiles one layout."
             )
         raise TypeError(format_error(who, f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix))
-    short = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
-    if short not in MODELS:
+    normalized_name = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
+    if normalized_name not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
         raise ValueError(format_error(who, f"unknown model {name!r}.", fix=fix))
-    return MODELS[short]
+    return MODELS[normalized_name]

@@ -1,4 +1,4 @@
-"""Pictures: of plans memory and traffic, of a compiled step its timeline, and where on a mesh each leaf lives."""
+"""Plots: memory and traffic of plans, the timeline of a compiled step, and the placement of leaves on a mesh."""
 
 import os
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ _AXES = {
     "replica": "#b3882f",
 }
 _INK, _LINE = "#22272e", "#9aa2ad"
-_MOST_BARS, _MOST_BOXES = 40, 64
+_MAX_BARS, _MAX_BOXES = 40, 64
 
 
 def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
-    """Draw the bytes per device as stacked bars, one per layout, by what they are for.
+    """Draw the bytes per device as stacked bars, one bar per layout, one colour per purpose.
 
     Args:
       predictions: from `so.plan(...).ranked`, or `so.planning.predict`.
       limit: bytes that may be used, drawn as a line.
-      path: where to save the picture; the suffix chooses the format, PNG without one.
+      path: file to save the picture to; the suffix chooses the format, PNG without one.
 
     Returns:
       A matplotlib figure.
@@ -58,11 +58,11 @@ def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None
 
 
 def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Figure":
-    """Draw the bytes that a device sends in a step as stacked bars, one per layout, by mesh axis.
+    """Draw the bytes that a device sends in a step as stacked bars, one bar per layout, one colour per mesh axis.
 
     Args:
       predictions: as for `plot_memory`.
-      path: where to save the picture.
+      path: file to save the picture to.
 
     Returns:
       A matplotlib figure.
@@ -78,7 +78,7 @@ def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None,
     Args:
       predictions: as for `plot_memory`.
       limit: as for `plot_memory`.
-      path: where to save the picture.
+      path: file to save the picture to.
 
     Returns:
       A matplotlib figure.
@@ -91,29 +91,32 @@ def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None,
 
 
 def _memory(axes: "Axes", predictions: Sequence[Prediction], limit: float | None) -> None:
-    bars = [(*_MEMORY[name], [getattr(one.memory, name) / 1e9 for one in predictions]) for name in _MEMORY]
+    gigabytes = {name: [getattr(prediction.memory, name) / 1e9 for prediction in predictions] for name in _MEMORY}
+    bars = [(*_MEMORY[name], gigabytes[name]) for name in _MEMORY]
     if limit is not None:
         axes.axvline(limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used")
     _bars(axes, predictions, bars, "GB per device")
 
 
 def _traffic(axes: "Axes", predictions: Sequence[Prediction]) -> None:
-    sent = [one.wire_bytes for one in predictions]
-    used = [axis for axis in _AXES if any(axis in row for row in sent)]
-    bars = [(f"over {axis}", _AXES[axis], [row.get(axis, 0.0) / 1e9 for row in sent]) for axis in used]
+    sent_bytes = [prediction.wire_bytes for prediction in predictions]
+    axis_names = [axis for axis in _AXES if any(axis in row for row in sent_bytes)]
+    bars = [(f"over {axis}", _AXES[axis], [row.get(axis, 0.0) / 1e9 for row in sent_bytes]) for axis in axis_names]
     _bars(axes, predictions, bars, "GB sent per device and step")
 
 
 def _bars(
     axes: "Axes", predictions: Sequence[Prediction], bars: list[tuple[str, str, list[float]]], label: str
 ) -> None:
-    """Stack (name, colour, lengths) bars side by side, a row per prediction."""
-    left = [0.0] * len(predictions)
+    """Draw one row per prediction, with (name, colour, lengths) bars next to each other."""
+    starts = [0.0] * len(predictions)
     for name, color, values in bars:
-        axes.barh(range(len(values)), values, left=left, height=0.7, color=color, label=name)
-        left = [start + value for start, value in zip(left, values, strict=True)]
+        axes.barh(range(len(values)), values, left=starts, height=0.7, color=color, label=name)
+        starts = [start + value for start, value in zip(starts, values, strict=True)]
     axes.set_xlabel(label, color=_INK)
-    axes.set_yticks(range(len(predictions)), [str(one.layout) for one in predictions], fontsize=8, color=_INK)
+    axes.set_yticks(
+        range(len(predictions)), [str(prediction.layout) for prediction in predictions], fontsize=8, color=_INK
+    )
     axes.set_ylim(len(predictions) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK, labelsize=8)
@@ -123,28 +126,30 @@ def _bars(
 
 def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
     require("matplotlib", extra="plot", who="plot")
-    from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
+    from matplotlib.figure import Figure  # not pyplot, which chooses a backend and must be closed
 
-    if not 1 <= len(predictions) <= _MOST_BARS:
-        what = f"there are {len(predictions)} predictions to draw."
-        raise ValueError(format_error("plot", what, fix=f"pass between 1 and {_MOST_BARS}, such as plans.ranked[:10]."))
+    if not 1 <= len(predictions) <= _MAX_BARS:
+        problem = f"there are {len(predictions)} predictions to draw."
+        raise ValueError(
+            format_error("plot", problem, fix=f"pass between 1 and {_MAX_BARS}, such as plans.ranked[:10].")
+        )
     figure = Figure(figsize=(4.4 + 4.2 * columns, 1.7 + 0.38 * len(predictions)), dpi=160, layout="constrained")
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 
 
 def saved(figure: "Figure", path: Path) -> "Figure":
-    """Return the figure, saved if there is a path."""
+    """Save the figure if there is a path, and return it."""
     if path is not None:
         figure.savefig(path)
     return figure
 
 
 def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
-    """Draw what a compiled step does when: what the TensorCore works or waits, and what each mesh axis sends beside it.
+    """Draw the timeline of a compiled step: computation and waiting of the TensorCore, and transfers of each mesh axis.
 
     Args:
-      step: from `so.planning.step_seconds`, or of an `AotReport`.
-      path: where to save the picture.
+      step: the result of `so.planning.step_seconds`, or `AotReport.step_seconds`.
+      path: file to save the picture to.
 
     Returns:
       A matplotlib figure.
@@ -159,16 +164,17 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
         fix = "compile for a TPU, such as with so.aot."
         raise ValueError(format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix))
     core = {"compute": "#33608c", "exposed": "#c0392b"}
-    sent = sorted({span.where for span in step.spans} - core.keys())
-    rows = dict.fromkeys(core, 0) | {where: at for at, where in enumerate(sent, 1)}
-    figure = Figure(figsize=(11, 1.5 + 0.5 * (1 + len(sent))), dpi=160, layout="constrained")
+    transfers = sorted({span.where for span in step.spans} - core.keys())
+    rows = dict.fromkeys(core, 0) | {name: row for row, name in enumerate(transfers, 1)}
+    figure = Figure(figsize=(11, 1.5 + 0.5 * (1 + len(transfers))), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    for where, at in rows.items():
-        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in step.spans if span.where == where]
-        color = core.get(where, _AXES.get(where, _LINE))
-        axes.broken_barh(bars, (at - 0.4, 0.8), facecolor=color, label=where if where in core else None)
-    axes.set_yticks(range(1 + len(sent)), ["TensorCore", *(f"over {where}" for where in sent)], fontsize=8, color=_INK)
-    axes.set_ylim(len(sent) + 0.5, -0.5)
+    for name, row in rows.items():
+        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in step.spans if span.where == name]
+        color = core.get(name, _AXES.get(name, _LINE))
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, label=name if name in core else None)
+    labels = ["TensorCore", *(f"over {name}" for name in transfers)]
+    axes.set_yticks(range(1 + len(transfers)), labels, fontsize=8, color=_INK)
+    axes.set_ylim(len(transfers) + 0.5, -0.5)
     axes.set_xlim(0, step.total * 1e3 or 1)
     axes.set_xlabel("ms, estimated", color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
@@ -178,15 +184,15 @@ def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
 
 
 def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: Path = None) -> "Figure":
-    """Draw where on the mesh each parameter leaf lives: a row per leaf, in it a strip per axis that shards it.
+    """Draw the placement of each parameter leaf on the mesh: one row per leaf, one strip per axis that shards it.
 
-    The boxes of the last strip are the shards; a grey row is replicated on every device. The text beside it says how
-    many devices hold each shard. At most 64 boxes are drawn.
+    The boxes of the last strip are the shards. A grey row is replicated on every device. The text next to a row says
+    how many devices hold each shard. At most 64 boxes are drawn.
 
     Args:
       opt: a strategy from `so.ddp`, `so.zero`, `so.fsdp` or `so.hybrid`.
-      abstract_params: shapes of the parameters; by default those last seen by it.
-      path: where to save the picture.
+      abstract_params: shapes of the parameters; by default the last parameters that the strategy has seen.
+      path: file to save the picture to.
 
     Returns:
       A matplotlib figure.
@@ -198,15 +204,15 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
     shape = dict(opt.mesh.shape)
     figure = Figure(figsize=(10, 1.2 + 0.36 * len(rows)), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    for at, row in enumerate(rows):
+    for i, row in enumerate(rows):
         names = spec_axes(row.params)
-        pieces = _strips(axes, at, [(name, shape[name]) for name in names])
-        copies = opt.mesh.size // pieces
-        devices, sharding = plural(copies, "device"), " x ".join(f"{name}={shape[name]}" for name in names)
+        num_shards = _strips(axes, i, [(name, shape[name]) for name in names])
+        num_copies = opt.mesh.size // num_shards
+        devices, sharding = plural(num_copies, "device"), " x ".join(f"{name}={shape[name]}" for name in names)
         text = f"replicated: {row.bytes_per_device:,} bytes on each of {devices}"
         if names:
-            text = f"{sharding}: {plural(pieces, 'shard')} of {row.bytes_per_device:,} bytes, each on {devices}"
-        axes.text(1.01, at, text, va="center", fontsize=7, color=_INK)
+            text = f"{sharding}: {plural(num_shards, 'shard')} of {row.bytes_per_device:,} bytes, each on {devices}"
+        axes.text(1.01, i, text, va="center", fontsize=7, color=_INK)
     axes.set_yticks(range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows], fontsize=7, color=_INK)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.6)
@@ -217,15 +223,18 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
     return saved(figure, path)
 
 
-def _strips(axes: "Axes", at: int, sharding: list[tuple[str, int]]) -> int:
-    """Draw a leaf as a strip for each axis that shards it, each cutting the boxes of the strip above; return the shards."""
-    height, pieces = 0.72 / max(len(sharding), 1), 1
+def _strips(axes: "Axes", row: int, sharding: list[tuple[str, int]]) -> int:
+    """Draw one strip per axis that shards a leaf, and return the number of shards.
+
+    Each strip cuts the boxes of the strip above it.
+    """
+    height, num_shards = 0.72 / max(len(sharding), 1), 1
     if not sharding:
-        axes.broken_barh([(0, 1)], (at - 0.36, 0.72), facecolor=_LINE)
+        axes.broken_barh([(0, 1)], (row - 0.36, 0.72), facecolor=_LINE)
     for i, (name, size) in enumerate(sharding):
-        pieces *= size
-        shown = min(pieces, _MOST_BOXES)
-        boxes = [(piece / shown, 1 / shown) for piece in range(shown)]
-        where = (at - 0.36 + i * height, height)
-        axes.broken_barh(boxes, where, facecolor=_AXES[name], edgecolor="white", linewidth=0.8)
-    return pieces
+        num_shards *= size
+        num_boxes = min(num_shards, _MAX_BOXES)
+        boxes = [(box / num_boxes, 1 / num_boxes) for box in range(num_boxes)]
+        vertical_range = (row - 0.36 + i * height, height)
+        axes.broken_barh(boxes, vertical_range, facecolor=_AXES[name], edgecolor="white", linewidth=0.8)
+    return num_shards

@@ -1,4 +1,4 @@
-"""A computation of a compiled TPU program as what its TensorCore does in turn: compute, start a transfer, wait for one, loop."""
+"""Actions of a TPU's TensorCore in a compiled computation: compute, start a transfer, wait for a transfer, loop."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ from shardopt.audit.collective import Collective
 from shardopt.audit.hlo_text import Instruction, arrays, attributes, nbytes, operands
 from shardopt.audit.program import Program
 from shardopt.audit.walk import (
-    Found,
+    CollectiveSite,
     callees,
     chain_of,
     collectives_under,
+    computations_with_collectives,
     crosses_slices,
     trip_count,
-    with_collectives,
 )
 from shardopt.pipeline import Schedule
 from shardopt.planning.attention_kernels import KERNELS, splash_flops
@@ -28,14 +28,14 @@ from shardopt.planning.hardware import Hardware
 
 
 class Compute(NamedTuple):
-    """Work of the TensorCore."""
+    """Computation on the TensorCore."""
 
     line: Instruction
     seconds: float
 
 
 class Start(NamedTuple):
-    """A transfer begins: over which mesh axes, and how long it takes by itself."""
+    """A transfer begins, over the mesh axes `axes`; alone it takes `seconds`."""
 
     key: str
     line: Instruction
@@ -45,13 +45,13 @@ class Start(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The TensorCore waits for the transfer of that key."""
+    """The TensorCore waits for the transfer with this key."""
 
     key: str
 
 
 class Loop(NamedTuple):
-    """A computation runs so many times, the branches directly in it in the first `taken` of them only."""
+    """A computation runs `turns` times. The branches directly in it run in the first `taken` iterations only."""
 
     computation: str
     turns: int
@@ -59,7 +59,7 @@ class Loop(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """Of the branches that could be taken, the dearest."""
+    """The most expensive branch of a conditional."""
 
     computation: str
 
@@ -69,12 +69,18 @@ Action = Compute | Start | Done | Loop | Branch
 
 @dataclasses.dataclass
 class Reader:
-    """Reads computations of a program, once each; `clock` is the chip's, in which XLA estimates.
+    """Translate computations of a program to actions, each computation once.
 
-    In a loop over the ticks of `schedule` a pass is a branch, which counts in as many ticks as some stage takes it.
+    A pass is a branch in the loop over the ticks of `schedule`. It counts in the ticks when at least one stage runs it.
 
-    `assumed` counts what the program does not tell: loops that do not say how often they turn, and by name what has no
-    estimate.
+    Attributes:
+      program: the compiled program.
+      chip: the chip that runs it.
+      clock: cycles per second of the chip, the unit of XLA's estimates.
+      schedule: the schedule of a pipeline.
+      assumed: number of assumptions by their text: loops with unknown trip counts, instructions without an estimate.
+      actions: actions by computation.
+      costs: seconds by computation.
     """
 
     program: Program
@@ -82,29 +88,29 @@ class Reader:
     clock: float
     schedule: Schedule | None = None
     assumed: Counter[str] = dataclasses.field(default_factory=Counter)
-    known: dict[str, tuple[Action, ...]] = dataclasses.field(default_factory=dict)
+    actions: dict[str, tuple[Action, ...]] = dataclasses.field(default_factory=dict)
     costs: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sending = with_collectives(self.program.module)
+        self.sending = computations_with_collectives(self.program.module)
 
     def read(self, name: str) -> tuple[Action, ...]:
         """Return the actions of a computation, in the order of its schedule."""
-        if name not in self.known:
-            self.known[name] = tuple(self._read(name))
-        return self.known[name]
+        if name not in self.actions:
+            self.actions[name] = tuple(self._read(name))
+        return self.actions[name]
 
     def _read(self, name: str) -> Iterator[Action]:
         lines = self.program.module.computations.get(name, ())
         shapes = {line.name: line.shape for line in lines}
-        under = {line.name: list(self._under(name, line)) for line in lines}
-        # the last piece of a collective that is spread over fusions ends it
-        last = {
-            chain: line.name for line in lines for found in under[line.name] if (chain := chain_of(found.instruction))
+        sites = {line.name: list(self._sites(name, line)) for line in lines}
+        # a collective that is spread over fusions ends with its last piece
+        last_pieces = {
+            chain: line.name for line in lines for site in sites[line.name] if (chain := chain_of(site.instruction))
         }
-        begun: set[str] = set()
-        keys: dict[str, str] = {}  # instruction -> key of the transfer that it carries on
-        held: dict[str, list[Start]] = {}  # a start that has no data yet: its update brings them
+        begun_chains: set[str] = set()
+        keys: dict[str, str] = {}  # instruction -> key of the transfer that it continues
+        delayed: dict[str, list[Start]] = {}  # starts without operands, which begin at their update
         for line in lines:
             opcode = line.opcode
             if opcode == "while":
@@ -118,32 +124,32 @@ class Reader:
             elif opcode.endswith(("-update", "-done")):
                 key = keys.get(operands(line)[0], "")
                 keys[line.name] = key
-                yield from held.pop(key, [])
+                yield from delayed.pop(key, [])
                 if opcode.endswith("-done") and key:
                     yield Done(key)
             else:
                 starts, ends = [], []
-                for found in under[line.name]:
-                    chain = chain_of(found.instruction)
+                for site in sites[line.name]:
+                    chain = chain_of(site.instruction)
                     key = f"{name} {chain}" if chain else _rendezvous(line) or line.name
-                    one = None if chain and chain in begun else self._start(key, found)
-                    starts += [one] if one else []
-                    begun |= {chain} if chain else set()
-                    if last.get(chain or "") == line.name or not (chain or found.asynchronous):
+                    start = None if chain and chain in begun_chains else self._start(key, site)
+                    starts += [start] if start else []
+                    begun_chains |= {chain} if chain else set()
+                    if last_pieces.get(chain or "") == line.name or not (chain or site.asynchronous):
                         ends.append(Done(key))
                     elif not chain:
                         keys[line.name] = key
                 if line.name in keys and not operands(line):
-                    held[line.name] = starts
+                    delayed[line.name] = starts
                 else:
                     yield from starts
                 if not opcode.endswith("-start") and (
-                    seconds := self._seconds(line, shapes, sends=bool(under[line.name]))
+                    seconds := self._seconds(line, shapes, sends=bool(sites[line.name]))
                 ):
                     yield Compute(line, seconds)
                 yield from ends
 
-    def _under(self, name: str, line: Instruction) -> Iterator[Found]:
+    def _sites(self, name: str, line: Instruction) -> Iterator[CollectiveSite]:
         if line.opcode not in ("while", "conditional", "call"):
             yield from collectives_under(self.program.module, name, line, self.sending)
 
@@ -158,51 +164,53 @@ class Reader:
         return Loop(attributes(line)["body"].lstrip("%"), turns, taken)
 
     def cost(self, name: str) -> float:
-        """Return the seconds of a computation if nothing ran beside anything."""
+        """Return the seconds of a computation without any overlap of its actions."""
         if name not in self.costs:
-            each = []
-            for one in self.read(name):
-                match one:
+            times = []
+            for action in self.read(name):
+                match action:
                     case Loop(body, turns):
-                        each.append(turns * self.cost(body))
+                        times.append(turns * self.cost(body))
                     case Branch(body):
-                        each.append(self.cost(body))
+                        times.append(self.cost(body))
                     case Compute(_, seconds) | Start(_, _, _, _, seconds):
-                        each.append(seconds)
-            self.costs[name] = math.fsum(each)
+                        times.append(seconds)
+            self.costs[name] = math.fsum(times)
         return self.costs[name]
 
-    def _start(self, key: str, found: Found) -> Start | None:
+    def _start(self, key: str, site: CollectiveSite) -> Start | None:
         """Return the transfer of a collective; None if no device sends to another."""
-        one = self.program.collective(found)
-        if one is None:
+        collective = self.program.collective(site)
+        if collective is None:
             return None
-        axes = one.axes or tuple(axis for axis, size in self.program.sizes.items() if size > 1)
-        return Start(key, found.instruction, found.kind, axes, self._wire_seconds(found, one))
+        axes = collective.axes or tuple(axis for axis, size in self.program.sizes.items() if size > 1)
+        return Start(key, site.instruction, site.kind, axes, self._wire_seconds(site, collective))
 
-    def _wire_seconds(self, found: Found, one: Collective) -> float:
-        if crosses_slices(found.instruction):
-            return one.wire_bytes / self.chip.network_bandwidth
+    def _wire_seconds(self, site: CollectiveSite, collective: Collective) -> float:
+        if crosses_slices(site.instruction):
+            return collective.wire_bytes / self.chip.network_bandwidth
         devices = self.program.replicas * self.program.partitions
-        size = one.group_size or math.prod(self.program.sizes[axis] for axis in one.axes or self.program.sizes)
-        axes = _told_axes(found.instruction) or torus_axes(size, devices, self.chip)
+        size = collective.group_size or math.prod(
+            self.program.sizes[axis] for axis in collective.axes or self.program.sizes
+        )
+        axes = _stated_torus_axes(site.instruction) or torus_axes(size, devices, self.chip)
         axes = min(axes, max(self.chip.torus_dims, 1))
-        # in an all-to-all a number goes past the devices in between, a quarter of a ring on average
-        hops = max(1.0, size ** (1 / axes) / 4) if found.kind in ("all-to-all", "ragged-all-to-all") else 1.0
-        return hops * one.wire_bytes / (axes * self.chip.link_bandwidth)
+        # in an all-to-all a number passes the devices in between, a quarter of a ring on average
+        hops = max(1.0, size ** (1 / axes) / 4) if site.kind in ("all-to-all", "ragged-all-to-all") else 1.0
+        return hops * collective.wire_bytes / (axes * self.chip.link_bandwidth)
 
     def _seconds(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> float:
-        """Return the seconds that the TensorCore works at an instruction."""
-        found = _CYCLES.search(line.rest)
-        if found and int(found[1]) < _UNKNOWN_CYCLES:
-            return int(found[1]) / self.clock
-        moved = nbytes(line.shape) / self.chip.memory_bandwidth
+        """Return the seconds that the TensorCore computes an instruction."""
+        cycles = _CYCLES.search(line.rest)
+        if cycles and int(cycles[1]) < _UNKNOWN_CYCLES:
+            return int(cycles[1]) / self.clock
+        write_seconds = nbytes(line.shape) / self.chip.memory_bandwidth
         if line.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in line.rest:
             inputs = [shapes[name] for name in operands(line) if name in shapes]
             if flops := kernel_flops(line, inputs):
                 return flops / self.chip.flops
             self.assumed[f"kernel {_stem(line)} without an estimate, counted by its bytes"] += 1
-            return moved + sum(map(nbytes, inputs)) / self.chip.memory_bandwidth
+            return write_seconds + sum(map(nbytes, inputs)) / self.chip.memory_bandwidth
         if (
             sends
             or line.opcode in _FREE
@@ -211,11 +219,11 @@ class Reader:
         ):
             return 0.0
         self.assumed[f"{_stem(line)} without an estimate, counted by the bytes of its result"] += 1
-        return 2 * moved
+        return 2 * write_seconds
 
 
 def kernel_flops(line: Instruction, inputs: list[str]) -> float:
-    """Return the flops of a Pallas kernel: those that it states, or of splash attention `splash_flops`; else 0."""
+    """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash attention; else 0."""
     if stated := _STATED_FLOPS.search(line.rest):
         return float(stated[1])
     if "splash" not in line.name:
@@ -224,9 +232,9 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     if not sizes:
         return 0.0
     *heads, length, width = max(sizes, key=math.prod)
-    of_values = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
+    value_width = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
     products = next((count for word, count in KERNELS.items() if word in line.name), (2, 2))
-    widths = {"keys": width, "values": min(of_values, width)}
+    widths = {"keys": width, "values": min(value_width, width)}
     return splash_flops(*products, heads=math.prod(heads), length=length, **widths)
 
 
@@ -236,22 +244,22 @@ _STATED_FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "recv", "send", "opt-barrier")
 _FREE_CALLS = ('custom_call_target="AllocateBuffer"', 'custom_call_target="ConcatBitcast"')
 _SMALL = 4096
-"""Bytes of a register; scalars and the like have no estimate and take no time to speak of."""
+"""Bytes of a register. Results of at most this size, such as scalars, have no estimate and take almost no time."""
 
 
-def _told_axes(line: Instruction) -> int | None:
-    """Return over how many axes of the torus the compiler says that a collective goes; None where it does not say."""
-    if found := re.search(r'"emitter":"(\d)D', line.rest):
-        return int(found[1])
-    if found := re.search(r"cores:\{([\d ]+)\}", line.rest):
-        return len(found[1].split())
+def _stated_torus_axes(line: Instruction) -> int | None:
+    """Return how many torus axes a collective uses by the text of the compiler; None if the text does not say."""
+    if match := re.search(r'"emitter":"(\d)D', line.rest):
+        return int(match[1])
+    if match := re.search(r"cores:\{([\d ]+)\}", line.rest):
+        return len(match[1].split())
     return 1 if "RingSumEmitter" in line.rest or "async_collective_fusion_config" in line.rest else None
 
 
 def _rendezvous(line: Instruction) -> str | None:
-    """Return the name under which a send to another slice and its recv find each other."""
-    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line.rest)
-    return found[1] if found else None
+    """Return the name that a send to another slice and its recv have in common."""
+    match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line.rest)
+    return match[1] if match else None
 
 
 def _stem(line: Instruction) -> str:

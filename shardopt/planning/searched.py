@@ -1,16 +1,18 @@
-"""What `so.schedules.search` is told for a layout: the predicted times of its passes, and the activations that fit."""
+"""The arguments of `so.schedules.search` for a layout: predicted times of its passes, and the activations that fit."""
 
 from shardopt.core.errors import format_error
 from shardopt.planning.costs import footprint, pass_seconds, traffic
 from shardopt.planning.hardware import Hardware
-from shardopt.planning.layout import Layout, PlacedModel, Searched
+from shardopt.planning.layout import Layout, PlacedModel, SearchArguments
 
 
-def fill_in(given: PlacedModel, *, hardware: Hardware, batch_size: int, limit: float, slices: int = 1) -> Layout:
-    """Return the layout with what its schedule, "search", is found for.
+def with_search_arguments(
+    base: PlacedModel, *, hardware: Hardware, batch_size: int, limit: float, slices: int = 1
+) -> Layout:
+    """Return the layout with the times and the memory for its schedule "search".
 
     Args:
-      given: the model under a layout with a pipeline.
+      base: the model under a layout with a pipeline.
       hardware: the chip.
       batch_size: rows of the global batch.
       limit: bytes of a chip's memory that may be used.
@@ -19,36 +21,36 @@ def fill_in(given: PlacedModel, *, hardware: Hardware, batch_size: int, limit: f
     Raises:
       ValueError: if not one activation fits.
     """
-    # all that stays the same whatever the schedule, and keeps as many activations as stages
-    layout = given.layout
-    placed = given._replace(layout=layout._replace(schedule="zero_bubble", searched=None))
-    sent = traffic(placed, batch_size=batch_size)
-    passes = pass_seconds(placed, sent, hardware, batch_size=batch_size, slices=slices)
-    stages, count = layout.pipeline, layout.micro_batches
-    fits = _activations_that_fit(placed, batch_size, limit)
-    if fits < 1:
-        what = "not one activation fits beside the weights, so there is no schedule to search."
-        raise ValueError(format_error("plan", what))
+    # times and memory without activations do not depend on the schedule; this one holds one activation per stage
+    layout = base.layout
+    placed = base._replace(layout=layout._replace(schedule="zero_bubble", searched=None))
+    transfers = traffic(placed, batch_size=batch_size)
+    passes = pass_seconds(placed, transfers, hardware, batch_size=batch_size, slices=slices)
+    stages, micro_batches = layout.pipeline, layout.micro_batches
+    max_activations = _activations_that_fit(placed, batch_size, limit)
+    if max_activations < 1:
+        problem = "not one activation fits beside the weights, so there is no schedule to search."
+        raise ValueError(format_error("plan", problem))
     backward = [*[passes.backward] * (stages - 1), passes.backward + passes.ends]
-    searched = Searched(
-        forward=(_short(passes.forward),) * stages,
-        backward=tuple(map(_short, backward)),
-        weight=(_short(passes.weight),) * stages,
-        communication=_short(passes.communication),
-        memory=min(fits, count, 2 * stages),
+    searched = SearchArguments(
+        forward=(_rounded(passes.forward),) * stages,
+        backward=tuple(map(_rounded, backward)),
+        weight=(_rounded(passes.weight),) * stages,
+        communication=_rounded(passes.communication),
+        memory=min(max_activations, micro_batches, 2 * stages),
     )
     return layout._replace(searched=searched)
 
 
 def _activations_that_fit(placed: PlacedModel, batch_size: int, limit: float) -> int:
-    """Return how many: from one more to one less a footprint changes by what each takes."""
+    """Return how many activations fit: the footprint grows by the same bytes for each one."""
     table = placed.layout.table()
     assert table is not None
     total = footprint(placed, batch_size=batch_size).total
-    each = footprint(placed, batch_size=batch_size, more_slots=1).total - total
-    return table.num_slots + int((limit - total) // each)
+    activation_bytes = footprint(placed, batch_size=batch_size, extra_slots=1).total - total
+    return table.num_slots + int((limit - total) // activation_bytes)
 
 
-def _short(seconds: float) -> float:
-    """Return it with three digits, which can be read, and typed."""
+def _rounded(seconds: float) -> float:
+    """Return the time with three digits, which are easy to read and to type."""
     return float(f"{seconds:.3g}")

@@ -1,4 +1,4 @@
-"""Topologies to compile for where there is no such device: slices of TPUs by libtpu, nodes of GPUs by jax's CUDA plugin."""
+"""Topologies to compile for without a device: slices of TPUs by libtpu, nodes of GPUs by jax's CUDA plugin."""
 
 import os
 import re
@@ -13,28 +13,29 @@ from shardopt.planning.hardware import HARDWARE, Devices, Hardware
 
 
 def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
-    """Return the chip and the torus in a text such as "v5p:4x4x8"; of "h100:8" how many GPUs a node has.
+    """Return the chip and the torus of a text such as "v5p:4x4x8", or the number of GPUs per node of "h100:8".
 
     Raises:
-      TypeError: if it is no string.
-      ValueError: if it cannot be read, the chip is unknown, its torus has another number of axes, or its switch fewer ports.
+      TypeError: if `topology` is not a string.
+      ValueError: if it cannot be read, the chip is unknown, or the chip's torus has another number of axes.
+      ValueError: if a node has fewer GPUs.
     """
     forms = ", ".join(_form(chip) for chip in HARDWARE.values())
     if not isinstance(topology, str):
         raise TypeError(format_error("aot", f"topology must be a string, got {topology!r}.", fix=f"write {forms}."))
-    found = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)
-    if found is None or found[1] not in HARDWARE:
-        what = f"unknown topology {topology!r}."
-        raise ValueError(format_error("aot", what, fix=f"write chip and torus, with sizes of your own: {forms}."))
-    chip, dims = HARDWARE[found[1]], tuple(map(int, found[2].split("x")))
+    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)
+    if match is None or match[1] not in HARDWARE:
+        problem = f"unknown topology {topology!r}."
+        raise ValueError(format_error("aot", problem, fix=f"write chip and torus, with sizes of your own: {forms}."))
+    chip, dims = HARDWARE[match[1]], tuple(map(int, match[2].split("x")))
     axes = chip.torus_dims or 1
     if len(dims) != axes:
-        what = f"topology {topology!r} has {plural(len(dims), 'axis')}, {chip.name} has {axes}."
-        why = f"its chips form a torus of {axes} axes" if chip.torus_dims else "the GPUs of a node share a switch"
-        raise ValueError(format_error("aot", what, fix=f"write it as {_form(chip)}; {why}."))
+        problem = f"topology {topology!r} has {plural(len(dims), 'axis')}, {chip.name} has {axes}."
+        reason = f"its chips form a torus of {axes} axes" if chip.torus_dims else "the GPUs of a node share a switch"
+        raise ValueError(format_error("aot", problem, fix=f"write it as {_form(chip)}; {reason}."))
     if not chip.torus_dims and not 1 <= dims[0] <= chip.pod_chips:
-        what = f"topology {topology!r} has {dims[0]} GPUs, a node of {chip.name} has 1 to {chip.pod_chips}."
-        raise ValueError(format_error("aot", what, fix=f"write {_form(chip)}, and how many nodes as num_slices."))
+        problem = f"topology {topology!r} has {dims[0]} GPUs, a node of {chip.name} has 1 to {chip.pod_chips}."
+        raise ValueError(format_error("aot", problem, fix=f"write {_form(chip)}, and how many nodes as num_slices."))
     return chip, dims
 
 
@@ -43,7 +44,7 @@ def _form(chip: Hardware) -> str:
 
 
 def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
-    """Return the devices of a topology, to compile for; none of them exists.
+    """Return the abstract devices of a topology, to compile for.
 
     Raises:
       ModuleNotFoundError: if libtpu, or jax's plugin for CUDA, is not installed.
@@ -56,23 +57,24 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     require("libtpu", extra="tpu", who="aot")
     from jax.experimental import topologies
 
-    more: dict[str, object] = {"wrap": wraps(dims)}
+    options: dict[str, object] = {"wrap": wraps(dims)}
     if num_slices > 1:
-        more["num_slices"] = num_slices
+        options["num_slices"] = num_slices
     with _without_a_tpu():
         try:
-            return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
-        except Exception as error:  # whatever the plugin raises for names that it does not know
-            what = f"the compiler does not take topology {topology!r} x {num_slices}: {str(error).splitlines()[0]}"
+            return topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices
+        except Exception as error:  # the plugin raises errors of several types for unknown names
+            problem = f"the compiler does not take topology {topology!r} x {num_slices}: {str(error).splitlines()[0]}"
             fix = "choose sizes that Google offers, such as v5p:4x4x4, v5e:4x8 or v6e:16x16."
-            raise ValueError(format_error("aot", what, fix=fix)) from error
+            raise ValueError(format_error("aot", problem, fix=fix)) from error
 
 
 def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:
-    """Return which axes of a slice have wrap-around links, of three even where the torus has two.
+    """Return which axes of a slice have wrap-around links. The result always has three entries.
 
-    A slice of three axes has them where every size is a multiple of 4; one of two axes along a size of 16, a whole pod's.
-    Without being told of them the compiler plans for a mesh without, and sends all-reduces for gathers.
+    A slice with three axes has wrap-around links if every size is a multiple of 4. A slice with two axes has them along
+    an axis of size 16, the size of a pod. By default the compiler assumes that there are none, and replaces gathers
+    by all-reduces.
 
     References:
       Google Cloud, "TPU v4" and "TPU v5p" (twisted and wrapped slices); MaxText, `accelerator_to_spec_map`.
@@ -84,7 +86,11 @@ def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:
 
 
 class _Gpu(NamedTuple):
-    """What XLA:GPU asks of a GPU: compute capability, multiprocessors, of each the fp32 units and bytes of shared memory."""
+    """The properties of a GPU that XLA:GPU reads.
+
+    They are compute capability, multiprocessors (`cores`), fp32 units per multiprocessor, clock, shared memory per
+    multiprocessor in KiB, and bytes of L2 cache.
+    """
 
     kind: str
     capability: int
@@ -101,11 +107,11 @@ _GPUS = {
     "h200": _Gpu("NVIDIA H200", 9, 132, 128, 1.98, 228, 50 * 2**20),
     "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 228, 126 * 2**20),
 }
-"""By the names of `HARDWARE`; shared memory in KiB, of which a block may have one less.
+"""GPUs by their names in `HARDWARE`. A thread block may use 1 KiB less than the shared memory.
 
 References:
-  NVIDIA, "A100 Tensor Core GPU Architecture", table 4; "H100 Tensor Core GPU Architecture", table 3; "CUDA C++ Programming
-  Guide", technical specifications per compute capability.
+  NVIDIA, "A100 Tensor Core GPU Architecture", table 4; "H100 Tensor Core GPU Architecture", table 3; "CUDA C++
+  Programming Guide", technical specifications per compute capability.
 """
 
 _PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}
@@ -145,15 +151,15 @@ def _target(chip: Hardware, gpu: _Gpu, cuda: int) -> str:
 
 @contextmanager
 def _without_a_tpu() -> Iterator[None]:
-    """Tell libtpu, while it is loaded, to ask no server about a machine that is not there, nor to lock it."""
-    told = {
+    """Set variables so that libtpu loads without querying the metadata server and without locking a TPU."""
+    settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5p-32",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update({name: value for name, value in told.items() if before[name] is None})
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update({name: value for name, value in settings.items() if before[name] is None})
     try:
         yield
     finally:

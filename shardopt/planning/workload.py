@@ -1,4 +1,4 @@
-"""What training a model asks of a machine, in numbers: the input of every prediction, and `trace`, which reads it off a model."""
+"""`Workload`: the flops and bytes of training a model, input of every prediction; `trace` computes it from a model."""
 
 import math
 import re
@@ -26,11 +26,11 @@ from shardopt.separability.walk import ATTENTION
 
 
 class Bytes(NamedTuple):
-    """Bytes of activations, by whether the tensor axis shards them.
+    """Bytes of activations, divided by whether the tensor axis shards them.
 
     Attributes:
-      replicated: on every device of the tensor axis.
-      sharded: each device of the tensor axis has its part.
+      replicated: bytes that every device of the tensor axis holds.
+      sharded: bytes that are divided over the devices of the tensor axis.
     """
 
     replicated: float = 0.0
@@ -41,18 +41,18 @@ class Bytes(NamedTuple):
         return self.replicated + self.sharded / tensor
 
     def plus(self, other: "Bytes", times: float = 1.0) -> "Bytes":
-        """Return the sum of both, the other so many times."""
+        """Return the sum of both, with `other` counted `times` times."""
         return Bytes(self.replicated + times * other.replicated, self.sharded + times * other.sharded)
 
 
 class NamedValue(NamedTuple):
-    """What `remat="save:NAME"` keeps of one block and one row, and what it spares.
+    """The cost and the saving of `remat="save:NAME"`, for one block and one row.
 
     Attributes:
-      name: as `jax.ad_checkpoint.checkpoint_name` gave it.
-      bytes: of the values of that name.
-      flops: of inner products that are then not run again; those of several names are taken to add up.
-      tensor_sums: all-reduces of `boundary_bytes` over tensor that are then not run again.
+      name: the name given by `jax.ad_checkpoint.checkpoint_name`.
+      bytes: bytes of the values of that name.
+      flops: flops of the inner products that do not run again. Flops of several names are assumed to add up.
+      tensor_sums: all-reduces of `boundary_bytes` over tensor that do not run again.
     """
 
     name: str
@@ -62,12 +62,12 @@ class NamedValue(NamedTuple):
 
 
 class Recompute(NamedTuple):
-    """What remat keeps of one block and one row besides its input, and what it runs again.
+    """The bytes that remat stores and the work that it repeats, for one block and one row.
 
     Attributes:
-      kept: bytes.
-      flops: of inner products.
-      tensor_sums: all-reduces of `boundary_bytes` over tensor.
+      kept: bytes that are stored in addition to the input of the block.
+      flops: flops of the inner products that run again.
+      tensor_sums: all-reduces of `boundary_bytes` over tensor that run again.
     """
 
     kept: Bytes
@@ -76,15 +76,17 @@ class Recompute(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """What `so.nn.attention` is given in one block and one row.
+    """The sizes of the calls of `so.nn.attention` in one block and one row.
 
     Attributes:
-      queries: bytes of the queries, as many as what it returns.
-      keys: bytes of the keys, as many as of the values.
+      queries: bytes of the queries. The result has as many.
+      keys: bytes of the keys. The values have as many.
       kv_heads: heads of keys and values.
-      scores: bytes of them that a block keeps, of its `residuals`; over context, which goes tile by tile, none.
-      flops: its part of `block_flops`, 0 if nothing is known.
-      kernel_flops: those on TPU instead, forwards and backwards: of splash attention (`splash_flops`) and rotary positions.
+      scores: bytes of scores that a block stores, as part of its `residuals`. Over context, attention runs tile by
+        tile and stores none.
+      flops: flops of attention, as part of `block_flops`; 0 if nothing is known.
+      kernel_flops: flops on TPU instead of `flops`, (forward, backward): splash attention (`splash_flops`) and rotary
+        positions.
     """
 
     queries: float
@@ -96,17 +98,18 @@ class Attention(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """What `so.nn.mixture_of_experts` is given in one block and one row.
+    """The sizes of the calls of `so.nn.mixture_of_experts` in one block and one row.
 
     Attributes:
-      leaves: regexes of key paths of their leaves, as strategies take them.
+      leaves: regexes of the key paths of expert leaves, as strategies take them.
       num_experts: E.
       top_k: K, experts of a token.
-      tokens: bytes of the tokens that are sent to experts, each once.
-      buffers: what a block holds of tokens at their experts, where each device gets as many: of all tokens, or of a chunk.
-      passing: what comes and goes there while it is differentiated, of `working`.
-      exchanged: what is there with `buffers` instead while gradients travel over an expert axis.
-      kept: whether `buffers` are of what a block keeps for its backward pass, or of `working`.
+      tokens: bytes of the tokens that are sent to experts, each counted once.
+      buffers: bytes of the tokens at their experts, of all tokens or of one chunk, if every device gets equally many.
+      working: temporary bytes at the experts while a block is differentiated, as part of `Workload.working`.
+      exchange_working: temporary bytes next to `buffers` while gradients travel over an expert axis; the larger of
+        this and `working` counts there.
+      saves_buffers: whether `buffers` are residuals of the block; otherwise they are part of `Workload.working`.
     """
 
     leaves: tuple[str, ...]
@@ -114,44 +117,44 @@ class Experts(NamedTuple):
     top_k: int
     tokens: float
     buffers: Bytes = Bytes()
-    passing: Bytes = Bytes()
-    exchanged: Bytes = Bytes()
-    kept: bool = True
+    working: Bytes = Bytes()
+    exchange_working: Bytes = Bytes()
+    saves_buffers: bool = True
 
 
 class Workload(NamedTuple):
-    """A model of blocks and the work of one example (row) of its batch.
+    """The parameters of a model made of blocks, and the flops and bytes of one example (row) of its batch.
 
-    `so.planning.trace` makes one of any `BlockModel`, `so.planning.Transformer(...).workload()` of a shape. Costs of a
-    row are taken to be proportional to rows, which holds wherever examples do not see each other.
+    `so.planning.trace` makes a workload of any `BlockModel`; `so.planning.Transformer(...).workload()` makes one of
+    sizes. All costs are assumed to be proportional to the number of rows: examples must not read each other.
 
     Attributes:
-      name: for tables.
+      name: name for tables.
       params: abstract parameters, `{"blocks": leaves stacked [L, ...], **outer}`.
       rules: tensor rules, as strategies take them.
-      tokens: positions of a row, for tokens per second; 1 where that means nothing.
-      block_flops: multiplications and additions of inner products in the forward of one block and one row. Backward is
-        twice that.
-      recompute_flops: what remat runs again of them: all but the products that the backward pass has no use for, such
-        as the last of a residual branch.
-      ends_flops: the forward flops of embed and loss together.
-      boundary_bytes: bytes of what one row hands from block to block.
-      residuals: bytes that one block keeps of a row from forward to backward, nothing recomputed.
+      tokens: positions of a row, for tokens per second; 1 if a row has no positions.
+      block_flops: multiplications and additions of inner products in the forward pass of one block and one row. The
+        backward pass has twice as many.
+      recompute_flops: the part of `block_flops` that remat runs again. Products that the backward pass does not read,
+        such as the last product of a residual branch, are not among them.
+      ends_flops: forward flops of embed and loss together.
+      boundary_bytes: bytes of the activations that one row passes from block to block.
+      residuals: bytes that one block stores for one row from forward to backward, if nothing is recomputed.
       stage_residuals: the same in a pipeline and under fsdp, which compute elementwise operations again.
-      deferred: bytes that the backward of a block leaves for its weight gradient, where a schedule splits that off.
-      working: bytes that come and go while one block is differentiated, over and above its `residuals`.
-      ends_working: bytes that come and go while the loss of a row is differentiated.
-      tensor_sums: all-reduces of `boundary_bytes` over tensor in the forward of a block, and in its backward.
-      model_flops: of a training step and one row, by the convention of model flops utilisation: no recomputation,
-        causal attention counted as half.
-      itemsize: bytes of a number in which blocks compute.
-      loss_reads: key paths of the outer parameters that the loss reads; the others are done with after embed.
-      named: the values of a block that have a name, which remat can keep.
-      tables: key paths of the outer parameters that `so.nn.embedding` reads where they lie; see `BlockModel`.
-      table_ids: how many ids of a row are looked up in them.
-      table_numbers: how many numbers that gives.
-      attention: what positions of a row see of each other, so that they can be split over context; None if nothing is known.
-      experts: what an expert axis splits, and what tokens send; None without experts.
+      deferred: bytes that the backward pass of a block stores for its weight gradient, if the schedule splits that off.
+      working: temporary bytes while one block is differentiated, in addition to its `residuals`.
+      ends_working: temporary bytes while the loss of a row is differentiated.
+      tensor_sums: all-reduces of `boundary_bytes` over tensor, (in the forward of a block, in its backward).
+      model_flops: flops of a training step and one row by the convention of model flops utilisation: recomputation is
+        not counted, causal attention is counted as half.
+      itemsize: bytes of one number in the dtype that blocks compute with.
+      loss_reads: key paths of the outer parameters that the loss reads; only embed reads the others.
+      named: the values of a block that have a name, which remat can save.
+      tables: key paths of the outer parameters that `so.nn.embedding` reads in their shards; see `BlockModel`.
+      table_ids: how many ids of a row are looked up in the tables.
+      table_numbers: how many numbers these lookups return.
+      attention: sizes of attention, for splitting positions over context; None if nothing is known.
+      experts: sizes of the experts, for an expert axis; None without experts.
     """
 
     name: str
@@ -185,82 +188,93 @@ class Workload(NamedTuple):
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the parameters are."""
+        """The number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     @property
     def tiled(self) -> "Workload":
-        """The same where attention goes tile by tile and keeps no scores, as over a context axis."""
+        """The same workload if attention runs tile by tile and stores no scores, as over a context axis."""
         scores = 0.0 if self.attention is None else self.attention.scores
-        cut = lambda bytes: bytes._replace(sharded=max(bytes.sharded - scores, 0.0))  # noqa: E731
-        parts = cut(self.residuals), cut(self.stage_residuals), cut(self.working)
-        return self._replace(residuals=parts[0], stage_residuals=parts[1], working=parts[2])
+        subtract = lambda bytes: bytes._replace(sharded=max(bytes.sharded - scores, 0.0))  # noqa: E731
+        without_scores = subtract(self.residuals), subtract(self.stage_residuals), subtract(self.working)
+        return self._replace(residuals=without_scores[0], stage_residuals=without_scores[1], working=without_scores[2])
 
     def over_experts(self, devices: int, tensor: int = 1) -> "Workload":
-        """Return the same over an expert axis: a device has room for all tokens that could come, X min(K, E/X) / K times as many."""
-        found = self.experts
-        if found is None or devices == 1:
+        """Return the same workload over an expert axis of X devices.
+
+        A device has room for all tokens that could arrive: X min(K, E/X) / K times as many as in equal shares.
+        """
+        experts = self.experts
+        if experts is None or devices == 1:
             return self
-        times = min(found.top_k, found.num_experts // devices) * devices / found.top_k
-        passing = max(found.passing, found.exchanged, key=lambda what: what.on(tensor))
-        working = self.working.plus(passing, times).plus(found.passing, -1)
-        if not found.kept:
-            return self._replace(working=working.plus(found.buffers, times - 1))
-        kept = [what.plus(found.buffers, times - 1) for what in (self.residuals, self.stage_residuals, self.deferred)]
-        return self._replace(residuals=kept[0], stage_residuals=kept[1], deferred=kept[2], working=working)
+        times = min(experts.top_k, experts.num_experts // devices) * devices / experts.top_k
+        largest = max(experts.working, experts.exchange_working, key=lambda temporary: temporary.on(tensor))
+        working = self.working.plus(largest, times).plus(experts.working, -1)
+        if not experts.saves_buffers:
+            return self._replace(working=working.plus(experts.buffers, times - 1))
+        enlarged = [
+            stored.plus(experts.buffers, times - 1) for stored in (self.residuals, self.stage_residuals, self.deferred)
+        ]
+        return self._replace(residuals=enlarged[0], stage_residuals=enlarged[1], deferred=enlarged[2], working=working)
 
     def recompute(self, remat: bool | str) -> Recompute | None:
-        """Return what remat runs again: with True all but a block's input, with "save:NAME,..." all but these values too.
+        """Return the bytes that remat stores and the work that it repeats; None for False.
+
+        Args:
+          remat: True stores the input of a block alone, "save:NAME,..." stores the values of these names too.
 
         Raises:
-          ValueError: if it is neither, or names values that blocks do not have.
+          ValueError: if `remat` is neither, or names values that blocks do not have.
         """
         if remat is False:
             return None
-        again, sums = self.recompute_flops, max(self.tensor_sums[0] - 1, 0)
+        flops, sums = self.recompute_flops, max(self.tensor_sums[0] - 1, 0)
         if remat is True:
-            return Recompute(Bytes(), again, sums)
-        read = read_remat("plan", remat)
-        if not isinstance(read, Named) or read.offload:
-            what = f"remat must be True, False or 'save:NAME,...', got {remat!r}."
-            raise ValueError(format_error("plan", what, fix="write 'save:qkv,attention', or True for 'full'."))
-        known = {one.name: one for one in self.named}
-        if unknown := [name for name in read.names if name not in known]:
-            what = f"remat names {plural(len(unknown), 'value')} that the blocks of {self.name} do not have."
+            return Recompute(Bytes(), flops, sums)
+        policy = read_remat("plan", remat)
+        if not isinstance(policy, Named) or policy.offload:
+            problem = f"remat must be True, False or 'save:NAME,...', got {remat!r}."
+            raise ValueError(format_error("plan", problem, fix="write 'save:qkv,attention', or True for 'full'."))
+        known = {value.name: value for value in self.named}
+        if unknown := [name for name in policy.names if name not in known]:
+            problem = f"remat names {plural(len(unknown), 'value')} that the blocks of {self.name} do not have."
             fix = f"use some of {', '.join(known)}." if known else "use True, or name values with checkpoint_name."
-            raise ValueError(format_error("plan", what, unknown, fix))
-        saved = [known[name] for name in read.names]
+            raise ValueError(format_error("plan", problem, unknown, fix))
+        saved = [known[name] for name in policy.names]
         return Recompute(
-            Bytes(sum(one.bytes.replicated for one in saved), sum(one.bytes.sharded for one in saved)),
-            max(again - sum(one.flops for one in saved), 0.0),
-            max(sums - sum(one.tensor_sums for one in saved), 0),
+            Bytes(sum(value.bytes.replicated for value in saved), sum(value.bytes.sharded for value in saved)),
+            max(flops - sum(value.flops for value in saved), 0.0),
+            max(sums - sum(value.tensor_sums for value in saved), 0),
         )
 
     def remat_choices(self) -> tuple[bool | str, ...]:
-        """Return what of a block can be kept, from all to its input alone: named values first that spare most flops a byte."""
-        useful = [one for one in self.named if one.flops > 0 and one.bytes.on(1) > 0]
-        useful.sort(key=lambda one: one.flops / one.bytes.on(1), reverse=True)
-        some = [",".join(one.name for one in useful[:count]) for count in range(len(useful), 0, -1)]
-        return False, *(f"save:{names}" for names in some), True
+        """Return the values of `remat` to try, from storing all residuals (False) to storing the input alone (True).
+
+        The values between save the names of a block, those first that avoid most flops per byte.
+        """
+        useful = [value for value in self.named if value.flops > 0 and value.bytes.on(1) > 0]
+        useful.sort(key=lambda value: value.flops / value.bytes.on(1), reverse=True)
+        name_lists = [",".join(value.name for value in useful[:count]) for count in range(len(useful), 0, -1)]
+        return False, *(f"save:{names}" for names in name_lists), True
 
 
 def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ()) -> tuple[int, int]:
-    """Return how many sums over tensor the forward and the backward of a block need, by its rules.
+    """Return how many sums over tensor the (forward, backward) pass of a block needs by its rules.
 
-    A weight that is sharded on its first dim, what it sums over, leaves partial results in the forward; one that is
-    sharded on any other dim leaves partial gradients of its input in the backward. The first dim of experts only counts them,
-    and gradients of the input of all of them are summed at once.
+    A weight that is sharded on its first dim, the contracted one, needs a sum of partial results in the forward pass. A
+    weight that is sharded on another dim needs a sum of partial input gradients in the backward pass. The first dim of
+    expert leaves counts experts and is skipped. Input gradients of all expert leaves are summed in one all-reduce.
     """
     leaves = leaves_with_paths(params)
     specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves], who="plan")
-    blocks = [
+    tensor_specs = [
         (any(re.search(pattern, path) for pattern in expert_leaves), tuple(spec))
         for (path, _), spec in zip(leaves, specs, strict=True)
         if path.startswith("blocks/") and "tensor" in tuple(spec)
     ]
-    rows = sum(spec[of_experts] == "tensor" for of_experts, spec in blocks)
-    columns = [of_experts for of_experts, spec in blocks if spec[of_experts] != "tensor"]
-    return rows, columns.count(False) + (True in columns)
+    row_sharded = sum(spec[is_expert] == "tensor" for is_expert, spec in tensor_specs)
+    column_sharded = [is_expert for is_expert, spec in tensor_specs if spec[is_expert] != "tensor"]
+    return row_sharded, column_sharded.count(False) + (True in column_sharded)
 
 
 def trace(
@@ -274,30 +288,26 @@ def trace(
     tokens: int = 1,
     compute_dtype: DTypeLike | None = None,
 ) -> Workload:
-    """Return what a row of a model's batch costs, by tracing it for one row and for two; nothing is run or allocated.
-
-    Flops are those of inner products and convolutions in the trace, forward and backward. What a block keeps is what
-    its backward pass reads: the residuals of `jax.vjp` that are not weights. Over tensor, arrays of the shape of what
-    blocks hand on, and statistics of it, count as replicated and all others as sharded, as in a block whose first
-    product is sharded by column and whose second is sharded by row.
+    """Return the costs of one row of a model's batch. The model is traced for one row and for two; nothing runs.
 
     Args:
       model: a `BlockModel`, or its `loss_fn`.
-      abstract_params: its parameters, or their shapes: `jax.eval_shape(init, key)`.
+      abstract_params: the parameters of the model, or their shapes: `jax.eval_shape(init, key)`.
       abstract_batch: a batch, or its shapes, with rows as the first dim of every leaf. The number of rows does not
         matter.
       rules: tensor rules, as strategies take them.
       expert_leaves: regexes of key paths of leaves whose first dim counts experts, as strategies take them.
-      name: for tables.
+      name: name for tables.
       tokens: positions of a row.
-      compute_dtype: dtype that weights arrive in, the `gather_dtype` of fsdp; None is their own.
+      compute_dtype: dtype of the weights in blocks, the `gather_dtype` of fsdp; None keeps the dtype of each leaf.
 
     Returns:
       A `Workload`.
 
     Raises:
       TypeError: if `model` is not a `BlockModel`.
-      ValueError: if the parameters have no "blocks", a batch leaf has no rows, or embed looks up none of the model's tables.
+      ValueError: if the parameters have no "blocks", a batch leaf has no rows, or embed looks up none of the model's
+        tables.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -310,6 +320,12 @@ def trace(
       >>> work = trace(model, shapes, {"x": jnp.zeros((4, 8))})
       >>> work.num_blocks, work.block_flops, work.boundary_bytes
       (3, 1024.0, 32)
+
+    Note:
+      Flops are counted in the inner products and convolutions of the trace, forward and backward. The residuals of a
+      block are the residuals of `jax.vjp` that are not weights. Over tensor, arrays with the shape of a block's output
+      count as replicated, and so do statistics of it; all others count as sharded. That is true for a block whose
+      first product is sharded by column and whose second product is sharded by row.
     """
     blocks = as_block_model(model)
     if blocks is None:
@@ -322,13 +338,13 @@ def trace(
         fix = "give every leaf of the batch its rows as first dim."
         raise ValueError(format_error("trace", "a leaf of the batch has no dim.", fix=fix))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_params)
-    parts = _Parts.of(blocks, params, compute_dtype)
-    one, two = (_row_costs(parts, _with_rows(abstract_batch, count)) for count in (1, 2))
-    row = jax.tree.map(lambda one, two: max(two - one, 0), one, two)
+    functions = _ModelFunctions.of(blocks, params, compute_dtype)
+    one_row, two_rows = (_row_costs(functions, _with_rows(abstract_batch, count)) for count in (1, 2))
+    row = jax.tree.map(lambda one_row, two_rows: max(two_rows - one_row, 0), one_row, two_rows)
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     batch = _with_rows(abstract_batch, 1)
-    named, sums = row.pop("named"), _named_sums(parts, batch)
-    embed = jax.make_jaxpr(parts.embed)(parts.outer, batch, parts.key)
+    named, sums = row.pop("named"), _count_named_sums(functions, batch)
+    embed = jax.make_jaxpr(functions.embed)(functions.outer, batch, functions.key)
     looked_up = named_values(embed).get(LOOKED_UP, []) if blocks.tables else []
     if blocks.tables and not looked_up:
         fix = "read them by so.nn.embedding, or leave tables out."
@@ -342,18 +358,21 @@ def trace(
         named=tuple(NamedValue(value, named[value][0], named[value][1], count) for value, count in sums.items()),
         tensor_sums=tensor_sums(params, rules, expert_leaves),
         model_flops=3.0 * (num_blocks * row["block_flops"] + row["ends_flops"]),
-        itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.boundary(batch))),
-        loss_reads=_reads(parts, batch),
+        itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(functions.boundary(batch))),
+        loss_reads=_loss_reads(functions, batch),
         tables=blocks.tables,
         table_ids=float(sum(value.size / value.shape[-1] for value in looked_up)),
         table_numbers=float(sum(value.size for value in looked_up)),
-        attention=_attention(parts, batch),
-        experts=_experts(parts, batch, tuple(expert_leaves)),
+        attention=_attention(functions, batch),
+        experts=_experts(functions, batch, tuple(expert_leaves)),
     )
 
 
-class _Parts(NamedTuple):
-    """The three functions of a model, which take a key, and the shapes of their weights as they compute."""
+class _ModelFunctions(NamedTuple):
+    """The three functions of a model, each with a key as last argument, and the shapes of their weights.
+
+    The weights have the dtype that the functions compute with.
+    """
 
     embed: Callable[..., PyTree]
     block: Callable[..., PyTree]
@@ -363,8 +382,8 @@ class _Parts(NamedTuple):
     key: jax.ShapeDtypeStruct
 
     @staticmethod
-    def of(model: BlockModel, params: PyTree, compute_dtype: DTypeLike | None) -> "_Parts":
-        def computed(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
+    def of(model: BlockModel, params: PyTree, compute_dtype: DTypeLike | None) -> "_ModelFunctions":
+        def abstract_leaf(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
             narrowed = compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
             return jax.ShapeDtypeStruct(shape, compute_dtype if narrowed else dtype)
 
@@ -374,23 +393,23 @@ class _Parts(NamedTuple):
             return jax.tree.reduce(jnp.add, value.total) if isinstance(value, Weighted) else value
 
         outer = {name: value for name, value in params.items() if name != BLOCKS}
-        return _Parts(
+        return _ModelFunctions(
             embed=lambda outer, batch, key: call(model.embed, key, 0, outer, batch),
             block=lambda weights, x, key: call(model.block, key, 0, weights, x),
             loss=loss,
-            outer=jax.tree.map(lambda leaf: computed(leaf.shape, leaf.dtype), outer),
-            weights=jax.tree.map(lambda leaf: computed(leaf.shape[1:], leaf.dtype), params[BLOCKS]),
+            outer=jax.tree.map(lambda leaf: abstract_leaf(leaf.shape, leaf.dtype), outer),
+            weights=jax.tree.map(lambda leaf: abstract_leaf(leaf.shape[1:], leaf.dtype), params[BLOCKS]),
             key=jax.eval_shape(lambda: jax.random.key(0)),
         )
 
     def boundary(self, batch: PyTree) -> PyTree:
-        """Return the shapes of what blocks take and give."""
+        """Return the shapes of the activations between blocks."""
         return jax.eval_shape(self.embed, self.outer, batch, self.key)
 
 
-def _row_costs(parts: _Parts, batch: PyTree) -> dict[str, PyTree]:
-    """Return what of a `Workload` grows with the rows."""
-    outer, weights, key, x = parts.outer, parts.weights, parts.key, parts.boundary(batch)
+def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
+    """Return the fields of a `Workload` that are proportional to the number of rows."""
+    outer, weights, key, x = functions.outer, functions.weights, functions.key, functions.boundary(batch)
 
     def flops(f: Callable[..., PyTree], *args: PyTree) -> float:
         return float(sum(count_flops(jax.make_jaxpr(f)(*args))))
@@ -399,83 +418,93 @@ def _row_costs(parts: _Parts, batch: PyTree) -> dict[str, PyTree]:
         return lambda w, x, dy, key: jax.vjp(lambda w, x: block(w, x, key), w, x)[1](dy)
 
     def recomputed(policy: Callable[..., bool] | None = None) -> float:
-        return flops(backward(jax.checkpoint(parts.block, policy=policy)), weights, x, x, key) - once
+        return flops(backward(jax.checkpoint(functions.block, policy=policy)), weights, x, x, key) - backward_flops
 
-    once = flops(backward(parts.block), weights, x, x, key)
-    full, save = recomputed(), jax.checkpoint_policies.save_only_these_names
-    named = named_values(jax.make_jaxpr(parts.block)(weights, x, key))
+    backward_flops = flops(backward(functions.block), weights, x, x, key)
+    recompute_flops, save = recomputed(), jax.checkpoint_policies.save_only_these_names
+    named = named_values(jax.make_jaxpr(functions.block)(weights, x, key))
     boundary = sum(map(_nbytes, jax.tree.leaves(x)))
-    like = {leaf.shape for leaf in jax.tree.leaves(x)}
-    kept, ends = _residuals(parts.block, weights, x, key), _residuals(parts.loss, outer, x, batch, key)
-    stage, deferred = _stage_residuals(parts.block, weights, x)
+    boundary_shapes = {leaf.shape for leaf in jax.tree.leaves(x)}
+    residuals, loss_residuals = (
+        _residuals(functions.block, weights, x, key),
+        _residuals(functions.loss, outer, x, batch, key),
+    )
+    stage_residuals, deferred = _stage_residuals(functions.block, weights, x)
     return {
-        "block_flops": flops(parts.block, weights, x, key),
-        "recompute_flops": full,
-        "named": {name: (_by_shape(values, like), full - recomputed(save(name))) for name, values in named.items()},
-        "ends_flops": flops(parts.loss, outer, x, batch, key) + flops(parts.embed, outer, batch, key),
+        "block_flops": flops(functions.block, weights, x, key),
+        "recompute_flops": recompute_flops,
+        "named": {
+            name: (_split_by_shape(values, boundary_shapes), recompute_flops - recomputed(save(name)))
+            for name, values in named.items()
+        },
+        "ends_flops": flops(functions.loss, outer, x, batch, key) + flops(functions.embed, outer, batch, key),
         "boundary_bytes": boundary,
-        "residuals": _by_shape(kept, like),
-        "stage_residuals": _by_shape(stage, like),
-        "deferred": _by_shape(deferred, like),
-        "working": Bytes(boundary, max(map(_nbytes, kept), default=0)),
-        "ends_working": Bytes(0, sum(map(_nbytes, ends))),
+        "residuals": _split_by_shape(residuals, boundary_shapes),
+        "stage_residuals": _split_by_shape(stage_residuals, boundary_shapes),
+        "deferred": _split_by_shape(deferred, boundary_shapes),
+        "working": Bytes(boundary, max(map(_nbytes, residuals), default=0)),
+        "ends_working": Bytes(0, sum(map(_nbytes, loss_residuals))),
     }
 
 
-def _named_sums(parts: _Parts, batch: PyTree) -> dict[str, int]:
-    """Return of each name how many of its values are of the shape that blocks hand on: results of sums over tensor."""
-    x = parts.boundary(batch)
-    like = {leaf.shape for leaf in jax.tree.leaves(x)}
-    named = named_values(jax.make_jaxpr(parts.block)(parts.weights, x, parts.key))
-    return {name: sum(value.shape in like for value in values) for name, values in named.items()}
+def _count_named_sums(functions: _ModelFunctions, batch: PyTree) -> dict[str, int]:
+    """Return, for each name, how many of its values have the shape of a block's output: results of sums over tensor."""
+    x = functions.boundary(batch)
+    boundary_shapes = {leaf.shape for leaf in jax.tree.leaves(x)}
+    named = named_values(jax.make_jaxpr(functions.block)(functions.weights, x, functions.key))
+    return {name: sum(value.shape in boundary_shapes for value in values) for name, values in named.items()}
 
 
-def _attention(parts: _Parts, batch: PyTree) -> Attention | None:
-    """Return what a block gives `so.nn.attention`; several calls add up."""
-    calls = [eqn for eqn in equations(_shown(parts, batch)) if eqn.params.get("name") == ATTENTION]
+def _attention(functions: _ModelFunctions, batch: PyTree) -> Attention | None:
+    """Return the sizes of a block's calls of `so.nn.attention`; several calls add up."""
+    calls = [eqn for eqn in equations(_block_jaxpr(functions, batch)) if eqn.params.get("name") == ATTENTION]
     if not calls:
         return None
     queries, keys = (sum(_nbytes(_aval(eqn.invars[i])) for eqn in calls) for i in (0, 1))
     lengths = {_aval(eqn.invars[0]).shape[1] for eqn in calls}
-    kept = _residuals(parts.block, parts.weights, parts.boundary(batch), parts.key)
-    scores = sum(_nbytes(one) for one in kept if one.shape[-2:] in {(length, length) for length in lengths})
+    residuals = _residuals(functions.block, functions.weights, functions.boundary(batch), functions.key)
+    score_shapes = {(length, length) for length in lengths}
+    scores = sum(_nbytes(residual) for residual in residuals if residual.shape[-2:] in score_shapes)
     return Attention(queries, keys, min(_aval(eqn.invars[1]).shape[2] for eqn in calls), scores)
 
 
-def _experts(parts: _Parts, batch: PyTree, leaves: tuple[str, ...]) -> Experts | None:
-    """Return what a block gives `so.nn.mixture_of_experts`; several calls add up."""
-    calls = [eqn for eqn in equations(_shown(parts, batch)) if str(eqn.params.get("name")).startswith(EXPERTS)]
+def _experts(functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...]) -> Experts | None:
+    """Return the sizes of a block's calls of `so.nn.mixture_of_experts`; several calls add up."""
+    calls = [
+        eqn for eqn in equations(_block_jaxpr(functions, batch)) if str(eqn.params.get("name")).startswith(EXPERTS)
+    ]
     if not calls or not leaves:
         return None
-    found = []
+    call_sizes = []
     for eqn in calls:
-        given = [_aval(v) for v in eqn.invars]  # weights [E, D, F] each, x [B, T, D], router [D, E]
-        router = next(i for i, one in enumerate(given) if one.ndim == 2)
-        found.append((given[router].shape[1], int(eqn.params["name"].rsplit("_", 1)[1]), _nbytes(given[router - 1])))
-    counts, chosen, tokens = zip(*found, strict=True)
-    return Experts(leaves, max(counts), max(chosen), float(sum(tokens)))
+        inputs = [_aval(v) for v in eqn.invars]  # weights [E, D, F] each, x [B, T, D], router [D, E]
+        router = next(i for i, array in enumerate(inputs) if array.ndim == 2)
+        top_k = int(eqn.params["name"].rsplit("_", 1)[1])
+        call_sizes.append((inputs[router].shape[1], top_k, _nbytes(inputs[router - 1])))
+    num_experts, top_ks, token_bytes = zip(*call_sizes, strict=True)
+    return Experts(leaves, max(num_experts), max(top_ks), float(sum(token_bytes)))
 
 
-def _shown(parts: _Parts, batch: PyTree) -> ClosedJaxpr:
-    """Return the trace of a block in which layers show their plain form, by name."""
+def _block_jaxpr(functions: _ModelFunctions, batch: PyTree) -> ClosedJaxpr:
+    """Return the trace of a block, with the layers of `so.nn` as named calls."""
     with analysis():
-        shown = lambda *args: parts.block(*args)  # noqa: E731 (not the function that jax has a trace of already)
-        return jax.make_jaxpr(shown)(parts.weights, parts.boundary(batch), parts.key)
+        block = lambda *args: functions.block(*args)  # noqa: E731 (a new function: jax caches traces)
+        return jax.make_jaxpr(block)(functions.weights, functions.boundary(batch), functions.key)
 
 
-def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *rest: PyTree) -> list[ShapedArray]:
-    """Return the arrays that the backward of f keeps, its weights and what is only a cast or view of them left out."""
+def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *other_args: PyTree) -> list[ShapedArray]:
+    """Return the residuals of f without its weights, and without casts and views of its weights."""
 
-    def keep(weights: PyTree, x: PyTree, rest: PyTree) -> list[jax.Array]:
-        _, pullback = jax.vjp(lambda w, x: f(w, x, *rest), weights, x)
+    def compute_residuals(weights: PyTree, x: PyTree, other_args: PyTree) -> list[jax.Array]:
+        _, pullback = jax.vjp(lambda w, x: f(w, x, *other_args), weights, x)
         return jax.tree.leaves(pullback)
 
-    jaxpr = jax.make_jaxpr(keep)(weights, x, rest).jaxpr
-    given = set(map(id, jaxpr.invars[: len(jax.tree.leaves(weights))]))
+    jaxpr = jax.make_jaxpr(compute_residuals)(weights, x, other_args).jaxpr
+    weight_ids = set(map(id, jaxpr.invars[: len(jax.tree.leaves(weights))]))
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _VIEWS and id(eqn.invars[0]) in given:
-            given.add(id(eqn.outvars[0]))
-    return list({id(v): _aval(v) for v in jaxpr.outvars if isinstance(v, Var) and id(v) not in given}.values())
+        if eqn.primitive.name in _VIEWS and id(eqn.invars[0]) in weight_ids:
+            weight_ids.add(id(eqn.outvars[0]))
+    return list({id(v): _aval(v) for v in jaxpr.outvars if isinstance(v, Var) and id(v) not in weight_ids}.values())
 
 
 _VIEWS = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim")
@@ -484,21 +513,23 @@ _VIEWS = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_
 def _stage_residuals(
     block: Callable[..., PyTree], weights: PyTree, x: PyTree
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-    """Return what a pipeline keeps of a block until its backward, and from there to its weight gradient."""
+    """Return the arrays that a pipeline stores until a block's backward, and from there until its weight gradient."""
     leaves, treedef = jax.tree.flatten(weights)
     inputs, x_treedef = jax.tree.flatten(x)
 
-    def f(given: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
-        return jax.tree.leaves(block(treedef.unflatten(given), x_treedef.unflatten(x), jax.random.key(0)))
+    def f(weight_leaves: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
+        return jax.tree.leaves(block(treedef.unflatten(weight_leaves), x_treedef.unflatten(x), jax.random.key(0)))
 
     trained = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     passes = split_backward(f, leaves, inputs, trained=trained)
     return passes.residuals, passes.deferred
 
 
-def _by_shape(arrays: Iterable[ShapedArray | jax.ShapeDtypeStruct], like: set[tuple[int, ...]]) -> Bytes:
-    """Return the bytes of arrays like what blocks hand on or statistics of it (last dim 1), and of all others."""
-    shapes = like | {(*shape[:-1], 1) for shape in like}
+def _split_by_shape(
+    arrays: Iterable[ShapedArray | jax.ShapeDtypeStruct], boundary_shapes: set[tuple[int, ...]]
+) -> Bytes:
+    """Return the bytes of arrays, replicated for shapes of a block's output or of statistics of it (last dim 1)."""
+    shapes = boundary_shapes | {(*shape[:-1], 1) for shape in boundary_shapes}
     replicated, sharded = 0.0, 0.0
     for array in arrays:
         if array.shape in shapes:
@@ -508,11 +539,11 @@ def _by_shape(arrays: Iterable[ShapedArray | jax.ShapeDtypeStruct], like: set[tu
     return Bytes(replicated, sharded)
 
 
-def _reads(parts: _Parts, batch: PyTree) -> tuple[str, ...]:
+def _loss_reads(functions: _ModelFunctions, batch: PyTree) -> tuple[str, ...]:
     """Return the key paths of the outer parameters that the loss reads."""
-    jaxpr = jax.make_jaxpr(parts.loss)(parts.outer, parts.boundary(batch), batch, parts.key).jaxpr
+    jaxpr = jax.make_jaxpr(functions.loss)(functions.outer, functions.boundary(batch), batch, functions.key).jaxpr
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
-    paths = [path for path, _ in leaves_with_paths(parts.outer)]
+    paths = [path for path, _ in leaves_with_paths(functions.outer)]
     return tuple(path for path, v in zip(paths, jaxpr.invars, strict=False) if id(v) in used)
 
 
@@ -527,7 +558,7 @@ def _nbytes(array: ShapedArray | jax.ShapeDtypeStruct) -> int:
 def count_flops(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[float]:
     """Yield the flops of the inner products and convolutions of a jaxpr; scans are multiplied by their length.
 
-    A `while` of unknown length counts once, a `cond` as its dearest branch.
+    A `while` of unknown length counts once. A `cond` counts as its most expensive branch.
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -539,7 +570,9 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[float]:
             kernel = _aval(eqn.invars[1])
             features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             yield 2.0 * _aval(eqn.outvars[0]).size * kernel.size / features
-        elif eqn.params.get("name") == "shardopt_grouped_product":  # each row with the matrix of its group
+        elif (
+            eqn.params.get("name") == "shardopt_grouped_product"
+        ):  # each row is multiplied with the matrix of its group
             yield 2.0 * _aval(eqn.invars[0]).size * _aval(eqn.outvars[0]).shape[-1]
         elif name == "cond":
             yield max((sum(count_flops(branch)) for branch in eqn.params["branches"]), default=0.0)

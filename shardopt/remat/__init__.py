@@ -1,1 +1,1 @@
-"""Rematerialisation: which residuals a backward pass keeps of the forward pass, and what it computes again."""
+"""Rematerialisation: store some residuals of the forward pass, and compute the others again in the backward pass."""

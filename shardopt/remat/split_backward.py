@@ -1,4 +1,4 @@
-"""A block's forward, input gradient and weight gradient as three functions, with the residuals that pass between them."""
+"""Split a block into forward, input gradient and weight gradient: three functions with residuals between them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -33,21 +33,22 @@ T = TypeVar("T")
 
 
 class Passes(NamedTuple):
-    """The passes of one block `f(given, x) -> y`; `given` are its weights, indices and the like.
+    """The passes of one block `f(arguments, x) -> y`; `arguments` are its weights, indices and keys.
 
-    Two kinds of things are computed again where they are needed, and are no residuals: what depends on `given`
-    alone (casts and gathers of weights, dropout masks), and what elementwise operations make of a residual. Inner
-    products, reductions and all else are computed once.
+    Two kinds of values are computed again instead of stored: values that depend on `arguments` alone (casts and gathers
+    of weights, dropout masks), and results of elementwise operations on residuals. All other values, such as inner
+    products and reductions, are computed once.
 
     Attributes:
-      forward: `forward(given, x) -> (y, residuals)`: what the later passes need of this one.
-      backward: `backward(given, residuals, dy) -> (dx, deferred)`: the gradient of the input, and what `weight` needs
-        of this pass, such as the cotangents of inner products.
-      weight: `weight(given, [residuals[i] for i in weight_residuals], deferred) -> dw`: the gradient of the weights.
-      both: `both(given, residuals, dy) -> (dx, dw)`: the last two in one.
-      residuals: their shapes.
-      deferred: the shapes of deferred.
-      weight_residuals: which residuals `weight` reads.
+      forward: `forward(arguments, x) -> (y, residuals)`. The later passes read the residuals.
+      backward: `backward(arguments, residuals, dy) -> (dx, deferred)`: the gradient of the input, and the values that
+        `weight` reads, such as the cotangents of inner products.
+      weight: `weight(arguments, [residuals[i] for i in weight_residuals], deferred) -> dw`: the gradient of the
+        weights.
+      both: `both(arguments, residuals, dy) -> (dx, dw)`: `backward` and `weight` in one function.
+      residuals: shapes of the residuals.
+      deferred: shapes of the deferred values.
+      weight_residuals: indices of the residuals that `weight` reads.
     """
 
     forward: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
@@ -60,56 +61,57 @@ class Passes(NamedTuple):
 
 
 def split_backward(
-    f: Callable[[Arrays, Arrays], Arrays], given: Shapes, x: Shapes, *, trained: Sequence[int]
+    f: Callable[[Arrays, Arrays], Arrays], arguments: Shapes, x: Shapes, *, trained: Sequence[int]
 ) -> Passes:
-    """Trace a block with its gradients, and cut the trace into `Passes`.
-
-    `jax.vjp` keeps every intermediate result, its caller's weights among them, and computes both gradients at once.
-    Here each equation of the trace is put into the first pass that cannot do without it, and what crosses from
-    one pass to a later one is a residual. So the weight gradient can run later than the input gradient
-    and repeat nothing of it: for y = g(x @ w), the cotangent of x @ w crosses, and the product with x waits.
+    """Trace a block with its gradients, and split the trace into `Passes`.
 
     Args:
-      f: the block, of lists of arrays. Integer leaves of x have no gradient: dy and dx are the floating ones only.
-      given: weights and other arguments, or their shapes.
-      x: the input, or its shapes; y has the same.
-      trained: which of `given` the weight gradient is of.
+      f: the block, a function of two lists of arrays. Integer leaves of x have no gradient, and dy and dx omit them.
+      arguments: weights and other arguments, or their shapes.
+      x: the input, or its shapes; y has the same shapes.
+      trained: indices of the `arguments` in the weight gradient.
+
+    Note:
+      `jax.vjp` stores every intermediate result, weights included, and computes both gradients at once. Here each
+      equation of the trace goes to the first pass that needs it. A value that a later pass reads is a residual. So the
+      weight gradient can run later than the input gradient without repeating work. For y = g(x @ w), the cotangent of
+      x @ w is deferred, and its product with x runs later.
     """
-    moving = floating(x)
+    differentiable = floating(x)
 
-    def with_gradients(given: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        def of(weights: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
-            y = f(replaced(given, trained, weights), replaced(x, moving, inputs))
-            return [y[i] for i in moving], y
+    def with_gradients(arguments: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        def block(weights: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+            y = f(replaced(arguments, trained, weights), replaced(x, differentiable, inputs))
+            return [y[i] for i in differentiable], y
 
-        _, vjp, y = jax.vjp(of, [given[i] for i in trained], [x[i] for i in moving], has_aux=True)
+        _, vjp, y = jax.vjp(block, [arguments[i] for i in trained], [x[i] for i in differentiable], has_aux=True)
         dw, dx = vjp(dy)
         return y, dx, dw
 
-    given, x = abstract((list(given), list(x)))
-    args = (given, x, [x[i] for i in moving])
-    closed = jax.make_jaxpr(with_gradients)(*args)
-    flat = jax.make_jaxpr(lambda *args: inlined(closed.jaxpr, closed.consts, jax.tree.leaves(args)))(*args)
-    return _cut(jex.ClosedJaxpr(without_transposes(flat.jaxpr), flat.consts), len(given), len(x), len(trained))
+    arguments, x = abstract((list(arguments), list(x)))
+    args = (arguments, x, [x[i] for i in differentiable])
+    nested = jax.make_jaxpr(with_gradients)(*args)
+    flat = jax.make_jaxpr(lambda *args: inlined(nested.jaxpr, nested.consts, jax.tree.leaves(args)))(*args)
+    return _cut(jex.ClosedJaxpr(without_transposes(flat.jaxpr), flat.consts), len(arguments), len(x), len(trained))
 
 
 def rematerialised(passes: Passes, x: Shapes) -> Passes:
-    """Return passes that keep the input alone, and run the forward again in the backward pass; not in `weight`."""
+    """Return passes that store the input alone. `backward` runs the forward again, `weight` does not."""
 
-    def backward(given: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays]:
-        _, residuals = passes.forward(given, x)
-        dx, deferred = passes.backward(given, residuals, dy)
+    def backward(arguments: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays]:
+        _, residuals = passes.forward(arguments, x)
+        dx, deferred = passes.backward(arguments, residuals, dy)
         return dx, [*deferred, *(residuals[i] for i in passes.weight_residuals)]
 
-    def weight(given: Arrays, _: Arrays, deferred: Arrays) -> Arrays:
-        count = len(passes.deferred)
-        return passes.weight(given, deferred[count:], deferred[:count])
+    def weight(arguments: Arrays, _: Arrays, deferred: Arrays) -> Arrays:
+        num_deferred = len(passes.deferred)
+        return passes.weight(arguments, deferred[num_deferred:], deferred[:num_deferred])
 
     return Passes(
-        forward=lambda given, x: (passes.forward(given, x)[0], list(x)),
+        forward=lambda arguments, x: (passes.forward(arguments, x)[0], list(x)),
         backward=backward,
         weight=weight,
-        both=lambda given, x, dy: passes.both(given, passes.forward(given, x)[1], dy),
+        both=lambda arguments, x, dy: passes.both(arguments, passes.forward(arguments, x)[1], dy),
         residuals=tuple(abstract(list(x))),
         deferred=(*passes.deferred, *(passes.residuals[i] for i in passes.weight_residuals)),
         weight_residuals=(),
@@ -117,85 +119,85 @@ def rematerialised(passes: Passes, x: Shapes) -> Passes:
 
 
 def floating(leaves: Shapes) -> list[int]:
-    """Return which leaves have gradients."""
+    """Return the indices of the leaves that have gradients: those with a floating dtype."""
     return [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
-def replaced(leaves: Sequence[T], where: Sequence[int], new: Sequence[T]) -> list[T]:
-    """Return the leaves with new ones in some places."""
+def replaced(leaves: Sequence[T], positions: Sequence[int], new_leaves: Sequence[T]) -> list[T]:
+    """Return the leaves with `new_leaves` at the indices `positions`."""
     result = list(leaves)
-    for i, leaf in zip(where, new, strict=True):
+    for i, leaf in zip(positions, new_leaves, strict=True):
         result[i] = leaf
     return result
 
 
-def _cut(closed: jex.ClosedJaxpr, num_given: int, num_x: int, num_trained: int) -> Passes:
+def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: int) -> Passes:
     jaxpr = closed.jaxpr
     trace = trace_of(closed)
-    given, rest = jaxpr.invars[:num_given], jaxpr.invars[num_given:]
-    x, dy = rest[:num_x], rest[num_x:]
+    arguments, inputs = jaxpr.invars[:num_arguments], jaxpr.invars[num_arguments:]
+    x, dy = inputs[:num_x], inputs[num_x:]
     y, dx = jaxpr.outvars[:num_x], jaxpr.outvars[num_x : num_x + len(dy)]
     dw = jaxpr.outvars[len(jaxpr.outvars) - num_trained :]
-    free = _reached(jaxpr, [*jaxpr.constvars, *given], every=True)
-    late = _reached(jaxpr, dy, every=False)
-    residuals = _residuals(trace, x, free, late, [*dx, *dw])
-    # What has an effect is run once, as early as its arguments are there.
+    recomputable = _reached(jaxpr, [*jaxpr.constvars, *arguments], every=True)
+    depends_on_dy = _reached(jaxpr, dy, every=False)
+    residuals = _residuals(trace, x, recomputable, depends_on_dy, [*dx, *dw])
+    # An equation with an effect runs once, in the first pass that has its inputs.
     effects = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.effects}
-    early_effects = {i for i in effects if not inputs_of(jaxpr.eqns[i]) & late}
+    early_effects = {i for i in effects if not inputs_of(jaxpr.eqns[i]) & depends_on_dy}
 
     in_forward, _ = slice_of(trace, [*y, *residuals], stop=set(x), extra=early_effects)
     in_both, _ = slice_of(trace, [*dx, *dw], stop={*residuals, *dy}, extra=effects - early_effects)
-    apart = trace if effects else trace_of(_apart(trace, dx))
-    in_backward, _ = slice_of(apart, dx, stop={*residuals, *dy}, extra=effects - early_effects)
-    deferrable = {*dy, *(var for i in in_backward for var in apart.jaxpr.eqns[i].outvars if var in late)}
-    in_weight, crossing = slice_of(apart, dw, stop={*residuals, *deferrable})
+    separated = trace if effects else trace_of(_separate_checkpoints(trace, dx))
+    in_backward, _ = slice_of(separated, dx, stop={*residuals, *dy}, extra=effects - early_effects)
+    deferrable = {*dy, *(var for i in in_backward for var in separated.jaxpr.eqns[i].outvars if var in depends_on_dy)}
+    in_weight, crossing = slice_of(separated, dw, stop={*residuals, *deferrable})
     deferred = [var for var in crossing if var in deferrable]
     residuals_of_weight = [var for var in crossing if var not in deferrable]
 
-    forward = part_of(trace, in_forward, [*given, *x], [*y, *residuals])
-    backward = part_of(apart, in_backward, [*given, *residuals, *dy], [*dx, *deferred])
-    weight = part_of(apart, in_weight, [*given, *residuals_of_weight, *deferred], dw)
-    both = part_of(trace, in_both, [*given, *residuals, *dy], [*dx, *dw])
+    forward = part_of(trace, in_forward, [*arguments, *x], [*y, *residuals])
+    backward = part_of(separated, in_backward, [*arguments, *residuals, *dy], [*dx, *deferred])
+    weight = part_of(separated, in_weight, [*arguments, *residuals_of_weight, *deferred], dw)
+    both = part_of(trace, in_both, [*arguments, *residuals, *dy], [*dx, *dw])
     return Passes(
-        forward=lambda given, x: _split(forward(*given, *x), num_x),
-        backward=lambda given, residuals, dy: _split(backward(*given, *residuals, *dy), len(dy)),
-        weight=lambda given, residuals, deferred: weight(*given, *residuals, *deferred),
-        both=lambda given, residuals, dy: _split(both(*given, *residuals, *dy), len(dy)),
+        forward=lambda arguments, x: _split(forward(*arguments, *x), num_x),
+        backward=lambda arguments, residuals, dy: _split(backward(*arguments, *residuals, *dy), len(dy)),
+        weight=lambda arguments, residuals, deferred: weight(*arguments, *residuals, *deferred),
+        both=lambda arguments, residuals, dy: _split(both(*arguments, *residuals, *dy), len(dy)),
         residuals=tuple(map(shape_of, residuals)),
         deferred=tuple(map(shape_of, deferred)),
         weight_residuals=tuple(residuals.index(var) for var in residuals_of_weight),
     )
 
 
-def _apart(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
-    """Return the trace with each `jax.checkpoint` that makes both gradients cut into one for `dx` and one for the rest.
+def _separate_checkpoints(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
+    """Return the trace with each `jax.checkpoint` of both gradients split: one for `dx`, one for the other results.
 
-    Left whole, the backward pass would compute the weight gradient as well, and keep all of it for the weight pass. Both
-    parts compute again what they need, so one is cut only where they share nothing dear.
+    Without the split, the backward pass would also compute the weight gradient, and store it for the weight pass. Both
+    parts recompute their inputs, so a checkpoint is split only if they share no expensive equation.
     """
     for_dx, _ = slice_of(trace, dx, stop=set())
-    read = {*dx, *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i]))}
+    read_variables = {*dx, *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i]))}
     equations = []
     for i, eqn in enumerate(trace.jaxpr.eqns):
-        groups = [[v for v in eqn.outvars if (v in read) is needed] for needed in (True, False)]
+        groups = [[v for v in eqn.outvars if (v in read_variables) is needed] for needed in (True, False)]
         is_checkpoint = eqn.primitive.name in CHECKPOINTS and i in for_dx
-        equations += _halves(eqn, groups) if is_checkpoint and all(groups) else [eqn]
+        equations += _split_checkpoint(eqn, groups) if is_checkpoint and all(groups) else [eqn]
     return jex.ClosedJaxpr(trace.jaxpr.replace(eqns=equations), trace.consts)
 
 
-def _halves(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) -> list[jex.JaxprEqn]:
-    """Return a checkpoint as one equation for each group of its results; as it is, where they share what is dear."""
-    whole = eqn.params["jaxpr"]
-    flat = jax.make_jaxpr(lambda *args: inlined(whole, (), args))(*(shape_of(var) for var in whole.invars))
+def _split_checkpoint(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) -> list[jex.JaxprEqn]:
+    """Return one checkpoint for each group of results; return it unchanged if groups share an expensive equation."""
+    body = eqn.params["jaxpr"]
+    flat = jax.make_jaxpr(lambda *args: inlined(body, (), args))(*(shape_of(var) for var in body.invars))
     trace = trace_of(flat)
     inner = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
     outer = dict(zip(flat.jaxpr.invars, eqn.invars, strict=True))
-    found = [slice_of(trace, [inner[var] for var in group], stop=set(outer)) for group in groups]
-    shared = set.intersection(*(equations for equations, _ in found))
+    slices = [slice_of(trace, [inner[var] for var in group], stop=set(outer)) for group in groups]
+    shared = set.intersection(*(equations for equations, _ in slices))
     if flat.consts or any(flat.jaxpr.eqns[i].primitive.name not in _CHEAP for i in shared):
         return [eqn]
     parts = []
-    for group, (equations, inputs) in zip(groups, found, strict=True):
+    for group, (equations, inputs) in zip(groups, slices, strict=True):
         jaxpr = flat.jaxpr.replace(
             invars=inputs,
             outvars=[inner[var] for var in group],
@@ -211,7 +213,7 @@ def _halves(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) -> list[jex.
 
 
 def _reached(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> set[jex.Var]:
-    """Return the variables computed from `start`: from it alone if `every`, else from any of it."""
+    """Return the variables that are computed from `start`: from `start` alone if `every`, else from any part of it."""
     reached = set(start)
     for eqn in jaxpr.eqns:
         inputs = inputs_of(eqn)
@@ -220,43 +222,49 @@ def _reached(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> set[
     return reached
 
 
-def _split(values: Arrays, at: int) -> tuple[Arrays, Arrays]:
-    return list(values[:at]), list(values[at:])
+def _split(values: Arrays, index: int) -> tuple[Arrays, Arrays]:
+    return list(values[:index]), list(values[index:])
 
 
 def _residuals(
-    trace: Trace, x: Sequence[jex.Var], free: set[jex.Var], late: set[jex.Var], gradients: Sequence[Atom]
+    trace: Trace,
+    x: Sequence[jex.Var],
+    recomputable: set[jex.Var],
+    depends_on_dy: set[jex.Var],
+    gradients: Sequence[Atom],
 ) -> list[jex.Var]:
-    """Return what to keep of the forward pass, for what the gradients, which wait for dy, read of it."""
+    """Return the residuals: variables of the forward pass that the equations after dy are computed from."""
     equations = trace.jaxpr.eqns
     needed, _ = slice_of(trace, gradients, stop=set(x))
-    waiting = [i for i in sorted(needed) if set(equations[i].outvars) & late]
-    early = [equations[i] for i in sorted(needed.difference(waiting))]
-    reads = [*gradients, *(var for i in waiting for var in inputs_of(equations[i]))]
-    return _fewestbytes_of(early, x, free, [v for v in reads if not isinstance(v, jex.Literal) and v not in late])
+    after_dy = [i for i in sorted(needed) if set(equations[i].outvars) & depends_on_dy]
+    before_dy = [equations[i] for i in sorted(needed.difference(after_dy))]
+    reads = [*gradients, *(var for i in after_dy for var in inputs_of(equations[i]))]
+    return _min_byte_cut(
+        before_dy, x, recomputable, [v for v in reads if not isinstance(v, jex.Literal) and v not in depends_on_dy]
+    )
 
 
-# Arithmetic and what moves elements: compilers fuse them into whatever reads them. Whatever is not named here is kept.
+# Arithmetic and primitives that move elements: compilers fuse them into their readers. Other primitives are expensive.
 _CHEAP = ARITHMETIC | frozenset(
     """broadcast_in_dim concatenate copy expand_dims iota name pad reshape rev slice split squeeze stop_gradient
     transpose""".split()  # noqa: SIM905
 )
 
 
-def _fewestbytes_of(
+def _min_byte_cut(
     equations: Sequence[jex.JaxprEqn], start: Iterable[jex.Var], free: set[jex.Var], wanted: Iterable[jex.Var]
 ) -> list[jex.Var]:
-    """Return the variables to keep, so that `wanted` can be computed from them by cheap equations alone.
+    """Return the variables to store, so that `wanted` can be computed from them by cheap equations alone.
 
-    Every value that is dear to compute is a source, every wanted one a sink; a cheap equation passes from each input to
-    each output whatever is not kept. A set of variables that stops all flow is what has to be kept, and the one of
-    fewest bytes is a minimum vertex cut. Of several the one nearest to `wanted` is taken, which leaves the least to
-    compute again.
+    The result is a minimum vertex cut of a flow network. Results of expensive equations are sources, and wanted
+    variables are sinks. Flow goes through a cheap equation from each input to each output. The stored variables must
+    stop all flow, with the fewest bytes. Among equal cuts the result is the one nearest to `wanted`, because it leaves
+    the least to compute again.
 
     Args:
-      equations: those that may be run, in order.
-      start: variables that are there at first, and have to be kept if they are to be used.
-      free: variables that are there in any case.
+      equations: equations that may run again, in order.
+      start: variables that exist at first, and must be stored to be used.
+      free: variables that are always available and need not be stored.
       wanted: variables computed by these equations, or among `start`.
 
     References:
@@ -267,23 +275,27 @@ def _fewestbytes_of(
     if not wanted:
         return []
     variables = list(dict.fromkeys([*start, *(v for eqn in equations for v in eqn.outvars if v not in free)]))
-    number = {var: i for i, var in enumerate(variables)}
+    index_of = {var: i for i, var in enumerate(variables)}
     count = len(variables)
     source, sink = 2 * count, 2 * count + 1
     weights = [bytes_of(var) for var in variables]
     unit = max(sum(weights) / (MOST // 2), 1.0)
     edges: dict[tuple[int, int], int] = {}
-    for i, weight in enumerate(weights):  # a variable is an edge from its own entry to its own exit
+    for i, weight in enumerate(weights):  # a variable is an edge from its entry node to its exit node
         edges[i, count + i] = max(math.ceil(weight / unit), 1)
     for var in start:
-        edges[source, number[var]] = MOST
+        edges[source, index_of[var]] = MOST
     for eqn in equations:
-        inputs = [number[v] for v in eqn.invars if not isinstance(v, jex.Literal) and v in number]
-        dear = eqn.primitive.name not in _CHEAP or bool(eqn.effects)
+        inputs = [index_of[v] for v in eqn.invars if not isinstance(v, jex.Literal) and v in index_of]
+        is_expensive = eqn.primitive.name not in _CHEAP or bool(eqn.effects)
         for var in eqn.outvars:
-            if var in number:
-                edges |= {(source, number[var]): MOST} if dear else {(count + i, number[var]): MOST for i in inputs}
+            if var in index_of:
+                edges |= (
+                    {(source, index_of[var]): MOST}
+                    if is_expensive
+                    else {(count + i, index_of[var]): MOST for i in inputs}
+                )
     for var in wanted:
-        edges[count + number[var], sink] = MOST
+        edges[count + index_of[var], sink] = MOST
     cut = min_cut(edges, 2 * count + 2, source, sink)
     return [variables[i] for i in sorted(i for i, exit_ in cut if i < count and exit_ == count + i)]

@@ -1,4 +1,4 @@
-"""Products of a trace the other way round, where the trace transposes what they give."""
+"""Swap the operands of inner products in a trace, if that removes a transpose of their results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from shardopt.core.trace import shape_of
 
 
 def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    """Return the same trace with each `transpose(dot_general(a, b))` as `dot_general(b, a)`, where they are equal.
+    """Return the same trace with `dot_general(b, a)` for each `transpose(dot_general(a, b))` that equals it.
 
-    jax writes gradients of weights that way: of `x @ w` as `transpose(dot_general(dy, x))`. XLA:CPU then copies dy into
-    another order before the product, and what it gives once more to add it to the gradients. `dot_general(x, dy)` has
-    the order of the weights, adds up the same numbers, and reads dy as it lies.
+    jax writes the weight gradient of `x @ w` as `transpose(dot_general(dy, x))`. XLA:CPU then copies dy into another
+    order before the product, and copies the result when it adds it to the gradients. `dot_general(x, dy)` has the
+    order of the weights, adds the same numbers, and reads dy without a copy.
     """
     reads = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jex.Var))
     reads.update(v for v in jaxpr.outvars if isinstance(v, jex.Var))
@@ -37,18 +37,18 @@ def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
 
 
 def _swapped(product: jex.JaxprEqn, permutation: Sequence[int]) -> jex.JaxprEqn | None:
-    """Return `dot_general(b, a)` for `dot_general(a, b)`, if that has its dims in this order; else None."""
+    """Return `dot_general(b, a)` for `dot_general(a, b)` if it equals the transpose by `permutation`; else None."""
     a, b = product.invars
     params = dict(product.params)
     (contracting_a, contracting_b), (batch_a, batch_b) = params["dimension_numbers"]
-    batch, end_of_a = len(batch_a), len(shape_of(a).shape) - len(contracting_a)
+    batch, end_of_a_dims = len(batch_a), len(shape_of(a).shape) - len(contracting_a)
     dims = range(len(permutation))
-    if [*permutation] != [*dims[:batch], *dims[end_of_a:], *dims[batch:end_of_a]]:
+    if [*permutation] != [*dims[:batch], *dims[end_of_a_dims:], *dims[batch:end_of_a_dims]]:
         return None
     params["dimension_numbers"] = (contracting_b, contracting_a), (batch_b, batch_a)
     if isinstance(params["precision"], tuple):
         params["precision"] = params["precision"][::-1]
-    if (where := params["out_sharding"]) is not None:
-        axes = [*where.spec, *[None] * len(dims)]
-        params["out_sharding"] = NamedSharding(where.mesh, PartitionSpec(*(axes[dim] for dim in permutation)))
+    if (sharding := params["out_sharding"]) is not None:
+        axes = [*sharding.spec, *[None] * len(dims)]
+        params["out_sharding"] = NamedSharding(sharding.mesh, PartitionSpec(*(axes[dim] for dim in permutation)))
     return product.replace(invars=[b, a], params=params)

@@ -12,7 +12,7 @@ from shardopt.audit import inner_product_flops
 from shardopt.cli import main
 from shardopt.cli.plan import _builder_text
 from shardopt.planning import Layout, find_model
-from shardopt.planning.layout import Searched
+from shardopt.planning.layout import SearchArguments
 
 GPT2 = ["plan", "--model", "gpt2", "--hardware", "a100", "--chips", "4"]
 
@@ -50,7 +50,7 @@ def test_what_to_type_is_python(capsys):
             pipeline=2,
             micro_batches=4,
             schedule="search",
-            searched=Searched((0.15, 0.15), (0.15, 0.218), (0.163, 0.163), 0.000336, 2),
+            searched=SearchArguments((0.15, 0.15), (0.15, 0.218), (0.163, 0.163), 0.000336, 2),
         ),
     ],
     ids=lambda layout: layout.schedule,
