@@ -33,14 +33,14 @@ def check_strategy(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> No
     """
     if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
         given = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
-        what = f"strategy must be a synchronous one, got {given}."
-        raise TypeError(format_error(who, what, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
+        problem = f"strategy must be a synchronous one, got {given}."
+        raise TypeError(format_error(who, problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
     if strategy.config.mesh.shape.get("replica", 1) < 2:
-        what = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
-        raise ValueError(format_error(who, what, fix="make the mesh with so.make_mesh(replica=...)."))
+        problem = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
+        raise ValueError(format_error(who, problem, fix="make the mesh with so.make_mesh(replica=...)."))
     if sync.warmup_steps and strategy.config.reducer is not None:
-        what = "warm-up steps average gradients over replicas exactly, which a strategy with a reducer of its own does not."
-        raise ValueError(format_error(who, what, fix="use warmup_steps=0, or a strategy without a reducer."))
+        problem = "warm-up steps average gradients over replicas exactly, which a strategy with a reducer of its own does not."
+        raise ValueError(format_error(who, problem, fix="use warmup_steps=0, or a strategy without a reducer."))
 
 
 def check_sync(who: str, sync: SyncConfig) -> None:
@@ -59,9 +59,9 @@ def check_sync(who: str, sync: SyncConfig) -> None:
     check_count(who, "delay", sync.delay, least=0)
     every, fragments = sync.sync_every, sync.fragments
     if every % fragments:
-        what = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
+        problem = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
         near = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
-        raise ValueError(format_error(who, what, fix=f"use sync_every={' or '.join(map(str, near))}."))
+        raise ValueError(format_error(who, problem, fix=f"use sync_every={' or '.join(map(str, near))}."))
     check_delay_and_mix(who, sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
 
 
@@ -81,8 +81,8 @@ def check_delay_and_mix(who: str, delay: int, mix: float, stride: int, *, every:
       ValueError: if either is out of range.
     """
     if delay >= stride:
-        what = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
-        raise ValueError(format_error(who, what, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
+        problem = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
+        raise ValueError(format_error(who, problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
     if isinstance(mix, bool) or not isinstance(mix, int | float | np.integer | np.floating):
         raise TypeError(f"{who}: mix must be a number, got {mix!r} ({type(mix).__name__}).")
     if not 0 <= mix <= 1:

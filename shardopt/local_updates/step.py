@@ -88,9 +88,9 @@ class LocalStep:
 
     def _step_of(self, state: TrainState) -> int:
         if isinstance(state.step, Tracer):
-            what = "which program a step runs depends on state.step, which is traced here."
+            problem = "which program a step runs depends on state.step, which is traced here."
             fix = "call step outside jit: it is compiled already."
-            raise TypeError(format_error(self.local.config.strategy, what, fix=fix))
+            raise TypeError(format_error(self.local.config.strategy, problem, fix=fix))
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return self.local.sync.warmup_steps
         array, step = self._last_step
@@ -147,8 +147,8 @@ def make_step(
     before, after = (variant.send, None) if delay else (None, variant.send)
 
     def value_fn(_):
-        what = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
-        raise ValueError(format_error(config.strategy, what, fix="use an optimizer without value_fn."))
+        problem = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
+        raise ValueError(format_error(config.strategy, problem, fix="use an optimizer without value_fn."))
 
     def update(params, opt_state, found):
         return apply_update(config, layout, params, opt_state, found, value_fn)

@@ -87,8 +87,8 @@ def match_matrices(who: str, matrices: Matrices, params: PyTree) -> list[Matrix 
     idle = [repr(pattern.pattern) for pattern, _ in rules if not any(pattern.search(path) for path, _ in places)]
     if idle:
         known = ", ".join(path for path, _ in places[:8]) + (", ..." if len(places) > 8 else "")
-        what = f"{plural(len(idle), 'rule')} of matrices= matched no parameter."
-        raise ValueError(format_error(who, what, idle, f"match a key path, such as: {known}."))
+        problem = f"{plural(len(idle), 'rule')} of matrices= matched no parameter."
+        raise ValueError(format_error(who, problem, idle, f"match a key path, such as: {known}."))
     return found
 
 
@@ -111,8 +111,8 @@ def check_matrices(who: str, matrices: Matrices) -> list[tuple[re.Pattern[str], 
         try:
             rules.append((re.compile(rule[0]), rule[1]))
         except (re.error, TypeError) as error:
-            what = f"matrices: {rule[0]!r} is not a regular expression: {error}."
-            raise ValueError(format_error(who, what, fix="give a regex that is searched in key paths.")) from error
+            problem = f"matrices: {rule[0]!r} is not a regular expression: {error}."
+            raise ValueError(format_error(who, problem, fix="give a regex that is searched in key paths.")) from error
     return rules
 
 

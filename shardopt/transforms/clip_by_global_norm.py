@@ -105,17 +105,17 @@ def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: bool | PyTre
     leaves = leaves_with_paths(updates)
     if split is None:
         if not tracked:
-            what = "nothing says which leaves are split over the axis and which are whole: types do not tell it here."
+            problem = "nothing says which leaves are split over the axis and which are whole: types do not tell it here."
             fix = "pass split=True, False, or the PartitionSpecs of the leaves; or use shard_map with check_vma=True."
-            raise ValueError(format_error(WHO, what, fix=fix))
+            raise ValueError(format_error(WHO, problem, fix=fix))
         return [tuple(name for name in names if name in varying(leaf)) for _, leaf in leaves]
     over = [_axes_of(entry, names) for entry in _per_leaf(split, updates)]
     if tracked:
         pairs = zip(leaves, over, strict=True)
         wrong = [f"{path}: split over {axes}" for (path, leaf), axes in pairs if not set(axes) <= varying(leaf)]
         if wrong:
-            what = f"{plural(len(wrong), 'leaf')} said to be split by split= cannot be: its type does not vary."
-            raise ValueError(format_error(WHO, what, wrong, "say what is whole, or leave split= out."))
+            problem = f"{plural(len(wrong), 'leaf')} said to be split by split= cannot be: its type does not vary."
+            raise ValueError(format_error(WHO, problem, wrong, "say what is whole, or leave split= out."))
     return over
 
 
@@ -128,8 +128,8 @@ def _per_leaf(split: bool | PyTree, updates: PyTree) -> list[PartitionSpec | boo
             lambda one, part: jax.tree.map(lambda _: _Entry(one), part), split, updates, is_leaf=is_entry
         )
     except ValueError as error:
-        what = "split is neither like the gradients nor a prefix of their tree."
-        raise ValueError(format_error(WHO, what, fix="give it the specs that shard_map has for them.")) from error
+        problem = "split is neither like the gradients nor a prefix of their tree."
+        raise ValueError(format_error(WHO, problem, fix="give it the specs that shard_map has for them.")) from error
     return [entry.value for entry in jax.tree.leaves(spread)]
 
 
@@ -146,8 +146,8 @@ def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     listed = [name for part in entry if part is not None for name in ((part,) if isinstance(part, str) else part)]
     missing = [name for name in listed if name not in names and is_bound(name)]
     if missing:
-        what = f"{entry} splits over {missing[0]!r}, which is not among axis_names={names}."
-        raise ValueError(format_error(WHO, what, fix="name every axis that leaves are split over."))
+        problem = f"{entry} splits over {missing[0]!r}, which is not among axis_names={names}."
+        raise ValueError(format_error(WHO, problem, fix="name every axis that leaves are split over."))
     return tuple(name for name in names if name in listed)
 
 
@@ -169,5 +169,5 @@ def _check_split(split: bool | PyTree) -> None:
     entries = jax.tree.leaves(split, is_leaf=lambda node: isinstance(node, PartitionSpec))
     wrong = [repr(entry) for entry in entries if not isinstance(entry, bool | PartitionSpec)]
     if wrong:
-        what = "split must be True, False or a tree of PartitionSpecs."
-        raise TypeError(format_error(WHO, what, wrong))
+        problem = "split must be True, False or a tree of PartitionSpecs."
+        raise TypeError(format_error(WHO, problem, wrong))

@@ -121,10 +121,10 @@ def eight_bit(
         pairs = zip(signs_of(state, params), jax.tree.leaves(state), strict=True)
         signs = [sign if rounded(leaf) else None for sign, leaf in pairs]
         if all(sign is None for sign in signs):
-            what = f"nothing in the state of inner= is rounded to 8 bits: no leaf of {min_elements} numbers or more."
+            problem = f"nothing in the state of inner= is rounded to 8 bits: no leaf of {min_elements} numbers or more."
             names = ", ".join(map(repr, (*signed, *unsigned)))
             fix = f"lower min_elements, or name what to round in signed= or unsigned= (now {names})."
-            raise ValueError(format_error(WHO, what, fix=fix))
+            raise ValueError(format_error(WHO, problem, fix=fix))
         return store(state, signs)
 
     def update(updates, state, params=None, **extra_args: Any):

@@ -50,16 +50,16 @@ def check_elementwise(
         return
     fix = FIX
     if mixing := ", ".join(sorted(found - DRAWS - {SHAPE})):
-        what = f"inner mixes elements of a leaf ({mixing}), which means something else on a shard of it."
+        problem = f"inner mixes elements of a leaf ({mixing}), which means something else on a shard of it."
     elif drawing := ", ".join(sorted(found & DRAWS)):
-        what = f"inner draws random numbers ({drawing}), which would be the same on each shard."
+        problem = f"inner draws random numbers ({drawing}), which would be the same on each shard."
         fix = (
             "draw them before it: optax.chain(so.transforms.average_gradients(...), what draws, "
             "so.transforms.shard_updates(...))."
         )
     else:
-        what = "inner computes something else for shards: it depends on shapes, or on the number of devices."
-    raise ValueError(format_error(who, what, fix=fix))
+        problem = "inner computes something else for shards: it depends on shapes, or on the number of devices."
+    raise ValueError(format_error(who, problem, fix=fix))
 
 
 def _labels(
@@ -88,8 +88,8 @@ def _labels(
         try:
             return on_one, jax.make_jaxpr(f)(*args[1])
         except TypeError as error:  # of an array that has the shape of the leaf
-            what = "inner can be traced for leaves, but not for shards of them."
-            raise ValueError(format_error(who, what, [str(error).split("\n")[0]], FIX)) from error
+            problem = "inner can be traced for leaves, but not for shards of them."
+            raise ValueError(format_error(who, problem, [str(error).split("\n")[0]], FIX)) from error
 
     kept = compare(*traced(tx.init, [(one,) for one in seen]), elements[: len(jax.tree.leaves(seen[0]))], scope)
     args = [(grads, state, params) for (grads, params), state in zip(both, states, strict=True)]
