@@ -1,4 +1,4 @@
-"""From a strategy and how its replicas agree to the contract of every strategy."""
+"""Build the optimizer of `local_sgd` and `diloco` from a synchronous strategy and a `SyncConfig`."""
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from shardopt.reducers.reducer import check_reducer
 
 
 def combine(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> ShardedOptimizer:
-    """Return the strategy with replicas that train apart, and agree as `sync` says.
+    """Return the strategy with replicas that train independently, and synchronize as `sync` configures.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, or the strategy cannot be combined so.
+      ValueError: if a number is out of range, or the strategy does not support independent replicas.
     """
     check_sync(who, sync)
     check_strategy(who, strategy, sync)
@@ -25,15 +25,15 @@ def combine(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> ShardedOp
 
 
 def check_strategy(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> None:
-    """Refuse what is not a synchronous strategy on a mesh of several replicas.
+    """Check that this is a synchronous strategy on a mesh of several replicas.
 
     Raises:
       TypeError: if it is not a synchronous strategy.
-      ValueError: if its mesh has no replica axis, or it has a reducer and there are warm-up steps.
+      ValueError: if its mesh has no replica axis, or it has a reducer and `sync` has warm-up steps.
     """
     if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
-        given = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
-        problem = f"strategy must be a synchronous one, got {given}."
+        strategy_name = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
+        problem = f"strategy must be a synchronous one, got {strategy_name}."
         raise TypeError(format_error(who, problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
     if strategy.config.mesh.shape.get("replica", 1) < 2:
         problem = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
@@ -44,10 +44,10 @@ def check_strategy(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> No
 
 
 def check_sync(who: str, sync: SyncConfig) -> None:
-    """Refuse what does not go together.
+    """Check the types and ranges of a `SyncConfig`, and that its numbers fit together.
 
     Raises:
-      TypeError: if a count is not an integer, the mix not a number, or the outer optimizer or reducer not one.
+      TypeError: if a count is not an integer, the mix not a number, or the outer optimizer or the reducer not of its type.
       ValueError: if a number is out of range, fragments do not divide `sync_every`, or the delay is too long.
     """
     check_optimizer(who, sync.outer)
@@ -60,21 +60,21 @@ def check_sync(who: str, sync: SyncConfig) -> None:
     every, fragments = sync.sync_every, sync.fragments
     if every % fragments:
         problem = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
-        near = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
-        raise ValueError(format_error(who, problem, fix=f"use sync_every={' or '.join(map(str, near))}."))
+        multiples = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
+        raise ValueError(format_error(who, problem, fix=f"use sync_every={' or '.join(map(str, multiples))}."))
     check_delay_and_mix(who, sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
 
 
 def check_delay_and_mix(who: str, delay: int, mix: float, stride: int, *, every: str, verb: str) -> None:
-    """Refuse a delay that is as long as the steps between two fragments, and a mix that is no share.
+    """Check that the delay is shorter than the steps between two fragments, and that the mix is between 0 and 1.
 
     Args:
       who: the caller.
-      delay: steps that a fragment travels, an integer.
-      mix: the share of its own parameters that a replica keeps.
-      stride: steps between two fragments.
-      every: the name of the argument that says how often the same fragment is sent.
-      verb: what is done then.
+      delay: the number of steps between sending and applying a fragment, an integer.
+      mix: the fraction of its own parameters that a replica keeps.
+      stride: the number of steps between two fragments.
+      every: the name of the argument with the number of steps between two sends of the same fragment.
+      verb: the verb for this action, for the message.
 
     Raises:
       TypeError: if the mix is not a number.

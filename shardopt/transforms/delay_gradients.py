@@ -104,7 +104,7 @@ def delay_gradients(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `staleness` is negative, or the rule scales updates and there is no `inner`; in `update`, if the
+      ValueError: if `staleness` is negative, or the rule scales updates and there is no `inner`. In `update`, if the
         rule needs parameters and gets none, or the gradients are not like the parameters that `init` saw.
 
     Example:
@@ -119,8 +119,8 @@ def delay_gradients(
       -2.0
       -3.0
 
-    **Equivalence**: at staleness 0, equal to `inner`, with any rule. At a higher staleness, equal to an asynchronous run in
-    which every gradient is `staleness` versions old. The optimizer also sees the zeros of the first steps.
+    **Equivalence**: at staleness 0, equal to `inner`, with any rule. At a higher staleness, equal to an asynchronous run
+    whose gradients are all `staleness` versions old. The optimizer also sees the zeros of the first steps.
 
     **Placement**: the last `staleness` gradients, in the dtypes of the parameters, and with `delay_compensation` as many
     copies of the parameters. They are local to each device, since the gradients may not be averaged yet.

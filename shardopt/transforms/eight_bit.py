@@ -28,7 +28,7 @@ class EightBitState(NamedTuple):
     """The state of `eight_bit`.
 
     Attributes:
-      state: the state of `inner`, in which uint8 codes of the same shapes replace the moments.
+      state: the state of `inner`; uint8 codes of the same shapes replace the moments.
       scales: a tree like `state`, with the largest magnitude of each block of codes; None for leaves without codes.
     """
 

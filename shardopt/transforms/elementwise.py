@@ -1,8 +1,12 @@
 """Decide whether a function acts element by element (or row by row), by comparing two traces of it.
 
-One trace is for whole leaves, the other for a part of each leaf: a shard, or some rows. The function treats a part as it
-treats the whole leaf if both traces have the same operations except for shapes, and if each operation is known to act on
-elements in place. An unknown operation counts as mixing elements. The decision never depends on numbers.
+One trace is for whole leaves, the other for a part of each leaf: a shard, or some rows. The function acts element by
+element if two conditions hold:
+
+- Both traces have the same operations except for shapes.
+- Each operation is known to act on elements in place. An unknown operation counts as mixing elements.
+
+The decision never depends on the values of arrays.
 """
 
 from collections.abc import Sequence
@@ -34,20 +38,24 @@ from shardopt.transforms.primitives import (
 CALLS = frozenset(["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"])
 
 
-def compare(whole: ClosedJaxpr, part: ClosedJaxpr, labels: Sequence[Label], split: LeafSplit) -> list[Label]:
+def compare(
+    whole_trace: ClosedJaxpr, part_trace: ClosedJaxpr, labels: Sequence[Label], split: LeafSplit
+) -> list[Label]:
     """Return the labels of the results of two traces of one function.
 
     Args:
-      whole: the trace for whole leaves.
-      part: the trace for parts of the leaves.
+      whole_trace: the trace for whole leaves.
+      part_trace: the trace for parts of the leaves.
       labels: the labels of the arguments.
       split: how the parts were cut from the leaves.
     """
-    if len(whole.jaxpr.invars) != len(part.jaxpr.invars) or len(whole.jaxpr.outvars) != len(part.jaxpr.outvars):
-        return [mixed(SHAPE)] * len(whole.jaxpr.outvars)
-    pairs = zip(whole.consts, part.consts, strict=False)
+    if len(whole_trace.jaxpr.invars) != len(part_trace.jaxpr.invars) or len(whole_trace.jaxpr.outvars) != len(
+        part_trace.jaxpr.outvars
+    ):
+        return [mixed(SHAPE)] * len(whole_trace.jaxpr.outvars)
+    pairs = zip(whole_trace.consts, part_trace.consts, strict=False)
     const_labels = [Label(SAME) if _is_equal(a, b) else mixed(SHAPE) for a, b in pairs]
-    return _TracePair(whole.jaxpr, part.jaxpr, split).follow(const_labels, labels)
+    return _TracePair(whole_trace.jaxpr, part_trace.jaxpr, split).follow(const_labels, labels)
 
 
 def _is_equal(a: Any, b: Any) -> bool:
@@ -67,28 +75,30 @@ class _TracePair:
       known: for each variable of the whole trace, the variable of the part trace and the label of both.
     """
 
-    def __init__(self, whole: Jaxpr, part: Jaxpr, split: LeafSplit):
-        self.whole, self.part, self.split = whole, part, split
+    def __init__(self, whole_jaxpr: Jaxpr, part_jaxpr: Jaxpr, split: LeafSplit):
+        self.whole_jaxpr, self.part_jaxpr, self.split = whole_jaxpr, part_jaxpr, split
         self.known: dict[Var, tuple[Var, Label]] = {}
 
     def follow(self, const_labels: Sequence[Label], labels: Sequence[Label]) -> list[Label]:
         """Return the labels of the results, given the labels of constants and arguments."""
-        if len(self.whole.constvars) != len(self.part.constvars) or len(self.whole.eqns) != len(self.part.eqns):
-            return [mixed(SHAPE)] * len(self.whole.outvars)
-        self._bind(self.whole.constvars, self.part.constvars, const_labels)
-        self._bind(self.whole.invars, self.part.invars, labels)
-        for whole_eqn, part_eqn in zip(self.whole.eqns, self.part.eqns, strict=True):
+        if len(self.whole_jaxpr.constvars) != len(self.part_jaxpr.constvars) or len(self.whole_jaxpr.eqns) != len(
+            self.part_jaxpr.eqns
+        ):
+            return [mixed(SHAPE)] * len(self.whole_jaxpr.outvars)
+        self._bind(self.whole_jaxpr.constvars, self.part_jaxpr.constvars, const_labels)
+        self._bind(self.whole_jaxpr.invars, self.part_jaxpr.invars, labels)
+        for whole_eqn, part_eqn in zip(self.whole_jaxpr.eqns, self.part_jaxpr.eqns, strict=True):
             if (
                 whole_eqn.primitive is not part_eqn.primitive
                 or len(whole_eqn.invars) != len(part_eqn.invars)
                 or len(whole_eqn.outvars) != len(part_eqn.outvars)
             ):
-                return [mixed(SHAPE)] * len(self.whole.outvars)
+                return [mixed(SHAPE)] * len(self.whole_jaxpr.outvars)
             operand_labels = [self._label(x, y) for x, y in zip(whole_eqn.invars, part_eqn.invars, strict=True)]
             self._bind(
                 whole_eqn.outvars, part_eqn.outvars, _result_labels(whole_eqn, part_eqn, operand_labels, self.split)
             )
-        return [self._label(x, y) for x, y in zip(self.whole.outvars, self.part.outvars, strict=True)]
+        return [self._label(x, y) for x, y in zip(self.whole_jaxpr.outvars, self.part_jaxpr.outvars, strict=True)]
 
     def _bind(self, whole_vars: Sequence[Var], part_vars: Sequence[Var], labels: Sequence[Label]) -> None:
         for whole_var, part_var, label in zip(whole_vars, part_vars, labels, strict=True):
@@ -173,8 +183,8 @@ def _num_unstacked(outside: Sequence[Var | Literal], inside: Sequence[Var | Lite
 
 
 def _loop_labels(
-    whole: ClosedJaxpr,
-    part: ClosedJaxpr,
+    whole_trace: ClosedJaxpr,
+    part_trace: ClosedJaxpr,
     consts: list[Label],
     carry: list[Label],
     stacked: list[Label],
@@ -182,7 +192,7 @@ def _loop_labels(
 ) -> tuple[list[Label], list[Label]]:
     """Return the labels of the carry of a loop, and of its other results, that hold for every iteration."""
     while True:
-        results = compare(whole, part, [*consts, *carry, *stacked], split)
+        results = compare(whole_trace, part_trace, [*consts, *carry, *stacked], split)
         joined = [join(*pair) for pair in zip(carry, results[: len(carry)], strict=True)]
         if joined == carry:
             return carry, results[len(carry) :]
