@@ -34,7 +34,9 @@ def check_strategy(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> No
     if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
         strategy_name = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
         problem = f"strategy must be a synchronous one, got {strategy_name}."
-        raise TypeError(format_error(who, problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
+        raise TypeError(
+            format_error(who, problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...).")
+        )
     if strategy.config.mesh.shape.get("replica", 1) < 2:
         problem = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
         raise ValueError(format_error(who, problem, fix="make the mesh with so.make_mesh(replica=...)."))
