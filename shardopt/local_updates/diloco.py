@@ -24,8 +24,8 @@ def diloco(
     Delta = (1/R) sum_i (theta - theta_i), and theta <- outer(theta, Delta). Each replica continues from
     (1 - mix) theta + mix theta_i, with its own optimizer state.
 
-    With P fragments (Streaming DiLoCo), the replicas synchronize one fragment of the model at a time: fragment f after
-    step (f + 1) H / P, and then every H steps. Fragment f consists of the blocks f, f + P, f + 2P, ... of a `BlockModel`
+    With P fragments (Streaming DiLoCo), the replicas synchronize one fragment of the model at a time. Fragment f is due
+    after (f + 1) H / P steps, and then every H steps. Fragment f consists of the blocks f, f + P, f + 2P, ... of a `BlockModel`
     (in a pipeline, of each stage). The other leaves are assigned to the fragments in turn.
 
     With a delay, Delta is computed at step t, and theta is updated and mixed after step t + delay. Sending is part of the

@@ -27,12 +27,8 @@ class OuterStep:
     """
 
     def __init__(self, local_layout: LocalLayout, fragment: Fragment):
-        self.mesh, self.sync, self.replicas, self.fragment = (
-            local_layout.config.mesh,
-            local_layout.sync,
-            local_layout.replicas,
-            fragment,
-        )
+        self.mesh, self.sync = local_layout.config.mesh, local_layout.sync
+        self.replicas, self.fragment = local_layout.replicas, fragment
         self.compression = local_layout.compressions[fragment.number] if local_layout.compressions else None
         self.plans = [local_layout.layout.plans[i] for i in fragment.leaves]
         sharded = local_layout.config.placement.params

@@ -207,11 +207,8 @@ def first_opt_state(
 
 def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
     """Return the train state twice: as `jax.ShapeDtypeStruct`s and as `PartitionSpec`s."""
-    abstract, specs, sharded = (
-        local_layout.layout.abstract,
-        local_layout.layout.specs,
-        local_layout.config.placement.params,
-    )
+    abstract, specs = local_layout.layout.abstract, local_layout.layout.specs
+    sharded = local_layout.config.placement.params
     delayed, stack = local_layout.sync.delay > 0, local_layout.config.axes.stack
     plans_by_fragment = [fragment_plans(local_layout, fragment) for fragment in local_layout.fragments]
     shapes = [[jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans] for plans in plans_by_fragment]

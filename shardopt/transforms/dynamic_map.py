@@ -70,9 +70,8 @@ def decode(codes: jax.Array, dtype: jnp.dtype, *, signed: bool) -> jax.Array:
         first_code = jnp.where(is_above, n - (1 << extra_bit) + 1, first_code)
         decade_top = jnp.where(is_above, 10.0 ** (i - 6), decade_top)
     magnitude = decade_top * (0.1 + 0.9 * (code - first_code + 0.5) / num_cells)
-    magnitude = jnp.where(code == 0, 0, jnp.where(signed_codes == (_ZERO + 1 if signed else 255), 1, magnitude)).astype(
-        dtype
-    )
+    code_of_one = _ZERO + 1 if signed else 255
+    magnitude = jnp.where(code == 0, 0, jnp.where(signed_codes == code_of_one, 1, magnitude)).astype(dtype)
     return jnp.where(signed_codes < 0, -magnitude, magnitude)
 
 

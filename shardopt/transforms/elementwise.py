@@ -166,9 +166,8 @@ def _scan(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], split: L
     if scans_elements or whole_eqn.params["length"] != part_eqn.params["length"]:
         by_element = all(label.kind == ELEMENT and label.leading_dims in (0, None) for label in stacked)
         if carry or split.by_rows or not by_element or any(x.kind != SAME for x in consts):
-            return [mixed("scan", of=labels)] * len(
-                whole_eqn.outvars
-            )  # carries values from element to element, or counts elements
+            # The scan carries values from element to element, or counts elements.
+            return [mixed("scan", of=labels)] * len(whole_eqn.outvars)
         return [x if x.kind == ELEMENT else mixed("scan", of=[x]) for x in compare(*bodies, labels, split)]
     carry, results = _loop_labels(*bodies, consts, carry, stacked, split)
     return [*carry, *(x if x.kind == SAME else mixed("scan", of=[x]) for x in results)]

@@ -59,7 +59,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 _ELEMENTWISE = ELEMENTWISE - {"bitcast_convert_type"}
-"""Elementwise primitives, without casts of bits to another width: their results differ even if all elements are equal.
+"""Elementwise primitives, except casts of bits: cast to another width, equal elements become elements that differ.
 
 `threefry2x32` on counters draws random numbers, which `check_elementwise` refuses.
 """
@@ -95,13 +95,14 @@ def join(a: Label, b: Label) -> Label:
     if a.kind == b.kind == SAME or (a.kind == b.kind and a.kind in (SUM, MAX)):
         return Label(a.kind, a.primitives | b.primitives, pad_value, nonnegative)
     if {a.kind, b.kind} <= {SAME, ELEMENT}:
-        leading = _known_leading_dims([a, b])
-        if len(leading) <= 1:
-            return Label(ELEMENT, pad_value=pad_value, nonnegative=nonnegative, leading_dims=max(leading, default=None))
+        counts = _known_leading_dims([a, b])
+        if len(counts) <= 1:
+            return Label(ELEMENT, pad_value=pad_value, nonnegative=nonnegative, leading_dims=max(counts, default=None))
     return mixed("cond", of=[a, b])
 
 
 def _known_leading_dims(labels: Sequence[Label]) -> set[int]:
+    """Return the numbers of leading dims in the labels of ELEMENTs, where they are known."""
     return {label.leading_dims for label in labels if label.kind == ELEMENT and label.leading_dims is not None}
 
 
@@ -127,15 +128,15 @@ def result_of(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], spli
 
 
 def _elementwise(whole_eqn: JaxprEqn, part_eqn: JaxprEqn, labels: list[Label], split: LeafSplit) -> Label:
-    name, leading = whole_eqn.primitive.name, _known_leading_dims(labels)
+    name, counts = whole_eqn.primitive.name, _known_leading_dims(labels)
     in_place = [_is_in_place(eqn, i, label, split) for eqn in (whole_eqn, part_eqn) for i, label in enumerate(labels)]
-    if len(leading) > 1 or not all(in_place):
+    if len(counts) > 1 or not all(in_place):
         return mixed(name)
     return Label(
         ELEMENT,
         pad_value=_pad_value(whole_eqn, labels),
         nonnegative=_is_nonnegative(whole_eqn, labels),
-        leading_dims=max(leading, default=None),
+        leading_dims=max(counts, default=None),
     )
 
 
