@@ -1,4 +1,4 @@
-"""Local updates: replicas that train apart, and synchronize every few steps."""
+"""Local updates: replicas train independently, and synchronize every few steps."""
 
 from shardopt.local_updates.diloco import diloco
 from shardopt.local_updates.local_sgd import local_sgd

@@ -1,4 +1,4 @@
-"""From a strategy and how its replicas agree to the contract of every strategy."""
+"""Build the optimizer of `local_sgd` and `diloco` from a synchronous strategy and a `SyncConfig`."""
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from shardopt.reducers.reducer import check_reducer
 
 
 def combine(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> ShardedOptimizer:
-    """Return the strategy with replicas that train apart, and agree as `sync` says.
+    """Return the strategy with replicas that train independently, and synchronize as `sync` configures.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, or the strategy cannot be combined so.
+      ValueError: if a number is out of range, or the strategy does not support independent replicas.
     """
     check_sync(who, sync)
     check_strategy(who, strategy, sync)
@@ -25,29 +25,31 @@ def combine(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> ShardedOp
 
 
 def check_strategy(who: str, strategy: ShardedOptimizer, sync: SyncConfig) -> None:
-    """Refuse what is not a synchronous strategy on a mesh of several replicas.
+    """Check that this is a synchronous strategy on a mesh of several replicas.
 
     Raises:
       TypeError: if it is not a synchronous strategy.
-      ValueError: if its mesh has no replica axis, or it has a reducer and there are warm-up steps.
+      ValueError: if its mesh has no replica axis, or it has a reducer and `sync` has warm-up steps.
     """
     if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
-        given = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
-        what = f"strategy must be a synchronous one, got {given}."
-        raise TypeError(format_error(who, what, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
+        strategy_name = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
+        problem = f"strategy must be a synchronous one, got {strategy_name}."
+        raise TypeError(
+            format_error(who, problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...).")
+        )
     if strategy.config.mesh.shape.get("replica", 1) < 2:
-        what = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
-        raise ValueError(format_error(who, what, fix="make the mesh with so.make_mesh(replica=...)."))
+        problem = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
+        raise ValueError(format_error(who, problem, fix="make the mesh with so.make_mesh(replica=...)."))
     if sync.warmup_steps and strategy.config.reducer is not None:
-        what = "warm-up steps average gradients over replicas exactly, which a strategy with a reducer of its own does not."
-        raise ValueError(format_error(who, what, fix="use warmup_steps=0, or a strategy without a reducer."))
+        problem = "warm-up steps average gradients over replicas exactly, which a strategy with a reducer of its own does not."
+        raise ValueError(format_error(who, problem, fix="use warmup_steps=0, or a strategy without a reducer."))
 
 
 def check_sync(who: str, sync: SyncConfig) -> None:
-    """Refuse what does not go together.
+    """Check the types and ranges of a `SyncConfig`, and that its numbers fit together.
 
     Raises:
-      TypeError: if a count is not an integer, the mix not a number, or the outer optimizer or reducer not one.
+      TypeError: if a count is not an integer, the mix not a number, or the outer optimizer or the reducer not of its type.
       ValueError: if a number is out of range, fragments do not divide `sync_every`, or the delay is too long.
     """
     check_optimizer(who, sync.outer)
@@ -59,30 +61,30 @@ def check_sync(who: str, sync: SyncConfig) -> None:
     check_count(who, "delay", sync.delay, least=0)
     every, fragments = sync.sync_every, sync.fragments
     if every % fragments:
-        what = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
-        near = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
-        raise ValueError(format_error(who, what, fix=f"use sync_every={' or '.join(map(str, near))}."))
+        problem = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
+        multiples = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
+        raise ValueError(format_error(who, problem, fix=f"use sync_every={' or '.join(map(str, multiples))}."))
     check_delay_and_mix(who, sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
 
 
 def check_delay_and_mix(who: str, delay: int, mix: float, stride: int, *, every: str, verb: str) -> None:
-    """Refuse a delay that is as long as the steps between two fragments, and a mix that is no share.
+    """Check that the delay is shorter than the steps between two fragments, and that the mix is between 0 and 1.
 
     Args:
       who: the caller.
-      delay: steps that a fragment travels, an integer.
-      mix: the share of its own parameters that a replica keeps.
-      stride: steps between two fragments.
-      every: the name of the argument that says how often the same fragment is sent.
-      verb: what is done then.
+      delay: the number of steps between sending and applying a fragment, an integer.
+      mix: the fraction of its own parameters that a replica keeps.
+      stride: the number of steps between two fragments.
+      every: the name of the argument with the number of steps between two sends of the same fragment.
+      verb: the verb for this action, for the message.
 
     Raises:
       TypeError: if the mix is not a number.
       ValueError: if either is out of range.
     """
     if delay >= stride:
-        what = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
-        raise ValueError(format_error(who, what, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
+        problem = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
+        raise ValueError(format_error(who, problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
     if isinstance(mix, bool) or not isinstance(mix, int | float | np.integer | np.floating):
         raise TypeError(f"{who}: mix must be a number, got {mix!r} ({type(mix).__name__}).")
     if not 0 <= mix <= 1:

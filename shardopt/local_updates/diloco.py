@@ -1,4 +1,4 @@
-"""DiLoCo: replicas train by themselves for long, and an outer optimizer learns from how far each has come."""
+"""DiLoCo: replicas train independently for many steps, and an outer optimizer applies their mean progress."""
 
 import optax
 
@@ -18,49 +18,29 @@ def diloco(
     mix: float = 0.0,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
-    """Let each replica of a strategy train by itself, and step an outer optimizer every `sync_every` steps.
+    """Train each replica of a strategy independently, and step an outer optimizer every `sync_every` steps.
 
-    From shared parameters theta each replica i of R takes H steps to theta_i. Then
-    Delta = (1/R) sum_i (theta - theta_i) is the outer gradient, theta <- outer(theta, Delta), and each replica goes on
-    from (1 - mix) theta + mix theta_i, with its own optimizer state.
+    Each replica i of R takes H steps from the shared parameters theta to theta_i. The outer gradient is
+    Delta = (1/R) sum_i (theta - theta_i), and theta <- outer(theta, Delta). Each replica continues from
+    (1 - mix) theta + mix theta_i, with its own optimizer state.
 
-    With P fragments (Streaming DiLoCo) the model agrees part by part: fragment f after steps (f + 1) H / P, then every
-    H. It consists of the blocks f, f + P, f + 2P, ... of a `BlockModel` (of each stage, in a pipeline) and of the other
-    leaves dealt out in turn. With a delay, Delta is taken at step t, and theta updated and mixed after step t + delay;
-    sending is part of the program of step t + 1, so it can overlap with training.
+    With P fragments (Streaming DiLoCo), the replicas synchronize one fragment of the model at a time. Fragment f is due
+    after (f + 1) H / P steps, and then every H steps. Fragment f consists of the blocks f, f + P, f + 2P, ... of a `BlockModel`
+    (in a pipeline, of each stage). The other leaves are assigned to the fragments in turn.
 
-    **Equivalence**: equals the published algorithm. With H = 1, inner SGD of rate a, and outer SGD of rate 1 without
-    momentum it equals the strategy alone; with any H and that outer optimizer, `local_sgd`.
-
-    **Placement**: within a replica as the strategy says. `state.params` are the shared parameters theta, in the model's
-    shapes, placed as the strategy places parameters, like the outer optimizer's state; each replica's own parameters
-    and optimizer state are in `state.opt_state`, [R, ...] sharded over replica. With a delay come the means on their way,
-    and the state of the reducer twice: now, and before they were sent.
-
-    **Communication**: within a replica what the strategy says; over replica one all-reduce of each device's parameters
-    every H steps (of Psi bytes: 2(R-1)/R Psi / H a step, at most 2(R-1)/R Psi / P at a time), or what `reducer` sends;
-    nothing at all in steps that do not send (they are programs of their own). What a step does is fixed when it is
-    compiled: there is a program for steps without an agreement, and for each fragment one without a delay, and with one
-    up to two: 1 + P programs, or up to 1 + 2P (of a delay of 1, 1 + P), each compiled in the step that needs it first.
-
-    `step` returns metrics of this process's replicas: their mean, or what `so.Sum`, `so.Max` and `so.Min` ask for. It does
-    not wait for other processes; each reports its own, and `jax.experimental.multihost_utils.process_allgather` collects
-    them. `evaluate` takes the shared parameters.
-    `synchronize` makes them, and all replicas, the mean of the replicas, without an outer step; outer gradients that are
-    on their way are dropped, as the mean has what they say, and what the reducer remembers is again what it was before
-    they were sent. Frozen leaves that the loss updates (`so.Updated`) are averaged whenever something is sent, integers
-    take the maximum.
+    With a delay, Delta is computed at step t, and theta is updated and mixed after step t + delay. Sending is part of the
+    program of step t + 1, so it can overlap with training.
 
     Args:
-      strategy: from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.
-      outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. It sees one fragment at a
+      strategy: a strategy from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.
+      outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. It receives one fragment at a
         time, as a list of leaves.
-      sync_every: H, steps between two agreements on the same fragment.
-      fragments: P; divides H.
-      delay: steps between sending and applying; below H / P.
-      mix: the share of its own parameters that a replica keeps, from 0 to 1.
-      reducer: how outer gradients cross the replica axis, from `so.reducers`; by default as an exact all-reduce. Each
-        device compresses what it holds.
+      sync_every: H, the number of steps between two synchronizations of the same fragment.
+      fragments: P, the number of fragments; it divides H.
+      delay: the number of steps between sending and applying; below H / P.
+      mix: the fraction of its own parameters that a replica keeps, from 0 to 1.
+      reducer: the reducer that averages outer gradients over the replica axis, from `so.reducers`; by default an exact
+        all-reduce. Each device compresses its own shards.
 
     Returns:
       A `ShardedOptimizer`.
@@ -81,6 +61,32 @@ def diloco(
       ...     state, metrics = opt.step(state, batch)
       >>> float(state.params["w"])
       0.1875
+
+    **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum, maximum or minimum for
+    `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes. Each process reports its own metrics, and
+    `jax.experimental.multihost_utils.process_allgather` collects them. `evaluate` uses the shared parameters.
+
+    `synchronize` sets the shared parameters and all replicas to the mean of the replicas, without an outer step. Pending
+    outer gradients are dropped, because the mean contains them. The reducer returns to its state before they were sent.
+
+    Frozen leaves that the loss updates (`so.Updated`) are averaged whenever a fragment is sent. Integer leaves take the
+    maximum.
+
+    **Equivalence**: equal to the published algorithm. With inner SGD, H = 1, and outer SGD of rate 1 without momentum, it
+    equals the strategy alone. With any H and that outer optimizer, it equals `local_sgd`.
+
+    **Placement**: within a replica as in the strategy. `state.params` are the shared parameters theta in the model's
+    shapes. They and the state of the outer optimizer are placed as the strategy places parameters. `state.opt_state` has
+    each replica's own parameters and optimizer state, as [R, ...] sharded over replica. With a delay it also has the
+    pending means, and the state of the reducer twice: its current state, and its state before they were sent.
+
+    **Communication**: within a replica as in the strategy. Over replica, one all-reduce of each device's parameters every H
+    steps, or the bytes that `reducer` sends. For Psi bytes of parameters this is 2(R-1)/R Psi / H per step, and at most
+    2(R-1)/R Psi / P at a time. Steps that do not send have no communication over replica.
+
+    **Compilation**: each kind of step is a program, compiled when a step first needs it. There is one program for steps
+    without synchronization. Each fragment adds one program without a delay, or up to two with a delay. So there are
+    1 + P programs without a delay and with a delay of 1, and up to 1 + 2P with a longer delay.
 
     References:
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1;

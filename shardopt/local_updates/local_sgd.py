@@ -1,4 +1,4 @@
-"""Local SGD: replicas train by themselves, and average their parameters now and then."""
+"""Local SGD: replicas train independently, and average their parameters every few steps."""
 
 import optax
 
@@ -8,30 +8,15 @@ from shardopt.local_updates.build import combine
 
 
 def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int = 0) -> ShardedOptimizer:
-    """Let each replica of a strategy train by itself, and average parameters every `sync_every` steps.
+    """Train each replica of a strategy independently, and average parameters every `sync_every` steps.
 
-    Replica i of R steps on the gradient of its own rows; after H steps theta_i <- (1/R) sum_j theta_j. Optimizer
-    states stay apart.
-
-    **Equivalence**: equals Local SGD; with `warmup_steps` at first, during which gradients are averaged every step (as
-    the strategy alone does), post-local SGD. With H = 1 and plain SGD it equals the strategy alone.
-
-    **Placement**: within a replica as the strategy says. `state.params` are the parameters last agreed on, in the
-    model's shapes; each replica's own parameters and optimizer state are in `state.opt_state`, [R, ...] sharded over
-    replica. So a device holds one more copy of its parameters than the strategy alone.
-
-    **Communication**: within a replica what the strategy says; over replica one all-reduce of each device's parameters
-    every H steps, and nothing at all in the steps between (they are programs of their own).
-
-    `step` returns metrics of this process's replicas: their mean, or what `so.Sum`, `so.Max` and `so.Min` ask for. It does
-    not wait for other processes; each reports its own, and `jax.experimental.multihost_utils.process_allgather` collects
-    them. `evaluate` takes the shared parameters, those last agreed on; `synchronize` averages now. Frozen leaves that the loss updates (`so.Updated`) are averaged with the
-    parameters, integers take the maximum.
+    Replica i of R trains on the gradient of its own rows. After H steps, theta_i <- (1/R) sum_j theta_j. Optimizer states
+    are not averaged.
 
     Args:
-      strategy: from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.
-      sync_every: H, steps.
-      warmup_steps: steps of averaged gradients before the first that replicas take by themselves.
+      strategy: a strategy from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.
+      sync_every: H, the number of steps from one average to the next.
+      warmup_steps: the number of first steps that average gradients over replicas.
 
     Returns:
       A `ShardedOptimizer`.
@@ -51,6 +36,23 @@ def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int 
       ...     state, metrics = opt.step(state, batch)
       >>> float(state.params["w"])
       0.375
+
+    **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum, maximum or minimum for
+    `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes. Each process reports its own metrics, and
+    `jax.experimental.multihost_utils.process_allgather` collects them.
+
+    `evaluate` uses the shared parameters, which are the last average. `synchronize` averages at once. Frozen leaves that
+    the loss updates (`so.Updated`) are averaged with the parameters. Integer leaves take the maximum.
+
+    **Equivalence**: equal to Local SGD. With `warmup_steps` it equals post-local SGD: the first steps average gradients, as
+    the strategy alone does. With H = 1 and plain SGD it equals the strategy alone.
+
+    **Placement**: within a replica as in the strategy. `state.params` are the shared parameters, in the model's shapes.
+    `state.opt_state` has each replica's own parameters and optimizer state, as [R, ...] sharded over replica. So a device
+    holds one more copy of its parameters than with the strategy alone.
+
+    **Communication**: within a replica as in the strategy. Over replica, one all-reduce of each device's parameters every H
+    steps. The steps between are separate programs without communication over replica.
 
     References:
       Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large Mini-Batches, Use

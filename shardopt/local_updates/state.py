@@ -1,4 +1,4 @@
-"""What replicas that train apart carry from step to step, and where it lives."""
+"""The state of replicas that train independently: its types, its first values, its shapes and its specs."""
 
 import dataclasses
 import functools
@@ -26,25 +26,26 @@ REPLICA = "replica"
 
 
 class PerReplica(NamedTuple):
-    """State whose leaves are [replicas, ...], sharded over the replica axis.
+    """Marks state whose leaves are [replicas, ...], sharded over the replica axis.
 
     Attributes:
-      value: a tree.
+      value: a tree of arrays.
     """
 
     value: PyTree
 
 
 class Replicas(NamedTuple):
-    """The optimizer state of `local_sgd` and `diloco`; the parameters of the train state are the shared ones.
+    """The optimizer state of `local_sgd` and `diloco`. The shared parameters are the parameters of the train state.
 
     Attributes:
-      params: each replica's own parameters.
-      optimizer: the state of the wrapped optax transformation, each replica's own.
-      inner_reducer: the state of the strategy's own reducer, or None.
-      outer: the state of the outer optimizer, one a fragment, placed like the parameters.
-      pending: means of outer gradients that are on their way, a list a fragment; empty without delay.
-      reducer: the state of the reducer of outer gradients, one a fragment, with a delay as `Delayed`; or None.
+      params: the parameters of each replica.
+      optimizer: the state of the wrapped optax transformation, of each replica.
+      inner_reducer: the state of the strategy's reducer, or None.
+      outer: the state of the outer optimizer for each fragment, placed like the parameters.
+      pending: means of outer gradients that were sent and not yet applied, a list for each fragment; empty without a
+        delay.
+      reducer: the state of the reducer of outer gradients for each fragment, with a delay as `Delayed`; or None.
     """
 
     params: PerReplica
@@ -59,9 +60,9 @@ class Delayed(NamedTuple):
     """The state of a reducer whose means are applied some steps after they were sent.
 
     Attributes:
-      now: after all that was sent.
-      before: as it was before what is on its way was sent, so that this can be taken back; a copy of `now` where
-        nothing is on its way.
+      now: the state after all sends.
+      before: the state before the pending mean was sent, so that the send can be undone; a copy of `now` if nothing is
+        pending.
     """
 
     now: PyTree
@@ -69,12 +70,12 @@ class Delayed(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """A part of the model.
+    """A fragment of the model, whose parameters are synchronized together.
 
     Attributes:
-      number: f, from 0.
-      stride: P, how many fragments there are.
-      leaves: which leaves of the parameters have a part in it, in order.
+      number: f, counted from 0.
+      stride: P, the number of fragments.
+      leaves: the indices of the leaves of the parameters that have a part in the fragment, in order.
     """
 
     number: int
@@ -83,13 +84,13 @@ class Fragment(NamedTuple):
 
 
 class LocalLayout(NamedTuple):
-    """How replicas agree on one parameter structure.
+    """The layout of replicas that train independently, for one structure of parameters.
 
     Attributes:
-      config: of the combinator.
+      config: the config of `local_sgd` or `diloco`.
       layout: the layout of one replica.
-      fragments: the parts of the model that agree together.
-      compressions: how each fragment's outer gradients cross the wire; empty for an exact mean.
+      fragments: the fragments of the model.
+      compressions: the compression plan of each fragment's outer gradients; empty for an exact mean.
     """
 
     config: StrategyConfig
@@ -99,51 +100,59 @@ class LocalLayout(NamedTuple):
 
     @property
     def sync(self) -> SyncConfig:
-        """How replicas agree."""
+        """The config of the synchronization."""
         assert self.config.local_updates is not None
         return self.config.local_updates
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         return self.config.mesh.shape[REPLICA]
 
 
 def make_local_layout(config: StrategyConfig, layout: Layout) -> LocalLayout:
-    """Cut the model into fragments, and plan how each crosses the wire."""
-    local = LocalLayout(config, layout, (), ())
-    fragments = make_fragments(config, layout.plans, local.sync.fragments)
-    if local.sync.reducer is None:
-        return local._replace(fragments=fragments)
+    """Split the model into fragments, and plan the compression of their outer gradients."""
+    local_layout = LocalLayout(config, layout, (), ())
+    fragments = make_fragments(config, layout.plans, local_layout.sync.fragments)
+    if local_layout.sync.reducer is None:
+        return local_layout._replace(fragments=fragments)
     sharded = config.placement.params
-    parts = [fragment_plans(local, fragment) for fragment in fragments]
+    parts = [fragment_plans(local_layout, fragment) for fragment in fragments]
     compressions = (
-        compression_plan(local.sync.reducer, config.mesh, (REPLICA,), part, sharded=sharded) for part in parts
+        compression_plan(local_layout.sync.reducer, config.mesh, (REPLICA,), part, sharded=sharded) for part in parts
     )
-    return local._replace(fragments=fragments, compressions=tuple(compressions))
+    return local_layout._replace(fragments=fragments, compressions=tuple(compressions))
 
 
 def make_fragments(config: StrategyConfig, plans: Sequence[LeafPlan], count: int) -> tuple[Fragment, ...]:
-    """Deal the trained parameters out: blocks f, f + P, f + 2P, ... of each stage, and other leaves in turn.
+    """Assign the trained parameters to fragments: blocks f, f + P, f + 2P, ... of each stage, and other leaves in turn.
 
-    Neighbouring blocks thus agree at different times, which Streaming DiLoCo found better than runs of blocks.
+    Neighbouring blocks thus synchronize at different steps. Streaming DiLoCo found this better than consecutive blocks.
     """
-    dealt = deal_out([plan.stacked if plan.trainable else None for plan in plans], count)
+    numbers = deal_out([plan.stacked if plan.trainable else None for plan in plans], count)
 
-    def has(i, number):
-        return number < _blocks_of_stage(config, plans[i]) if dealt[i] == -1 else dealt[i] == number
+    def has_leaf(i, number):
+        return number < _blocks_of_stage(config, plans[i]) if numbers[i] == -1 else numbers[i] == number
 
-    return tuple(Fragment(f, count, tuple(i for i in range(len(plans)) if has(i, f))) for f in range(count))
+    return tuple(Fragment(f, count, tuple(i for i in range(len(plans)) if has_leaf(i, f))) for f in range(count))
 
 
 def deal_out(stacked: Iterable[bool | None], count: int) -> list[int | None]:
-    """Return of each leaf its fragment, in turn; -1 of a stacked leaf, which has a part in all; None where None is given."""
+    """Assign leaves to `count` fragments in turn; return the number of the fragment of each leaf.
+
+    Args:
+      stacked: for each leaf, whether it is stacked; None for a leaf without a fragment.
+      count: the number of fragments.
+
+    Returns:
+      The fragment of each leaf; -1 for a stacked leaf, which has a part in every fragment; None for None.
+    """
     turn = itertools.count()
-    return [None if one is None else -1 if one else next(turn) % count for one in stacked]
+    return [None if is_stacked is None else -1 if is_stacked else next(turn) % count for is_stacked in stacked]
 
 
 def fragment_shape(config: StrategyConfig, plan: LeafPlan, fragment: Fragment) -> tuple[int, ...]:
-    """Return the shape of a leaf's part in a fragment, over all stages."""
+    """Return the global shape of a leaf's part in a fragment, with the blocks of all stages."""
     if not plan.stacked:
         return plan.shape
     blocks = _blocks_of_stage(config, plan)
@@ -151,13 +160,13 @@ def fragment_shape(config: StrategyConfig, plan: LeafPlan, fragment: Fragment) -
     return (stages * len(range(fragment.number, blocks, fragment.stride)), *plan.shape[1:])
 
 
-def take(fragment: Fragment, plan: LeafPlan, leaf: jax.Array) -> jax.Array:
-    """Return a local leaf's part in a fragment."""
+def take_fragment(fragment: Fragment, plan: LeafPlan, leaf: jax.Array) -> jax.Array:
+    """Return the part of a device's local leaf that is in a fragment."""
     return leaf[fragment.number :: fragment.stride] if plan.stacked else leaf
 
 
-def put(fragment: Fragment, plan: LeafPlan, leaf: jax.Array, part: jax.Array) -> jax.Array:
-    """Return the local leaf with its part in a fragment replaced."""
+def replace_fragment(fragment: Fragment, plan: LeafPlan, leaf: jax.Array, part: jax.Array) -> jax.Array:
+    """Return a device's local leaf with its part in a fragment replaced."""
     return leaf.at[fragment.number :: fragment.stride].set(part) if plan.stacked else part
 
 
@@ -165,54 +174,62 @@ def _blocks_of_stage(config: StrategyConfig, plan: LeafPlan) -> int:
     return plan.shape[0] // (config.mesh.shape["pipeline"] if plan.pipelined else 1)
 
 
-def fragment_plans(local: LocalLayout, fragment: Fragment) -> list[LeafPlan]:
-    """Return plans of the leaves of a fragment, with the shapes that they have in it."""
-    plans = [local.layout.plans[i] for i in fragment.leaves]
-    return [dataclasses.replace(plan, shape=fragment_shape(local.config, plan, fragment)) for plan in plans]
+def fragment_plans(local_layout: LocalLayout, fragment: Fragment) -> list[LeafPlan]:
+    """Return the plans of the leaves of a fragment, with the shapes of their parts."""
+    plans = [local_layout.layout.plans[i] for i in fragment.leaves]
+    return [dataclasses.replace(plan, shape=fragment_shape(local_layout.config, plan, fragment)) for plan in plans]
 
 
-def first_opt_state(local: LocalLayout, params: PyTree, opt_state: PyTree, parts: list[list[jax.Array]]) -> Replicas:
-    """Return the optimizer state of replicas that are all equal.
+def first_opt_state(
+    local_layout: LocalLayout, params: PyTree, opt_state: PyTree, parts: list[list[jax.Array]]
+) -> Replicas:
+    """Return the first optimizer state, when all replicas are equal.
 
     Args:
-      local: how they agree.
+      local_layout: the layout of the replicas.
       params: the shared parameters.
       opt_state: the first optimizer state of one replica.
-      parts: the shared parameters by fragment.
+      parts: the shared parameters of each fragment.
     """
-    stack = lambda x: jnp.broadcast_to(x, (local.replicas, *x.shape))  # noqa: E731
-    optimizer, wire = opt_state if isinstance(opt_state, CompressedOptState) else (opt_state, None)
-    delayed, outer = local.sync.delay > 0, local.sync.outer
-    states = [init_compression(plan) for plan in local.compressions]
+    stack = lambda x: jnp.broadcast_to(x, (local_layout.replicas, *x.shape))  # noqa: E731
+    optimizer, inner_reducer = opt_state if isinstance(opt_state, CompressedOptState) else (opt_state, None)
+    delayed, outer = local_layout.sync.delay > 0, local_layout.sync.outer
+    reducer_states = [init_compression(plan) for plan in local_layout.compressions]
     return Replicas(
         params=PerReplica(jax.tree.map(stack, params)),
         optimizer=PerReplica(jax.tree.map(stack, optimizer)),
-        inner_reducer=wire,
+        inner_reducer=inner_reducer,
         outer=tuple(outer.init(part) for part in parts),
         pending=tuple([jnp.zeros_like(x) for x in part] for part in parts) if delayed else (),
-        reducer=tuple(Delayed(state, state) if delayed else state for state in states) or None,
+        reducer=tuple(Delayed(state, state) if delayed else state for state in reducer_states) or None,
     )
 
 
-def abstract_state(local: LocalLayout) -> tuple[TrainState, TrainState]:
-    """Return the train state as shapes and as specs."""
-    base, specs, sharded = local.layout.abstract, local.layout.specs, local.config.placement.params
-    delayed, stack = local.sync.delay > 0, local.config.axes.stack
-    parts = [fragment_plans(local, fragment) for fragment in local.fragments]
-    shapes = [[jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans] for plans in parts]
-    state = jax.eval_shape(functools.partial(first_opt_state, local), base.params, base.opt_state, shapes)
+def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
+    """Return the train state twice: as `jax.ShapeDtypeStruct`s and as `PartitionSpec`s."""
+    abstract, specs = local_layout.layout.abstract, local_layout.layout.specs
+    sharded = local_layout.config.placement.params
+    delayed, stack = local_layout.sync.delay > 0, local_layout.config.axes.stack
+    plans_by_fragment = [fragment_plans(local_layout, fragment) for fragment in local_layout.fragments]
+    shapes = [[jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans] for plans in plans_by_fragment]
+    opt_state = jax.eval_shape(
+        functools.partial(first_opt_state, local_layout), abstract.params, abstract.opt_state, shapes
+    )
     compressed = isinstance(specs.opt_state, CompressedOptState)
-    optimizer, wire = specs.opt_state if compressed else (specs.opt_state, None)
-    states = [compression_specs(plan) for plan in local.compressions]
-    where = Replicas(
+    optimizer, inner_reducer = specs.opt_state if compressed else (specs.opt_state, None)
+    reducer_specs = [compression_specs(plan) for plan in local_layout.compressions]
+    replica_specs = Replicas(
         params=PerReplica(_map_specs(stack, specs.params)),
         optimizer=PerReplica(_map_specs(stack, optimizer)),
-        inner_reducer=wire,
-        outer=tuple(_outer_specs(local.config, one, plans) for one, plans in zip(state.outer, parts, strict=True)),
-        pending=tuple([plan.spec(sharded=sharded) for plan in plans] for plans in parts) if delayed else (),
-        reducer=tuple(Delayed(one, one) if delayed else one for one in states) or None,
+        inner_reducer=inner_reducer,
+        outer=tuple(
+            _outer_specs(local_layout.config, outer_state, plans)
+            for outer_state, plans in zip(opt_state.outer, plans_by_fragment, strict=True)
+        ),
+        pending=tuple([plan.spec(sharded=sharded) for plan in plans] for plans in plans_by_fragment) if delayed else (),
+        reducer=tuple(Delayed(spec, spec) if delayed else spec for spec in reducer_specs) or None,
     )
-    return base._replace(opt_state=state), specs._replace(opt_state=where)
+    return abstract._replace(opt_state=opt_state), specs._replace(opt_state=replica_specs)
 
 
 def _outer_specs(config: StrategyConfig, state: PyTree, plans: list[LeafPlan]) -> PyTree:

@@ -1,4 +1,4 @@
-"""The steps of replicas that train apart: one program per variant of a step, compiled when first needed."""
+"""The steps of replicas that train independently: one program for each variant of a step, compiled at its first use."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from shardopt.engine.metrics import combined, value_of, values
 from shardopt.engine.optimizer import Metrics
 from shardopt.engine.step import CompiledStep, compile_evaluate, init_opt_state
 from shardopt.engine.update import all_gather_params, apply_update, gradient_norm
-from shardopt.local_updates.outer_step import OuterStep, average, average_updated, take_own
+from shardopt.local_updates.outer_step import OuterStep, average, average_updated, unstack_equal_replicas
 from shardopt.local_updates.state import (
     REPLICA,
     Delayed,
@@ -35,14 +35,14 @@ from shardopt.local_updates.state import (
 
 
 def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
-    """Return the programs of replicas that train apart; `layout` is that of one replica."""
-    local = make_local_layout(config, layout)
-    abstract, specs = abstract_state(local)
+    """Return the programs of replicas that train independently; `layout` is the layout of one replica."""
+    local_layout = make_local_layout(config, layout)
+    abstract, specs = abstract_state(local_layout)
 
     def init_replicas(params: PyTree) -> Replicas:
         leaves = layout.treedef.flatten_up_to(params)
-        parts = [OuterStep(local, fragment).take(leaves) for fragment in local.fragments]
-        return first_opt_state(local, params, init_opt_state(config, layout, params), parts)
+        parts = [OuterStep(local_layout, fragment).take_fragment(leaves) for fragment in local_layout.fragments]
+        return first_opt_state(local_layout, params, init_opt_state(config, layout, params), parts)
 
     return CompiledStep(
         layout=layout,
@@ -50,62 +50,63 @@ def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         specs=config.home.specs(specs),
         shardings=config.home.shardings(specs),
         init_opt_state=init_replicas,
-        step=LocalStep(local, specs),
+        step=LocalStep(local_layout, specs),
         evaluate=compile_evaluate(config, layout),
-        synchronize=make_average(local, specs),
+        synchronize=make_average(local_layout, specs),
     )
 
 
 class LocalStep:
-    """`(state, batch) -> (state, metrics)`: runs the program of the variant that `state.step` asks for.
+    """`(state, batch) -> (state, metrics)`: runs the program of the variant for `state.step`.
 
-    It keeps a copy on the host of the step that it returned last, which it need not read back from the device: that
-    would wait for the step.
+    It keeps the number of the last returned step on the host. Reading the number from the device would wait for the step.
     """
 
-    def __init__(self, local: LocalLayout, specs: TrainState):
-        self.local, self.specs = local, specs
+    def __init__(self, local_layout: LocalLayout, specs: TrainState):
+        self.local_layout, self.specs = local_layout, specs
         self._programs: dict[StepVariant, AotCompiled] = {}
         self._last_step: tuple[jax.Array | None, int] = (None, 0)
-        self._donated = DonatedState(local.config.mesh)  # of all variants: each is handed what another returned
+        self._donated = DonatedState(
+            local_layout.config.mesh
+        )  # shared by all variants: each gets states that others returned
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Take a step; metrics are those of the replicas of this process: their mean, sum, largest or smallest."""
+        """Run a step; metrics are the mean, sum, maximum or minimum over the replicas of this process."""
         step = self._step_of(state)
         state, metrics = self._program(step)(state, batch)
         self._last_step = (state.step, step + 1)
-        return state, {name: _of_replicas_here(value) for name, value in metrics.items()}
+        return state, {name: _reduce_local_replicas(value) for name, value in metrics.items()}
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Return the lowered program; an abstract state gives the first step that replicas take by themselves."""
+        """Return the lowered program; for an abstract state, of the first step after the warm-up."""
         return self._program(self._step_of(state)).lower(state, batch)
 
     def _program(self, step: int) -> AotCompiled:
-        variant = variant_of(self.local.sync, step)
+        variant = variant_of(self.local_layout.sync, step)
         if variant not in self._programs:
-            self._programs[variant] = make_step(self.local, self.specs, variant, self._donated)
+            self._programs[variant] = make_step(self.local_layout, self.specs, variant, self._donated)
         return self._programs[variant]
 
     def _step_of(self, state: TrainState) -> int:
         if isinstance(state.step, Tracer):
-            what = "which program a step runs depends on state.step, which is traced here."
+            problem = "which program a step runs depends on state.step, which is traced here."
             fix = "call step outside jit: it is compiled already."
-            raise TypeError(format_error(self.local.config.strategy, what, fix=fix))
+            raise TypeError(format_error(self.local_layout.config.strategy, problem, fix=fix))
         if isinstance(state.step, jax.ShapeDtypeStruct):
-            return self.local.sync.warmup_steps
-        array, step = self._last_step
-        if state.step is array:
-            return step
+            return self.local_layout.sync.warmup_steps
+        last_array, last_step = self._last_step
+        if state.step is last_array:
+            return last_step
         with jax.transfer_guard("allow"):
             return int(state.step)
 
 
 class StepVariant(NamedTuple):
-    """What a step does besides training each replica.
+    """The actions of a step besides training each replica.
 
     Attributes:
-      warm: gradients are averaged over replicas.
-      send: the fragment whose outer gradient is sent, or None: before the step where there is a delay, else after it.
+      warm: whether gradients are averaged over replicas.
+      send: the fragment whose outer gradient is sent, or None. With a delay it is sent before the step, otherwise after.
       apply: the fragment whose outer update is applied after the step, or None.
     """
 
@@ -115,154 +116,181 @@ class StepVariant(NamedTuple):
 
 
 def variant_of(sync: SyncConfig, step: int) -> StepVariant:
-    """Return the variant of the step that is taken from `step` to `step + 1`.
+    """Return the variant of the step from `step` to `step + 1`.
 
-    Fragment f is due after steps (f + 1) H / P, then every H steps, counted from the end of the warm-up. It is sent
-    then, from the parameters as they are after that step, and applied `delay` steps later. With a delay the sending is
-    part of the next step's program, so that it can go on while the replicas train.
+    Fragment f is due after (f + 1) H / P steps, and then every H steps, counted from the end of the warm-up. Its outer
+    gradient is computed from the parameters after that step, and applied `delay` steps later. With a delay, sending is
+    part of the next step's program, so that it can overlap with training.
     """
-    done = step + 1 - sync.warmup_steps
-    if done <= 0:
+    local_steps = step + 1 - sync.warmup_steps
+    if local_steps <= 0:
         return StepVariant(warm=True)
     stride = sync.stride
 
-    def due(after):
-        turn = after % sync.sync_every or sync.sync_every
-        return turn // stride - 1 if after > 0 and turn % stride == 0 else None
+    def due_fragment(num_steps):
+        step_in_cycle = num_steps % sync.sync_every or sync.sync_every
+        return step_in_cycle // stride - 1 if num_steps > 0 and step_in_cycle % stride == 0 else None
 
     if not sync.delay:
-        return StepVariant(send=due(done), apply=due(done))
-    return StepVariant(send=due(done - 1), apply=due(done - sync.delay))
+        return StepVariant(send=due_fragment(local_steps), apply=due_fragment(local_steps))
+    return StepVariant(send=due_fragment(local_steps - 1), apply=due_fragment(local_steps - sync.delay))
 
 
 def make_step(
-    local: LocalLayout, specs: TrainState, variant: StepVariant, donated: DonatedState | None = None
+    local_layout: LocalLayout, specs: TrainState, variant: StepVariant, donated: DonatedState | None = None
 ) -> AotCompiled:
-    """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one a replica."""
-    donated = donated or DonatedState(local.config.mesh)
-    config, layout, delay = local.config._replace(sync_gradients=variant.warm), local.layout, local.sync.delay
-    together = variant.warm and config.view == "global"  # one loss of the whole batch, at parameters that are equal yet
-    gradients = make_gradients(config._replace(local_updates=None) if together else config, layout)
-    outer_steps = [OuterStep(local, fragment) for fragment in local.fragments]
-    before, after = (variant.send, None) if delay else (None, variant.send)
+    """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one for each replica."""
+    donated = donated or DonatedState(local_layout.config.mesh)
+    config, layout, delay = (
+        local_layout.config._replace(sync_gradients=variant.warm),
+        local_layout.layout,
+        local_layout.sync.delay,
+    )
+    # In the warm-up all replicas are equal, so the global view can compute one loss of the whole batch.
+    one_global_loss = variant.warm and config.view == "global"
+    gradients = make_gradients(config._replace(local_updates=None) if one_global_loss else config, layout)
+    outer_steps = [OuterStep(local_layout, fragment) for fragment in local_layout.fragments]
+    sent_before_step, sent_after_step = (variant.send, None) if delay else (None, variant.send)
 
     def value_fn(_):
-        what = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
-        raise ValueError(format_error(config.strategy, what, fix="use an optimizer without value_fn."))
+        problem = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
+        raise ValueError(format_error(config.strategy, problem, fix="use an optimizer without value_fn."))
 
-    def update(params, opt_state, found):
-        return apply_update(config, layout, params, opt_state, found, value_fn)
+    def update(params, opt_state, gradient_results):
+        return apply_update(config, layout, params, opt_state, gradient_results, value_fn)
 
-    def send(number, shared, own, replicas):
-        wire = replicas.reducer[number] if replicas.reducer else None
-        before = wire.now if isinstance(wire, Delayed) else wire
-        delta, wire = outer_steps[number].send(shared, own, before)
+    def send(number, shared_leaves, replica_leaves, replicas):
+        reducer_state = replicas.reducer[number] if replicas.reducer else None
+        old_state = reducer_state.now if isinstance(reducer_state, Delayed) else reducer_state
+        delta, reducer_state = outer_steps[number].send(shared_leaves, replica_leaves, old_state)
         if replicas.reducer:
-            wire = Delayed(wire, before) if delay else wire
-            replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, wire))
+            reducer_state = Delayed(reducer_state, old_state) if delay else reducer_state
+            replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, reducer_state))
         return delta, replicas
 
-    def arrived(number, replicas):
-        """What was sent cannot be taken back any more."""
-        wire = replicas.reducer[number] if replicas.reducer else None
-        if not isinstance(wire, Delayed):
+    def confirm_send(number, replicas):
+        """Return the replicas after the pending mean was applied: the send cannot be undone any more."""
+        reducer_state = replicas.reducer[number] if replicas.reducer else None
+        if not isinstance(reducer_state, Delayed):
             return replicas
-        return replicas._replace(reducer=_replaced(replicas.reducer, number, Delayed(wire.now, copied(wire.now))))
+        return replicas._replace(
+            reducer=_replaced(replicas.reducer, number, Delayed(reducer_state.now, copied(reducer_state.now)))
+        )
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         replicas: Replicas = state.opt_state
         flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
-        shared = flatten(state.params)
-        if before is not None:
-            delta, replicas = send(before, shared, flatten(replicas.params.value), replicas)
-            replicas = replicas._replace(pending=_replaced(replicas.pending, before, delta))
-        at = state.params if together else replicas.params.value
-        found = gradients(at, batch, state.step, state.rng, replicas.inner_reducer)
-        if together:
-            found = found._replace(metrics=values(found.metrics))  # of all replicas already
-            found = jax.tree.map(lambda x: jnp.broadcast_to(x, (local.replicas, *x.shape)), found)
-        wire, found = found.reducer, found._replace(reducer=None)
-        run = jax.vmap(update, spmd_axis_name=REPLICA)
-        params, optimizer = run(replicas.params.value, replicas.optimizer.value, found)
-        own = flatten(all_gather_params(config, layout, params))
+        shared_leaves = flatten(state.params)
+        if sent_before_step is not None:
+            delta, replicas = send(sent_before_step, shared_leaves, flatten(replicas.params.value), replicas)
+            replicas = replicas._replace(pending=_replaced(replicas.pending, sent_before_step, delta))
+        loss_params = state.params if one_global_loss else replicas.params.value
+        results = gradients(loss_params, batch, state.step, state.rng, replicas.inner_reducer)
+        if one_global_loss:
+            results = results._replace(metrics=values(results.metrics))  # metrics are over all replicas already
+            results = jax.tree.map(lambda x: jnp.broadcast_to(x, (local_layout.replicas, *x.shape)), results)
+        inner_reducer, results = results.reducer, results._replace(reducer=None)
+        update_replicas = jax.vmap(update, spmd_axis_name=REPLICA)
+        params, optimizer = update_replicas(replicas.params.value, replicas.optimizer.value, results)
+        replica_leaves = flatten(all_gather_params(config, layout, params))
         if variant.warm:
-            shared = take_own(config, layout, own)
+            shared_leaves = unstack_equal_replicas(config, layout, replica_leaves)
         if variant.apply is not None:
-            if after is not None:
-                delta, replicas = send(after, shared, own, replicas)
+            if sent_after_step is not None:
+                delta, replicas = send(sent_after_step, shared_leaves, replica_leaves, replicas)
             else:
                 delta = replicas.pending[variant.apply]
-            shared, own, outer = outer_steps[variant.apply].apply(shared, own, delta, replicas.outer[variant.apply])
-            replicas = arrived(variant.apply, replicas._replace(outer=_replaced(replicas.outer, variant.apply, outer)))
+            shared_leaves, replica_leaves, outer_state = outer_steps[variant.apply].apply(
+                shared_leaves, replica_leaves, delta, replicas.outer[variant.apply]
+            )
+            replicas = confirm_send(
+                variant.apply, replicas._replace(outer=_replaced(replicas.outer, variant.apply, outer_state))
+            )
         if variant.send is not None:
-            shared, own = average_updated(config, layout, shared, own, found.updates)
+            shared_leaves, replica_leaves = average_updated(
+                config, layout, shared_leaves, replica_leaves, results.updates
+            )
         replicas = replicas._replace(
-            params=PerReplica(unflatten(own)), optimizer=PerReplica(optimizer), inner_reducer=wire
+            params=PerReplica(unflatten(replica_leaves)), optimizer=PerReplica(optimizer), inner_reducer=inner_reducer
         )
-        metrics = {"loss": found.loss, "grad_norm": gradient_norm(config, layout, found.grads), **found.metrics}
-        return TrainState(state.step + 1, unflatten(shared), replicas, state.rng), metrics
+        metrics = {"loss": results.loss, "grad_norm": gradient_norm(config, layout, results.grads), **results.metrics}
+        return TrainState(state.step + 1, unflatten(shared_leaves), replicas, state.rng), metrics
 
-    on_entry, on_exit = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
-    # keep_unused: what a step overwrites unread, such as what was on its way, gives its memory as well.
-    return make_program(config, step, (on_entry, None), on_exit, donated=donated, keep_unused=True)
+    in_shardings, out_shardings = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
+    # keep_unused also donates the memory of arrays that the step overwrites without reading, such as pending means.
+    return make_program(config, step, (in_shardings, None), out_shardings, donated=donated, keep_unused=True)
 
 
-def make_average(local: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:
-    """Return `state -> state`, jitted within, that makes all parameters the mean of the replicas'.
+def make_average(local_layout: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:
+    """Return a function `state -> state` that sets all parameters to the mean of the replicas.
 
-    What was on its way is dropped: the mean has it all, and to apply it later would count it twice. So the reducer goes
-    back to before that was sent: what it left of it is in the mean as well, and what it had left of earlier sends,
-    which is in no replica's parameters, it sends later as ever. Nothing is donated, and what does not change is handed
-    on as it is, so that no copy of the optimizer's state is made.
+    Pending outer gradients are dropped: the mean contains them, and applying them later would count them twice. So the
+    reducer returns to its state before they were sent. Its residual of the dropped gradients is in the mean too. Its
+    residual of earlier sends is in no replica's parameters, and is sent later as usual.
+
+    Nothing is donated, and unchanged leaves are returned without a copy, so the state of the optimizer is not copied.
     """
-    where: Replicas = specs.opt_state
-    config, layout = local.config, local.layout
+    replica_specs: Replicas = specs.opt_state
+    config, layout = local_layout.config, local_layout.layout
 
-    def run(own: PerReplica, pending: PyTree, before: PyTree) -> tuple[PyTree, PerReplica, PyTree, PyTree]:
-        shared, stacked = average(config, layout.plans, layout.treedef.flatten_up_to(own.value))
+    def run(
+        replica_params: PerReplica, pending: PyTree, reducer_states: PyTree
+    ) -> tuple[PyTree, PerReplica, PyTree, PyTree]:
+        shared_leaves, replica_leaves = average(
+            config, layout.plans, layout.treedef.flatten_up_to(replica_params.value)
+        )
         unflatten = layout.treedef.unflatten
-        nothing = jax.tree.map(jnp.zeros_like, pending)
-        return unflatten(shared), PerReplica(unflatten(stacked)), nothing, copied(before)
+        no_pending = jax.tree.map(jnp.zeros_like, pending)
+        return unflatten(shared_leaves), PerReplica(unflatten(replica_leaves)), no_pending, copied(reducer_states)
 
-    on_entry = shardings(config.mesh, (where.params, where.pending, _before(where)))
-    on_exit = config.home.shardings((specs.params, where.params, where.pending, _before(where)))
-    mean = make_program(config, run, on_entry, on_exit)
+    in_shardings = shardings(
+        config.mesh, (replica_specs.params, replica_specs.pending, _states_before_send(replica_specs))
+    )
+    out_shardings = config.home.shardings(
+        (specs.params, replica_specs.params, replica_specs.pending, _states_before_send(replica_specs))
+    )
+    average_program = make_program(config, run, in_shardings, out_shardings)
 
     def synchronize(state: TrainState) -> TrainState:
         replicas: Replicas = state.opt_state
-        before = _before(replicas)
-        shared, own, pending, now = mean(replicas.params, replicas.pending, before)
+        before = _states_before_send(replicas)
+        shared_params, replica_params, pending, now = average_program(replicas.params, replicas.pending, before)
         if before:
-            replicas = replicas._replace(reducer=tuple(Delayed(*both) for both in zip(now, before, strict=True)))
-        return state._replace(params=shared, opt_state=replicas._replace(params=own, pending=pending))
+            replicas = replicas._replace(reducer=tuple(Delayed(*states) for states in zip(now, before, strict=True)))
+        return state._replace(params=shared_params, opt_state=replicas._replace(params=replica_params, pending=pending))
 
     return synchronize
 
 
-def _before(replicas: Replicas) -> list[PyTree]:
-    """Return what the reducers would go back to; nothing without a delay."""
-    return [wire.before for wire in replicas.reducer or () if isinstance(wire, Delayed)]
+def _states_before_send(replicas: Replicas) -> list[PyTree]:
+    """Return the reducer states before the pending sends; an empty list without a delay."""
+    return [reducer_state.before for reducer_state in replicas.reducer or () if isinstance(reducer_state, Delayed)]
 
 
-def _replaced(items: tuple[PyTree, ...], at: int, new: PyTree) -> tuple[PyTree, ...]:
-    return (*items[:at], new, *items[at + 1 :])
+def _replaced(elements: tuple[PyTree, ...], index: int, new_element: PyTree) -> tuple[PyTree, ...]:
+    return (*elements[:index], new_element, *elements[index + 1 :])
 
 
-def _of_replicas_here(metric: PyTree) -> jax.Array:
-    """Return the mean, or what the metric asks for, over this process's replicas: others would have to be waited for."""
+def _reduce_local_replicas(metric: PyTree) -> jax.Array:
+    """Return the mean of a metric over this process's replicas; for `Sum`, `Max` and `Min` the sum, maximum or minimum.
+
+    Replicas of other processes are left out, because the step would have to wait for them.
+    """
     if isinstance(metric, jax.Array):
-        return _over_here(metric, jnp.mean)
+        return _reduce_local_shards(metric, jnp.mean)
     if not isinstance(metric, Sum | Max | Min):
         return metric
-    add, largest, smallest = (functools.partial(_over_here, over=over) for over in (jnp.sum, jnp.max, jnp.min))
+    add, largest, smallest = (
+        functools.partial(_reduce_local_shards, reduce=reduce) for reduce in (jnp.sum, jnp.max, jnp.min)
+    )
     return value_of(combined(metric, add, largest, smallest))
 
 
-def _over_here(values: jax.Array, over: Callable[..., jax.Array]) -> jax.Array:
+def _reduce_local_shards(values: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
     shards = {shard.index[0].start or 0: shard.data for shard in values.addressable_shards}
-    first = next(iter(shards.values()))
+    first_shard = next(iter(shards.values()))
     if len(shards) == 1:
-        return first[0]
-    device = next(iter(first.devices()))
-    with jax.set_mesh(None):  # of the user's program, which would want it on all devices
-        return over(jnp.concatenate([jax.device_put(data, device) for data in shards.values()]), axis=0)
+        return first_shard[0]
+    device = next(iter(first_shard.devices()))
+    with jax.set_mesh(None):  # the mesh of the user's program would require the result on all devices
+        return reduce(jnp.concatenate([jax.device_put(shard, device) for shard in shards.values()]), axis=0)

@@ -1,4 +1,7 @@
-"""Optimizers of matrices that optax lacks, as plain optax transformations: what is a matrix is said by a rule."""
+"""Optimizers for matrices that optax does not have, as plain optax transformations.
+
+Rules select the leaves that are matrices, and the dims that are rows and columns.
+"""
 
 from shardopt.optimizers.matrices import Matrix
 from shardopt.optimizers.muon import muon_dimension_numbers

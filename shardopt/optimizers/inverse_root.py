@@ -1,33 +1,39 @@
-"""Inverse roots of batches of positive matrices by products alone, so that a batch that is sharded stays where it is."""
+"""Inverse roots of batches of positive matrices, computed by matrix products alone.
+
+XLA leaves the batch dims of products sharded, so no matrix moves to another device.
+"""
 
 import jax
 import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
 _LAST = 8
-"""Iterations once the smallest eigenvalue is near 1: there errors are squared each time."""
+"""The number of iterations after the smallest eigenvalue is near 1, where each iteration squares the error."""
 
 
 def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array:
-    """Return (A + ridge |A| I)^(-1/root) of symmetric matrices A without negative eigenvalues, |A| the Frobenius norm.
+    """Return (A + ridge |A| I)^(-1/root) of symmetric matrices A without negative eigenvalues.
 
-    Coupled Newton iterations, as many as the ridge asks for whatever the matrices are: nothing is compared across a batch,
-    so no device waits for another, and none factorises (`jnp.linalg.eigh` of a sharded batch is gathered by XLA:TPU). Of
-    a matrix of zeros it is the root of ridge I.
-
-        X <- X T,  M <- T^root M  with  T = ((root + 1) I - M) / root
-
-    from X = z^(1/root) I and M = z A keep X^root = M A^-1, and M goes to I.
+    |A| is the Frobenius norm. For a matrix of zeros, the result is the inverse root of ridge I.
 
     Args:
-      a: [..., m, m], floating, fp32 at least.
+      a: matrices [..., m, m] of a floating dtype, fp32 or wider.
       root: 2 or 4.
-      ridge: what is added to the diagonal, as a share of |A|, above the rounding of the dtype.
+      ridge: the number added to the diagonal, as a fraction of |A|. It must be above the rounding of the dtype.
 
     Example:
       >>> import jax.numpy as jnp
       >>> inverse_root(jnp.diag(jnp.array([16.0, 1.0])), 4, 1e-6).round(3).tolist()
       [[0.5, 0.0], [0.0, 1.0]]
+
+    **Method**: coupled Newton iterations
+
+        X <- X T,  M <- T^root M  with  T = ((root + 1) I - M) / root
+
+    from X = z^(1/root) I and M = z A. They keep X^root = M A^-1, and M converges to I.
+
+    The number of iterations depends only on the ridge, not on the matrices. So no device waits for a comparison across a
+    batch. No device factorises: XLA:TPU would gather a sharded batch for `jnp.linalg.eigh`.
 
     References:
       Higham and Iannazzo in Higham, "Functions of Matrices", 2008, section 7.3, equation 7.14; Anil, Gupta, Koren, Regan and
@@ -36,28 +42,29 @@ def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array
     eye = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
     norm = jnp.sqrt(jnp.sum(jnp.square(a), (-2, -1), keepdims=True))
     norm = jnp.where(norm > 0, norm, jnp.ones_like(norm))
-    share = jnp.asarray(ridge, a.dtype)
-    scaled = a / norm + share * eye  # eigenvalues between the ridge and 1 + ridge
-    z = (1 + root) / (2 * (1 + share))
-    # Far from 1 an eigenvalue of M grows by ((root + 1) / root)^root an iteration.
-    count = jnp.ceil(-jnp.log(share) / (root * jnp.log1p(1 / root))).astype(jnp.int32) + _LAST
+    ridge_array = jnp.asarray(ridge, a.dtype)
+    scaled = a / norm + ridge_array * eye  # its eigenvalues are between the ridge and 1 + ridge
+    z = (1 + root) / (2 * (1 + ridge_array))
+    # An eigenvalue of M that is far from 1 grows by ((root + 1) / root)^root per iteration.
+    num_iterations = jnp.ceil(-jnp.log(ridge_array) / (root * jnp.log1p(1 / root))).astype(jnp.int32) + _LAST
 
-    def iterate(_, found):
-        x, m = found
+    def iterate(_, carry):
+        x, m = carry
         t = ((root + 1) * eye - m) / root
         power = product(t, t) if root == 2 else product(product(t, t), product(t, t))
         return product(x, t), product(power, m)
 
-    x, _ = jax.lax.fori_loop(0, count, iterate, (z ** (1 / root) * eye, z * scaled))
+    x, _ = jax.lax.fori_loop(0, num_iterations, iterate, (z ** (1 / root) * eye, z * scaled))
     return x * norm ** (-1 / root)
 
 
 def product(a: jax.Array, b: jax.Array, *, flip_a: bool = False, flip_b: bool = False) -> jax.Array:
-    """Return A B of batches of matrices [..., m, k] and [..., k, n], either transposed first if asked.
+    """Return A B of batches of matrices [..., m, k] and [..., k, n].
 
-    `jnp.matmul` and `jnp.einsum` drop batch dims of length 1, so that an update of one block would have other equations than
-    that of several, and `opt_state_layout="matrices"` could not part them.
+    `flip_a` and `flip_b` transpose A and B first. `jnp.matmul` and `jnp.einsum` drop batch dims of length 1. The update of
+    one block would then have other equations than the update of several, and `opt_state_layout="matrices"` could not
+    separate the blocks.
     """
-    batch = tuple(range(a.ndim - 2))
-    sums = (a.ndim - (2 if flip_a else 1),), (b.ndim - (1 if flip_b else 2),)
-    return jax.lax.dot_general(a, b, (sums, (batch, batch)), precision=HIGHEST)
+    batch_dims = tuple(range(a.ndim - 2))
+    contracted_dims = (a.ndim - (2 if flip_a else 1),), (b.ndim - (1 if flip_b else 2),)
+    return jax.lax.dot_general(a, b, (contracted_dims, (batch_dims, batch_dims)), precision=HIGHEST)

@@ -1,4 +1,4 @@
-"""`muon_dimension_numbers`: which dims of fused, stacked and convolution leaves optax's Muon takes for a matrix."""
+"""`muon_dimension_numbers`: the matrix dims of fused, stacked and convolution leaves, for optax's Muon."""
 
 from collections.abc import Callable
 
@@ -10,19 +10,19 @@ from shardopt.optimizers.matrices import Matrices, check_matrices, match_matrice
 
 
 def muon_dimension_numbers(matrices: Matrices) -> Callable[[PyTree], PyTree]:
-    """Say to `optax.contrib.muon` which dims are rows and columns, in the form of `soap` and `shampoo`.
+    """Return dimension numbers for `optax.contrib.muon`, from the same rules as `soap` and `shampoo`.
 
-    Every matrix of a leaf is orthogonalised by itself; leaves without a rule go to AdamW, as optax has it.
+    Muon orthogonalises each matrix of a leaf separately. Leaves without a rule go to AdamW, as usual in optax.
 
     Args:
-      matrices: `[(regex, so.optimizers.Matrix), ...]`, searched in key paths, first match wins, None for leaves that are no
-        matrices; None takes the leaves of two dims.
+      matrices: rules `[(regex, so.optimizers.Matrix), ...]`. The regex is searched in key paths, and the first match wins;
+        None instead of a `Matrix` for leaves that are not matrices. `matrices=None` takes the leaves of two dims.
 
     Returns:
-      What `muon_weight_dimension_numbers` of `optax.contrib.muon` takes.
+      A function for the argument `muon_weight_dimension_numbers` of `optax.contrib.muon`.
 
     Raises:
-      TypeError: if `matrices` is of another form.
+      TypeError: if `matrices` has another form.
       ValueError: if a regex does not compile; in `init`, if a rule matches nothing or does not fit its leaf.
 
     Example:
@@ -43,13 +43,13 @@ def muon_dimension_numbers(matrices: Matrices) -> Callable[[PyTree], PyTree]:
 
     def numbers(params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
-        found = []
+        dimension_numbers = []
         for leaf, matrix in zip(leaves, match_matrices(who, matrices, params), strict=True):
             if matrix is None:
-                found.append(None)
+                dimension_numbers.append(None)
             else:
                 _, rows, columns = matrix.order(leaf.ndim)
-                found.append(optax.contrib.MuonDimensionNumbers(rows, columns))
-        return treedef.unflatten(found)
+                dimension_numbers.append(optax.contrib.MuonDimensionNumbers(rows, columns))
+        return treedef.unflatten(dimension_numbers)
 
     return numbers

@@ -1,15 +1,16 @@
-"""Orthonormal columns of batches of matrices, so that a batch that is sharded stays where it is."""
+"""Orthonormal columns of batches of matrices; a sharded batch stays sharded."""
 
 import jax
 import jax.numpy as jnp
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """Return Q of X = Q R, for X [..., m, m] of full rank; columns may come with either sign.
+    """Return Q of X = Q R, for X [..., m, m] of full rank; the signs of columns are arbitrary.
 
-    `jnp.linalg.qr`, which XLA:TPU leaves sharded over its batch. Not on CPU: there it is LAPACK, which shares out a batch to the
-    threads on which other devices wait in collectives, and with several simulated devices the step hangs. So there it is
-    Gram and Schmidt's, modified, and twice, since once loses as many digits as X is ill-conditioned.
+    The method depends on the backend. TPU and GPU use `jnp.linalg.qr`, which XLA:TPU leaves sharded over its batch. On CPU
+    that would be LAPACK, which spreads a batch over threads on which other simulated devices wait in collectives: with
+    several simulated devices the step hangs. So CPU runs modified Gram-Schmidt twice. A single run loses more digits the
+    worse X is conditioned.
 
     Example:
       >>> import jax.numpy as jnp
@@ -23,12 +24,12 @@ def orthonormal(x: jax.Array) -> jax.Array:
 
 
 def _gram_schmidt(x: jax.Array) -> jax.Array:
-    which = jnp.broadcast_to(jnp.arange(x.shape[-1]), x.shape)
+    column_index = jnp.broadcast_to(jnp.arange(x.shape[-1]), x.shape)
 
-    def column(j: jax.Array, x: jax.Array) -> jax.Array:
-        v = jnp.sum(jnp.where(which == j, x, jnp.zeros_like(x)), -1, keepdims=True)
+    def normalize_column(j: jax.Array, x: jax.Array) -> jax.Array:
+        v = jnp.sum(jnp.where(column_index == j, x, jnp.zeros_like(x)), -1, keepdims=True)
         v = v / jnp.sqrt(jnp.sum(jnp.square(v), -2, keepdims=True))
-        rest = x - v * jnp.sum(v * x, -2, keepdims=True)
-        return jnp.where(which > j, rest, jnp.where(which == j, v, x))
+        projected = x - v * jnp.sum(v * x, -2, keepdims=True)
+        return jnp.where(column_index > j, projected, jnp.where(column_index == j, v, x))
 
-    return jax.lax.fori_loop(0, x.shape[-1], column, x)
+    return jax.lax.fori_loop(0, x.shape[-1], normalize_column, x)

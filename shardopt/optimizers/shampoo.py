@@ -1,4 +1,7 @@
-"""`shampoo`: gradients between inverse roots of their own second moments, rows on the left, columns on the right."""
+"""`shampoo`: precondition each matrix by inverse roots of its second moments.
+
+The root of the rows multiplies from the left, the root of the columns from the right.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -20,13 +23,13 @@ class ShampooState(NamedTuple):
     """The state of `shampoo` for leaves that hold matrices [..., m, n].
 
     Attributes:
-      step: int32, gradients seen.
-      mu: the mean of gradients, shaped as the leaf.
-      nu: the mean of their squares, shaped as the leaf; None unless grafted from Adam.
-      left: the mean of G G^T, [..., m, m]; None on a side longer than `max_dim`.
-      right: the mean of G^T G, [..., n, n].
-      left_root: the inverse root of `left` when it was last taken.
-      right_root: that of `right`.
+      step: int32, the number of gradients so far.
+      mu: the moving mean of gradients, in the shape of the leaf.
+      nu: the moving mean of squared gradients, in the shape of the leaf; None unless `graft="adam"`.
+      left: the moving mean of G G^T, [..., m, m]; None for a side longer than `max_dim`.
+      right: the moving mean of G^T G, [..., n, n]; None for a side longer than `max_dim`.
+      left_root: the last inverse root of `left`.
+      right_root: the last inverse root of `right`.
     """
 
     step: jax.Array
@@ -51,45 +54,37 @@ def shampoo(
     max_dim: int = 8192,
     matrices: Matrices = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Precondition each matrix from both sides; AdamW for all that is no matrix.
+    """Precondition each matrix from both sides; use AdamW for leaves that are not matrices.
 
-    Of a gradient G [m, n], with moving means L of G G^T, R of G^T G and M of G, bias corrected:
+    For a gradient G [m, n], let L, R and M be the bias-corrected moving means of G G^T, G^T G and G:
 
         D = L^(-1/4) M R^(-1/4),   W <- W - learning_rate (D |A| / |D| + weight_decay W)
 
-    where A is what Adam would do (`graft="adam"`), or M (`graft="sgd"`), and |.| the Frobenius norm of each matrix: Shampoo
-    gives the direction, A the size of the step. Roots are taken anew every `interval` steps, from the first on, and are stale
-    in between. If one side is longer than `max_dim`, the other is preconditioned alone, with root -1/2.
-
-    **Equivalence**: a plain optax transformation: under any strategy equal to one device, up to summation order. With
-    b1=0, graft=None and interval=1 it is Shampoo as published, but for means in place of sums.
-
-    **Placement**: a leaf holds its two moments, and of each of its matrices 2 m^2 + 2 n^2 numbers in leaves [..., m, m] and
-    [..., n, n] whose first dims are those of the leaf that count matrices, in fp32 at least.
-
-    **Communication**: none of its own: all that it computes is batched over the dims that count matrices and made of products, so
-    where these dims are sharded, as blocks are, every matrix is worked on by its owner alone. Where matrices are sharded
-    within, the partitioner gathers them.
+    A is the step of Adam (`graft="adam"`), or M (`graft="sgd"`), and |.| is the Frobenius norm of each matrix. So D gives
+    the direction, and A the size of the step. The roots are computed on the first step and then every `interval` steps;
+    steps in between use the old roots. If one side is longer than `max_dim`, only the other side is preconditioned, with
+    the power -1/2.
 
     Args:
-      learning_rate: a number or a schedule, also that of AdamW.
-      b1: decay of the mean of gradients, also that of AdamW.
-      b2: decay of the means of squares and of L and R, also that of AdamW.
+      learning_rate: a number or a schedule, also for AdamW.
+      b1: decay of the mean of gradients, also for AdamW.
+      b2: decay of the means of squares, of L and of R, also for AdamW.
       eps: added to the root of Adam's second moment.
-      ridge: added to the diagonals of L and R before a root, as a share of their Frobenius norms; in fp32 not below 1e-6.
-      weight_decay: decoupled, also that of AdamW.
-      interval: steps from one root to the next.
-      graft: whose step size to take, "adam" or "sgd"; None takes D as it is.
+      ridge: added to the diagonals of L and R before a root, as a fraction of their Frobenius norms; in fp32 not below
+        1e-6.
+      weight_decay: decoupled weight decay, also for AdamW.
+      interval: the number of steps from one computation of the roots to the next.
+      graft: the optimizer whose step size to use, "adam" or "sgd"; None uses D without rescaling.
       max_dim: sides that are longer are not preconditioned.
-      matrices: `[(regex, so.optimizers.Matrix), ...]`, searched in key paths, first match wins, None for leaves that are no
-        matrices; by default the leaves of two dims.
+      matrices: rules `[(regex, so.optimizers.Matrix), ...]`. The regex is searched in key paths, and the first match wins;
+        None instead of a `Matrix` for leaves that are not matrices. By default the leaves of two dims.
 
     Returns:
       An optax transformation.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if one is out of range; in `init`, if a rule matches nothing or does not fit its leaf.
+      ValueError: if an argument is out of range; in `init`, if a rule matches nothing or does not fit its leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -99,6 +94,16 @@ def shampoo(
       >>> updates, _ = tx.update(grads, tx.init(params), params)
       >>> print(jnp.diag(updates["w"]).round(3), updates["b"].round(3))
       [-0.1 -0.1] [-0.1  0.1]
+
+    **Equivalence**: a plain optax transformation. Under any strategy it equals one device, up to summation order. With b1=0,
+    graft=None and interval=1 it is Shampoo as published, except that it uses means instead of sums.
+
+    **Placement**: a leaf holds its two moments, in fp32 or wider. Each of its matrices has 2 m^2 + 2 n^2 more numbers, in
+    leaves [..., m, m] and [..., n, n]. The first dims of these leaves are the dims that count matrices.
+
+    **Communication**: none. The computation consists of products, batched over the dims that count matrices. If these dims
+    are sharded, as blocks are, each device works only on the matrices that it owns. If rows or columns are sharded, the
+    partitioner gathers the matrices.
 
     References:
       Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018, algorithm 1; Anil, Gupta, Koren,
@@ -125,59 +130,65 @@ def _scale_by_shampoo(
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
-        found = sides.matrices_of(WHO, matrices, params)
-        pairs, roots = ([sides.zero_sides(*one, max_dim) for one in zip(leaves, found, strict=True)] for _ in range(2))
+        leaf_matrices = sides.matrices_of(WHO, matrices, params)
+        moments, roots = (
+            [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
+        )
         nu = zeros() if graft == "adam" else None
         return ShampooState(
-            jnp.zeros((), jnp.int32), zeros(), nu, *sides.as_trees(treedef, pairs), *sides.as_trees(treedef, roots)
+            jnp.zeros((), jnp.int32), zeros(), nu, *sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots)
         )
 
     def update(updates, state, params=None):
         leaves, treedef = jax.tree.flatten(updates)
-        found, count = sides.matrices_of(WHO, matrices, updates), state.step + 1
+        leaf_matrices, count = sides.matrices_of(WHO, matrices, updates), state.step + 1
         wide = treedef.unflatten([leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves])
         mu = jax.tree.map(lambda old, g: sides.moving_mean(old, g, b1), state.mu, wide)
         mean = jax.tree.map(lambda m: sides.unbiased(m, b1, count), mu)
         nu = (
             None if state.nu is None else jax.tree.map(lambda old, g: sides.moving_mean(old, g * g, b2), state.nu, wide)
         )
-        step = mean
+        graft_step = mean
         if nu is not None:
-            step = jax.tree.map(
+            graft_step = jax.tree.map(
                 lambda m, v: m / (jnp.sqrt(sides.unbiased(v, b2, count)) + jnp.asarray(eps, v.dtype)), mean, nu
             )
 
         moments = [
             sides.second_moments(matrix.of(g), pair, b2)
             for g, matrix, pair in zip(
-                jax.tree.leaves(wide), found, sides.as_pairs(treedef, state.left, state.right), strict=True
+                jax.tree.leaves(wide), leaf_matrices, sides.as_pairs(treedef, state.left, state.right), strict=True
             )
         ]
         roots = [
-            sides.every(interval, state.step, lambda pair=pair: _roots(pair, b2, count, ridge), old)
-            for pair, old in zip(moments, sides.as_pairs(treedef, state.left_root, state.right_root), strict=True)
+            sides.refresh_every(
+                interval, state.step, lambda pair=pair: _inverse_roots(pair, b2, count, ridge), old_pair
+            )
+            for pair, old_pair in zip(moments, sides.as_pairs(treedef, state.left_root, state.right_root), strict=True)
         ]
-        new = []
-        of_leaves = zip(leaves, found, jax.tree.leaves(mean), jax.tree.leaves(step), roots, strict=True)
-        for leaf, matrix, m, size, pair in of_leaves:
-            direction = sides.between(pair, matrix.of(m))
+        new_updates = []
+        per_leaf = zip(leaves, leaf_matrices, jax.tree.leaves(mean), jax.tree.leaves(graft_step), roots, strict=True)
+        for leaf, matrix, leaf_mean, leaf_graft_step, root_pair in per_leaf:
+            direction = sides.multiply_sides(root_pair, matrix.of(leaf_mean))
             if graft is not None:
-                direction = _with_norm_of(direction, matrix.of(size))
-            new.append(matrix.leaf(direction, leaf.shape).astype(leaf.dtype))
-        kept = (*sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots))
-        return treedef.unflatten(new), ShampooState(count, mu, nu, *kept)
+                direction = _with_norm_of(direction, matrix.of(leaf_graft_step))
+            new_updates.append(matrix.leaf(direction, leaf.shape).astype(leaf.dtype))
+        side_trees = (*sides.as_trees(treedef, moments), *sides.as_trees(treedef, roots))
+        return treedef.unflatten(new_updates), ShampooState(count, mu, nu, *side_trees)
 
     return optax.GradientTransformation(init, update)
 
 
-def _roots(pair: Pair, b2: Number, count: jax.Array, ridge: Number) -> Pair:
-    """Return the inverse fourth roots of both second moments, or that of the only one squared."""
-    root = 2 if any(one is None for one in pair) else 4
-    left, right = (None if one is None else inverse_root(sides.unbiased(one, b2, count), root, ridge) for one in pair)
-    return left, right
+def _inverse_roots(pair: Pair, b2: Number, count: jax.Array, ridge: Number) -> Pair:
+    """Return the inverse fourth roots of both second moments; the inverse square root if there is only one moment."""
+    root = 2 if any(moment is None for moment in pair) else 4
+    left_root, right_root = (
+        None if moment is None else inverse_root(sides.unbiased(moment, b2, count), root, ridge) for moment in pair
+    )
+    return left_root, right_root
 
 
-def _with_norm_of(direction: jax.Array, other: jax.Array) -> jax.Array:
-    """Return each matrix as long as another one; zero where it is zero."""
-    norm, wanted = (jnp.sqrt(jnp.sum(jnp.square(x), (-2, -1), keepdims=True)) for x in (direction, other))
-    return direction * (wanted / jnp.where(norm > 0, norm, jnp.ones_like(norm)))
+def _with_norm_of(direction: jax.Array, graft_step: jax.Array) -> jax.Array:
+    """Return each matrix of `direction`, scaled to the norm of the matrix of `graft_step`; a zero matrix stays zero."""
+    norm, graft_norm = (jnp.sqrt(jnp.sum(jnp.square(x), (-2, -1), keepdims=True)) for x in (direction, graft_step))
+    return direction * (graft_norm / jnp.where(norm > 0, norm, jnp.ones_like(norm)))

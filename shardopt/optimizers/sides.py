@@ -1,4 +1,4 @@
-"""What Shampoo and SOAP share: second moments of rows and of columns, and which optimizer a leaf goes to."""
+"""Helpers of Shampoo and SOAP: second moments of rows and columns, and the choice of the optimizer of each leaf."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,9 +13,9 @@ from shardopt.optimizers.matrices import Matrices, Matrix, check_matrices, match
 
 Number = float | jax.Array
 Side = jax.Array | None
-"""An array [..., m, m] for a side of m; None for one that is too long."""
+"""An array [..., m, m] for a side of length m of a matrix; None for a side that is too long."""
 Pair = tuple[Side, Side]
-"""Rows and columns."""
+"""The arrays of both sides of a matrix: rows, columns."""
 
 
 def on_matrices(
@@ -27,36 +27,36 @@ def on_matrices(
     interval: int,
     **numbers: Number,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of which `scale` is what it does to matrices with a side of at most `max_dim`, AdamW to all else.
+    """Return an optimizer that applies `scale` to matrices with a side of at most `max_dim`, and AdamW to all other leaves.
 
-    Rules, counts and numbers ("b1", "b2", "eps", "ridge", "weight_decay") that cannot be used are refused; arrays, as
-    `optax.inject_hyperparams` makes, are not read.
+    Invalid rules, counts and numbers ("b1", "b2", "eps", "ridge", "weight_decay") raise an error. Numbers that are arrays,
+    as from `optax.inject_hyperparams`, are not checked.
     """
     check_matrices(who, matrices)
     check_count(who, "max_dim", max_dim, allow_array=False)
     check_count(who, "interval", interval, allow_array=True)
     for name, value in numbers.items():
         if not isinstance(value, jax.Array):
-            below = {"below": 1.0} if name in ("b1", "b2") else {}
-            check_number(who, name, value, positive=name == "ridge", **below)
+            bound = {"below": 1.0} if name in ("b1", "b2") else {}
+            check_number(who, name, value, positive=name == "ridge", **bound)
 
     def labels(tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaves, match_matrices(who, matrices, tree), strict=True)
-        fits = [one is not None and min(one.shape_in(leaf.shape)[-2:]) <= max_dim for leaf, one in pairs]
-        return treedef.unflatten(["matrices" if fit else "others" for fit in fits])
+        is_scaled = [matrix is not None and min(matrix.shape_in(leaf.shape)[-2:]) <= max_dim for leaf, matrix in pairs]
+        return treedef.unflatten(["matrices" if scaled else "others" for scaled in is_scaled])
 
     decay = numbers["weight_decay"]
-    of_matrices = optax.chain(scale, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(learning_rate))
-    of_others = optax.adamw(learning_rate, *(numbers[name] for name in ("b1", "b2", "eps")), weight_decay=decay)
-    return optax.partition({"matrices": of_matrices, "others": of_others}, labels)
+    matrix_optimizer = optax.chain(scale, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(learning_rate))
+    other_optimizer = optax.adamw(learning_rate, *(numbers[name] for name in ("b1", "b2", "eps")), weight_decay=decay)
+    return optax.partition({"matrices": matrix_optimizer, "others": other_optimizer}, labels)
 
 
 def matrices_of(who: str, matrices: Matrices, tree: PyTree) -> list[Matrix]:
-    """Return what is a matrix in each leaf of a tree whose leaves all hold some."""
-    found = match_matrices(who, matrices, tree)
-    assert all(one is not None for one in found)
-    return [one for one in found if one is not None]
+    """Return the `Matrix` of each leaf of a tree whose leaves all hold matrices."""
+    leaf_matrices = match_matrices(who, matrices, tree)
+    assert all(matrix is not None for matrix in leaf_matrices)
+    return [matrix for matrix in leaf_matrices if matrix is not None]
 
 
 def zero_sides(leaf: jax.Array, matrix: Matrix, max_dim: int) -> Pair:
@@ -68,27 +68,28 @@ def zero_sides(leaf: jax.Array, matrix: Matrix, max_dim: int) -> Pair:
 
 
 def as_trees(treedef: TreeDef, pairs: Sequence[Pair]) -> tuple[PyTree, PyTree]:
-    """Return the sides of all leaves as a tree of rows and a tree of columns."""
+    """Return the pairs of all leaves as two trees: one of the row sides, one of the column sides."""
     return treedef.unflatten([pair[0] for pair in pairs]), treedef.unflatten([pair[1] for pair in pairs])
 
 
 def as_pairs(treedef: TreeDef, left: PyTree, right: PyTree) -> list[Pair]:
-    """Return what `as_trees` made trees of."""
+    """Return the pairs of all leaves from two trees, the inverse of `as_trees`."""
     return list(zip(treedef.flatten_up_to(left), treedef.flatten_up_to(right), strict=True))
 
 
-def every(interval: int, step: jax.Array, refresh: Callable[[], Pair], kept: Pair) -> Pair:
-    """Return what `refresh` makes in steps 0, interval, 2 interval, ..., in others what was kept.
+def refresh_every(interval: int, step: jax.Array, refresh: Callable[[], Pair], old_pair: Pair) -> Pair:
+    """Return the result of `refresh` on steps 0, interval, 2 interval, ..., and the old pair on all other steps.
 
-    Of one leaf: a branch for all would tie their matrices together, and `opt_state_layout="matrices"` could not part them.
+    Call it once for each leaf. One branch for all leaves would tie their matrices together, and
+    `opt_state_layout="matrices"` could not separate them.
     """
     if isinstance(interval, int) and interval == 1:
         return refresh()
-    return jax.lax.cond(step % interval == 0, refresh, lambda: kept)
+    return jax.lax.cond(step % interval == 0, refresh, lambda: old_pair)
 
 
 def second_moments(g: jax.Array, pair: Pair, decay: Number) -> Pair:
-    """Return the moving means of G G^T and G^T G, of matrices G [..., m, n]."""
+    """Return the updated moving means of G G^T and G^T G, for matrices G [..., m, n]."""
     left, right = pair
     if left is not None:
         left = moving_mean(left, product(g, g, flip_b=True), decay)
@@ -97,23 +98,23 @@ def second_moments(g: jax.Array, pair: Pair, decay: Number) -> Pair:
     return left, right
 
 
-def between(pair: Pair, g: jax.Array, *, into: bool = False) -> jax.Array:
-    """Return P G Q^T, or P^T G Q with `into`, of matrices G and sides P, Q; a side that is None is left out."""
+def multiply_sides(pair: Pair, g: jax.Array, *, into_basis: bool = False) -> jax.Array:
+    """Return P G Q^T for matrices G and sides P, Q; with `into_basis` P^T G Q. A side that is None acts as the identity."""
     left, right = pair
     if left is not None:
-        g = product(left, g, flip_a=into)
+        g = product(left, g, flip_a=into_basis)
     if right is not None:
-        g = product(g, right, flip_b=not into)
+        g = product(g, right, flip_b=not into_basis)
     return g
 
 
-def moving_mean(mean: jax.Array, new: jax.Array, decay: Number) -> jax.Array:
-    """Return decay mean + (1 - decay) new."""
-    share = jnp.asarray(decay, mean.dtype)
-    return share * mean + (1 - share) * new
+def moving_mean(mean: jax.Array, new_value: jax.Array, decay: Number) -> jax.Array:
+    """Return decay * mean + (1 - decay) * new_value."""
+    decay_array = jnp.asarray(decay, mean.dtype)
+    return decay_array * mean + (1 - decay_array) * new_value
 
 
 def unbiased(mean: jax.Array, decay: Number, count: jax.Array) -> jax.Array:
-    """Return a moving mean that began at zero divided by the weights of its `count` terms."""
-    share = jnp.asarray(decay, mean.dtype)
-    return mean / (1 - share ** count.astype(mean.dtype))
+    """Return the bias-corrected moving mean of `count` values: divided by the sum of their weights."""
+    decay_array = jnp.asarray(decay, mean.dtype)
+    return mean / (1 - decay_array ** count.astype(mean.dtype))

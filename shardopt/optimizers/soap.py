@@ -1,4 +1,4 @@
-"""`soap`: Adam in the eigenbasis of Shampoo's second moments, which follows them slowly."""
+"""`soap`: Adam in the eigenbasis of Shampoo's second moments; the basis is updated slowly."""
 
 from typing import NamedTuple
 
@@ -14,21 +14,21 @@ from shardopt.optimizers.orthonormal import orthonormal
 from shardopt.optimizers.sides import Number, Pair, Side
 
 WHO = "soap"
-_FIRST = 10
-"""Orthogonal iterations of the first step, from the identity."""
+_FIRST_ITERATIONS = 10
+"""The number of orthogonal iterations of the first step, starting from the identity."""
 
 
 class SoapState(NamedTuple):
     """The state of `soap` for leaves that hold matrices [..., m, n].
 
     Attributes:
-      step: int32, gradients seen.
-      mu: the mean of gradients, shaped as the leaf.
-      nu: the mean of their squares within the basis, shaped as the leaf.
-      left: the mean of G G^T, [..., m, m]; None on a side longer than `max_dim`.
-      right: the mean of G^T G, [..., n, n].
-      left_basis: eigenvectors of `left`, as columns, nearly.
-      right_basis: those of `right`.
+      step: int32, the number of gradients so far.
+      mu: the moving mean of gradients, in the shape of the leaf.
+      nu: the moving mean of squared gradients in the eigenbasis, in the shape of the leaf.
+      left: the moving mean of G G^T, [..., m, m]; None for a side longer than `max_dim`.
+      right: the moving mean of G^T G, [..., n, n]; None for a side longer than `max_dim`.
+      left_basis: the approximate eigenvectors of `left`, as columns.
+      right_basis: the approximate eigenvectors of `right`, as columns.
     """
 
     step: jax.Array
@@ -52,45 +52,39 @@ def soap(
     max_dim: int = 8192,
     matrices: Matrices = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run Adam in the eigenbasis of each matrix's second moments; AdamW for all that is no matrix.
+    """Run Adam in the eigenbasis of each matrix's second moments; use AdamW for leaves that are not matrices.
 
-    Of a gradient G [m, n], with moving means L of G G^T, R of G^T G, M of G, and Q_L, Q_R the eigenvectors of L and R:
+    For a gradient G [m, n], let L, R and M be the moving means of G G^T, G^T G and G. Let Q_L and Q_R be the eigenvectors
+    of L and R:
 
         V <- b2 V + (1 - b2) (Q_L^T G Q_R)^2
         W <- W - learning_rate (Q_L ((Q_L^T M Q_R) / (sqrt(V) + eps)) Q_R^T + weight_decay W)
 
-    with M and V bias corrected. Every `interval` steps Q <- qr((L + ridge tr(L)/m I) Q), one step of orthogonal iteration; after
-    the first gradient several, from the identity. That gradient is for L and R alone: its update is zero. The ridge
-    changes no eigenvector. It keeps directions that no gradient has seen, of which any basis is as good, from following
-    rounding, and those with next to no gradient from being followed closely.
+    M and V are bias corrected. Every `interval` steps, Q_L is updated by one step of orthogonal iteration,
+    Q_L <- qr((L + ridge tr(L)/m I) Q_L), and Q_R likewise. The first gradient only initialises L, R and the bases, by
+    several iterations from the identity; its update is zero.
 
-    **Equivalence**: a plain optax transformation: under any strategy equal to one device, up to summation order.
-
-    **Placement**: a leaf holds its two moments, and of each of its matrices 2 m^2 + 2 n^2 numbers in leaves [..., m, m] and
-    [..., n, n] whose first dims are those of the leaf that count matrices, in fp32 at least.
-
-    **Communication**: none of its own: products and factorisations are batched over the dims that count matrices, and the
-    partitioner leaves such a batch sharded (an eigendecomposition it would gather on TPU), so where these dims are sharded, as
-    blocks are, every matrix is worked on by its owner alone. Where matrices are sharded within, they are gathered.
+    The ridge does not change eigenvectors. Directions without any gradient have no preferred basis: the ridge keeps them
+    from following rounding errors. It also slows down directions with very small gradients.
 
     Args:
-      learning_rate: a number or a schedule, also that of AdamW.
-      b1: decay of the mean of gradients, also that of AdamW.
-      b2: decay of the means of squares and of L and R, also that of AdamW.
-      eps: added to the root of the second moment, also that of AdamW.
-      ridge: added to the diagonals of L and R before an orthogonal iteration, as a share of their mean.
-      weight_decay: decoupled, also that of AdamW.
-      interval: steps from one orthogonal iteration to the next.
+      learning_rate: a number or a schedule, also for AdamW.
+      b1: decay of the mean of gradients, also for AdamW.
+      b2: decay of the means of squares, of L and of R, also for AdamW.
+      eps: added to the root of the second moment, also for AdamW.
+      ridge: added to the diagonals of L and R before an orthogonal iteration, as a fraction of the mean of the diagonal.
+      weight_decay: decoupled weight decay, also for AdamW.
+      interval: the number of steps from one orthogonal iteration to the next.
       max_dim: sides that are longer are not rotated.
-      matrices: `[(regex, so.optimizers.Matrix), ...]`, searched in key paths, first match wins, None for leaves that are no
-        matrices; by default the leaves of two dims.
+      matrices: rules `[(regex, so.optimizers.Matrix), ...]`. The regex is searched in key paths, and the first match wins;
+        None instead of a `Matrix` for leaves that are not matrices. By default the leaves of two dims.
 
     Returns:
       An optax transformation.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if one is out of range; in `init`, if a rule matches nothing or does not fit its leaf.
+      ValueError: if an argument is out of range; in `init`, if a rule matches nothing or does not fit its leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -99,6 +93,16 @@ def soap(
       >>> state = tx.init(params).inner_states["matrices"].inner_state[0]
       >>> state.nu["qkv"].shape, state.left["qkv"].shape, state.right["qkv"].shape
       ((2, 8, 3, 2, 4), (2, 3, 8, 8), (2, 3, 8, 8))
+
+    **Equivalence**: a plain optax transformation. Under any strategy it equals one device, up to summation order.
+
+    **Placement**: a leaf holds its two moments, in fp32 or wider. Each of its matrices has 2 m^2 + 2 n^2 more numbers, in
+    leaves [..., m, m] and [..., n, n]. The first dims of these leaves are the dims that count matrices.
+
+    **Communication**: none. Products and factorisations are batched over the dims that count matrices, and the partitioner
+    leaves such a batch sharded. For an eigendecomposition, XLA:TPU would gather the batch. If these dims are sharded, as
+    blocks are, each device works only on the matrices that it owns. If rows or columns are sharded, the partitioner
+    gathers the matrices.
 
     References:
       Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson and Kakade, "SOAP: Improving and Stabilizing Shampoo using
@@ -121,64 +125,68 @@ def _scale_by_soap(
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         zeros = lambda: treedef.unflatten([jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)) for leaf in leaves])  # noqa: E731
-        found = sides.matrices_of(WHO, matrices, params)
-        pairs, bases = ([sides.zero_sides(*one, max_dim) for one in zip(leaves, found, strict=True)] for _ in range(2))
-        bases = [(_identity(left), _identity(right)) for left, right in bases]
-        kept = (*sides.as_trees(treedef, pairs), *sides.as_trees(treedef, bases))
-        return SoapState(jnp.zeros((), jnp.int32), zeros(), zeros(), *kept)
+        leaf_matrices = sides.matrices_of(WHO, matrices, params)
+        moments, bases = (
+            [sides.zero_sides(*args, max_dim) for args in zip(leaves, leaf_matrices, strict=True)] for _ in range(2)
+        )
+        bases = [(_identity_like(left), _identity_like(right)) for left, right in bases]
+        side_trees = (*sides.as_trees(treedef, moments), *sides.as_trees(treedef, bases))
+        return SoapState(jnp.zeros((), jnp.int32), zeros(), zeros(), *side_trees)
 
     def update(updates, state, params=None):
         leaves, treedef = jax.tree.flatten(updates)
-        found = sides.matrices_of(WHO, matrices, updates)
+        leaf_matrices = sides.matrices_of(WHO, matrices, updates)
         wide = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves]
         bases = sides.as_pairs(treedef, state.left_basis, state.right_basis)
-        # The first gradient only makes the basis: within its own it would be diagonal, and what is off it rounding.
-        later, count = state.step > 0, jnp.maximum(state.step, 1)
-        mu, nu, new = [], [], []
+        # The first gradient only makes the basis. In its own basis it would be diagonal, except for rounding errors.
+        after_first, count = state.step > 0, jnp.maximum(state.step, 1)
+        mu, nu, new_updates = [], [], []
         moments = zip(treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu), strict=True)
-        for g, leaf, matrix, basis, (m, v) in zip(wide, leaves, found, bases, moments, strict=True):
+        for g, leaf, matrix, basis, (m, v) in zip(wide, leaves, leaf_matrices, bases, moments, strict=True):
 
-            def turned(x, *, into, matrix=matrix, basis=basis):
-                return matrix.leaf(sides.between(basis, matrix.of(x), into=into), x.shape)
+            def rotate(x, *, into_basis, matrix=matrix, basis=basis):
+                return matrix.leaf(sides.multiply_sides(basis, matrix.of(x), into_basis=into_basis), x.shape)
 
-            mu.append(jnp.where(later, sides.moving_mean(m, g, b1), m))
-            nu.append(jnp.where(later, sides.moving_mean(v, jnp.square(turned(g, into=True)), b2), v))
-            mean = turned(sides.unbiased(mu[-1], b1, count), into=True)
+            mu.append(jnp.where(after_first, sides.moving_mean(m, g, b1), m))
+            nu.append(jnp.where(after_first, sides.moving_mean(v, jnp.square(rotate(g, into_basis=True)), b2), v))
+            mean = rotate(sides.unbiased(mu[-1], b1, count), into_basis=True)
             scaled = mean / (jnp.sqrt(sides.unbiased(nu[-1], b2, count)) + jnp.asarray(eps, g.dtype))
-            new.append(turned(scaled, into=False).astype(leaf.dtype))
+            new_updates.append(rotate(scaled, into_basis=False).astype(leaf.dtype))
 
-        pairs = zip(wide, found, sides.as_pairs(treedef, state.left, state.right), strict=True)
-        seconds = [sides.second_moments(matrix.of(g), pair, b2) for g, matrix, pair in pairs]
-        both = zip(seconds, bases, strict=True)
-        bases = [_follow(second, basis, state.step, interval, ridge) for second, basis in both]
-        kept = (*sides.as_trees(treedef, seconds), *sides.as_trees(treedef, bases))
-        return treedef.unflatten(new), SoapState(state.step + 1, treedef.unflatten(mu), treedef.unflatten(nu), *kept)
+        pairs = zip(wide, leaf_matrices, sides.as_pairs(treedef, state.left, state.right), strict=True)
+        second_moments = [sides.second_moments(matrix.of(g), pair, b2) for g, matrix, pair in pairs]
+        moments_and_bases = zip(second_moments, bases, strict=True)
+        bases = [_update_bases(pair, basis, state.step, interval, ridge) for pair, basis in moments_and_bases]
+        side_trees = (*sides.as_trees(treedef, second_moments), *sides.as_trees(treedef, bases))
+        return treedef.unflatten(new_updates), SoapState(
+            state.step + 1, treedef.unflatten(mu), treedef.unflatten(nu), *side_trees
+        )
 
     return optax.GradientTransformation(init, update)
 
 
-def _follow(second: Pair, basis: Pair, step: jax.Array, interval: int, ridge: Number) -> Pair:
+def _update_bases(moments: Pair, bases: Pair, step: jax.Array, interval: int, ridge: Number) -> Pair:
     """Return the bases of a leaf after the orthogonal iterations of this step."""
 
-    def iterate(basis: Pair) -> Pair:
-        return _iterated(second[0], basis[0], ridge), _iterated(second[1], basis[1], ridge)
+    def iterate(bases: Pair) -> Pair:
+        return _orthogonal_iteration(moments[0], bases[0], ridge), _orthogonal_iteration(moments[1], bases[1], ridge)
 
-    def first(basis: Pair) -> Pair:
-        return jax.lax.fori_loop(0, _FIRST, lambda _, found: iterate(found), basis)
+    def iterate_first(bases: Pair) -> Pair:
+        return jax.lax.fori_loop(0, _FIRST_ITERATIONS, lambda _, carry: iterate(carry), bases)
 
-    which = jnp.where(step == 0, 0, jnp.where(step % interval == 0, 1, 2))
-    return jax.lax.switch(which, (first, iterate, lambda basis: basis), basis)
+    branch_index = jnp.where(step == 0, 0, jnp.where(step % interval == 0, 1, 2))
+    return jax.lax.switch(branch_index, (iterate_first, iterate, lambda unchanged: unchanged), bases)
 
 
-def _iterated(second: Side, basis: Side, ridge: Number) -> Side:
-    """Return qr((S + ridge tr(S)/m I) Q); Q where S is zero."""
-    if second is None or basis is None:
+def _orthogonal_iteration(moment: Side, basis: Side, ridge: Number) -> Side:
+    """Return qr((S + ridge tr(S)/m I) Q) for the second moment S [m, m] and the basis Q; Q if S is zero."""
+    if moment is None or basis is None:
         return None
-    eye = jnp.eye(second.shape[-1], dtype=bool)
-    mean = jnp.mean(jnp.sum(jnp.where(eye, second, 0), -1, keepdims=True), -2, keepdims=True)
+    eye = jnp.eye(moment.shape[-1], dtype=bool)
+    mean = jnp.mean(jnp.sum(jnp.where(eye, moment, 0), -1, keepdims=True), -2, keepdims=True)
     shift = jnp.where(mean > 0, jnp.asarray(ridge, mean.dtype) * mean, jnp.ones_like(mean))
-    return orthonormal(product(second, basis) + shift * basis)
+    return orthonormal(product(moment, basis) + shift * basis)
 
 
-def _identity(zeros: Side) -> Side:
+def _identity_like(zeros: Side) -> Side:
     return None if zeros is None else jnp.broadcast_to(jnp.eye(zeros.shape[-1], dtype=zeros.dtype), zeros.shape)

@@ -11,7 +11,7 @@ import optax
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, abstract, leaves_with_paths
 from shardopt.transforms.elementwise import compare
-from shardopt.transforms.primitives import ELEMENT, SAME, SHAPE, Label, Scope
+from shardopt.transforms.primitives import ELEMENT, SAME, SHAPE, Label, LeafSplit
 
 WHO = "parameter_server"
 FIX = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
@@ -190,7 +190,8 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
     leaves, treedef = jax.tree.flatten(abstract((params, opt_state, rule_state, pushed, rows, pulled, delay)))
     zeros += [None] * (len(leaves) - len(zeros))
     labels = [
-        Label(SAME) if owner == DENSE else Label(ELEMENT, pad=zero) for owner, zero in zip(owners, zeros, strict=True)
+        Label(SAME) if owner == DENSE else Label(ELEMENT, pad_value=zero)
+        for owner, zero in zip(owners, zeros, strict=True)
     ]
 
     def traced(counts):
@@ -207,10 +208,10 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
         raise ValueError(format_error(WHO, what, [str(error).split("\n")[0]], FIX)) from error
     found = frozenset[str]()
     for label, a, b in zip(
-        compare(whole, part, labels, Scope(rows=True)), whole.out_avals, part.out_avals, strict=True
+        compare(whole, part, labels, LeafSplit(by_rows=True)), whole.out_avals, part.out_avals, strict=True
     ):
         if label.kind != (SAME if a.shape == b.shape else ELEMENT):
-            found |= label.by or {SHAPE}
+            found |= label.primitives or {SHAPE}
     if found:
         by = ", ".join(sorted(found - {SHAPE})) or "it depends on the number of rows"
         what = f"the optimizer or the rule does not act on each row of a sparse leaf by itself ({by})."

@@ -1,4 +1,4 @@
-"""How a mean of gradients crosses the wire: less than fp32, and what is not sent is remembered."""
+"""How gradients are averaged over an axis: exactly, or compressed to fewer bytes than fp32, with error feedback."""
 
 from shardopt.reducers.blockwise import int8, sign
 from shardopt.reducers.compressor import Compressor, CompressorState, compressor

@@ -1,4 +1,4 @@
-"""Reducers that write a gradient as blocks, each with a scale of its own: `int8` and `sign`."""
+"""Reducers that encode a gradient in blocks, each block with its own scale: `int8` and `sign`."""
 
 import math
 from collections.abc import Sequence
@@ -25,19 +25,12 @@ from shardopt.reducers.reducer import MessageCodec, Reducer, make_reducer, real_
 def sign(block_size: int = 1024) -> Reducer:
     """Average the signs of gradients, times their mean magnitude; use it with `error_feedback`.
 
-    C(x) = mean|x| sign(x) over a block, sign(0) = 1, packed eight to a byte. The owner of each of N chunks adds up
-    C(g_d) of the other devices and its own g, and shows C(mean). Blocks run over flat buckets, leaf after leaf.
-
-    **Equivalence**: far from the mean by itself; with `error_feedback` nothing is lost over time, neither of the
-    gradients nor of the means. A NaN or inf makes its block non-finite.
-
-    **Placement**: no state.
-
-    **Communication** a call, per device, for Psi elements: an all-to-all and an all-gather of packed bits and
-    scales, 2(N-1)/N Psi (1/8 + 4/block_size) bytes; about 1/31 of fp32.
+    C(x) = mean|x| sign(x) over a block, with sign(0) = 1, packed eight signs to a byte. Each device owns one of N chunks.
+    The owner averages C(g_d) of the other devices and its own exact g, and sends C(mean) to all devices.
+    Leaves are joined into flat buckets, which are cut into blocks.
 
     Args:
-      block_size: elements that share a magnitude, a multiple of 8.
+      block_size: the number of elements that share a magnitude, a multiple of 8.
 
     Returns:
       A `Reducer`.
@@ -56,6 +49,14 @@ def sign(block_size: int = 1024) -> Reducer:
       >>> print(mean[0])
       [ 2. -2.]
 
+    **Equivalence**: a single call is far from the mean. With `error_feedback` nothing is lost over time, neither from
+    the gradients nor from the means. A NaN or inf makes its block non-finite.
+
+    **Placement**: no state.
+
+    **Communication** per call and device, for Psi elements: an all-to-all and an all-gather of packed bits and
+    scales, 2(N-1)/N Psi (1/8 + 4/block_size) bytes. This is about 1/31 of fp32.
+
     References:
       Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 1;
       Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019, which
@@ -63,14 +64,14 @@ def sign(block_size: int = 1024) -> Reducer:
     """
     check_count("sign", "block_size", block_size)
     if block_size % 8:
-        near = max(8, int(block_size) // 8 * 8)
-        what = f"block_size must be a multiple of 8, because bits are packed into bytes; got {block_size}."
-        raise ValueError(format_error("sign", what, fix=f"use {near} or {near + 8}."))
+        lower = max(8, int(block_size) // 8 * 8)
+        problem = f"block_size must be a multiple of 8, because bits are packed into bytes; got {block_size}."
+        raise ValueError(format_error("sign", problem, fix=f"use {lower} or {lower + 8}."))
     size = int(block_size)
 
     def encode(rows, valid):
-        present = jnp.maximum(jnp.sum(_blocks(valid, size), axis=2, dtype=jnp.int32), 1)
-        scales = jnp.sum(jnp.abs(_blocks(rows, size)), axis=2) / present.astype(rows.dtype)
+        num_valid = jnp.maximum(jnp.sum(_blocks(valid, size), axis=2, dtype=jnp.int32), 1)
+        scales = jnp.sum(jnp.abs(_blocks(rows, size)), axis=2) / num_valid.astype(rows.dtype)
         return jnp.packbits(rows >= 0, axis=1), scales
 
     def decode(parts, length, dtype):
@@ -86,21 +87,14 @@ def sign(block_size: int = 1024) -> Reducer:
 
 
 def int8(block_size: int = 256) -> Reducer:
-    """Average gradients as 8-bit integers with one scale a block.
+    """Average gradients as 8-bit integers with one scale per block.
 
-    C(x) = s round(x / s) with s = max|x| / 127 over a block. The owner of each of N chunks adds up C(g_d) of the
-    other devices and its own g, and shows C(mean). Blocks run over flat buckets, leaf after leaf.
-
-    **Equivalence**: biased by rounding, at most s/2 each time; with `error_feedback` nothing is lost over time. Exact
-    where gradients and mean are multiples of their blocks' scales. A NaN or inf makes its block non-finite.
-
-    **Placement**: no state.
-
-    **Communication** a call, per device, for Psi elements: an all-to-all and an all-gather of int8 and scales,
-    2(N-1)/N Psi (1 + 4/block_size) bytes; about a quarter of fp32.
+    C(x) = s round(x / s) with s = max|x| / 127 over a block. Each device owns one of N chunks. The owner averages C(g_d)
+    of the other devices and its own exact g, and sends C(mean) to all devices.
+    Leaves are joined into flat buckets, which are cut into blocks.
 
     Args:
-      block_size: elements that share a scale.
+      block_size: the number of elements that share a scale.
 
     Returns:
       A `Reducer`.
@@ -119,6 +113,15 @@ def int8(block_size: int = 256) -> Reducer:
       >>> print(mean[0])
       [127.    1.1]
 
+    **Equivalence**: each rounding changes a number by at most s/2, which biases the mean. With `error_feedback` nothing
+    is lost over time. The mean is exact where gradients and mean are multiples of their blocks' scales. A NaN or inf
+    makes its block non-finite.
+
+    **Placement**: no state.
+
+    **Communication** per call and device, for Psi elements: an all-to-all and an all-gather of int8 and scales,
+    2(N-1)/N Psi (1 + 4/block_size) bytes. This is about a quarter of fp32.
+
     References:
       Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016 (the linear code with a scale);
       Wang et al., "ZeRO++", 2023 (blocks, and quantised all-to-all reductions).
@@ -129,15 +132,17 @@ def int8(block_size: int = 256) -> Reducer:
     def encode(rows, valid):
         blocks = _blocks(rows, size)
         scales = jnp.max(jnp.abs(blocks), axis=2, keepdims=True) / 127
-        scales = jnp.where(scales == 0, 1, scales)  # a block of zeros, or of numbers too small to have a scale
+        scales = jnp.where(
+            scales == 0, 1, scales
+        )  # all numbers of the block are zero, or too small: the scale underflows
         codes = jnp.clip(jnp.round(blocks / scales), -127, 127).astype(jnp.int8)
         return codes.reshape(rows.shape), scales[:, :, 0]
 
     def decode(parts, length, dtype):
         codes, scales = parts
-        # where a scale is NaN or inf, so is what becomes of the block: no code can hide it
-        broken = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
-        return (_blocks(codes, size).astype(dtype) * broken[:, :, None]).reshape(codes.shape)
+        # A block whose scale is NaN or inf decodes to NaN, even where its codes are zero.
+        nan_scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+        return (_blocks(codes, size).astype(dtype) * nan_scales[:, :, None]).reshape(codes.shape)
 
     def nbytes(length, dtype):
         return length + length // min(size, length) * dtype.itemsize
@@ -147,16 +152,19 @@ def int8(block_size: int = 256) -> Reducer:
 
 
 def blockwise(name: str, codec: Codec) -> Reducer:
-    """Return the reducer that sends flat buckets through a codec, in two phases over an axis, in one from a sender."""
+    """Return the reducer that encodes flat buckets with a codec.
+
+    A mean over an axis takes two phases, see `two_phase_mean`. A single sender encodes each bucket once.
+    """
 
     def send(values, dtypes, state, axis_name):
-        def move(flat, key):
+        def average(flat, key):
             return two_phase_mean(flat, codec, axis_name)
 
-        means, lefts = in_buckets(values, [value.dtype for value in values], move)
-        return means, lefts, state
+        means, residuals = in_buckets(values, [value.dtype for value in values], average)
+        return means, residuals, state
 
-    def count(params, axis_size):
+    def count_bytes(params, axis_size):
         leaves = jax.tree.leaves(params)
         sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
         buckets = buckets_of(sizes, [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves])
@@ -165,20 +173,20 @@ def blockwise(name: str, codec: Codec) -> Reducer:
     def write(values, dtypes, state):
         message = []
         for bucket in _buckets(values):
-            length = codec.length(bucket.size)
+            length = codec.padded_length(bucket.size)
             row = jnp.pad(join_bucket(values, bucket), (0, length - bucket.size))[None]
             message.append(codec.encode(row, (jnp.arange(length) < bucket.size)[None]))
         return message, state
 
     def read(message, shapes, dtypes):
-        values = [jnp.zeros(like.shape, like.dtype) for like in shapes]
+        values = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         for bucket, parts in zip(_buckets(shapes), message, strict=True):
-            row = codec.decode(parts, codec.length(bucket.size), bucket.key)[0]
+            row = codec.decode(parts, codec.padded_length(bucket.size), bucket.key)[0]
             for i, value in zip(bucket.members, split_bucket(row, bucket), strict=True):
                 values[i] = value.reshape(shapes[i].shape)
         return values
 
-    return make_reducer(name, send=send, count=count, codec=MessageCodec(write, read))
+    return make_reducer(name, send=send, count_bytes=count_bytes, codec=MessageCodec(write, read))
 
 
 def _buckets(values: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[Bucket]:
@@ -186,12 +194,15 @@ def _buckets(values: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[Bucket]
 
 
 def _padded(n: int, block_size: int, multiple: int = 1) -> int:
-    """Return n padded to full blocks; a chunk below one block is one block of its own size, up to a multiple."""
+    """Return n rounded up to full blocks.
+
+    A chunk smaller than one block becomes a single smaller block, whose size is rounded up to `multiple`.
+    """
     padded = -(-n // multiple) * multiple
     return padded if padded <= block_size else -(-n // block_size) * block_size
 
 
 def _blocks(x: jax.Array, block_size: int) -> jax.Array:
-    """Return rows [R, C] as [R, blocks, block size]."""
+    """Reshape rows [R, C] to [R, number of blocks, block size]."""
     width = min(block_size, x.shape[1])
     return x.reshape(x.shape[0], x.shape[1] // width, width)

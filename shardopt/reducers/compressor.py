@@ -1,4 +1,4 @@
-"""A gradient as the message of one sender: what crosses where there is no axis to average over, only a server."""
+"""Compress the gradient of a single sender, for a server: no mesh axis averages it."""
 
 import math
 from collections.abc import Callable
@@ -22,11 +22,12 @@ from shardopt.reducers.reducer import (
 
 
 class CompressorState(NamedTuple):
-    """What a sender keeps between its messages.
+    """The state of a sender between its messages.
 
     Attributes:
-      unsent: what it has not sent yet, like the gradients, in fp32 at least; () without `error_feedback`.
-      state: what the reducer itself keeps, such as the factors of `power_sgd`.
+      unsent: the residual that earlier messages left out, a tree like the gradients in fp32 or wider; () without
+        `error_feedback`.
+      state: the state of the reducer itself, such as the factors of `power_sgd`.
     """
 
     unsent: PyTree
@@ -34,13 +35,14 @@ class CompressorState(NamedTuple):
 
 
 class Compressor(NamedTuple):
-    """How one sender writes gradients and any receiver reads them: pure functions; see `compressor`.
+    """Pure functions by which one sender encodes gradients and any receiver decodes them; see `compressor`.
 
     Attributes:
-      name: that of the reducer.
-      init: `init(params) -> CompressorState`; only shapes and dtypes are read.
-      encode: `encode(grads, memory) -> (message, memory)`: a tree of compact arrays, and what is kept for the next one.
-      decode: `decode(message, like) -> grads`; `like` is a tree of the gradients' shapes and dtypes.
+      name: the name of the reducer.
+      init: `init(params) -> CompressorState`. It reads only shapes and dtypes.
+      encode: `encode(grads, memory) -> (message, memory)`. The message is a tree of compact arrays; the new memory is for
+        the next message.
+      decode: `decode(message, like) -> grads`. `like` is a tree of the gradients' shapes and dtypes.
       message: `message(abstract_params) -> ` the message as `jax.ShapeDtypeStruct`s.
       nbytes: `nbytes(abstract_params) -> int`, the bytes of a message.
     """
@@ -54,31 +56,25 @@ class Compressor(NamedTuple):
 
 
 def compressor(reducer: Reducer) -> Compressor:
-    """Return how a single sender writes gradients the way a reducer does.
+    """Return the functions by which a single sender compresses gradients in the way of a reducer.
 
-    A reducer is a mean over an axis; whoever pushes to a server sends alone. Its message is what it would send in the
-    first phase of the mean: rounded numbers, 8-bit codes or signs with their scales, the largest entries with their
-    indices, or the two factors of its own power iteration.
+    A reducer averages over an axis, but a worker that pushes to a server sends alone. Its message holds the same arrays
+    as the first phase of the mean:
 
-    **Equivalence**: with `error_feedback` mass is conserved: sum_t decode(message_t) + unsent = sum_t g_t, up to
-    rounding of sums (with the momentum of `top_k`, of the corrected gradients). A NaN or inf in a gradient makes the
-    leaf that is read non-finite, or its whole bucket for `int8` and `sign`, and leaves the memory as it was.
-
-    **Placement**: the memory is the sender's own. It is lost with the sender.
-
-    **Communication**: `nbytes` a message, of Psi elements of b bytes: `exact(dtype)` Psi times its bytes; `int8`
-    (1 + 4/block_size) Psi; `sign` (1/8 + 4/block_size) Psi; `top_k` density (4 + b) Psi; `power_sgd`
-    4 rank (rows + columns) for each matrix that it compresses.
+    - `exact`: rounded numbers;
+    - `int8` and `sign`: 8-bit codes or signs, with their scales;
+    - `top_k`: the largest entries, with their indices;
+    - `power_sgd`: the two factors of the sender's own power iteration.
 
     Args:
-      reducer: one of this package, also in `error_feedback`.
+      reducer: a reducer of this package, which may be wrapped in `error_feedback`.
 
     Returns:
       A `Compressor`.
 
     Raises:
       TypeError: if `reducer` is not a `Reducer`.
-      ValueError: if it has no such form: `warm_up`, or a reducer of one's own without one.
+      ValueError: if a single sender cannot use the reducer: `warm_up`, or a custom reducer without a `codec`.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -91,9 +87,23 @@ def compressor(reducer: Reducer) -> Compressor:
       [3. 0.] [0. 2.] 8
       [0. 4.] [3. 0.] 8
 
+    **Equivalence**: with `error_feedback` the sum is conserved: sum_t decode(message_t) + unsent = sum_t g_t, up to
+    rounding of sums. With the momentum of `top_k`, g_t are the momentum-corrected gradients. A NaN or inf in a
+    gradient makes the decoded leaf non-finite (for `int8` and `sign` its whole bucket). The memory stays as it was.
+
+    **Placement**: the memory is local to the sender, and is lost with the sender.
+
+    **Communication**: `nbytes` per message, for Psi elements of b bytes:
+
+    - `exact(dtype)`: Psi times the bytes of the dtype;
+    - `int8`: (1 + 4/block_size) Psi;
+    - `sign`: (1/8 + 4/block_size) Psi;
+    - `top_k`: density (4 + b) Psi;
+    - `power_sgd`: 4 rank (rows + columns) for each matrix that it compresses.
+
     References:
       Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
-      Speech DNNs", 2014 (error feedback of one sender); see each reducer for its own.
+      Speech DNNs", 2014 (error feedback of one sender). Each reducer lists its own references.
     """
     check_reducer("compressor", reducer)
     codec, name = reducer.codec, reducer.name
@@ -103,23 +113,27 @@ def compressor(reducer: Reducer) -> Compressor:
 
     def init(params):
         check_leaves(name, params)
-        return CompressorState(zeros_like(abstract(params)) if codec.feedback else (), codec.init(abstract(params)))
+        return CompressorState(
+            zeros_like(abstract(params)) if codec.error_feedback else (), codec.init(abstract(params))
+        )
 
     def encode(grads, memory):
         check_leaves(name, grads)
         leaves, treedef = jax.tree.flatten(grads)
         values, state = widen(leaves), memory.state
-        if codec.correct is not None:
-            values, state = codec.correct(values, state)
-        if codec.feedback:
+        if codec.correct_momentum is not None:
+            values, state = codec.correct_momentum(values, state)
+        if codec.error_feedback:
             unsent = widen(jax.tree.leaves(memory.unsent))
-            values = [value + kept for value, kept in zip(values, unsent, strict=True)]
+            values = [value + residual for value, residual in zip(values, unsent, strict=True)]
         message, state = codec.write(values, [real_dtype(leaf.dtype) for leaf in leaves], state)
-        found, unsent = decode(message, grads), ()
-        if codec.feedback:
-            lefts = [value - read for value, read in zip(values, widen(jax.tree.leaves(found)), strict=True)]
-            unsent = treedef.unflatten(narrow(lefts, [wide_dtype(leaf.dtype) for leaf in leaves]))
-        return message, keep_if_finite((grads, found), CompressorState(unsent, state), memory)
+        decoded_grads, unsent = decode(message, grads), ()
+        if codec.error_feedback:
+            residuals = [
+                value - decoded for value, decoded in zip(values, widen(jax.tree.leaves(decoded_grads)), strict=True)
+            ]
+            unsent = treedef.unflatten(narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves]))
+        return message, keep_if_finite((grads, decoded_grads), CompressorState(unsent, state), memory)
 
     def decode(message, like):
         leaves, treedef = jax.tree.flatten(like)
@@ -132,6 +146,6 @@ def compressor(reducer: Reducer) -> Compressor:
         return jax.eval_shape(lambda grads: encode(grads, init(grads))[0], grads)
 
     def nbytes(params):
-        return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(message(params)))
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(message(params)))
 
     return Compressor(name, init, encode, decode, message, nbytes)

@@ -1,8 +1,12 @@
 """State that differs between devices: how it is marked, stored as global arrays, and carried to another axis size.
 
-Inside the axis a device sees its own part, like everything else. Outside, between steps and in a checkpoint, such a
-leaf is an array [N, ...] whose first dim is sharded over the axis; all other state is replicated. The
-marks are pytree nodes, so these functions find them in any state: that of a reducer, of an optax chain, a TrainState.
+Such state has two forms:
+
+- Local: inside `shard_map`, a device sees its own value of each leaf.
+- Stored: between steps and in a checkpoint, a leaf is an array [N, ...] whose first dim is sharded over the axis.
+
+All other state is replicated. The marks are pytree nodes, so the functions of this file find them in any state: of a
+reducer, of an optax chain, or in a `TrainState`.
 """
 
 from collections.abc import Callable
@@ -20,36 +24,38 @@ from shardopt.reducers.axis import AxisName, axis_names
 
 
 class PerDevice(NamedTuple):
-    """State whose leaves differ between devices.
+    """Marks state whose leaves differ between devices.
 
     Attributes:
-      value: a tree.
+      value: a tree of arrays.
     """
 
     value: PyTree
 
 
 class ErrorFeedback(NamedTuple):
-    """What a device has not sent yet: differs between devices, and only its mean matters to what is to come.
+    """Marks the residual that a device has not sent yet.
+
+    It differs between devices, but later steps depend only on its mean over devices.
 
     Attributes:
-      value: a tree like the gradients, in fp32 at least.
+      value: a tree like the gradients, in fp32 or wider.
     """
 
     value: PyTree
 
 
 def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
-    """Return `tx.init(params)` in the stored form: leaves that differ between devices stacked [N, ...].
+    """Return `tx.init(params)` in the stored form: leaves that differ between devices are stacked to [N, ...].
 
-    Works outside the axis, also for transformations whose `init` needs it (`shard_updates`), and for abstract
-    parameters under `jax.eval_shape`.
+    Call it outside `shard_map`. It also works for transformations whose `init` needs the axis (`shard_updates`), and for
+    abstract parameters under `jax.eval_shape`.
 
     Args:
-      tx: a transformation, or a `Reducer`.
+      tx: an optax transformation, or a `Reducer`.
       params: parameters, the same on all devices.
-      axis_name: the axis that the state will live on.
-      axis_size: N.
+      axis_name: the axis that the state will be sharded over.
+      axis_size: N, the number of devices along the axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -65,12 +71,12 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
     if len(names) > 1:
         fix = "make the state for one axis; stacked leaves can be sharded over several by state_specs."
         raise ValueError(format_error("init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix))
-    run = jax.vmap(lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size))
-    return _map(run(jnp.zeros(int(axis_size))), lambda leaf: leaf, lambda leaf: leaf[0])
+    stacked_init = jax.vmap(lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size))
+    return _map(stacked_init(jnp.zeros(int(axis_size))), lambda leaf: leaf, lambda leaf: leaf[0])
 
 
 def stack_state(state: PyTree, axis_size: int) -> PyTree:
-    """Return the stored form of a state that is still the same on all devices: marked leaves repeated [N, ...]."""
+    """Return the stored form of a state that is still equal on all devices: marked leaves are repeated to [N, ...]."""
     check_count("stack_state", "axis_size", axis_size)
 
     def repeat(leaf):
@@ -82,36 +88,42 @@ def stack_state(state: PyTree, axis_size: int) -> PyTree:
 
 
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the specs of a state in the stored form: marked leaves sharded over the axis, the others replicated."""
+    """Return the `PartitionSpec`s of a state in the stored form.
+
+    Marked leaves are sharded over the axis. All other leaves are replicated.
+    """
     names = axis_names("state_specs", axis_name)
     sharded = PartitionSpec(names[0] if len(names) == 1 else names)
     return _map(state, lambda leaf: sharded, lambda leaf: PartitionSpec())
 
 
 def own_state(state: PyTree) -> PyTree:
-    """Return what a device sees of a state in the stored form: inside `shard_map`, marked leaves lose the dim of 1."""
+    """Convert a state from the stored to the local form, inside `shard_map`: marked leaves lose their first dim of 1."""
     return _map(state, lambda leaf: leaf.reshape(leaf.shape[1:]), lambda leaf: leaf)
 
 
 def stored_state(state: PyTree) -> PyTree:
-    """Undo `own_state`: marked leaves get a first dim of 1, which `shard_map` concatenates over the axis."""
+    """Convert a state from the local to the stored form, the inverse of `own_state`.
+
+    Marked leaves get a first dim of 1, which `shard_map` concatenates over the axis.
+    """
     return _map(state, lambda leaf: jnp.asarray(leaf)[None], lambda leaf: leaf)
 
 
 def resize_state(state: PyTree, axis_size: int) -> PyTree:
     """Return a state in the stored form for another axis size: each device gets the mean of the error memories.
 
-    What the next reduce adds to the mean of the gradients is the mean of the memories, so nothing is lost.
+    The next `reduce` adds the mean of the memories to the mean of the gradients, so nothing is lost.
 
     Args:
-      state: marked leaves [N, ...].
+      state: a state in the stored form, with marked leaves [N, ...].
       axis_size: the new N.
 
     Returns:
       The state with error memories [axis_size, ...].
 
     Raises:
-      ValueError: if the state holds leaves marked `PerDevice`, which have no meaning on other devices.
+      ValueError: if the state holds leaves marked `PerDevice`. They have no meaning on other devices.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -121,10 +133,12 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
     """
     check_count("resize_state", "axis_size", axis_size)
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_marked)
-    if tied := [path_text(path) for path, node in nodes if isinstance(node, PerDevice) and jax.tree.leaves(node)]:
-        what = "state that belongs to its device cannot be carried to another axis size."
+    if per_device_paths := [
+        path_text(path) for path, node in nodes if isinstance(node, PerDevice) and jax.tree.leaves(node)
+    ]:
+        problem = "state that belongs to its device cannot be carried to another axis size."
         fix = "make it again with init_state, or use so.zero or so.ddp, whose state can be resharded."
-        raise ValueError(format_error("resize_state", what, tied, fix))
+        raise ValueError(format_error("resize_state", problem, per_device_paths, fix))
 
     def merge(leaf: jax.Array) -> jax.Array:
         return jnp.broadcast_to(merge_replicas(leaf), (int(axis_size), *leaf.shape[1:]))
@@ -136,8 +150,10 @@ def _is_marked(node: object) -> bool:
     return isinstance(node, PerDevice | ErrorFeedback)
 
 
-def _map(state: PyTree, marked: Callable[[PyTree], PyTree], other: Callable[[PyTree], PyTree]) -> PyTree:
-    def node(one):
-        return jax.tree.map(marked, one) if _is_marked(one) else other(one)
+def _map(state: PyTree, map_marked: Callable[[PyTree], PyTree], map_unmarked: Callable[[PyTree], PyTree]) -> PyTree:
+    """Apply one function to the leaves under marks, and another function to all other leaves."""
 
-    return jax.tree.map(node, state, is_leaf=_is_marked)
+    def map_node(node):
+        return jax.tree.map(map_marked, node) if _is_marked(node) else map_unmarked(node)
+
+    return jax.tree.map(map_node, state, is_leaf=_is_marked)

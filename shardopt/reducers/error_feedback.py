@@ -1,4 +1,7 @@
-"""`error_feedback`: what was not sent is sent later; `warm_up`: exact means first, compressed ones later."""
+"""Two wrappers of reducers: `error_feedback` and `warm_up`.
+
+`error_feedback` sends later what compression left out. `warm_up` sends exact means first and compressed means later.
+"""
 
 from typing import NamedTuple
 
@@ -18,7 +21,8 @@ class ErrorFeedbackState(NamedTuple):
     """The state of `error_feedback`.
 
     Attributes:
-      memory: what this device has not sent, like the gradients, in fp32 at least. Differs between devices.
+      memory: the residual that this device has not sent, a tree like the gradients in fp32 or wider. It differs between
+        devices.
       inner: the state of the wrapped reducer.
     """
 
@@ -27,22 +31,11 @@ class ErrorFeedbackState(NamedTuple):
 
 
 def error_feedback(reducer: Reducer) -> Reducer:
-    """Add to each gradient what earlier calls did not send, and remember what this one does not.
+    """Add to each gradient the residual of earlier calls, and remember the residual of this call.
 
-    With e_d the memory of device d, reduce g_d + e_d to a mean, and keep what `reducer.transmit` says is left. All
-    errors are in it: those of each device's own compression, and that of the compressed mean, which is remembered by
-    the device that made it.
-
-    **Equivalence**: mass is conserved: N sum_t mean_t + sum_d e_d = sum_t sum_d g_d, up to rounding of sums. (With
-    the momentum of `top_k`, what is conserved are the corrected gradients.) A call whose mean is not finite leaves
-    the state as it was, and gives that mean: whoever skips such a step loses nothing else. What an optimizer clips off
-    the mean is not remembered, and means are larger than gradients where they bring what waited: do not clip them as
-    tightly as exact ones.
-
-    **Placement**: the memory is local to each device, as large as its gradients in fp32; see
-    `shardopt.reducers.device_state` for how it is stored, split over the axis, and carried to another axis size.
-
-    **Communication**: that of the wrapped reducer.
+    With e_d the memory of device d, reduce g_d + e_d to a mean. The new memory is the residual that `reducer.transmit`
+    returns. It contains all errors: the error of each device's own compression, and the error of the compressed mean,
+    which the device that compressed the mean remembers.
 
     Args:
       reducer: any reducer of this package.
@@ -64,28 +57,40 @@ def error_feedback(reducer: Reducer) -> Reducer:
       >>> print(first, second)
       [[3. 0.]] [[0. 4.]]
 
+    **Equivalence**: the sum is conserved: N sum_t mean_t + sum_d e_d = sum_t sum_d g_d, up to rounding of sums. With
+    the momentum of `top_k`, g_d are the momentum-corrected gradients. A call whose mean is not finite returns that mean
+    and leaves the state as it was, so skipping such a step loses nothing else.
+
+    A value that the optimizer clips off the mean is not remembered. A mean can be larger than the gradients, because it
+    includes residuals of earlier calls: do not clip it as tightly as exact means.
+
+    **Placement**: the memory is local to each device, as large as its gradients in fp32. The file
+    `shardopt.reducers.device_state` stores it, splits it over the axis, and carries it to another axis size.
+
+    **Communication**: the communication of the wrapped reducer.
+
     References:
       Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 2;
-      Tang et al., "DoubleSqueeze", 2019, for errors on both ways.
+      Tang et al., "DoubleSqueeze", 2019, for the errors of both phases.
     """
     check_reducer("error_feedback", reducer)
     name = f"error_feedback({reducer.name})"
     if reducer.name.startswith("error_feedback("):
-        what = f"{reducer.name} has error feedback already."
-        raise ValueError(format_error("error_feedback", what, fix="wrap a reducer once."))
+        problem = f"{reducer.name} has error feedback already."
+        raise ValueError(format_error("error_feedback", problem, fix="wrap a reducer once."))
 
     def init(params):
         check_leaves(name, params)
         return ErrorFeedbackState(ErrorFeedback(zeros_like(abstract(params))), reducer.init(params))
 
     def reduce(grads, state, axis_name):
-        mean, left, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
-        return mean, keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(left), inner), state)
+        mean, residual, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
+        return mean, keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(residual), inner), state)
 
     def transmit(grads, memory, state, axis_name):
         raise ValueError(format_error(name, "what it does not send is in its state, there is nothing to hand on."))
 
-    codec = None if reducer.codec is None else reducer.codec._replace(feedback=True)
+    codec = None if reducer.codec is None else reducer.codec._replace(error_feedback=True)
     return Reducer(name, init, reduce, reducer.wire_bytes, transmit, codec)
 
 
@@ -93,7 +98,7 @@ class WarmUpState(NamedTuple):
     """The state of `warm_up`.
 
     Attributes:
-      step: how many calls there were, int32.
+      step: the number of earlier calls, int32.
       inner: the state of the wrapped reducer.
     """
 
@@ -102,21 +107,14 @@ class WarmUpState(NamedTuple):
 
 
 def warm_up(reducer: Reducer, steps: int) -> Reducer:
-    """Send exact means for some steps, and let another reducer take over from there.
+    """Send exact means in the first `steps` calls, and use another reducer afterwards.
 
-    Gradients are largest, and the moments of an optimizer such as Adam furthest from what they settle at, when
-    training begins: what compression loses or delays then costs most. Put `error_feedback` outside of it.
-
-    **Equivalence**: that of `exact` before call number `steps` (from 0), that of `reducer` from it on.
-
-    **Placement**: that of `reducer`, whose state stands still at first (the velocity of `top_k` too), and a count.
-
-    **Communication**: that of `exact` at first, which is not in `wire_bytes`; later that of `reducer`. One program
-    holds both, and runs one of them.
+    Compression does the most harm when training begins. Gradients are largest then, and the moments of an optimizer
+    such as Adam are furthest from their later values. Wrap the result in `error_feedback`, not the other way round.
 
     Args:
-      reducer: any reducer of this package but `error_feedback`.
-      steps: how many calls send exact means, at least 0.
+      reducer: any reducer of this package except `error_feedback`.
+      steps: the number of calls that send exact means, at least 0.
 
     Returns:
       A `Reducer`.
@@ -135,30 +133,40 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
       >>> print(first, second)
       [[3. 2.]] [[3. 0.]]
 
+    **Equivalence**: equal to `exact` before call number `steps` (counted from 0), and to `reducer` from then on.
+
+    **Placement**: the state of `reducer`, and a counter. The state of `reducer` does not change during the first calls,
+    nor does the velocity of `top_k`.
+
+    **Communication**: the communication of `exact` at first, which `wire_bytes` does not count; later that of `reducer`.
+    One program contains both, and each call runs one of them.
+
     References:
-      Lin et al., "Deep Gradient Compression", 2018, section 3.3, which raises the density step by step; Tang et al.,
+      Lin et al., "Deep Gradient Compression", 2018, section 3.3, which increases the sparsity step by step; Tang et al.,
       "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
     """
     check_reducer("warm_up", reducer)
     check_count("warm_up", "steps", steps, least=0)
     if reducer.name.startswith("error_feedback("):
-        what = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
-        raise ValueError(format_error("warm_up", what, fix="use error_feedback(warm_up(...)), the other way round."))
-    plain = exact()
+        problem = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
+        raise ValueError(format_error("warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."))
+    exact_reducer = exact()
 
     def init(params):
         return WarmUpState(jnp.zeros((), jnp.int32), reducer.init(params))
 
     def transmit(grads, memory, state, axis_name):
-        def at_first(grads, memory, inner):
-            mean, left, _ = plain.transmit(grads, memory, (), axis_name)
-            return mean, left, inner
+        def send_exact(grads, memory, inner):
+            mean, residual, _ = exact_reducer.transmit(grads, memory, (), axis_name)
+            return mean, residual, inner
 
-        def later(grads, memory, inner):
+        def send_compressed(grads, memory, inner):
             return reducer.transmit(grads, memory, inner, axis_name)
 
-        mean, left, inner = agreeing_cond(state.step < steps, at_first, later, grads, memory, state.inner)
-        return mean, left, WarmUpState(state.step + 1, inner)
+        mean, residual, inner = agreeing_cond(
+            state.step < steps, send_exact, send_compressed, grads, memory, state.inner
+        )
+        return mean, residual, WarmUpState(state.step + 1, inner)
 
     def reduce(grads, state, axis_name):
         mean, _, state = transmit(grads, None, state, axis_name)

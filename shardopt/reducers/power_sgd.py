@@ -1,4 +1,4 @@
-"""`power_sgd`: two thin factors in place of a matrix."""
+"""`power_sgd`: send two thin factors instead of a gradient matrix."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from shardopt.reducers.mean import mean_bytes, mean_of
 from shardopt.reducers.reducer import Dtypes, MessageCodec, Reducer, Values, make_reducer, real_dtype, real_shape
 
 STACKED = r"^blocks/(?!\d+(/|$))"
-"""Leaves of a `BlockModel`: dim 0 counts blocks. Not those of a list of blocks."""
+"""Matches the stacked leaves of a `BlockModel`, whose dim 0 counts blocks; not the leaves of a list of blocks."""
 
 
 Factors = list[jax.Array | None]
@@ -28,14 +28,14 @@ class PowerSGDState(NamedTuple):
     """The state of `power_sgd`, the same on all devices.
 
     Attributes:
-      factors: Q [layers, columns, rank] of each compressed leaf, None for the others.
+      factors: Q [layers, columns, rank] of each compressed leaf; None for leaves that are not compressed.
     """
 
     factors: PyTree
 
 
 class Matrices(NamedTuple):
-    """How a leaf is seen: `layers` matrices of `rows` times `columns`, to be compressed to `rank`."""
+    """A leaf as `layers` matrices of `rows` times `columns`, to be compressed to `rank`."""
 
     layers: int
     rows: int
@@ -48,26 +48,18 @@ def power_sgd(
 ) -> Reducer:
     """Average gradients as products of two thin factors; use it with `error_feedback`.
 
-    Each leaf is a matrix M_d of a rows and c columns. P = orth(mean_d(M_d Q)); Q = mean_d(M_d^T P); the mean is
-    estimated as P Q^T, and Q starts the next call. Dims are grouped into rows and columns where a + c is smallest.
-
-    **Equivalence**: the mean where its rank is at most `rank`, up to rounding, from the second call on for a constant
-    gradient and at once at full rank; with `error_feedback` nothing is lost over time. Leaves that are not compressed
-    get the plain mean. A NaN or inf makes its leaf non-finite.
-
-    **Placement**: Q of each compressed leaf, replicated.
-
-    **Communication** a call, per device, as two all-reduces a bucket: 2(N-1)/N (rank (a + c) per compressed matrix, in
-    fp32 or wider, + the elements of all other leaves, in their dtype). Each is padded to a multiple of N.
+    Each leaf is a matrix M_d [a, c]. A call computes P = orth(mean_d(M_d Q)) and Q = mean_d(M_d^T P). The mean is
+    estimated as P Q^T, and the next call starts from this Q. Dims are grouped into rows and columns such that a + c is
+    smallest.
 
     Args:
-      rank: columns of the factors.
-      start_step: calls before this one send the plain mean: short for `warm_up(power_sgd(...), start_step)`.
-      min_ratio: leaves that the factors would not shrink by this go uncompressed, as do those with less than two
-        dims (blocks apart).
-      stacked: regular expression, searched in key paths, for leaves whose dim 0 counts layers; each layer is a matrix
-        of its own. By default the leaves of a `BlockModel`; "$^" for none.
-      seed: of the random Q that it starts from.
+      rank: the number of columns of the factors.
+      start_step: calls before this one send the exact mean: short for `warm_up(power_sgd(...), start_step)`.
+      min_ratio: a leaf is sent uncompressed if the factors are not smaller than the leaf by this ratio. Leaves with
+        fewer than two dims, not counting the dim of layers, are sent uncompressed too.
+      stacked: regular expression, searched in key paths, for leaves whose dim 0 counts layers. Each layer is then one
+        matrix. By default the leaves of a `BlockModel`; "$^" for none.
+      seed: the seed of the random first Q.
 
     Returns:
       A `Reducer`.
@@ -86,6 +78,19 @@ def power_sgd(
       >>> bool(jnp.allclose(mean["w"][0], 2 * grads["w"][0], atol=1e-3))
       True
 
+    **Equivalence**: equal to the mean up to rounding, where the rank of the mean is at most `rank`. For a constant
+    gradient this holds from the second call on; at full rank it holds at once. With `error_feedback` nothing is lost
+    over time. Leaves that are not compressed get the exact mean. A NaN or inf makes its leaf non-finite.
+
+    **Placement**: Q of each compressed leaf, replicated.
+
+    **Communication** per call and device, as two all-reduces per bucket: 2(N-1)/N times
+
+    - rank (a + c) elements per compressed matrix, in fp32 or wider, and
+    - the elements of all other leaves, in their dtype.
+
+    Each buffer is padded to a multiple of N.
+
     References:
       Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019, algorithm 1.
     """
@@ -94,91 +99,101 @@ def power_sgd(
     check_count("power_sgd", "start_step", start_step, least=0)
     if min_ratio < 0:
         raise ValueError(format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
-    layered = _compiled(stacked)
+    stacked_pattern = _compile_pattern(stacked)
 
-    def views(tree):
-        return [_view(path, leaf, int(rank), min_ratio, layered) for path, leaf in leaves_with_paths(tree)]
+    def matrices_of_leaves(tree):
+        return [
+            _matrices_of(path, leaf, int(rank), min_ratio, stacked_pattern) for path, leaf in leaves_with_paths(tree)
+        ]
 
     def init(params):
         keys = jax.random.split(jax.random.key(seed), max(1, len(jax.tree.leaves(params))))
         factors = [
-            None if view is None else _start(key, view, real_dtype(wide_dtype(leaf.dtype)))
-            for key, view, leaf in zip(keys, views(params), jax.tree.leaves(params), strict=False)
+            None if matrices is None else _random_factor(key, matrices, real_dtype(wide_dtype(leaf.dtype)))
+            for key, matrices, leaf in zip(keys, matrices_of_leaves(params), jax.tree.leaves(params), strict=False)
         ]
         return PowerSGDState(jax.tree.unflatten(jax.tree.structure(params), factors))
 
     def send(values, dtypes, state, axis_name):
         factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
-        means, lefts, factors = _power_iteration(values, dtypes, factors, axis_name)
-        return means, lefts, PowerSGDState(treedef.unflatten(factors))
+        means, residuals, factors = _power_iteration(values, dtypes, factors, axis_name)
+        return means, residuals, PowerSGDState(treedef.unflatten(factors))
 
-    def count(params, axis_size):
-        leaves, found = jax.tree.leaves(params), views(params)
-        wide = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
-        first, wire = [], []
-        for leaf, view, own in zip(leaves, found, wide, strict=True):
-            first.append(math.prod(real_shape(leaf)) if view is None else view.layers * view.rows * view.rank)
-            wire.append(real_dtype(leaf.dtype) if view is None else own)
-        second = [0 if view is None else view.layers * view.columns * view.rank for view in found]
-        return mean_bytes(first, wide, wire, axis_size) + mean_bytes(second, wide, wide, axis_size)
+    def count_bytes(params, axis_size):
+        leaves, leaf_matrices = jax.tree.leaves(params), matrices_of_leaves(params)
+        value_dtypes = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
+        p_sizes, p_dtypes = [], []
+        for leaf, matrices, value_dtype in zip(leaves, leaf_matrices, value_dtypes, strict=True):
+            p_sizes.append(
+                math.prod(real_shape(leaf)) if matrices is None else matrices.layers * matrices.rows * matrices.rank
+            )
+            p_dtypes.append(real_dtype(leaf.dtype) if matrices is None else value_dtype)
+        q_sizes = [
+            0 if matrices is None else matrices.layers * matrices.columns * matrices.rank for matrices in leaf_matrices
+        ]
+        return mean_bytes(p_sizes, value_dtypes, p_dtypes, axis_size) + mean_bytes(
+            q_sizes, value_dtypes, value_dtypes, axis_size
+        )
 
     codec = MessageCodec(_write_factors, _read_factors)
-    reducer = make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count=count, codec=codec)
+    reducer = make_reducer(f"power_sgd(rank={rank})", init=init, send=send, count_bytes=count_bytes, codec=codec)
     return warm_up(reducer, start_step) if start_step else reducer
 
 
 def _power_iteration(
     values: Values, dtypes: Dtypes, factors: Factors, axis_name: AxisName
 ) -> tuple[Values, Values, Factors]:
-    """Return (means, lefts, new factors); where a factor is None the value is averaged as it is."""
+    """Return (means, residuals, new factors); a value whose factor is None gets the exact mean."""
     matrices = [value if q is None else _as_matrices(value, q) for value, q in zip(values, factors, strict=True)]
-    first = [m if q is None else _product("lac,lcr->lar", m, q) for m, q in zip(matrices, factors, strict=True)]
-    wire = [dtype if q is None else value.dtype for value, dtype, q in zip(values, dtypes, factors, strict=True)]
-    means, lefts = mean_of(first, wire, axis_name)
-    low_rank = [i for i, q in enumerate(factors) if q is not None]
-    bases = {i: _basis(means[i]) for i in low_rank}
-    second, _ = mean_of(
-        [_product("lac,lar->lcr", matrices[i], bases[i]) for i in low_rank],
-        [values[i].dtype for i in low_rank],
+    projections = [m if q is None else _product("lac,lcr->lar", m, q) for m, q in zip(matrices, factors, strict=True)]
+    wire_dtypes = [dtype if q is None else value.dtype for value, dtype, q in zip(values, dtypes, factors, strict=True)]
+    means, residuals = mean_of(projections, wire_dtypes, axis_name)
+    compressed = [i for i, q in enumerate(factors) if q is not None]
+    bases = {i: _basis(means[i]) for i in compressed}
+    mean_factors, _ = mean_of(
+        [_product("lac,lar->lcr", matrices[i], bases[i]) for i in compressed],
+        [values[i].dtype for i in compressed],
         axis_name,
     )
-    new = list(factors)
-    for i, q in zip(low_rank, second, strict=True):
+    new_factors = list(factors)
+    for i, q in zip(compressed, mean_factors, strict=True):
         means[i] = _product("lar,lcr->lac", bases[i], q).reshape(values[i].shape)
-        lefts[i] = values[i] - means[i]  # over all devices: the sum of the values less N estimates
-        new[i] = q
-    return means, lefts, new
+        residuals[i] = values[i] - means[i]  # summed over devices: the sum of the values minus N times the estimate
+        new_factors[i] = q
+    return means, residuals, new_factors
 
 
 def _write_factors(values: Values, dtypes: Dtypes, state: PowerSGDState) -> tuple[list[PyTree], PowerSGDState]:
-    """Return P and Q of one sender's own matrices, and values that are not compressed as they are."""
+    """Return a message with P and Q of one sender's matrices, and with the values that are not compressed."""
     factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
     message: list[PyTree] = []
-    new = list(factors)
+    new_factors = list(factors)
     for i, (value, q, dtype) in enumerate(zip(values, factors, dtypes, strict=True)):
         if q is None:
             message.append(value.astype(dtype))
             continue
         matrices = _as_matrices(value, q)
-        base = _basis(_product("lac,lcr->lar", matrices, q))
-        new[i] = _product("lac,lar->lcr", matrices, base)
-        message.append((base, new[i]))
-    return message, PowerSGDState(treedef.unflatten(new))
+        basis = _basis(_product("lac,lcr->lar", matrices, q))
+        new_factors[i] = _product("lac,lar->lcr", matrices, basis)
+        message.append((basis, new_factors[i]))
+    return message, PowerSGDState(treedef.unflatten(new_factors))
 
 
 def _read_factors(message: list[PyTree], shapes: Sequence[jax.Array | jax.ShapeDtypeStruct], dtypes: Dtypes) -> Values:
     return [
-        _product("lar,lcr->lac", *part).reshape(like.shape) if isinstance(part, tuple) else part.astype(like.dtype)
-        for part, like in zip(message, shapes, strict=True)
+        _product("lar,lcr->lac", *encoded).reshape(shape.shape)
+        if isinstance(encoded, tuple)
+        else encoded.astype(shape.dtype)
+        for encoded, shape in zip(message, shapes, strict=True)
     ]
 
 
-def _view(
-    path: str, leaf: jax.Array | jax.ShapeDtypeStruct, rank: int, min_ratio: float, layered: re.Pattern[str]
+def _matrices_of(
+    path: str, leaf: jax.Array | jax.ShapeDtypeStruct, rank: int, min_ratio: float, stacked_pattern: re.Pattern[str]
 ) -> Matrices | None:
-    """Return how a leaf is compressed, or None."""
+    """Return the matrices as which a leaf is compressed; None for a leaf that is not compressed."""
     shape = tuple(leaf.shape)
-    layers, dims = (shape[0], shape[1:]) if shape and layered.search(path) else (1, shape)
+    layers, dims = (shape[0], shape[1:]) if shape and stacked_pattern.search(path) else (1, shape)
     if len(dims) < 2 or not math.prod(shape) or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return None
     splits = [(math.prod(dims[:i]), math.prod(dims[i:])) for i in range(1, len(dims))]
@@ -189,8 +204,8 @@ def _view(
     return Matrices(layers, rows, columns, rank)
 
 
-def _start(key: jax.Array, view: Matrices, dtype: np.dtype) -> jax.Array:
-    return jax.random.normal(key, (view.layers, view.columns, view.rank), dtype)
+def _random_factor(key: jax.Array, matrices: Matrices, dtype: np.dtype) -> jax.Array:
+    return jax.random.normal(key, (matrices.layers, matrices.columns, matrices.rank), dtype)
 
 
 def _as_matrices(value: jax.Array, q: jax.Array) -> jax.Array:
@@ -199,23 +214,24 @@ def _as_matrices(value: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _basis(x: jax.Array) -> jax.Array:
-    """Return orthonormal columns for each [rows, rank] of [layers, rows, rank].
+    """Return orthonormal columns for each matrix [rows, rank] of [layers, rows, rank].
 
-    On CPU one after another: LAPACK shares out a batch to the threads on which other simulated devices wait in collectives.
+    On CPU the matrices run one after another. LAPACK would spread a batch over threads on which other simulated devices
+    wait in collectives.
     """
-    one = lambda m: jnp.linalg.qr(m)[0]  # noqa: E731
-    return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.map(one, x), default=one)
+    orthonormalize = lambda m: jnp.linalg.qr(m)[0]  # noqa: E731
+    return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.map(orthonormalize, x), default=orthonormalize)
 
 
-def _product(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, one, other, precision=jax.lax.Precision.HIGHEST)
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _compiled(stacked: str) -> re.Pattern[str]:
+def _compile_pattern(stacked: str) -> re.Pattern[str]:
     if not isinstance(stacked, str):
         raise TypeError(format_error("power_sgd", f"stacked must be a regular expression, got {stacked!r}."))
     try:
         return re.compile(stacked)
     except re.error as error:
-        what = f"stacked={stacked!r} is no regular expression: {error}."
-        raise ValueError(format_error("power_sgd", what)) from error
+        problem = f"stacked={stacked!r} is no regular expression: {error}."
+        raise ValueError(format_error("power_sgd", problem)) from error

@@ -1,4 +1,4 @@
-"""`top_k`: the largest entries, as pairs of index and value."""
+"""`top_k`: send only the largest entries, as pairs of index and value."""
 
 import math
 from typing import NamedTuple
@@ -29,29 +29,23 @@ class TopKState(NamedTuple):
     """The state of `top_k` with momentum.
 
     Attributes:
-      velocity: u of each device, like the gradients, in fp32 at least. Differs between devices.
+      velocity: u of each device, a tree like the gradients in fp32 or wider. It differs between devices.
     """
 
     velocity: ErrorFeedback
 
 
 def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
-    """Average the entries that each device finds largest, zero elsewhere; use it with `error_feedback`.
+    """Average the largest entries of each device's gradients; all other entries count as zero.
 
-    Each device sends the k = density n entries of largest magnitude of each leaf (at least one), as (index, value);
-    the mean is the sum of what came, over N. With momentum mu > 0, momentum correction: u = mu u + g takes the place
-    of g, and u becomes zero where it was sent; the optimizer should then have no momentum of its own.
+    Use it with `error_feedback`. Each device sends the k = density n entries of largest magnitude of each leaf of n
+    entries (at least one), as (index, value). The mean is the sum of the received entries, divided by N.
 
-    **Equivalence**: the mean at density 1; with `error_feedback` nothing is lost over time. NaN and inf count as
-    largest, so they are sent.
-
-    **Placement**: no state; with momentum, u is local to each device, as large as its gradients in fp32.
-
-    **Communication** a call, per device, for Psi elements of b bytes: all-gathers of uint32 indices and of values,
-    (N-1) density Psi (4 + b) bytes. That grows with N: against fp32 all-reduces it is density N times as much.
+    With momentum mu > 0, momentum correction applies: u = mu u + g replaces g, and u becomes zero at the entries that
+    were sent. The optimizer should then have no momentum.
 
     Args:
-      density: the part of the entries that is sent, in (0, 1].
+      density: the fraction of the entries that is sent, in (0, 1].
       momentum: mu, in [0, 1).
 
     Returns:
@@ -71,6 +65,14 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
       >>> print(mean[0])
       [ 2. -3.]
 
+    **Equivalence**: equal to the mean at density 1. With `error_feedback` nothing is lost over time. NaN and inf count
+    as the largest entries, so they are sent.
+
+    **Placement**: no state. With momentum, u is local to each device, as large as its gradients in fp32.
+
+    **Communication** per call and device, for Psi elements of b bytes: all-gathers of uint32 indices and of values,
+    (N-1) density Psi (4 + b) bytes. The bytes grow with N: they are density N times the bytes of an fp32 all-reduce.
+
     References:
       Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2 (factor masking).
     """
@@ -81,101 +83,111 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
         raise ValueError(format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))
     if not 0 <= momentum < 1:
         raise ValueError(format_error("top_k", f"momentum must be at least 0 and below 1, got {momentum}."))
-    corrects = momentum > 0
+    has_momentum = momentum > 0
 
     def init(params):
-        return TopKState(ErrorFeedback(zeros_like(params))) if corrects else ()
+        return TopKState(ErrorFeedback(zeros_like(params))) if has_momentum else ()
 
-    def correct(values, state):
+    def correct_momentum(values, state):
         leaves, treedef = jax.tree.flatten(state.velocity.value)
-        moved = [momentum * u + g for u, g in zip(widen(leaves), values, strict=True)]
-        kept = narrow(moved, [leaf.dtype for leaf in leaves])
-        return moved, TopKState(ErrorFeedback(treedef.unflatten(kept)))
+        velocity = [momentum * u + g for u, g in zip(widen(leaves), values, strict=True)]
+        new_leaves = narrow(velocity, [leaf.dtype for leaf in leaves])
+        return velocity, TopKState(ErrorFeedback(treedef.unflatten(new_leaves)))
 
     def send(values, dtypes, state, axis_name):
-        chosen = [_largest(value.reshape(-1), density) for value in values]
-        means, sent = _mean_of_chosen(values, chosen, dtypes, axis_name)
-        lefts = [
-            value.reshape(-1).at[at].add(-own).reshape(value.shape)
-            for value, at, own in zip(values, chosen, sent, strict=True)
+        sent_indices = [_largest_indices(value.reshape(-1), density) for value in values]
+        means, sent_entries = _mean_of_entries(values, sent_indices, dtypes, axis_name)
+        residuals = [
+            value.reshape(-1).at[indices].add(-entries).reshape(value.shape)
+            for value, indices, entries in zip(values, sent_indices, sent_entries, strict=True)
         ]
-        if corrects:
-            state = _forget_sent(state, chosen)
-        return means, lefts, state
+        if has_momentum:
+            state = _clear_sent_velocity(state, sent_indices)
+        return means, residuals, state
 
     def write(values, dtypes, state):
-        chosen = [_largest(value.reshape(-1), density) for value in values]
-        pairs = [
-            (at.astype(jnp.uint32), value.reshape(-1)[at].astype(dtype))
-            for value, at, dtype in zip(values, chosen, dtypes, strict=True)
+        sent_indices = [_largest_indices(value.reshape(-1), density) for value in values]
+        message = [
+            (indices.astype(jnp.uint32), value.reshape(-1)[indices].astype(dtype))
+            for value, indices, dtype in zip(values, sent_indices, dtypes, strict=True)
         ]
-        return pairs, _forget_sent(state, chosen) if corrects else state
+        return message, _clear_sent_velocity(state, sent_indices) if has_momentum else state
 
     def read(message, shapes, dtypes):
         return [
-            jnp.zeros(like.size, like.dtype)
-            .at[at]
-            .set(entries.astype(like.dtype), unique_indices=True)
-            .reshape(like.shape)
-            for (at, entries), like in zip(message, shapes, strict=True)
+            jnp.zeros(shape.size, shape.dtype)
+            .at[indices]
+            .set(entries.astype(shape.dtype), unique_indices=True)
+            .reshape(shape.shape)
+            for (indices, entries), shape in zip(message, shapes, strict=True)
         ]
 
-    def count(params, axis_size):
-        pairs = 0
+    def count_bytes(params, axis_size):
+        message_bytes = 0
         for leaf in jax.tree.leaves(params):
-            width = 4 + real_dtype(leaf.dtype).itemsize
-            pairs += num_sent(math.prod(real_shape(leaf)), density) * width
-        return (axis_size - 1) * pairs
+            pair_bytes = 4 + real_dtype(leaf.dtype).itemsize
+            message_bytes += num_sent(math.prod(real_shape(leaf)), density) * pair_bytes
+        return (axis_size - 1) * message_bytes
 
-    name = f"top_k(density={density:g})" if not corrects else f"top_k(density={density:g}, momentum={momentum:g})"
+    name = f"top_k(density={density:g})" if not has_momentum else f"top_k(density={density:g}, momentum={momentum:g})"
     codec = MessageCodec(write, read)
-    return make_reducer(name, init=init, send=send, count=count, correct=correct if corrects else None, codec=codec)
+    return make_reducer(
+        name,
+        init=init,
+        send=send,
+        count_bytes=count_bytes,
+        correct_momentum=correct_momentum if has_momentum else None,
+        codec=codec,
+    )
 
 
 def num_sent(size: int, density: float) -> int:
-    """Return how many of so many entries are sent: at least one, if there is one."""
+    """Return how many of `size` entries are sent: at least one, unless there are none."""
     return min(size, max(1, math.ceil(density * size - 1e-9 * size)))
 
 
-def _largest(flat: jax.Array, density: float) -> jax.Array:
-    """Return where the largest entries are, NaN before all others."""
+def _largest_indices(flat: jax.Array, density: float) -> jax.Array:
+    """Return the indices of the entries of largest magnitude; NaN counts as the largest."""
     if not flat.size:
         return jnp.zeros(0, jnp.int32)
     magnitude = jnp.where(jnp.isnan(flat), jnp.inf, jnp.abs(flat))
     return jax.lax.top_k(magnitude, num_sent(flat.size, density))[1]
 
 
-def _mean_of_chosen(
-    values: Values, chosen: list[jax.Array], dtypes: Dtypes, axis_name: AxisName
+def _mean_of_entries(
+    values: Values, sent_indices: list[jax.Array], dtypes: Dtypes, axis_name: AxisName
 ) -> tuple[Values, Values]:
-    """Return the means, and what this device sent of each value, rounded as on the wire."""
-    busy = [i for i, at in enumerate(chosen) if at.size]
-    count = size_of("top_k", axis_name)
-    narrowed = [values[i].reshape(-1)[chosen[i]].astype(dtypes[i]) for i in busy]
-    indices = [chosen[i].astype(jnp.uint32) for i in busy]
-    came = all_gather_packed([part[None] for part in [*indices, *narrowed]], axis_name)
-    means, sent = [jnp.zeros_like(value) for value in values], [jnp.zeros(0, value.dtype) for value in values]
-    for position, i in enumerate(busy):
-        pairs = came[position], came[len(busy) + position].astype(values[i].dtype)
-        means[i] = _scatter_sum(*pairs, values[i].size).reshape(values[i].shape) / count
-        sent[i] = narrowed[position].astype(values[i].dtype)
-    return means, sent
+    """Return the means, and the entries that this device sent of each value, rounded as on the wire."""
+    nonempty = [i for i, indices in enumerate(sent_indices) if indices.size]
+    num_devices = size_of("top_k", axis_name)
+    wire_entries = [values[i].reshape(-1)[sent_indices[i]].astype(dtypes[i]) for i in nonempty]
+    wire_indices = [sent_indices[i].astype(jnp.uint32) for i in nonempty]
+    received = all_gather_packed([array[None] for array in [*wire_indices, *wire_entries]], axis_name)
+    means, sent_entries = [jnp.zeros_like(value) for value in values], [jnp.zeros(0, value.dtype) for value in values]
+    for position, i in enumerate(nonempty):
+        pairs = received[position], received[len(nonempty) + position].astype(values[i].dtype)
+        means[i] = _scatter_sum(*pairs, values[i].size).reshape(values[i].shape) / num_devices
+        sent_entries[i] = wire_entries[position].astype(values[i].dtype)
+    return means, sent_entries
 
 
 def _scatter_sum(indices: jax.Array, values: jax.Array, size: int) -> jax.Array:
-    """Add up the pairs device after device: no index comes twice at once, so all devices add in the same order."""
+    """Add up the received entries, one device after another.
+
+    The indices of one device are unique, so every device adds in the same order and gets the same bits.
+    """
 
     def add(dense, pairs):
-        at, entries = pairs
-        return dense.at[at].add(entries, unique_indices=True), None
+        device_indices, entries = pairs
+        return dense.at[device_indices].add(entries, unique_indices=True), None
 
     first = jnp.zeros(size, values.dtype).at[indices[0]].add(values[0], unique_indices=True)
     return jax.lax.scan(add, first, (indices[1:], values[1:]))[0]
 
 
-def _forget_sent(state: TopKState, chosen: list[jax.Array]) -> TopKState:
+def _clear_sent_velocity(state: TopKState, sent_indices: list[jax.Array]) -> TopKState:
     leaves, treedef = jax.tree.flatten(state.velocity.value)
-    kept = []
-    for u, at in zip(widen(leaves), chosen, strict=True):
-        kept.append(u.reshape(-1).at[at].set(0).reshape(u.shape))
-    return TopKState(ErrorFeedback(treedef.unflatten(narrow(kept, [leaf.dtype for leaf in leaves]))))
+    cleared = []
+    for u, indices in zip(widen(leaves), sent_indices, strict=True):
+        cleared.append(u.reshape(-1).at[indices].set(0).reshape(u.shape))
+    return TopKState(ErrorFeedback(treedef.unflatten(narrow(cleared, [leaf.dtype for leaf in leaves]))))

@@ -1,4 +1,4 @@
-"""The pieces of distributed training as links for one's own optax chain, under shard_map, pmap or vmap."""
+"""The parts of distributed training as optax transformations, for an `optax.chain` under shard_map, pmap or vmap."""
 
 from shardopt.transforms.accumulate import accumulate
 from shardopt.transforms.average_gradients import average_gradients

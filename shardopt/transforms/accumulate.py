@@ -1,4 +1,4 @@
-"""`accumulate`: several gradients, one update."""
+"""`accumulate`: add up several gradients for one update."""
 
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ class AccumulateState(NamedTuple):
     """The state of `accumulate`.
 
     Attributes:
-      mini_step: int32, gradients added up since the last real step.
-      total: their sum, in fp32 at least. Differs between devices.
+      mini_step: int32, the number of gradients added up since the last update of `inner`.
+      total: the sum of these gradients, in fp32 or wider. It differs between devices.
       inner: the state of the wrapped transformation.
     """
 
@@ -28,21 +28,14 @@ class AccumulateState(NamedTuple):
 
 
 def accumulate(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformationExtraArgs:
-    """Add up gradients without talking to anybody, and let `inner` see their mean once in `every` steps.
+    """Add up gradients on each device, and pass their mean to `inner` every `every` steps.
 
-    On step t = every, 2 every, ...: update = inner(mean of the last `every` gradients); zero on all other steps, on
-    which the state of `inner` stays as it is.
-
-    **Equivalence**: equal to `inner` on the union of `every` equal batches, up to summation order.
-
-    **Placement**: the sum is local to each device, as large as its gradients in fp32.
-
-    **Communication**: that of `inner`, once a real step. It stands in a branch that other steps do not take; but
-    where `jax.vmap` maps over the state, both branches are computed.
+    On steps t = every, 2 every, ...: update = inner(mean of the last `every` gradients). On all other steps the update is
+    zero, and the state of `inner` does not change.
 
     Args:
-      inner: what is done with the mean, such as `optax.chain(so.transforms.average_gradients("data"), ...)`.
-      every: gradients a real step.
+      inner: the transformation of the mean, such as `optax.chain(so.transforms.average_gradients("data"), ...)`.
+      every: the number of gradients per update of `inner`.
 
     Returns:
       An optax transformation.
@@ -60,6 +53,13 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
       ...     print(update)
       0.0
       -2.0
+
+    **Equivalence**: equal to `inner` on the union of `every` equal batches, up to summation order.
+
+    **Placement**: the sum is local to each device, as large as its gradients in fp32.
+
+    **Communication**: the communication of `inner`, once every `every` steps. It is in a branch that other steps do not
+    take. Under a `jax.vmap` over the state, both branches are computed.
     """
     who = "accumulate"
     tx = check_transformation(who, "inner", inner)
@@ -72,22 +72,22 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     def update(updates, state, params=None, **extra_args: PyTree):
         check_leaves(who, updates)
         check_alike(who, "the parameters that init saw", updates, state.total.value)
-        total = jax.tree.map(lambda kept, g: kept + g.astype(kept.dtype), state.total.value, updates)
+        total = jax.tree.map(lambda old_sum, g: old_sum + g.astype(old_sum.dtype), state.total.value, updates)
 
         def step(total, inner_state):
             mean = jax.tree.map(lambda x, g: (x / jnp.asarray(every, x.real.dtype)).astype(g.dtype), total, updates)
-            found, inner_state = tx.update(mean, inner_state, params, **extra_args)
-            return found, jax.tree.map(jnp.zeros_like, total), inner_state
+            inner_updates, inner_state = tx.update(mean, inner_state, params, **extra_args)
+            return inner_updates, jax.tree.map(jnp.zeros_like, total), inner_state
 
         def wait(total, inner_state):
             shapes = jax.eval_shape(step, total, inner_state)[0]
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), total, inner_state
 
         if isinstance(every, int) and every == 1:
-            found, total, inner_state = step(total, state.inner)
+            inner_updates, total, inner_state = step(total, state.inner)
         else:
             is_last = state.mini_step + 1 >= every
-            found, total, inner_state = agreeing_cond(is_last, step, wait, total, state.inner)
-        return found, AccumulateState((state.mini_step + 1) % every, PerDevice(total), inner_state)
+            inner_updates, total, inner_state = agreeing_cond(is_last, step, wait, total, state.inner)
+        return inner_updates, AccumulateState((state.mini_step + 1) % every, PerDevice(total), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,4 +1,4 @@
-"""`delay_gradients`: what asynchronous training does to an optimizer, made deterministic."""
+"""`delay_gradients`: a deterministic model of the delayed gradients of asynchronous training."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,14 +16,16 @@ from shardopt.reducers.reducer import check_alike, check_leaves
 
 
 class DelayRule(NamedTuple):
-    """How a gradient is treated that is tau updates late, as in `so.parameter_server.rules.Rule`.
+    """How to correct a gradient that is tau updates late, as in `so.parameter_server.rules.Rule`.
 
-    With w the parameters now and w_pulled those that g was taken at, w <- w + scale(tau) inner(gradient(g, ...)).
+    w <- w + scale(tau) inner(gradient(g, ...)). Here w are the current parameters, and w_pulled the older parameters at
+    which g was computed.
 
     Attributes:
-      gradient: `gradient(grads, *, params, pulled, delay) -> grads`, before the optimizer; None for no change.
+      gradient: `gradient(grads, *, params, pulled, delay) -> grads`, run before the optimizer; None for no change.
       scale: `scale(delay) -> factor` of the update that the optimizer returns; None for 1.
-      uses_pulled: whether `gradient` reads `params` and `pulled`; if not, both are None and no old ones are kept.
+      uses_pulled: whether `gradient` reads `params` and `pulled`. If not, both are None, and no old parameters are
+        stored.
     """
 
     gradient: Callable[..., PyTree] | None = None
@@ -35,10 +37,11 @@ class DelayGradientsState(NamedTuple):
     """The state of `delay_gradients`.
 
     Attributes:
-      slot: int32, where in the rings the oldest gradient is.
-      held: the last gradients, [staleness, ...] in a ring. May differ between devices.
-      pulled: the parameters that they were taken at, likewise; nothing if the rule does not need them.
-      inner: the state of the wrapped transformation; () without one.
+      slot: int32, the index of the oldest gradient in the ring buffers.
+      held: the last gradients, a ring buffer [staleness, ...]. It may differ between devices.
+      pulled: the parameters at which these gradients were computed, also [staleness, ...]; () if the rule does not need
+        them.
+      inner: the state of the wrapped transformation; () without a wrapped transformation.
     """
 
     slot: jax.Array
@@ -50,8 +53,8 @@ class DelayGradientsState(NamedTuple):
 def staleness_learning_rate() -> DelayRule:
     """Return the rule that divides the learning rate by the staleness: w <- w + inner(g) / max(1, tau).
 
-    It is the optimizer's update that is divided, so `delay_gradients` needs the optimizer as its `inner`. To divide
-    the gradient would do nothing under Adam, which does not mind its size.
+    The rule divides the optimizer's update, so `delay_gradients` needs the optimizer as its `inner`. Dividing the
+    gradient would have no effect under Adam, whose update does not depend on the size of the gradient.
 
     References:
       Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, equation 6.
@@ -74,10 +77,10 @@ def delay_compensation(strength: float = 0.04) -> DelayRule:
     check_is_number("delay_compensation", "strength", strength)
 
     def gradient(grads, *, params, pulled, delay):
-        def one(g, now, then):
-            return g + strength * g * g * (now - then).astype(g.dtype)
+        def compensate(g, current, old):
+            return g + strength * g * g * (current - old).astype(g.dtype)
 
-        return jax.tree.map(one, grads, params, pulled)
+        return jax.tree.map(compensate, grads, params, pulled)
 
     return DelayRule(gradient, uses_pulled=True)
 
@@ -85,32 +88,24 @@ def delay_compensation(strength: float = 0.04) -> DelayRule:
 def delay_gradients(
     staleness: int, rule: DelayRule | None = None, *, inner: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Hand on each gradient `staleness` updates late, as a server with that many updates under way would apply it.
+    """Apply each gradient `staleness` updates late, as a server with that many concurrent updates would.
 
     With tau = staleness, update_t = scale(tau) inner(gradient(g_{t - tau})), and g = 0 for t < tau. Without `inner` the
-    gradients are handed on to what comes next in the chain.
-
-    **Equivalence**: that of `inner` at staleness 0, whatever the rule. Above it, an asynchronous run whose every
-    gradient is `staleness` versions old. The optimizer sees the zeros of the first steps, too.
-
-    **Placement**: the last `staleness` gradients, in the dtypes of the parameters, and with `delay_compensation` as
-    many copies of the parameters. They are each device's own, since they may have been taken before any averaging.
-
-    **Communication**: none of its own.
+    next transformation in the chain receives the late gradients.
 
     Args:
-      staleness: how many updates late; it shapes the state, so under `optax.inject_hyperparams` name it in
-        `static_args`.
-      rule: how late gradients are treated, `staleness_learning_rate()` or `delay_compensation()`.
-      inner: the optimizer that sees late gradients; a rule that scales its updates needs it.
+      staleness: the number of updates by which a gradient is late. It determines shapes of the state, so under
+        `optax.inject_hyperparams` name it in `static_args`.
+      rule: the correction of late gradients, `staleness_learning_rate()` or `delay_compensation()`.
+      inner: the optimizer that receives the late gradients; required by a rule that scales its updates.
 
     Returns:
       An optax transformation; `update` needs the parameters if the rule does.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `staleness` is negative, or the rule scales updates and there is no `inner`; in `update`, if the
-        rule needs parameters and none are given, or the gradients are not like the parameters that `init` saw.
+      ValueError: if `staleness` is negative, or the rule scales updates and there is no `inner`. In `update`, if the
+        rule needs parameters and gets none, or the gradients are not like the parameters that `init` saw.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -123,6 +118,14 @@ def delay_gradients(
       -0.0
       -2.0
       -3.0
+
+    **Equivalence**: at staleness 0, equal to `inner`, with any rule. At a higher staleness, equal to an asynchronous run
+    whose gradients are all `staleness` versions old. The optimizer also sees the zeros of the first steps.
+
+    **Placement**: the last `staleness` gradients, in the dtypes of the parameters, and with `delay_compensation` as many
+    copies of the parameters. They are local to each device, since the gradients may not be averaged yet.
+
+    **Communication**: none, except the communication of `inner`.
     """
     who = "delay_gradients"
     if isinstance(staleness, jax.Array):
@@ -151,39 +154,44 @@ def delay_gradients(
         if rule.uses_pulled:
             check_params(who, params)
         if staleness:
-            updates, state = late(updates, state, params)
+            updates, state = delay(updates, state, params)
         if tx is None:
             return updates, state
-        found, inner_state = tx.update(updates, state.inner, params, **extra_args)
+        inner_updates, inner_state = tx.update(updates, state.inner, params, **extra_args)
         if staleness and rule.scale is not None:
             factor = rule.scale(staleness)
-            found = jax.tree.map(lambda u: (u * factor).astype(u.dtype), found)
-        return found, state._replace(inner=inner_state)
+            inner_updates = jax.tree.map(lambda u: (u * factor).astype(u.dtype), inner_updates)
+        return inner_updates, state._replace(inner=inner_state)
 
-    def late(updates, state, params):
+    def delay(updates, state, params):
         shapes = jax.eval_shape(lambda held: jax.tree.map(lambda x: x[0], held), state.held.value)
         check_alike(who, "the parameters that init saw", updates, shapes)
         grads, held = _swap(state.held.value, updates, state.slot)
-        pulled, then = (), None
+        pulled, old_params = (), None
         if rule.uses_pulled:
-            then, pulled = _swap(state.pulled.value, params, state.slot)
+            old_params, pulled = _swap(state.pulled.value, params, state.slot)
         if rule.gradient is not None:
-            now = params if rule.uses_pulled else None
-            grads = rule.gradient(grads, params=now, pulled=then, delay=staleness)
-        grads = jax.tree.map(_like, grads, updates)
+            current_params = params if rule.uses_pulled else None
+            grads = rule.gradient(grads, params=current_params, pulled=old_params, delay=staleness)
+        grads = jax.tree.map(_cast_like, grads, updates)
         return grads, state._replace(slot=(state.slot + 1) % staleness, held=PerDevice(held), pulled=PerDevice(pulled))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _like(late: jax.Array, new: jax.Array) -> jax.Array:
-    """Return it in the dtype of the new gradient, and of a type that varies where that does: the first zeros do not."""
-    missing = tuple(varying(new) - varying(late))
-    late = late.astype(new.dtype)
-    return jax.lax.pcast(late, missing, to="varying") if missing else late
+def _cast_like(late_grad: jax.Array, new_grad: jax.Array) -> jax.Array:
+    """Cast a late gradient to the dtype and the varying axes of the new gradient.
+
+    The zeros of the first steps do not vary along any axis.
+    """
+    missing_axes = tuple(varying(new_grad) - varying(late_grad))
+    late_grad = late_grad.astype(new_grad.dtype)
+    return jax.lax.pcast(late_grad, missing_axes, to="varying") if missing_axes else late_grad
 
 
-def _swap(ring: PyTree, new: PyTree, slot: jax.Array) -> tuple[PyTree, PyTree]:
-    """Return what a slot of a ring held, and the ring with something new there."""
-    late = jax.tree.map(lambda kept: kept[slot], ring)
-    return late, jax.tree.map(lambda kept, x: kept.at[slot].set(x.astype(kept.dtype)), ring, new)
+def _swap(ring: PyTree, new_tree: PyTree, slot: jax.Array) -> tuple[PyTree, PyTree]:
+    """Return the tree in a slot of a ring buffer, and the ring buffer with a new tree in that slot."""
+    old_tree = jax.tree.map(lambda ring_leaf: ring_leaf[slot], ring)
+    return old_tree, jax.tree.map(
+        lambda ring_leaf, x: ring_leaf.at[slot].set(x.astype(ring_leaf.dtype)), ring, new_tree
+    )

@@ -1,26 +1,31 @@
-"""The 8-bit dynamic map: 256 numbers in [-1, 1] or [0, 1], seven decades of them, denser the larger they are."""
+"""The 8-bit dynamic map: 256 numbers in [-1, 1] or [0, 1].
+
+The numbers cover seven decades, and larger decades have more numbers.
+"""
 
 import jax
 import jax.numpy as jnp
 
 _DECADES = 7
 _ZERO = 127
-"""The code of zero where there are negative numbers; elsewhere it is 0."""
+"""The code of the number zero in the signed map; in the unsigned map it is 0."""
 
 
 def encode(x: jax.Array, *, signed: bool) -> jax.Array:
     """Return the codes of the numbers of the map that are nearest to x.
 
-    Decade i = 0, ..., 6 has n = 2^i numbers (2^(i + 1) where none is negative), 10^(i - 6) (0.1 + 0.9 (j + 1/2) / n) for
-    j = 0, ..., n - 1; 0 and 1 complete them. What is above zero and may not be negative never becomes zero: an update that divides
-    by the root of a second moment would explode.
+    Decade i = 0, ..., 6 has n numbers: n = 2^i in the signed map, n = 2^(i + 1) in the unsigned map. They are
+    10^(i - 6) (0.1 + 0.9 (j + 1/2) / n) for j = 0, ..., n - 1. The numbers 0 and 1 complete the map.
+
+    In the unsigned map, a positive number never gets the code of zero: an update that divides by the root of a second
+    moment would explode.
 
     Args:
-      x: floating, in [-1, 1], or [0, 1] if not `signed`.
-      signed: whether there are negative numbers; then -1 is as near as 0.993.
+      x: a floating array in [-1, 1], or in [0, 1] if not `signed`.
+      signed: whether the map has negative numbers. The signed map has no -1; the nearest number is -0.993.
 
     Returns:
-      uint8, shaped as x, in the order of the numbers.
+      Codes in uint8, in the shape of x. Larger numbers have larger codes.
 
     Example:
       >>> x = jnp.array([-1.0, 0.0, 1e-6, 0.5, 1.0])
@@ -33,38 +38,42 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
       Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", 2021, section 2.2; Li, Chen and Zhu, "Memory
       Efficient Optimizers with 4-bit States", 2023, section 4.1, on zero.
     """
-    y, doubled = jnp.abs(x), 0 if signed else 1
-    cells, start, unit = _spread(y, 1 << doubled), _spread(y, 1), _spread(y, 10.0**-6)
+    magnitude, extra_bit = jnp.abs(x), 0 if signed else 1
+    num_cells, first_code, decade_top = (_full_like(magnitude, value) for value in (1 << extra_bit, 1, 10.0**-6))
     for i in range(1, _DECADES):
-        n, low = 1 << (i + doubled), 10.0 ** (i - 7)
-        above = y >= low * (1 + 1.8 / n)  # half way between the last number of a decade and the first of the next
-        cells, start = jnp.where(above, n, cells), jnp.where(above, n - (1 << doubled) + 1, start)
-        unit = jnp.where(above, 10 * low, unit)
-    position = jnp.floor((y / unit - 0.1) / 0.9 * cells)
-    code = start + jnp.clip(position, 0, cells - 1)
-    least, last = 1e-6 * (0.1 + 0.45 / (1 << doubled)), 1 - 0.45 / (1 << (_DECADES - 1 + doubled))
-    code = jnp.where(y < least / 2, 0 if signed else jnp.where(y > 0, 1, 0), code)
+        n, decade_bottom = 1 << (i + extra_bit), 10.0 ** (i - 7)
+        # The bound is half way between the last number of a decade and the first number of the next decade.
+        is_above = magnitude >= decade_bottom * (1 + 1.8 / n)
+        num_cells = jnp.where(is_above, n, num_cells)
+        first_code = jnp.where(is_above, n - (1 << extra_bit) + 1, first_code)
+        decade_top = jnp.where(is_above, 10 * decade_bottom, decade_top)
+    cell = jnp.floor((magnitude / decade_top - 0.1) / 0.9 * num_cells)
+    code = first_code + jnp.clip(cell, 0, num_cells - 1)
+    smallest, below_one = 1e-6 * (0.1 + 0.45 / (1 << extra_bit)), 1 - 0.45 / (1 << (_DECADES - 1 + extra_bit))
+    code = jnp.where(magnitude < smallest / 2, 0 if signed else jnp.where(magnitude > 0, 1, 0), code)
     if not signed:
-        return jnp.where(y >= (1 + last) / 2, 255, code).astype(jnp.uint8)
-    code = jnp.where(x >= (1 + last) / 2, _ZERO + 1, jnp.where(x < 0, -code, code))
+        return jnp.where(magnitude >= (1 + below_one) / 2, 255, code).astype(jnp.uint8)
+    code = jnp.where(x >= (1 + below_one) / 2, _ZERO + 1, jnp.where(x < 0, -code, code))
     return (_ZERO + code).astype(jnp.uint8)
 
 
 def decode(codes: jax.Array, dtype: jnp.dtype, *, signed: bool) -> jax.Array:
-    """Return the numbers that these codes stand for."""
-    doubled = 0 if signed else 1
-    c = codes.astype(jnp.int32) - (_ZERO if signed else 0)
-    magnitude = jnp.abs(c).astype(dtype)
-    cells, start, unit = (_spread(magnitude, value) for value in (1 << doubled, 1, 10.0**-6))
+    """Return the numbers of the map with these codes."""
+    extra_bit = 0 if signed else 1
+    signed_codes = codes.astype(jnp.int32) - (_ZERO if signed else 0)
+    code = jnp.abs(signed_codes).astype(dtype)
+    num_cells, first_code, decade_top = (_full_like(code, value) for value in (1 << extra_bit, 1, 10.0**-6))
     for i in range(1, _DECADES):
-        n = 1 << (i + doubled)
-        above = magnitude >= n - (1 << doubled) + 1
-        cells, start = jnp.where(above, n, cells), jnp.where(above, n - (1 << doubled) + 1, start)
-        unit = jnp.where(above, 10.0 ** (i - 6), unit)
-    y = unit * (0.1 + 0.9 * (magnitude - start + 0.5) / cells)
-    y = jnp.where(magnitude == 0, 0, jnp.where(c == (_ZERO + 1 if signed else 255), 1, y)).astype(dtype)
-    return jnp.where(c < 0, -y, y)
+        n = 1 << (i + extra_bit)
+        is_above = code >= n - (1 << extra_bit) + 1
+        num_cells = jnp.where(is_above, n, num_cells)
+        first_code = jnp.where(is_above, n - (1 << extra_bit) + 1, first_code)
+        decade_top = jnp.where(is_above, 10.0 ** (i - 6), decade_top)
+    magnitude = decade_top * (0.1 + 0.9 * (code - first_code + 0.5) / num_cells)
+    code_of_one = _ZERO + 1 if signed else 255
+    magnitude = jnp.where(code == 0, 0, jnp.where(signed_codes == code_of_one, 1, magnitude)).astype(dtype)
+    return jnp.where(signed_codes < 0, -magnitude, magnitude)
 
 
-def _spread(like: jax.Array, value: float) -> jax.Array:
-    return jnp.full_like(like, value)
+def _full_like(array: jax.Array, value: float) -> jax.Array:
+    return jnp.full_like(array, value)

@@ -1,4 +1,4 @@
-"""`eight_bit`: moments of an optimizer in 8 bits a number, in small blocks with a scale each."""
+"""`eight_bit`: store the moments of an optimizer in 8 bits per number, in small blocks that each have a scale."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +15,21 @@ from shardopt.core.types import PyTree
 from shardopt.transforms.dynamic_map import decode, encode
 
 WHO = "eight_bit"
-_FEWEST = 16
-"""Numbers of a block below which its scale would be a burden."""
-_BLOCKS = 256
-"""A first dim of two below this may count blocks of a model, which are sharded over pipelines."""
+_MIN_BLOCK_SIZE = 16
+"""The smallest number of elements in a block: with fewer elements, the scales would need too much memory."""
+_MAX_MODEL_BLOCKS = 256
+"""If a leaf has two dims and the first is below this, the first dim may count blocks of a model.
+
+Pipelines shard such a dim.
+"""
 
 
 class EightBitState(NamedTuple):
     """The state of `eight_bit`.
 
     Attributes:
-      state: that of `inner`, with uint8 codes, shaped as they were, in the place of its moments.
-      scales: a tree like it: the largest magnitude of each block of codes; None where there are no codes.
+      state: the state of `inner`; uint8 codes of the same shapes replace the moments.
+      scales: a tree like `state`, with the largest magnitude of each block of codes; None for leaves without codes.
     """
 
     state: PyTree
@@ -41,42 +44,36 @@ def eight_bit(
     signed: Sequence[str] = ("mu", "trace"),
     unsigned: Sequence[str] = ("nu", "nu_max", "sum_of_squares"),
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep the moments of an optimizer in 8 bits between steps.
+    """Store the moments of an optimizer in 8 bits between steps.
 
-    Each step decodes them, runs `inner`, and rounds them again, to the nearest of 256 numbers (the dynamic map)
-    times the largest magnitude s of their block:
+    Each step decodes the moments, runs `inner`, and rounds the new moments to codes. A code stands for one of 256 numbers
+    (the dynamic map), times the largest magnitude s of the block:
 
         update, m = inner(gradient, s_m decode(c_m)),   s_m = max |m|,   c_m = encode(m / s_m)
 
-    A block is `block_size` neighbours that do not lie along the leaf's longest dim, which is the one that strategies shard: rows
-    of an inner dim, and where that is too short, tiles. It depends on the shape of the leaf alone, so training is the
-    same on any number of devices. Rounded is only what `inner`'s state has under one of the names given, with the key path and
-    shape of a parameter; leaves of fewer than `min_elements`, or whose dims have too few powers of two for blocks of 16, stay
-    as they are.
+    A block is `block_size` neighbouring elements. It avoids the leaf's longest dim, which strategies shard: a block is a
+    row of an inner dim, or a tile if that dim is too short. Blocks depend only on the shape of the leaf, so training is
+    the same on any number of devices.
 
-    **Equivalence**: not that of `inner`, but under any strategy equal to one device with `eight_bit(inner)`, up to
-    summation order, but for numbers that lie half way between two codes.
+    A leaf of `inner`'s state is rounded only if it is under a name in `signed` or `unsigned`, and if a parameter has its
+    key path and shape. Not rounded are leaves
 
-    **Placement**: codes live as their parameter does, and so do scales where it is cut between blocks, elsewhere as any leaf. A
-    moment takes 1 + itemsize / block_size bytes a parameter, so Adam in fp32 2 + 8 / 64 = 2.125 in place of 8. In between a
-    step holds decoded moments as temporaries. Replicas that train apart are restored as many as they were: codes have no mean.
-
-    **Communication**: none of its own where a block lies within a shard: if the longest dim is sharded, or another one into
-    shards whose lengths are multiples of `block_size`. Otherwise the partitioner gathers.
+    - with fewer than `min_elements` elements, or
+    - whose dims have too few factors of two for blocks of 16.
 
     Args:
       inner: an optax transformation.
-      block_size: numbers that share a scale, a power of two.
-      min_elements: leaves with fewer numbers stay as they are: their scales would be too few to be sharded.
+      block_size: the number of elements that share a scale, a power of two.
+      min_elements: leaves with fewer elements are not rounded, because their scales would be too few to be sharded.
       signed: names in `inner`'s state of moments of any sign.
-      unsigned: names of those that are never negative, which have one bit more.
+      unsigned: names in `inner`'s state of moments that are never negative. Their codes have one more bit.
 
     Returns:
       An optax transformation.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if one is out of range; in `init`, if nothing of the state is rounded.
+      ValueError: if an argument is out of range; in `init`, if no leaf of the state is rounded.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -87,21 +84,33 @@ def eight_bit(
       >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (512 * 256)
       2.140655517578125
 
+    **Equivalence**: not equal to `inner`. Under any strategy it equals one device with `eight_bit(inner)`, up to summation
+    order, except for numbers half way between two codes.
+
+    **Placement**: codes are placed like their parameter. Scales are too, if the parameter is sharded between blocks;
+    otherwise they are placed like any leaf. A moment takes 1 + itemsize / block_size bytes per parameter: Adam in fp32
+    takes 2 + 8 / 64 = 2.125 bytes instead of 8. During a step, decoded moments are temporaries. A checkpoint of replicas
+    that train apart can be restored only on the same number of replicas, because codes have no mean.
+
+    **Communication**: none, except the communication of `inner`, if each block is within a shard. This holds if the longest
+    dim is sharded, or another dim into shards whose lengths are multiples of `block_size`. Otherwise the partitioner
+    gathers.
+
     References:
       Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", 2021, section 2.
     """
     tx = check_transformation(WHO, "inner", inner)
-    check_count(WHO, "block_size", block_size, least=_FEWEST)
+    check_count(WHO, "block_size", block_size, least=_MIN_BLOCK_SIZE)
     check_count(WHO, "min_elements", min_elements)
     if block_size & (block_size - 1):
         raise ValueError(f"{WHO}: block_size must be a power of two, got {block_size}.")
     for name, names in (("signed", signed), ("unsigned", unsigned)):
-        if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+        if isinstance(names, str) or not all(isinstance(entry, str) for entry in names):
             raise TypeError(f"{WHO}: {name} must be a sequence of names, got {names!r}.")
 
-    def rounded(leaf: jax.Array) -> bool:
-        fits = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= min_elements
-        return fits and math.prod(tile_of(leaf.shape, block_size)) >= _FEWEST
+    def is_rounded(leaf: jax.Array) -> bool:
+        is_large = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size >= min_elements
+        return is_large and math.prod(tile_of(leaf.shape, block_size)) >= _MIN_BLOCK_SIZE
 
     def store(state: PyTree, signs: list[bool | None]) -> EightBitState:
         leaves, treedef = jax.tree.flatten(state)
@@ -119,12 +128,12 @@ def eight_bit(
     def init(params):
         state = tx.init(params)
         pairs = zip(signs_of(state, params), jax.tree.leaves(state), strict=True)
-        signs = [sign if rounded(leaf) else None for sign, leaf in pairs]
+        signs = [sign if is_rounded(leaf) else None for sign, leaf in pairs]
         if all(sign is None for sign in signs):
-            what = f"nothing in the state of inner= is rounded to 8 bits: no leaf of {min_elements} numbers or more."
+            problem = f"nothing in the state of inner= is rounded to 8 bits: no leaf of {min_elements} numbers or more."
             names = ", ".join(map(repr, (*signed, *unsigned)))
             fix = f"lower min_elements, or name what to round in signed= or unsigned= (now {names})."
-            raise ValueError(format_error(WHO, what, fix=fix))
+            raise ValueError(format_error(WHO, problem, fix=fix))
         return store(state, signs)
 
     def update(updates, state, params=None, **extra_args: Any):
@@ -136,24 +145,25 @@ def eight_bit(
             leaf if sign is None else _decoded(leaf, scale, signed=sign)
             for leaf, scale, sign in zip(codes, scales, signs, strict=True)
         ]
-        found, new = tx.update(updates, treedef.unflatten(leaves), params, **extra_args)
-        return found, store(new, signs)
+        inner_updates, inner_state = tx.update(updates, treedef.unflatten(leaves), params, **extra_args)
+        return inner_updates, store(inner_state, signs)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def tile_of(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return how far a block reaches along each dim: as many powers of two as divide the dims, `size` numbers at most.
+    """Return the shape of a block: powers of two that divide the dims, with at most `size` elements together.
 
-    Along the longest dim only what the others leave; along a dim that may count blocks of a model, nothing.
+    The longest dim takes only the factors of two that the other dims leave. A dim that may count blocks of a model takes
+    none.
     """
     if len(shape) == 0:
         return ()
-    inner = range(1 if len(shape) > 2 else 0, len(shape))
-    longest = max(inner, key=lambda dim: shape[dim])
-    others = [dim for dim in reversed(inner) if dim != longest and (dim or shape[dim] >= _BLOCKS)]
+    inner_dims = range(1 if len(shape) > 2 else 0, len(shape))
+    longest = max(inner_dims, key=lambda dim: shape[dim])
+    shorter_dims = [dim for dim in reversed(inner_dims) if dim != longest and (dim or shape[dim] >= _MAX_MODEL_BLOCKS)]
     tile = [1] * len(shape)
-    for dim in [*others, longest]:
+    for dim in [*shorter_dims, longest]:
         tile[dim] = min(size // math.prod(tile), shape[dim] & -shape[dim])
     return tuple(tile)
 
@@ -161,8 +171,8 @@ def tile_of(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
 def _encoded(leaf: jax.Array, tile: tuple[int, ...], *, signed: bool) -> tuple[jax.Array, jax.Array]:
     tiles, dims = _tiles(leaf, tile)
     scales = jnp.max(jnp.abs(tiles), dims, keepdims=True)
-    shares = tiles / jnp.where(scales > 0, scales, jnp.ones_like(scales))
-    codes = encode(shares, signed=signed).reshape(leaf.shape)
+    normalized = tiles / jnp.where(scales > 0, scales, jnp.ones_like(scales))
+    codes = encode(normalized, signed=signed).reshape(leaf.shape)
     return codes, scales.reshape([length // edge for length, edge in zip(leaf.shape, tile, strict=True)])
 
 
@@ -174,24 +184,24 @@ def _decoded(codes: jax.Array, scales: jax.Array, *, signed: bool) -> jax.Array:
 
 
 def _tiles(leaf: jax.Array, tile: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return a leaf with each dim in two, [blocks, within], and which dims are those within."""
-    shape = [part for length, edge in zip(leaf.shape, tile, strict=True) for part in (length // edge, edge)]
+    """Reshape each dim of a leaf to [number of blocks, length in a block]; return also the dims of the second kind."""
+    shape = [size for length, edge in zip(leaf.shape, tile, strict=True) for size in (length // edge, edge)]
     return leaf.reshape(shape), tuple(range(1, len(shape), 2))
 
 
 def _sign(
     path: KeyPath,
     shape: tuple[int, ...],
-    mirrored: dict[KeyPath, tuple[int, ...]],
+    param_shapes: dict[KeyPath, tuple[int, ...]],
     signed: Sequence[str],
     unsigned: Sequence[str],
 ) -> bool | None:
-    """Return whether a leaf of the state is a moment of any sign; None if it is no moment of a parameter."""
-    starts = [start for start in range(len(path) + 1) if mirrored.get(tuple(path[start:])) == shape]
-    if not starts or not _named(path[: starts[0]], (*signed, *unsigned)):
+    """Return True for a signed moment of a parameter, False for an unsigned moment, None for other leaves of the state."""
+    starts = [start for start in range(len(path) + 1) if param_shapes.get(tuple(path[start:])) == shape]
+    if not starts or not _contains_name(path[: starts[0]], (*signed, *unsigned)):
         return None
-    return not _named(path[: starts[0]], unsigned)
+    return not _contains_name(path[: starts[0]], unsigned)
 
 
-def _named(path: KeyPath, names: Sequence[str]) -> bool:
+def _contains_name(path: KeyPath, names: Sequence[str]) -> bool:
     return any(getattr(key, "name", getattr(key, "key", None)) in names for key in path)

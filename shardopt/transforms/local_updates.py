@@ -1,4 +1,4 @@
-"""`local_updates`: each device by itself, parameters averaged now and then."""
+"""`local_updates`: each device trains on its own gradients, and parameters are averaged every few steps."""
 
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ class LocalUpdatesState(NamedTuple):
     """The state of `local_updates`.
 
     Attributes:
-      since_sync: int32, updates since parameters were averaged.
-      inner: the state of the wrapped transformation. Differs between devices.
+      since_sync: int32, the number of updates since parameters were averaged.
+      inner: the state of the wrapped transformation. It differs between devices.
     """
 
     since_sync: jax.Array
@@ -29,28 +29,19 @@ def local_updates(
 ) -> optax.GradientTransformationExtraArgs:
     """Update each device's parameters with its own gradients, and average parameters every `sync_every` steps.
 
-    u_d = inner(g_d); on step t = sync_every, 2 sync_every, ...: u_d = mean_d(p_d + u_d) - p_d.
-
-    **Equivalence**: Local SGD. Parameters are equal on all devices after a synchronised update is applied, up to
-    rounding of p + (mean - p), which the next one evens out. With `sync_every` 1 and SGD: average the gradients.
-
-    **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...] outside of the
-    axis; `so.reducers.init_state` and its neighbours do that for the state.
-
-    **Communication**: an all-reduce of the parameters every `sync_every` steps, in a branch that other steps do not
-    take; but where `jax.vmap` maps over the state, both branches are computed.
+    u_d = inner(g_d). On steps t = sync_every, 2 sync_every, ...: u_d = mean_d(p_d + u_d) - p_d.
 
     Args:
       inner: the optimizer of each device; it must not average gradients itself.
       axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `update`.
-      sync_every: H, updates between averages.
+      sync_every: H, the number of updates from one average to the next.
 
     Returns:
       An optax transformation; `update` needs the parameters.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `sync_every` is below 1; in `update`, if the axis is not bound or parameters are not given.
+      ValueError: if `sync_every` is below 1; in `update`, if the axis is not bound or parameters are missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -62,6 +53,16 @@ def local_updates(
       >>> halfway, end = jax.vmap(two_steps, axis_name="data")(jnp.zeros(2), jnp.array([1.0, 3.0]))
       >>> print(halfway, end)
       [-1. -3.] [-4. -4.]
+
+    **Equivalence**: equal to Local SGD. After a synchronised update, parameters are equal on all devices, up to the
+    rounding of p + (mean - p), which the next synchronised update removes. With `sync_every` 1 and SGD it equals
+    averaging the gradients.
+
+    **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...] outside `shard_map`.
+    `so.reducers.init_state`, `own_state` and `stored_state` convert the state.
+
+    **Communication**: an all-reduce of the parameters every `sync_every` steps. It is in a branch that other steps do not
+    take. Under a `jax.vmap` over the state, both branches are computed.
 
     References:
       Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2.
@@ -76,20 +77,20 @@ def local_updates(
 
     def update(updates, state, params=None, **extra_args: PyTree):
         axis_size(who, axis_name)
-        known = check_params(who, params)
-        found, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
-        # in a wide dtype, in which p + (mean - p) is the mean for half-precision parameters
-        found = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), found, known)
+        old_params = check_params(who, params)
+        inner_updates, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
+        # In a wide dtype, p + (mean - p) equals the mean for half-precision parameters.
+        inner_updates = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params)
 
-        def synchronise(found):
-            mean, _ = exact().reduce(optax.apply_updates(known, found), (), axis_name)
-            return jax.tree.map(lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype), mean, known, found)
+        def synchronise(inner_updates):
+            mean, _ = exact().reduce(optax.apply_updates(old_params, inner_updates), (), axis_name)
+            return jax.tree.map(lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype), mean, old_params, inner_updates)
 
         if isinstance(sync_every, int) and sync_every == 1:
-            found = synchronise(found)
+            inner_updates = synchronise(inner_updates)
         else:
             is_last = state.since_sync + 1 >= sync_every
-            found = agreeing_cond(is_last, synchronise, lambda found: found, found)
-        return found, LocalUpdatesState((state.since_sync + 1) % sync_every, PerDevice(inner_state))
+            inner_updates = agreeing_cond(is_last, synchronise, lambda unchanged: unchanged, inner_updates)
+        return inner_updates, LocalUpdatesState((state.since_sync + 1) % sync_every, PerDevice(inner_state))
 
     return optax.GradientTransformationExtraArgs(init, update)

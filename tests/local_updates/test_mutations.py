@@ -24,7 +24,7 @@ def sum_for_mean(patch):
 def take_other_blocks(patch):
     patch.setattr(
         outer_step,
-        "put",
+        "replace_fragment",
         lambda fragment, plan, leaf, part: leaf.at[: part.shape[0]].set(part) if plan.stacked else part,
     )
 
