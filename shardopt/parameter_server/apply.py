@@ -12,7 +12,7 @@ import optax
 from shardopt.core.types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.engine.metrics import combined, of_rows, value_of
 from shardopt.parameter_server.rules import Rule
-from shardopt.parameter_server.sparse import is_rows, restrict_to_rows, gather_union_rows
+from shardopt.parameter_server.sparse import gather_union_rows, is_rows, restrict_to_rows
 from shardopt.parameter_server.updates import Update, check_update, merge, trained
 from shardopt.reducers import Compressor
 

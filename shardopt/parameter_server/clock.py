@@ -114,7 +114,9 @@ def join(clock: Clock, worker: int) -> Clock:
     check_count(WHO, "worker", worker, least=0)
     if worker in clock.steps:
         problem = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
-        raise ValueError(format_error(WHO, problem, fix="let it leave first, or give the newcomer a number of its own."))
+        raise ValueError(
+            format_error(WHO, problem, fix="let it leave first, or give the newcomer a number of its own.")
+        )
     first_step = clock.slowest
     return clock._replace(
         steps=clock.steps.put(worker, first_step),

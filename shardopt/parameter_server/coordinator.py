@@ -101,7 +101,12 @@ class Coordinator:
         """Wait until the worker's period begins; return its position in its data, or None if no period is left."""
         with self.changed:
             self.changed.wait_for(
-                lambda: self.must_end(worker, incarnation) or worker in self.period_ends or self._is_due(worker) or self._is_stuck()
+                lambda: (
+                    self.must_end(worker, incarnation)
+                    or worker in self.period_ends
+                    or self._is_due(worker)
+                    or self._is_stuck()
+                )
             )
             if self.must_end(worker, incarnation) or not (worker in self.period_ends or self._join_if_due(worker)):
                 self.changed.notify_all()
@@ -121,7 +126,12 @@ class Coordinator:
         asked_at = self.run.now()
         with self.changed:
             self.changed.wait_for(
-                lambda: self.must_end(worker, incarnation) or self._period_is_over(worker) or self.run.may_pull(worker) or not ready
+                lambda: (
+                    self.must_end(worker, incarnation)
+                    or self._period_is_over(worker)
+                    or self.run.may_pull(worker)
+                    or not ready
+                )
             )
             if self.must_end(worker, incarnation):
                 return None
@@ -204,7 +214,9 @@ class Coordinator:
 
     def end_reason(self) -> str:
         """Return how the run ended, as `metrics["stopped"]` of the result."""
-        return self.stop_reason or (self.completion_reason if self.run.state.version >= self.num_updates else "exhausted")
+        return self.stop_reason or (
+            self.completion_reason if self.run.state.version >= self.num_updates else "exhausted"
+        )
 
     def _admit_first_workers(self) -> None:
         """Let the workers that are due join in order, so that the log does not depend on the speed of their threads."""
@@ -213,7 +225,9 @@ class Coordinator:
         for worker in sorted(self.periods):
             if worker in self.run.state.clock.steps:
                 self.run.resume(worker)
-                self.period_ends[worker] = self.periods[worker].pop(0)[1] if self._is_due(worker) else self.run.state.version
+                self.period_ends[worker] = (
+                    self.periods[worker].pop(0)[1] if self._is_due(worker) else self.run.state.version
+                )
             else:
                 self._join_if_due(worker)
 

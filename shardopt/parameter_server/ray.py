@@ -177,7 +177,9 @@ class RayDriver:
         self.callback_seconds = 0.0  # the time of evaluations and checkpoints, for which workers may have waited
         self.last_version, self.lost_updates = 0, 0
         self.server: Any = None
-        self.running: dict[ObjectRef, tuple[int, int]] = {}  # call of `WorkerProcess.work` -> (worker, rank of the process)
+        self.running: dict[
+            ObjectRef, tuple[int, int]
+        ] = {}  # call of `WorkerProcess.work` -> (worker, rank of the process)
 
     def run(self, snapshot: RunSnapshot | None) -> AsyncResult:
         """Train; the caller must call `close` afterwards, even after an error."""
@@ -258,7 +260,7 @@ class RayDriver:
 
     def watch(self) -> bool:
         """Handle milestones and dead workers until no worker runs; return False if the server has died."""
-        milestone, server_lost = self.server.milestone.remote(_POLL_SECONDS), False
+        milestone, server_lost = self.server.next_milestone.remote(_POLL_SECONDS), False
         while self.running:
             waiting = [*self.running] if server_lost else [*self.running, milestone]
             ready, _ = self.ray.wait(waiting, num_returns=1)
@@ -269,14 +271,14 @@ class RayDriver:
                     self.handle_milestone(self.ray.get(milestone))
                     self.callbacks.show(self.status)
                     self.kill_hung_workers()
-                    milestone = self.server.milestone.remote(_POLL_SECONDS)
+                    milestone = self.server.next_milestone.remote(_POLL_SECONDS)
                 except self.ray.exceptions.RayActorError:
                     server_lost = True
         if server_lost or not self.is_server_alive():
             return False
         self.handle_milestone(self.ray.get(milestone))  # this call was in flight when the last worker ended
         while not self.callbacks.has_no_milestones and (
-            next_milestone := self.ray.get(self.server.milestone.remote(_POLL_SECONDS))
+            next_milestone := self.ray.get(self.server.next_milestone.remote(_POLL_SECONDS))
         ):
             self.handle_milestone(next_milestone)
         self.callbacks.show(self.status, last=True)
@@ -473,7 +475,7 @@ class ServerProcess:
         """Call another method of the coordinator."""
         return getattr(self.coordinator, name)(*arguments, **options)
 
-    def milestone(self, timeout: float) -> Milestone | None:
+    def next_milestone(self, timeout: float) -> Milestone | None:
         """See `Coordinator.next_milestone`; arrays are numpy arrays."""
         return jax.device_get(self.coordinator.next_milestone(timeout))
 
@@ -546,7 +548,9 @@ class WorkerProcess:
         """Work until the run ends, as process `rank` of `num_processes`; return the failure that ended it, or None."""
         from ray import cloudpickle
 
-        coordinator = RemoteCoordinator(server, self.token, self.servers) if rank == 0 else Follower(self.shared_answers)
+        coordinator = (
+            RemoteCoordinator(server, self.token, self.servers) if rank == 0 else Follower(self.shared_answers)
+        )
         try:
             compute = self.compute
             if compute is None:

@@ -58,8 +58,8 @@ class StoredGradient:
 class StoredParams:
     """The parameters after an update: for each server a reference to its shard, which changes if the server restarts."""
 
-    def __init__(self, number: int, refs: "list[ObjectRef]"):
-        self.number, self.refs = number, refs
+    def __init__(self, version: int, refs: "list[ObjectRef]"):
+        self.version, self.refs = version, refs
 
 
 class RemoteParams(NamedTuple):
@@ -240,7 +240,9 @@ class RayServers:
             self.version, self.journal, self.pending_snapshots = version, [], []
             self.snapshots = [(version, method, ref) for ref in snapshot_refs]
             self.sums_needed = self.has_sums(abstract_shard)
-            self.nbytes = self.servers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_shard))
+            self.nbytes = self.servers * sum(
+                leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_shard)
+            )
             pairs = zip(self.processes, snapshot_refs, strict=True)
             refs = [getattr(process, method).remote(self.token, ref) for process, ref in pairs]
             stored = self.versions[version] = StoredParams(version, refs)

@@ -147,7 +147,9 @@ def _check_reducer(recorded: str | None, reducer: Reducer | None) -> None:
     codec = check_codec(WHO, reducer)
     name = None if codec is None else codec.name
     if name != recorded:
-        problem = f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
+        problem = (
+            f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
+        )
         raise ValueError(format_error(WHO, problem, fix="pass the reducer of the run."))
 
 

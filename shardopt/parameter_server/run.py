@@ -363,9 +363,7 @@ def load_snapshot(who: str, checkpoints: CheckpointStore, server: Server, params
     abstract_state = jax.eval_shape(initial_state, params)
     (device,) = jax.tree.leaves(params)[0].devices()
     sharding = jax.sharding.SingleDeviceSharding(device)
-    target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state
-    )
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state)
     state, extra = checkpoints.restore(target, step=step)
     if "server" not in extra:
         problem = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."

@@ -243,7 +243,9 @@ def make_server(
         pulled = state.working.get(worker)
         if pulled is None or pulled.version != pulled_version:
             pulled_text = "nothing" if pulled is None else f"version {pulled.version}"
-            problem = f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
+            problem = (
+                f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
+            )
             raise ValueError(format_error(WHO, problem, fix="push once for each pull, with the version of its event."))
         refused = mathematics is not None and _is_refused(state, worker, step, update)
         state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
@@ -292,9 +294,7 @@ def make_server(
         updates, state = [waiting.update for waiting in ordered], state._replace(waiting=())
         weightless = mathematics is not None and all(
             NO_WEIGHT
-            in faults(
-                update, trained(mathematics.pushed_params(update, mathematics.abstract_params(state.params)))
-            )
+            in faults(update, trained(mathematics.pushed_params(update, mathematics.abstract_params(state.params))))
             for update in updates
         )
         if weightless and _refuse_or_raise(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):

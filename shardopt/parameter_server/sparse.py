@@ -185,10 +185,14 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
     all_counts = [
         leaf.shape[0] if i != DENSE else 0 for i, leaf in zip(param_owners, jax.tree.leaves(params), strict=True)
     ]
-    some_counts: list[int] = []  # each differs from the counts of other leaves, so that rows of two leaves are not mixed
+    some_counts: list[
+        int
+    ] = []  # each differs from the counts of other leaves, so that rows of two leaves are not mixed
     for indices, all_count in zip(jax.tree.leaves(row_indices), all_counts, strict=True):
         taken = {*some_counts, all_count}
-        some_counts.append(next(n for n in range(indices.shape[0], indices.shape[0] + len(taken) + 1) if n not in taken))
+        some_counts.append(
+            next(n for n in range(indices.shape[0], indices.shape[0] + len(taken) + 1) if n not in taken)
+        )
     owners: list[int] = [*param_owners, *state_owners]
     zeros = [None] * len(owners)
     for _, *loss_and_metrics in pushed:

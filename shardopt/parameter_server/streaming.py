@@ -12,7 +12,7 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import Metric, PyTree, TrainState
 from shardopt.engine.optimizer import ShardedOptimizer
 from shardopt.local_updates.build import check_delay_and_mix
-from shardopt.parameter_server.fragments import FragmentPlan, Fragment
+from shardopt.parameter_server.fragments import Fragment, FragmentPlan
 from shardopt.parameter_server.ray_groups import gather_to_local_device
 
 StepMetrics = dict[str, jax.Array | Metric]

@@ -146,7 +146,9 @@ def check_update(update: Update | None, params: PyTree, worker: int, message: Py
     if misfits:
         verb = f"do{'es' if len(misfits) == 1 else ''} not fit"
         problem = f"{plural(len(misfits), 'leaf')} of the push of worker {worker} {verb}."
-        raise ValueError(format_error(WHO, problem, misfits, "push gradients of the parameters' own shapes and dtypes."))
+        raise ValueError(
+            format_error(WHO, problem, misfits, "push gradients of the parameters' own shapes and dtypes.")
+        )
     return pushed
 
 

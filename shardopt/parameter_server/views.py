@@ -26,7 +26,7 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
       log: the event log.
 
     Returns:
-      A dict of:
+      A dict with these entries.
 
       - "seconds", "updates" (versions of the parameters), "pushes" (without refused ones) and "refused";
       - "updates_per_second" and "pushes_per_second";
@@ -307,9 +307,7 @@ def show_workers(who: str, *, shown: bool, console: "Console | None" = None) -> 
         yield lambda status, last=False: None
         return
     if console is None and not is_installed("rich"):
-        yield _show_every(
-            _LINE_SECONDS, lambda status: print(progress_line(who, status), file=sys.stderr, flush=True)
-        )
+        yield _show_every(_LINE_SECONDS, lambda status: print(progress_line(who, status), file=sys.stderr, flush=True))
         return
     from rich.console import Console
 

@@ -276,7 +276,9 @@ def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTre
             return
         rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss_fn) else None
         if weight := find_trained_weight(config.loss_fn, *shapes, who=config.strategy, key=rng):
-            problem = f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
+            problem = (
+                f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
+            )
             fix = "stop_gradient on the weight, if its gradient is not wanted; or so.ddp, which takes it exactly."
             raise NotSeparableError(format_error(config.strategy, problem, fix=fix))
         if num_workers > 1 and len(row_counts(config, batch)) == 1:
@@ -309,7 +311,9 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
         def loss_total(trained_params: PyTree) -> tuple[jax.Array, LossParts]:
             parts = _loss(config, merge(params, trained_params), batch, key)
             if isinstance(parts.loss.total, tuple):
-                problem = "a loss of several terms needs the weights of all workers before any of them differentiates it."
+                problem = (
+                    "a loss of several terms needs the weights of all workers before any of them differentiates it."
+                )
                 raise ValueError(format_error(who, problem, fix="return so.Weighted with one total and one weight."))
             return parts.loss.total, parts
 
