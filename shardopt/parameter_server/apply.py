@@ -13,7 +13,7 @@ from shardopt.core.types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.engine.metrics import combined, of_rows, value_of
 from shardopt.parameter_server.rules import Rule
 from shardopt.parameter_server.sparse import gather_union_rows, is_rows, restrict_to_rows
-from shardopt.parameter_server.updates import Update, check_update, merge, trained
+from shardopt.parameter_server.updates import Update, check_update, replace_trained, trained
 from shardopt.reducers import Compressor
 
 
@@ -100,7 +100,7 @@ def make_unsharded_mathematics(
     ) -> UpdateResult:
         pulled_params = None if pulled is None else trained(pulled)
         result = update(trained(params), opt_state, rule_state, updates, pulled_params, delay)
-        return result._replace(params=merge(params, result.params))
+        return result._replace(params=replace_trained(params, result.params))
 
     identity = lambda params: params  # noqa: E731
     return Mathematics(begin, lambda *states: states, identity, identity, check, apply, copy_states)

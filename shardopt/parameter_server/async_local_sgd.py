@@ -198,7 +198,7 @@ def async_local_sgd(
 
 
 def _local_islands(strategies: Sequence[ShardedOptimizer | MakeIsland], devices: Devices) -> list[ShardedOptimizer]:
-    """Return the strategies; make those that are functions on the devices of this process."""
+    """Return the strategies; call the functions among them with devices of this process."""
     return [strategy if isinstance(strategy, ShardedOptimizer) else strategy(devices) for strategy in strategies]
 
 
@@ -308,9 +308,9 @@ def _placed(params: PyTree, like: PyTree) -> PyTree:
     if jax.process_count() == 1:
         return jax.device_put(_copy(params), jax.tree.map(lambda leaf: leaf.sharding, like))
 
-    def place(leaf: jax.Array | np.ndarray, other: jax.Array) -> jax.Array:
+    def place(leaf: jax.Array | np.ndarray, reference_leaf: jax.Array) -> jax.Array:
         values = np.asarray(leaf)
-        return jax.make_array_from_callback(values.shape, other.sharding, lambda index: values[index])
+        return jax.make_array_from_callback(values.shape, reference_leaf.sharding, lambda index: values[index])
 
     return jax.tree.map(place, params, like)
 
@@ -346,7 +346,7 @@ def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax
     """Refuse new values of frozen leaves: they are not pushed, so each island would have others, and the run would lose them."""
     frozen = FragmentPlan(1, stacked=False, frozen=tuple(opt.config.frozen)).untrained(params)
     pairs = zip(leaves_with_paths(params), unchanged, strict=True)
-    if changed := [path for (path, _), same in pairs if path in frozen and not same]:
+    if changed := [path for (path, _), is_unchanged in pairs if path in frozen and not is_unchanged]:
         _refuse_updated(changed)
 
 

@@ -159,8 +159,8 @@ def may_start(clock: Clock, worker: int) -> bool:
 def clock_of(clock: Clock, worker: int) -> int:
     """Return the number of steps that a worker has finished."""
     if worker not in clock.steps:
-        listed = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
-        problem = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({listed or 'none'})."
+        worker_list = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
+        problem = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({worker_list or 'none'})."
         raise ValueError(format_error(WHO, problem, fix="let it join; what a worker pushes after it left is lost."))
     return clock.steps[worker]
 

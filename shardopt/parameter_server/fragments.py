@@ -70,10 +70,10 @@ class FragmentPlan(NamedTuple):
         leaves, treedef = jax.tree.flatten(params)
         fragment_leaves = treedef.flatten_up_to(fragment)
 
-        def put_leaf(leaf: jax.Array, leaf_number: int | None, new: jax.Array | None) -> jax.Array:
-            if new is None:
+        def put_leaf(leaf: jax.Array, leaf_number: int | None, new_leaf: jax.Array | None) -> jax.Array:
+            if new_leaf is None:
                 return leaf
-            return leaf.at[number :: self.num_fragments].set(new) if leaf_number == -1 else new
+            return leaf.at[number :: self.num_fragments].set(new_leaf) if leaf_number == -1 else new_leaf
 
         return treedef.unflatten(map(put_leaf, leaves, self.numbers(params), fragment_leaves))
 
@@ -135,12 +135,12 @@ def make_fragment_mathematics(inner: Mathematics, plan: FragmentPlan) -> Mathema
         pulled_fragment = None if pulled is None else take(pulled, number)
         states = opt_state[number], rule_state[number]
         tree_updates = [_with_tree(update) for update in updates]
-        new = inner.apply(take(params, number), *states, tree_updates, pulled_fragment, delay)
+        result = inner.apply(take(params, number), *states, tree_updates, pulled_fragment, delay)
         return UpdateResult(
-            put(params, number, new.params),
-            (*opt_state[:number], new.opt_state, *opt_state[number + 1 :]),
-            (*rule_state[:number], new.rule_state, *rule_state[number + 1 :]),
-            new.metrics,
+            put(params, number, result.params),
+            (*opt_state[:number], result.opt_state, *opt_state[number + 1 :]),
+            (*rule_state[:number], result.rule_state, *rule_state[number + 1 :]),
+            result.metrics,
         )
 
     identity = lambda params: params  # noqa: E731

@@ -27,7 +27,7 @@ class Event(NamedTuple):
       pulled: for a push, the version that it was computed from; otherwise `version`.
       staleness: by how many *clocks* the worker was ahead of the slowest when it began this step: 0 to max_staleness.
       time: seconds since the run began, measured or virtual. The mathematics does not depend on it.
-      waited: for a pull or a leave, the seconds before it in which the worker was ready but the bound held it back.
+      waited: for a pull or a leave, for how many seconds before it the bound held back the worker, which was ready.
     """
 
     kind: str

@@ -69,8 +69,8 @@ class RunFn(NamedTuple):
     **Ray**: the run survives killed processes.
 
     - A killed worker is removed from the clock; a push arrives completely or not at all. `metrics["killed"]` names the
-      killed workers. `metrics["hung"]` names those that the run itself killed, after `hang_timeout` seconds without
-      progress.
+      killed workers. `metrics["hung"]` names the workers among them that the run itself killed, after `hang_timeout` seconds
+      without progress.
     - A killed server restarts from the newest of `checkpoints`, and the workers continue with it. `metrics["lost_updates"]`
       is the number of lost updates.
     - If one of several servers is killed, it restarts with its range, and no update is lost. `metrics["killed_servers"]`

@@ -42,7 +42,7 @@ from shardopt.parameter_server.run import (
     take_snapshot,
 )
 from shardopt.parameter_server.settings import settings_values, use_settings
-from shardopt.parameter_server.sharded import merged, shard, unshard
+from shardopt.parameter_server.sharded import combine_leaves, shard, unshard
 from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status, show_workers
 from shardopt.parameter_server.worker import Streams, no_compute, run_worker
@@ -254,8 +254,10 @@ class RayDriver:
             address = group[0].address.remote(self.token) if len(group) > 1 else ""
             for rank, actor in enumerate(group):
                 followers = group[1:] if rank == 0 else ()
-                place = address, len(group), rank, *followers
-                work = actor.work.remote(self.server, worker, self.incarnations[worker], self.pickled_compute, *place)
+                group_position = address, len(group), rank, *followers
+                work = actor.work.remote(
+                    self.server, worker, self.incarnations[worker], self.pickled_compute, *group_position
+                )
                 self.running[work] = worker, rank
 
     def watch(self) -> bool:
@@ -339,7 +341,7 @@ class RayDriver:
 
     def has_dead_process(self, worker: int) -> bool:
         """Return whether another process of a worker, one of whose processes has failed, is dead or dies within seconds."""
-        running = [work for work, (work_worker, _) in self.running.items() if work_worker == worker]
+        running = [work for work, (other_worker, _) in self.running.items() if other_worker == worker]
         ended, _ = self.ray.wait(running, num_returns=len(running), timeout=_LULL_SECONDS) if running else ([], [])
         for work in ended:
             try:
@@ -594,7 +596,7 @@ class RemoteCoordinator:
         refs, tries = params.stored.refs, 0
         while True:
             try:
-                return merged(unshard(ray.get(refs), params.shapes), params.untrained)
+                return combine_leaves(unshard(ray.get(refs), params.shapes), params.untrained)
             except RayError:
                 tries += 1
                 if tries > TRIES:

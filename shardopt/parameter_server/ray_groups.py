@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class ProcessFailure(NamedTuple):
-    """The answer of a process in which an error was raised: the error, and its traceback as text."""
+    """The answer of a process that has failed: its error, and the traceback as text."""
 
     error: BaseException
     trace: str
@@ -53,8 +53,8 @@ class CoordinatorClient(Protocol):
 class Leader:
     """The client of the first process of a group: it calls the coordinator, and sends the answers to the other processes."""
 
-    def __init__(self, coordinator: CoordinatorClient, token: str, others: "tuple[ActorHandle, ...]"):
-        self._coordinator, self._token, self._others = coordinator, token, others
+    def __init__(self, coordinator: CoordinatorClient, token: str, followers: "tuple[ActorHandle, ...]"):
+        self._coordinator, self._token, self._followers = coordinator, token, followers
 
     def enter(self, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
@@ -77,7 +77,7 @@ class Leader:
             return answer
         finally:
             shared = ray.put(answer)  # once for all processes, because it may have all parameters
-            for process in self._others:
+            for process in self._followers:
                 process.receive.remote(self._token, shared)
 
 

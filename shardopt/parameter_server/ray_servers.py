@@ -23,7 +23,7 @@ from shardopt.parameter_server.apply import (
     copy_without_weak_type,
     metrics_of,
 )
-from shardopt.parameter_server.sharded import ServerShards, abstract_params, merged, shapes_of, shard, unshard
+from shardopt.parameter_server.sharded import ServerShards, abstract_params, combine_leaves, shapes_of, shard, unshard
 from shardopt.parameter_server.updates import Update, trained, untrained
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class RayServers:
 
     def full_params(self, params: RemoteParams) -> PyTree:
         """Return the unsharded parameters, from all servers."""
-        return merged(unshard(self.fetch(params.stored), params.shapes), params.untrained)
+        return combine_leaves(unshard(self.fetch(params.stored), params.shapes), params.untrained)
 
     def check(self, update: Update | None, params: RemoteParams, worker: int) -> Update:
         """Refuse an update whose gradient is not stored with every server."""

@@ -172,12 +172,12 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
         return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
 
     def gradient(grads, state, *, params, pulled, delay):
-        square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
+        mean_square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
 
         def correct(g, w, old, m):
             return g + (strength / jnp.sqrt(m + eps)).astype(g.dtype) * g * g * (w - old)
 
-        return jax.tree.map(correct, grads, params, pulled, square), square
+        return jax.tree.map(correct, grads, params, pulled, mean_square), mean_square
 
     config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
     return Rule(who, config, init=init, gradient=gradient, uses_pulled=True)

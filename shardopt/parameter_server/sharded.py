@@ -94,16 +94,16 @@ def abstract_params(params: ServerShards) -> PyTree:
     leaves, treedef = jax.tree.flatten(params.trees[0])
     pairs = zip(params.shapes, leaves, strict=True)
     trained_params = treedef.unflatten([jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in pairs])
-    return merged(trained_params, params.rest)
+    return combine_leaves(trained_params, params.rest)
 
 
 def full_params(params: ServerShards) -> PyTree:
     """Return the unsharded parameters, on the device of the first server."""
     device = _device_of(params.trees[0])
-    return merged(_unshard([_put(tree, device) for tree in params.trees], params.shapes), params.rest)
+    return combine_leaves(_unshard([_put(tree, device) for tree in params.trees], params.shapes), params.rest)
 
 
-def merged(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
+def combine_leaves(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
     """Return all parameters, from the trained and the untrained ones."""
     is_none = lambda leaf: leaf is None  # noqa: E731
     return jax.tree.map(lambda a, b: b if a is None else a, trained_params, untrained_params, is_leaf=is_none)

@@ -159,12 +159,14 @@ def _owners(tx: optax.GradientTransformation, params: PyTree, row_indices: PyTre
     for i, (leaf, rows) in enumerate(zip(leaves, jax.tree.leaves(row_indices), strict=True)):
         if rows.shape == (0,):
             continue
-        longer = _resized(leaf, leaf.shape[0] + 1)
-        after = jax.tree.leaves(jax.eval_shape(tx.init, treedef.unflatten([*leaves[:i], longer, *leaves[i + 1 :]])))
+        longer_leaf = _resized(leaf, leaf.shape[0] + 1)
+        after = jax.tree.leaves(
+            jax.eval_shape(tx.init, treedef.unflatten([*leaves[:i], longer_leaf, *leaves[i + 1 :]]))
+        )
         for j, (old, new) in enumerate(zip(before, after, strict=True)):
             if old.shape != new.shape:
                 owners[j] = i
-                if old.shape[:1] != leaf.shape[:1] or new.shape != (longer.shape[0], *old.shape[1:]):
+                if old.shape[:1] != leaf.shape[:1] or new.shape != (longer_leaf.shape[0], *old.shape[1:]):
                     state = f"state {old.dtype}{list(old.shape)}"
                     bad_states.append(f"{state} of a parameter {leaf.dtype}{list(leaf.shape)}")
     if bad_states:
@@ -207,11 +209,11 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
     ]
 
     def traced(counts):
-        sized = [
+        sized_leaves = [
             leaf if owner == DENSE else _resized(leaf, counts[owner])
             for leaf, owner in zip(leaves, owners, strict=True)
         ]
-        return jax.make_jaxpr(run)(*treedef.unflatten(sized))
+        return jax.make_jaxpr(run)(*treedef.unflatten(sized_leaves))
 
     try:
         all_rows, some_rows = traced(all_counts), traced(some_counts)
@@ -225,8 +227,8 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
         if label.kind != (SAME if a.shape == b.shape else ELEMENT):
             mixing_operations |= label.by or {SHAPE}
     if mixing_operations:
-        by = ", ".join(sorted(mixing_operations - {SHAPE})) or "it depends on the number of rows"
-        problem = f"the optimizer or the rule does not act on each row of a sparse leaf by itself ({by})."
+        operations = ", ".join(sorted(mixing_operations - {SHAPE})) or "it depends on the number of rows"
+        problem = f"the optimizer or the rule does not act on each row of a sparse leaf by itself ({operations})."
         fix = "use what acts row by row, such as sgd, adam or a clip of gradients before them; or leave sparse out."
         raise ValueError(format_error(WHO, problem, fix=fix))
 

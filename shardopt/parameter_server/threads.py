@@ -48,8 +48,8 @@ def run_threads(who: str, coordinator: Coordinator, compute: Compute, watch: Cal
                 run_worker(coordinator, compute, worker)
         except BaseException as error:  # it is raised again on the caller's thread
             steps = coordinator.run.state.clock.steps
-            at = f" at its step {steps[worker]}" if worker in steps else ""
-            error.add_note(f"This happened in worker {worker} of {who}{at}.")
+            at_step = f" at its step {steps[worker]}" if worker in steps else ""
+            error.add_note(f"This happened in worker {worker} of {who}{at_step}.")
             errors.append(error)
             coordinator.stop("failed")
         finally:

@@ -187,9 +187,9 @@ def untrained(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: None if _is_trained(leaf) else leaf, params)
 
 
-def merge(params: PyTree, new: PyTree) -> PyTree:
-    """Return the parameters with their trained leaves replaced by the leaves of `new`."""
-    values = iter(jax.tree.leaves(new))
+def replace_trained(params: PyTree, new_leaves: PyTree) -> PyTree:
+    """Return the parameters with their trained leaves replaced by `new_leaves`."""
+    values = iter(jax.tree.leaves(new_leaves))
     return jax.tree.map(lambda leaf: next(values) if _is_trained(leaf) else leaf, params)
 
 

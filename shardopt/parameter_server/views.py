@@ -43,18 +43,18 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
       {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
     """
     staleness, delay, kinds = Counter(), Counter(), Counter()
-    seconds, updates, members = 0.0, 0, set()
+    seconds, updates, workers = 0.0, 0, set()
     events = list(log)
     for event in events:
         kinds[event.kind] += 1
         seconds, updates = event.time, event.version
-        members.add(event.worker)
+        workers.add(event.worker)
         if event.kind in ("push", "refuse"):
             staleness[event.staleness] += 1
             delay[event.delay] += 1
-    spent = {doing: dict.fromkeys(sorted(members), 0.0) for doing in ("wait", "step", "data", "lost")}
+    seconds_doing = {doing: dict.fromkeys(sorted(workers), 0.0) for doing in ("wait", "step", "data", "lost")}
     for segment in timeline(events):
-        spent[segment.doing][segment.worker] += segment.end - segment.start
+        seconds_doing[segment.doing][segment.worker] += segment.end - segment.start
     rate = 1 / seconds if seconds > 0 else 0.0
     return {
         "seconds": seconds,
@@ -65,9 +65,9 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
         "pushes_per_second": kinds["push"] * rate,
         "staleness": dict(sorted(staleness.items())),
         "delay": dict(sorted(delay.items())),
-        "wait_seconds": spent["wait"],
-        "step_seconds": spent["step"],
-        "data_seconds": spent["data"],
+        "wait_seconds": seconds_doing["wait"],
+        "step_seconds": seconds_doing["step"],
+        "data_seconds": seconds_doing["data"],
     }
 
 

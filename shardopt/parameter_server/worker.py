@@ -29,7 +29,7 @@ from shardopt.parameter_server.server import make_server
 from shardopt.parameter_server.settings import capture_settings
 from shardopt.parameter_server.sharded import Devices, check_shardable
 from shardopt.parameter_server.sparse import check_matches, is_rows, to_sparse_rows
-from shardopt.parameter_server.updates import Update, check_params, finiteness, merge, trained
+from shardopt.parameter_server.updates import Update, check_params, finiteness, replace_trained, trained
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers.reducer import check_reducer
 
@@ -63,14 +63,14 @@ def run_ahead(
     incarnation: int,
 ) -> None:
     """Run a worker like `run_worker`, but take the first steps of a round while its pull and the previous push travel."""
-    wire, settings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}"), capture_settings()
+    communicator, settings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}"), capture_settings()
 
     def send(update: Update | None, version: int) -> bool:
         with settings():
             return coordinator.push(worker, incarnation, update, version)
 
     def pull(pushed: "Future[bool] | None", ready: bool) -> "WorkerTask | None":
-        if pushed is not None and not pushed.result():  # `wire` has one thread, so the push has ended
+        if pushed is not None and not pushed.result():  # the communicator has one thread, so the push has ended
             return None
         with settings():
             return coordinator.pull(worker, incarnation, ready)
@@ -81,16 +81,16 @@ def run_ahead(
             pushed = None
             while True:
                 batch = compute.next_batch(worker)
-                pulled = wire.submit(pull, pushed, batch is not None)
+                pulled = communicator.submit(pull, pushed, batch is not None)
                 if batch is not None:
                     ahead(worker, batch)
                 task = pulled.result()
                 if task is None:
                     break
                 update = compute.update(worker, task.params, batch, task.clock)
-                pushed = wire.submit(send, update, task.version)
+                pushed = communicator.submit(send, update, task.version)
     finally:
-        wire.shutdown(wait=False)  # without waiting, because after an error the server may never answer
+        communicator.shutdown(wait=False)  # without waiting, because after an error the server may never answer
 
 
 def sgd_spec(
@@ -233,7 +233,7 @@ def make_gradients(
       who: the function that the user called, for messages.
       tx: the optimizer, which is checked.
       loss_fn: the loss.
-      mesh: a mesh like those that the function will get.
+      mesh: a mesh like the meshes that the function will get.
       rng: the random key, as numbers.
       num_workers: the loss must be a mean over the batches of so many workers.
     """
@@ -309,7 +309,7 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
         key = _key(loss_fn, rng, worker, clock)
 
         def loss_total(trained_params: PyTree) -> tuple[jax.Array, LossParts]:
-            parts = _loss(config, merge(params, trained_params), batch, key)
+            parts = _loss(config, replace_trained(params, trained_params), batch, key)
             if isinstance(parts.loss.total, tuple):
                 problem = (
                     "a loss of several terms needs the weights of all workers before any of them differentiates it."
@@ -352,13 +352,13 @@ def to_device(update: Update, device: Any) -> Update:
 
 def key_data(who: str, rng: jax.Array | None) -> np.ndarray:
     """Return the data of the key from which a strategy that is initialised with `rng` draws."""
-    typed = jax.random.key(0) if rng is None else rng
-    if not isinstance(typed, jax.Array):
+    key = jax.random.key(0) if rng is None else rng
+    if not isinstance(key, jax.Array):
         problem = f"rng must be a random key, got {type(rng).__name__}."
         raise TypeError(format_error(who, problem, fix="pass jax.random.key(seed)."))
-    if not jnp.issubdtype(typed.dtype, jax.dtypes.prng_key):
-        typed = jax.random.wrap_key_data(typed)
-    return np.asarray(jax.random.key_data(jax.random.fold_in(typed, 0)))
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
 
 
 class Streams:
