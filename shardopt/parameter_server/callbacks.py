@@ -47,17 +47,17 @@ class Callbacks:
         if evaluate is not None and not callable(evaluate):
             raise TypeError(f"{who}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
         check_count(who, "evaluate_every", evaluate_every, least=1)
-        self.who, self.checkpoints, self.rule, self.evaluate = who, checkpoints, early_stopping, evaluate
+        self.who, self.checkpoints, self.early_stopping, self.evaluate = who, checkpoints, early_stopping, evaluate
         evaluates = early_stopping is not None or evaluate is not None
         save_every = None if checkpoints is None else checkpoints.every
         self.policy = SavePolicy(save_every, int(evaluate_every) if evaluates else None)
         self.progress = progress
         self.show: Show = lambda status, last=False: None
-        self.state = StoppingState()
+        self.stopping_state = StoppingState()
         self.resumed_from: int | None = None
-        self.saved: int | None = None
+        self.saved_version: int | None = None
         self.evaluations: list[dict[str, float]] = []
-        self._window: list[Mapping[str, jax.Array | np.ndarray]] = []
+        self._new_history: list[Mapping[str, jax.Array | np.ndarray]] = []  # metrics since the last evaluation
         self._last_metrics: dict[str, float] = {}
 
     @property
@@ -69,7 +69,7 @@ class Callbacks:
         """Restore a new run from the newest checkpoint, if there is one."""
         if (snapshot := self.load_latest(run.server, params)) is not None:
             restore_run(self.who, run, snapshot)
-            self.resumed_from = self.saved = run.state.version
+            self.resumed_from = self.saved_version = run.state.version
 
     def load_latest(self, server: Server, params: PyTree) -> RunSnapshot | None:
         """Read the newest checkpoint, and the state of early stopping in it; return None without a checkpoint."""
@@ -82,8 +82,8 @@ class Callbacks:
             raise ValueError(format_error(self.who, problem, fix=fix))
         snapshot = load_snapshot(self.who, checkpoints, server, params, step)
         saved_state = snapshot.record.get("early_stopping")
-        if self.rule is not None and saved_state is not None:
-            self.state = stopping.from_json(self.rule, saved_state) or StoppingState()
+        if self.early_stopping is not None and saved_state is not None:
+            self.stopping_state = stopping.from_json(self.early_stopping, saved_state) or StoppingState()
         return snapshot
 
     def watch(self, coordinator: Coordinator) -> None:
@@ -99,18 +99,18 @@ class Callbacks:
 
     def handle(self, milestone: Milestone) -> bool:
         """Evaluate and save a milestone; return whether early stopping ends the run."""
-        self._window += milestone.history
+        self._new_history += milestone.history
         if self.policy.evaluates(milestone.version):
             self._observe(milestone.version, milestone.params)
         if milestone.snapshot is not None:
             self._save(milestone.snapshot)
-        return stopping.out_of_patience(self.rule, self.state) is not None
+        return stopping.out_of_patience(self.early_stopping, self.stopping_state) is not None
 
     def finish(self, snapshot: RunSnapshot | None) -> None:
         """Save the end of a run, and wait until it is written."""
         if self.checkpoints is None:
             return
-        if snapshot is not None and int(snapshot.state.step) != self.saved:
+        if snapshot is not None and int(snapshot.state.step) != self.saved_version:
             self._save(snapshot)
         self.checkpoints.wait()
 
@@ -118,21 +118,24 @@ class Callbacks:
         """Return the metrics of the result: the version of the restored checkpoint, the evaluations and the best one."""
         metrics: dict[str, object] = {"resumed_from": self.resumed_from}
         if self.policy.evaluate_every is not None:
-            metrics["evaluations"], metrics["best"] = self.evaluations, stopping.best(self.rule, self.state)
+            metrics["evaluations"], metrics["best"] = (
+                self.evaluations,
+                stopping.best(self.early_stopping, self.stopping_state),
+            )
         return metrics
 
     def _save(self, snapshot: RunSnapshot) -> None:
         """Begin to write a checkpoint."""
         assert self.checkpoints is not None
         record, version = dict(snapshot.record), int(snapshot.state.step)
-        if self.rule is not None:
-            record["early_stopping"] = stopping.to_json(self.rule, self.state)
+        if self.early_stopping is not None:
+            record["early_stopping"] = stopping.to_json(self.early_stopping, self.stopping_state)
         self.checkpoints.save(snapshot.state, step=version, metrics=self._last_metrics, extra={"server": record})
-        self.saved = version
+        self.saved_version = version
 
     def _observe(self, version: int, params: PyTree) -> None:
         """Evaluate a version, and tell early stopping the results."""
-        updates, self._window = jax.device_get(self._window), []
+        updates, self._new_history = jax.device_get(self._new_history), []
         names = updates[0] if updates else ()
         metrics = {name: float(np.mean([update[name] for update in updates])) for name in names}
         if self.evaluate is not None:
@@ -141,7 +144,7 @@ class Callbacks:
                 problem = f"evaluate must return a dict of metrics, got {type(results).__name__}."
                 raise TypeError(format_error(self.who, problem, fix='return {"val_loss": loss}.'))
             metrics |= {name: float(value) for name, value in results.items()}
-        stopping.check_metric(self.rule, metrics, self.who)
-        self.state = stopping.update(self.rule, self.state, version, metrics)
+        stopping.check_metric(self.early_stopping, metrics, self.who)
+        self.stopping_state = stopping.update(self.early_stopping, self.stopping_state, version, metrics)
         self.evaluations.append({"step": version, **metrics})
         self._last_metrics = metrics

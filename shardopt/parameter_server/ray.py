@@ -70,7 +70,7 @@ def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     with cluster(spec.who, spec.address, spec.num_workers * spec.hosts + _num_server_processes(spec)) as ray:
         job = job._replace(params=jax.device_put(job.params))
         snapshot = callbacks.load_latest(spec.make_server(donate=False), job.params)
-        callbacks.resumed_from = callbacks.saved = None if snapshot is None else int(snapshot.state.step)
+        callbacks.resumed_from = callbacks.saved_version = None if snapshot is None else int(snapshot.state.step)
         driver = RayDriver(ray, spec, job, callbacks)
         log = None
         try:
@@ -150,7 +150,7 @@ def check_capacity(who: str, ray: ModuleType, num_workers: int, servers: int = 1
 
 
 _LULL_SECONDS = 10.0
-"""Seconds between the failure of a process and the report that the process it waited for has died."""
+"""The most seconds between the failure of a process and the report of the death that caused it."""
 _POLL_SECONDS = 0.5
 """Seconds that the caller waits for a milestone before it looks at the workers again."""
 _COMPILE_FACTOR = 10
@@ -177,9 +177,8 @@ class RayDriver:
         self.callback_seconds = 0.0  # the time of evaluations and checkpoints, for which workers may have waited
         self.last_version, self.lost_updates = 0, 0
         self.server: Any = None
-        self.running: dict[
-            ObjectRef, tuple[int, int]
-        ] = {}  # call of `WorkerProcess.work` -> (worker, rank of the process)
+        # The calls of `WorkerProcess.work` that have not ended -> (worker, rank of the process).
+        self.running: dict[ObjectRef, tuple[int, int]] = {}
 
     def run(self, snapshot: RunSnapshot | None) -> AsyncResult:
         """Train; the caller must call `close` afterwards, even after an error."""
@@ -227,7 +226,7 @@ class RayDriver:
         job = self.job._replace(params=params, batches_of=lambda _: (), log_path=None)
         if self.server is not None:  # the new server must not wait for workers that are not restarted
             job = job._replace(availability={worker: job.availability[worker] for worker in self.alive})
-        # The loss and the data are not sent to the server, which may not be able to import them.
+        # The loss and the data are not sent to the server.
         programs = self.ray.cloudpickle.dumps(partial(programs_of, self.spec.make_server))
         start = self.spec._replace(make_compute=no_compute), job, self.callbacks.policy, snapshot, programs
         # Every worker may block in its own call, and the call of a killed worker ends only when its death is noticed.
@@ -296,7 +295,7 @@ class RayDriver:
             self.callback_seconds += time.monotonic() - began
 
     def kill_hung_workers(self) -> None:
-        """Kill the workers that made no progress for `hang_timeout` seconds, without waiting for anybody."""
+        """Kill the workers that made no progress for `hang_timeout` seconds although nothing held them back."""
         timeout = self.spec.hang_timeout
         if timeout is None:
             return
@@ -356,10 +355,10 @@ class RayDriver:
         for actor in self.alive.pop(worker):
             self.ray.kill(actor)
         self.running = {work: process for work, process in self.running.items() if process[0] != worker}
-        restarts = self.restarts_left[worker] > 0
-        self.notify("worker_died", worker, restarting=restarts)
+        will_restart = self.restarts_left[worker] > 0
+        self.notify("worker_died", worker, restarting=will_restart)
         self.incarnations[worker] += 1
-        if restarts:
+        if will_restart:
             self.restarts_left[worker] -= 1
             self.start_worker(worker)
             self.start_work()
@@ -414,7 +413,7 @@ class ServerLostReport(NamedTuple):
 
 
 class ServerProcess:
-    """A `Coordinator` in a process of its own; parameters go to workers through the object store."""
+    """A `Coordinator` in its own process; parameters go to the workers through Ray's object store."""
 
     def __init__(self, settings: dict[str, object], token: str, start: bytes):
         from ray import cloudpickle

@@ -37,8 +37,6 @@ def replay(
     same pure server. The replay checks that the server makes the same events as the log, and that the checksums of the
     parameters before and after the run are the same.
 
-    **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same kind as in the run.
-
     Args:
       log: the log of `async_sgd(...).run` or `simulate`, or `Log.load(path)`.
       tx: the optimizer of the run.
@@ -66,6 +64,8 @@ def replay(
       >>> again = so.parameter_server.replay(result.log, tx, loss_fn, params, batches_of)
       >>> bool((again["w"] == result.params["w"]).all())
       True
+
+    **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same kind as in the run.
     """
     check_log(log)
     header = log.header

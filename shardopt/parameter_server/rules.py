@@ -80,14 +80,14 @@ def staleness_learning_rate() -> Rule:
     The rule divides the optimizer's update. So it divides the learning rate of every optimizer, also of Adam, which does
     not depend on the size of a gradient.
 
-    **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
-
     Returns:
       A `Rule`. It keeps no state.
 
     Example:
       >>> float(staleness_learning_rate().scale(4))
       0.25
+
+    **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
 
     References:
       Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", 2016: alpha = alpha_0 / tau.
@@ -99,10 +99,6 @@ def dc_asgd(strength: float = 0.04) -> Rule:
     """Correct a late gradient to first order, with a cheap Hessian: g' = g + lambda g*g*(w - w_pulled).
 
     This is the Taylor expansion of the gradient at w around w_pulled, with the diagonal of g g^T in place of the Hessian.
-
-    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
-
-    **Placement**: the server keeps the parameters that each worker has pulled, while its step is in flight.
 
     Args:
       strength: lambda.
@@ -118,6 +114,10 @@ def dc_asgd(strength: float = 0.04) -> Rule:
       >>> grads, _ = dc_asgd(0.5).gradient({"w": 2.0}, (), params={"w": 1.5}, pulled={"w": 1.0}, delay=3)
       >>> grads
       {'w': 3.0}
+
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
+
+    **Placement**: the server keeps the parameters that each worker has pulled, while its step is in flight.
 
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
@@ -135,10 +135,6 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
     """Correct late gradients like `dc_asgd`, with a strength that adapts to the size of each gradient element.
 
     m <- decay m + (1 - decay) g*g, then g' = g + strength / sqrt(m + eps) g*g*(w - w_pulled).
-
-    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
-
-    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
 
     Args:
       strength: lambda_0.
@@ -159,6 +155,10 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
       >>> grads, _ = rule.gradient({"w": jnp.array([2.0])}, rule.init(w), params=w, pulled=old, delay=1)
       >>> round(float(grads["w"][0]), 3)
       3.0
+
+    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
+
+    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
 
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, section 5: DC-ASGD-a.
@@ -206,8 +206,6 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
     The rule is meant for `optax.sgd(eps)`, which steps by -eps g'. N pushes are then one step of SGD with Nesterov
     momentum, and stale gradients do not enter the momentum one by one.
 
-    **Placement**: m and buf on the server, each as large as the trained parameters, in fp32 at least.
-
     Args:
       every: N, usually the number of workers.
       momentum: beta, in [0, 1).
@@ -229,6 +227,8 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
       ...     steps.append(float(step["w"]))
       >>> steps
       [0.5, 2.5, 0.5]
+
+    **Placement**: m and buf on the server, each as large as the trained parameters, in fp32 at least.
 
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: delayed Nesterov update.

@@ -86,9 +86,6 @@ def simulate(
     With `tx`, `loss_fn`, `params` and `batches_of` the run also computes the real gradients and updates, on one thread.
     Without them only time is simulated, and thousands of workers take seconds.
 
-    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events have the same order
-    gives the same parameters, bit for bit.
-
     Args:
       workers: the workers, or a number of equal workers with steps of one second.
       max_staleness: as for `async_sgd`, in clocks; None for no bound.
@@ -121,6 +118,9 @@ def simulate(
       >>> waiting, free = (simulate(workers, max_staleness=s, until=400.0).metrics for s in (0, None))
       >>> waiting["pushes_per_second"], free["pushes_per_second"]
       (1.0, 3.25)
+
+    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events have the same order
+    gives the same parameters, bit for bit.
     """
     workers = _check_workers(workers)
     _check_numbers(num_updates, until, message_bytes, server_seconds, seed)
