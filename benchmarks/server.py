@@ -122,7 +122,7 @@ def watch_server(folder):
         (coordinator.Coordinator, "push", "server: push, with the wait for the lock"),
         (server, "check_update", "server: check shapes"),
         (server, "faults", "server: look for NaN"),
-        (ray_processes.ServerProcess, "_share", "server: parameters into the object store"),
+        (ray_processes.ServerProcess, "_share_params", "server: parameters into the object store"),
     ]
     return watch(folder / f"server-{os.getpid()}", places)
 
