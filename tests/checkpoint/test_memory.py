@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint.memory import Snapshot, assemble, pack, place_snapshot, unpack, whole_steps
+from shardopt.checkpoint.memory import MemorySnapshot, assemble, pack, place_snapshot, unpack, complete_steps
 from shardopt.runtime import vault
 from shardopt.runtime.messages import connect
 
@@ -66,7 +66,7 @@ def pieces_of(snapshot, count):
         for path, (kind, shards) in snapshot.leaves.items():
             mine = dict(list(shards.items())[rank::count]) if len(shards) >= count else shards
             leaves[path] = (kind, mine)
-        yield Snapshot(snapshot.step, {"rank": rank}, leaves)
+        yield MemorySnapshot(snapshot.step, {"rank": rank}, leaves)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 3), (4, 1)])
@@ -124,9 +124,9 @@ def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
 
 def test_only_steps_of_one_attempt_are_put_together():
     held = [("a", 0, 9, "0/2"), ("a", 1, 9, "1/2"), ("b", 0, 8, "0/2"), ("b", 1, 8, "0/2"), ("b", 0, 8, "2/1")]
-    found = whole_steps(held, later_than=7)
+    found = complete_steps(held, later_than=7)
     assert [(one.step, one.group) for one in found] == [(8, "2/1"), (8, "0/2")]
-    assert whole_steps(held, later_than=8) == []
+    assert complete_steps(held, later_than=8) == []
 
 
 def test_snapshots_need_somewhere_to_go(tmp_path, monkeypatch):
