@@ -157,7 +157,7 @@ class MemoryWriter:
                 self._unreachable.add(address)
 
     def _vault_pieces(self) -> list[tuple[str, int, int, str]]:
-        return [(address, *piece) for address in self._vaults for piece in vault.held(address, self._token)]
+        return [(address, *piece) for address in self._vaults for piece in vault.list_pieces(address, self._token)]
 
     def _read_pieces(self, complete_step: CompleteStep) -> Iterator[MemorySnapshot]:
         """Read the pieces of a step one by one, first the piece of this rank.

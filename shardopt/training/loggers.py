@@ -26,9 +26,9 @@ ShowBatches = Callable[[int, int | None], None]
 def jsonl(path: str | os.PathLike[str]) -> Log:
     r"""Return a logger that appends one JSON object per line: `{"step": 10, "loss": 2.3, ...}`.
 
-    The file holds one run. When a resumed run writes its first line, it deletes the interrupted run's lines of
-    that step and of later steps. It also deletes a line that a kill cut short. Every line is in the file when the call returns. A file that
-    somebody deleted is made again. JSON has no NaN or infinity, so they are written as null.
+    The file holds one run. When a resumed run writes its first line, it deletes the interrupted run's lines of that step
+    and of later steps. It also deletes a line that a kill cut short. Every line is in the file when the call returns. A
+    file that somebody deleted is made again. JSON has no NaN or infinity, so they are written as null.
 
     Args:
       path: the file; its folder is made if needed.

@@ -100,26 +100,26 @@ def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
 
     for step in (5, 10, 15):
         keep(step)
-    assert vault.held(address, token) == [(1, 10, "0/2"), (1, 15, "0/2")]
+    assert vault.list_pieces(address, token) == [(1, 10, "0/2"), (1, 15, "0/2")]
     assert vault.get(address, token, 1, 15, "0/2") == b"numbers"
     assert vault.get(address, token, 1, 15, "1/2") is None
     assert vault.get(address, token, 1, 5, "0/2") is None
     with pytest.raises(OSError, match="it did not arrive whole"):
         vault.put(address, token, 1, 20, "0/2", b"numberz", vault.digest(b"numbers"))
     keep(12)  # wound back: what came after is of another history
-    assert vault.held(address, token) == [(1, 10, "0/2"), (1, 12, "0/2")]
+    assert vault.list_pieces(address, token) == [(1, 10, "0/2"), (1, 12, "0/2")]
     keep(14, rank=0, group="1/1")
-    assert len(vault.held(address, token)) == 3  # another piece of the attempt before may still be needed
+    assert len(vault.list_pieces(address, token)) == 3  # another piece of the attempt before may still be needed
     keep(16, rank=0, group="1/1")
-    assert vault.held(address, token) == [(0, 14, "1/1"), (0, 16, "1/1")]
+    assert vault.list_pieces(address, token) == [(0, 14, "1/1"), (0, 16, "1/1")]
     with pytest.raises(mp.AuthenticationError):
         connect(address, "guessed")
     vaults._all[0].process.kill()
     vaults._all[0].process.wait()
-    assert vault.held(address, token) == []
+    assert vault.list_pieces(address, token) == []
     assert vault.get(address, token, 0, 14, "1/1") is None
     again = vaults.environment()[vault.ADDRESSES].split(",")
-    assert vault.held(again[0], token) == []
+    assert vault.list_pieces(again[0], token) == []
 
 
 def test_only_steps_of_one_attempt_are_put_together():
