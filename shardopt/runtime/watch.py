@@ -101,8 +101,8 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
     lane_hangs = []
     for lane in sorted({lane for report in known_reports.values() for lane in report.lanes}):
         marks = {rank: report.lanes[lane] for rank, report in known_reports.items() if lane in report.lanes}
-        last_position = min((mark.step, mark.number) for mark in marks.values())
-        behind = {rank: mark for rank, mark in marks.items() if (mark.step, mark.number) == last_position}
+        lowest_position = min((mark.step, mark.number) for mark in marks.values())
+        behind = {rank: mark for rank, mark in marks.items() if (mark.step, mark.number) == lowest_position}
         seconds = max(mark.began + known_reports[rank].ago for rank, mark in behind.items())
         allowed_seconds = max(
             timeout * FIRST_TIME_FACTOR if mark.expected_seconds < 0 else max(timeout, mark.expected_seconds)
