@@ -73,7 +73,7 @@ def acquire_lock(who: str, directory: Path, *, name: str = LOCK_NAME, instead: s
       who: the function that the user called, for messages.
       directory: the folder, which exists.
       name: the name of the lock file; writers of other files in the folder use another name.
-      instead: what the user can do if the other writer continues, for the message.
+      instead: the user's alternative to stopping the other writer, for the message.
 
     Raises:
       CheckpointInUseError: if another writer holds the lock.

@@ -125,8 +125,8 @@ def launch(
       min_processes: the smallest number of processes. The next attempt runs without each process that was killed, unless a
         spare takes its place. By default every attempt has all processes.
       hang_timeout: seconds without progress of a live process that count as a hang; by default hangs are not detected. After
-        a hang the stacks of all processes are written next to the logs (`process-0.stacks`), the process that delays the
-        others is named, and the job ends as after a failure, with exit code 124. An action that happens for the first time
+        a hang the stacks of all processes are written next to the logs (`process-0.stacks`), and the process that delays the
+        others is named. Then the job ends as after a failure, with exit code 124. An action that happens for the first time
         may compile, so it may take ten times as long. `fit` and `so.report_progress` report progress, in processes that
         called `so.initialize()`.
       spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a place in the next attempt.
@@ -435,7 +435,7 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
     was seen first reported a failure, the first process that reported one comes first.
 
     Args:
-      codes: exit codes by rank, in the order in which the exits were seen.
+      codes: exit codes by rank, in the order of the exits.
       reported_ranks: the ranks that reported a failure, in order.
     """
     if not codes:

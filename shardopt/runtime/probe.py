@@ -21,7 +21,7 @@ def probe_devices() -> list[float]:
     """Time fixed products on each device of this process, and report them to `shardopt launch --hang-timeout` or `so.watchdog`.
 
     In training all processes wait for the slowest device, so step times are equal everywhere. These products wait for no other
-    process. A process whose products take 1.5 times as long as those of the others, twice in a row, is named.
+    process. A process is named if its products take 1.5 times as long as the others' products, twice in a row.
 
     `fit` calls this at every tenth `agree_every` if it is watched. Your own loop can call it now and then, on every process,
     when no step is in progress. It finds shared or slow cores and throttled clocks, but not slow links or slow memory.

@@ -149,8 +149,8 @@ class Failures:
     can notice, fail and end before the launcher learns of the first one. A process therefore reports its failure itself first.
 
     Args:
-      reading: the descriptor from which the launcher reads.
-      writing: the descriptor to which the processes write.
+      reading: the descriptor that the launcher reads from.
+      writing: the descriptor that the processes write to.
 
     Attributes:
       environment: the environment variable through which a process finds the pipe.

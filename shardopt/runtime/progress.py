@@ -1,7 +1,7 @@
 """The progress of this process for a watch: marks of step and phase, and a thread that reports them.
 
 The threads that train and save make marks; the reporting thread only reads them. So a collective that hangs does not stop
-the reports. `watch` distinguishes the cases in which reports stop: SIGSTOP, a dead host or network, and native code that
+the reports. `watch` distinguishes the causes of missing reports: SIGSTOP, a dead host or network, and native code that
 holds the interpreter lock. This file imports only the standard library.
 """
 

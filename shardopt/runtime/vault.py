@@ -82,7 +82,7 @@ class PieceStore:
             } | {step: piece}
             self._pieces[rank] = dict(sorted(steps.items())[-NUM_KEPT:])
             if [stored.group for stored in self._pieces[rank].values()] == [piece.group] * NUM_KEPT:
-                # All pieces of earlier attempts can be deleted now, including those of ranks that no longer exist.
+                # All pieces of earlier attempts can be deleted now, even pieces of ranks that no longer exist.
                 self._pieces = {
                     other_rank: {
                         stored_step: stored for stored_step, stored in steps.items() if stored.group == piece.group

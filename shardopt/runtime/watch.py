@@ -71,7 +71,7 @@ class Hang(NamedTuple):
     Attributes:
       ranks: the ranks that lag behind; all ranks if none lags.
       silent: whether no reports arrive from these ranks.
-      lane: the lane in which they lag.
+      lane: the lane where they lag.
       seconds: the duration so far.
     """
 
@@ -119,7 +119,7 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
         return Hang(silent_ranks, True, MAIN, max(known_reports[rank].ago for rank in silent_ranks))
     if lane_hangs and missing_ranks:  # the others wait for a rank that stopped before its first report
         return Hang(missing_ranks, True, MAIN, max(hang.seconds for hang in lane_hangs))
-    # Prefer a lane in which few ranks lag: a lane in which all wait does not show the cause.
+    # Prefer the lane with the fewest lagging ranks: if all ranks wait, the lane does not show the cause.
     return min(lane_hangs, key=lambda hang: len(hang.ranks), default=None)
 
 

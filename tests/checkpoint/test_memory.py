@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint.memory import MemorySnapshot, assemble, pack, place_snapshot, unpack, complete_steps
+from shardopt.checkpoint.memory import MemorySnapshot, assemble, complete_steps, pack, place_snapshot, unpack
 from shardopt.runtime import vault
 from shardopt.runtime.messages import connect
 
