@@ -50,12 +50,12 @@ def model_of(options: Model) -> TrainedModel:
         hidden=-(-3 * options.dim // options.top_k),
         balance=None if options.balance == "none" else options.balance,
     )
-    num_parameters, active = (moe.num_parameters(mixture, active=active) / 1e6 for active in (False, True))
+    total_millions, active_millions = (moe.num_parameters(mixture, active=active) / 1e6 for active in (False, True))
     return TrainedModel(
         moe.model(mixture),
         functools.partial(moe.init, mixture),
         lambda params, *args, **kwargs: moe.sample(params, mixture, *args, **kwargs),
-        f"{num_parameters:.2f} million parameters, {active:.2f} of them for each token: {blocks_text}, "
+        f"{total_millions:.2f} million parameters, {active_millions:.2f} of them for each token: {blocks_text}, "
         f"{options.top_k} of {plural(options.experts, 'expert')}",
     )
 
@@ -68,7 +68,7 @@ def strategy_arguments(options: Model) -> dict[str, Any]:
 
 
 def check_model(options: Model) -> None:
-    """Refuse options that belong to the other model, and combinations that are impossible."""
+    """Refuse options that belong to the other model."""
     moe_options = {"experts": options.experts, "top-k": options.top_k, "balance": options.balance}
     defaults = Model()
     moe_flags = [
