@@ -30,7 +30,7 @@ class LaunchOptions:
 
     processes: Annotated[str, tyro.conf.arg(metavar="INT|MIN:MAX|INT,INT,...")] = "2"
     """How many processes; train divides its simulated devices among them. 1:4 starts with four, and continues with all that are \
-left when some are killed. 1,2,4 continues with the largest of these numbers."""
+left when some are killed. 1,2,4 continues with the largest of these numbers that is possible."""
 
     max_restarts: int = 0
     """How often the job is started again after a failure; train continues from its last checkpoint."""

@@ -70,7 +70,7 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
 
 
 def _silent_step(opt: so.ShardedOptimizer) -> int:
-    """Return a step in which replicas with local updates send nothing, if there is such a step."""
+    """Return the number of a step without traffic between replicas, if there is such a step."""
     local_updates = opt.config.local_updates
     return (
         0
@@ -80,7 +80,7 @@ def _silent_step(opt: so.ShardedOptimizer) -> int:
 
 
 def _sync_steps(local_updates: SyncConfig) -> list[int]:
-    """Return the steps of one round in which replicas send: the last step of each stride, or with a delay the step after it."""
+    """Return the steps of one round that synchronize: the last step of each stride, or with a delay the step after it."""
     start = local_updates.warmup_steps + local_updates.sync_every
     return [
         start + (fragment + 1) * local_updates.stride - (0 if local_updates.delay else 1)

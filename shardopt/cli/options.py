@@ -143,7 +143,7 @@ class Model:
     """Width of the residual stream."""
 
     layers: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Number of blocks. By default 2, or with a pipeline at least one per stage and chunk."""
+    """Number of blocks. By default 2, or with a pipeline one per stage and chunk if that is more."""
 
     heads: int = 4
     """Attention heads; the tensor axis shards them."""

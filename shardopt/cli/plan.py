@@ -136,9 +136,9 @@ def as_json(plans: Plans, top: int) -> str:
 class AuditOptions:
     """List the collectives of a compiled program, with their mesh axes, bytes and calls, and estimate its step time.
 
-    The program is one of these: a file with `compiled.as_text()`, `shardopt audit step.hlo --mesh data=4,tensor=2`;
-    a published model compiled for TPUs, `shardopt audit --model llama3-8b --topology v5p:4x4x4`, with the extra tpu but
-    without a TPU; or a model compiled for nodes of GPUs, `--topology h100:8 --slices 4`, with the extra gpu.
+    The program is a file with `compiled.as_text()`: `shardopt audit step.hlo --mesh data=4,tensor=2`. Or it is a
+    published model, compiled for TPUs without a TPU: `shardopt audit --model llama3-8b --topology v5p:4x4x4`, with the
+    extra tpu. Or it is compiled for nodes of GPUs: `--topology h100:8 --slices 4`, with the extra gpu.
     """
 
     program: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = None

@@ -115,9 +115,9 @@ def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
 
 
 def _note_duration(lane: str, phase: str, seconds: float) -> None:
-    """Update how long a phase may take: three times the longest duration so far.
+    """Update how long a phase may take: three times its longest duration, without the first one.
 
-    The first duration may include compilation, so it allows twice itself until the second one is known.
+    The first duration may include compilation. Until the second one is known, the phase may take twice the first.
     """
     count, expected_seconds = _durations.get((lane, phase), (0, -1.0))
     expected_seconds = (2 * seconds, 3 * seconds, max(expected_seconds, 3 * seconds))[min(count, 2)]

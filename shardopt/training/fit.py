@@ -107,7 +107,7 @@ def fit(
       num_steps: the total step count, as in `state.step`, to train to: from step 40 to 100 there are 60 steps to take.
       evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`; runs on every process
         and must not donate the state.
-      evaluate_every: steps between evaluations; by default one with each checkpoint. A last one always runs at the end.
+      evaluate_every: steps between evaluations; by default one with each checkpoint. A last one runs at the end.
       early_stopping: when to stop; reads training metrics every `log_every` steps, other metrics at scheduled evaluations.
       checkpoints: where to save; a state that is not finite is never saved.
       log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
