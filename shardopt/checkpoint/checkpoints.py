@@ -98,13 +98,13 @@ class Checkpoints:
           best: the name of a metric; the checkpoint with the best value is kept too. Checkpoints without this metric,
             or with a NaN, do not count.
           mode: "min" or "max": which value of the metric is best.
-          resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit` refuses a folder with
-            checkpoints.
-          memory_every: steps between snapshots, at least 1. A snapshot is a copy of the train state in the memory of this
-            host and of the next host. Processes that outlive training hold the newest two of each. `fit` takes snapshots.
-            If `shardopt launch --max-restarts` starts the job again, with the same or another number of processes, `fit`
-            continues from a snapshot that is newer than the checkpoints on disk. Each host holds four copies of its share
-            of the state.
+          resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit` refuses a folder
+            with checkpoints.
+          memory_every: steps between snapshots, at least 1. A snapshot is a copy of the train state in the memory of
+            this host and of the next host. Processes that outlive training hold the newest two of each. `fit` takes
+            snapshots. If `shardopt launch --max-restarts` starts the job again, with the same or another number of
+            processes, `fit` continues from a snapshot that is newer than the checkpoints on disk. Each host holds
+            four copies of its share of the state.
 
         Raises:
           TypeError: if an argument is of the wrong kind.
@@ -234,8 +234,8 @@ class Checkpoints:
         If several steps are equally good, the earliest is returned.
 
         Raises:
-          DamagedCheckpointError: if the record of a checkpoint cannot be read, since this checkpoint may be the best. During
-            training such a checkpoint is kept, whatever `keep` says, and a warning is logged.
+          DamagedCheckpointError: if the record of a checkpoint cannot be read, since this checkpoint may be the best.
+            During training such a checkpoint is kept, whatever `keep` says, and a warning is logged.
         """
         values, read_errors = _metrics(self.directory, self.best)
         if read_errors:

@@ -1,10 +1,10 @@
 """Snapshots of the train state in host memory, newer than the checkpoints on disk.
 
-A snapshot has one piece per process. The piece holds the shards of the process of every leaf, with a SHA-256. The process
-sends its piece over sockets, in the background, to two vaults (`runtime.vault`): on its own host and on the next host.
-A step can be restored if the pieces of all processes are undamaged, each in at least one of its two vaults. So any one host
-may be lost, or several hosts that are not neighbours. With another number of processes, or on another mesh, a process reads
-its shards from several pieces.
+A snapshot has one piece per process. The piece holds the shards of the process of every leaf, with a SHA-256. The
+process sends its piece over sockets, in the background, to two vaults (`runtime.vault`): on its own host and on the
+next host. A step can be restored if the pieces of all processes are undamaged, each in at least one of its two
+vaults. So any one host may be lost, or several hosts that are not neighbours. With another number of processes, or on
+another mesh, a process reads its shards from several pieces.
 """
 
 import json
@@ -103,8 +103,8 @@ class MemoryWriter:
     def save(self, state: PyTree, step: int, extra: dict[str, Json]) -> None:
         """Copy this process's shards to the host and send them in the background.
 
-        The state may be donated when this returns. It first waits a limited time for the previous snapshot. A vault that
-        cannot be reached causes a warning; the run continues.
+        The state may be donated when this returns. It first waits a limited time for the previous snapshot. A vault
+        that cannot be reached causes a warning; the run continues.
         """
         if self._pending is not None and wait([self._pending], _MAX_WAIT).not_done:
             text = "%s: the snapshot of step %d is left out: for %.0f s the one before could not be sent."
@@ -242,8 +242,8 @@ def unpack(packed: bytes) -> MemorySnapshot:
 def assemble(pieces: Iterable[MemorySnapshot], abstract_state: PyTree) -> tuple[MemorySnapshot | None, str]:
     """Return a snapshot with the shards that the devices of this process need, or None and the reason.
 
-    It reads as few pieces as hold these shards. Each piece is released before the next is read, so memory holds the shards
-    of this process and one piece.
+    It reads as few pieces as hold these shards. Each piece is released before the next is read, so memory holds the
+    shards of this process and one piece.
 
     Args:
       pieces: the pieces of the processes that took the snapshot, on any mesh.

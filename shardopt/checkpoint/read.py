@@ -333,7 +333,7 @@ def _check_undamaged(who: str, directory: Path, step: int) -> None:
     damage_lines = verify(step_folder(directory, step))
     if not damage_lines:
         return
-    # A silent return to an older step would lose work or hide a failing disk. So the message names an intact older step.
+    # A silent return to an older step would lose work or hide a failing disk. So the message names an intact step.
     earlier_steps = [earlier for earlier in on_primary_process(lambda: committed(directory)) if earlier < step]
     intact_step = next(
         (earlier for earlier in reversed(earlier_steps) if not verify(step_folder(directory, earlier))), None

@@ -54,7 +54,8 @@ def as_stored(
       target_name: the name of the target, for messages.
 
     Raises:
-      CheckpointError: if state that belongs to its device would move to other devices, or moments in 8 bits would be merged.
+      CheckpointError: if state that belongs to its device would move to other devices, or moments in 8 bits would be
+        merged.
     """
     kinds = _kinds(wanted)
     changes, device_leaves, code_leaves, leaves = {}, [], [], []

@@ -1,8 +1,8 @@
 """The folder of a run: its layout, how a step is added or deleted, and which process may write to it.
 
 `<step>/` is a committed checkpoint; a name that starts with a dot is work in progress. A checkpoint is written under
-`.saving-<step>` and becomes `<step>` by one rename. Before a checkpoint is deleted, it is renamed to `.deleting-<step>`.
-So a job killed at any moment leaves only complete checkpoints.
+`.saving-<step>` and becomes `<step>` by one rename. Before a checkpoint is deleted, it is renamed to
+`.deleting-<step>`. So a job killed at any moment leaves only complete checkpoints.
 """
 
 import contextlib
@@ -166,8 +166,8 @@ class RunLock:
         Two cases are refused:
 
         - A folder of that name exists, is not the folder of before, and holds checkpoints: they belong to another job.
-        - The nearest existing folder is on another file system: the file system of the run is no longer mounted. Nobody would
-          look for the run under its mount point.
+        - The nearest existing folder is on another file system: the file system of the run is no longer mounted.
+          Nobody would look for the run under its mount point.
 
         Raises:
           CheckpointError: in these two cases, if another job took the folder first, or if the folder cannot be made.

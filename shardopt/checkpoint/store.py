@@ -22,7 +22,7 @@ _ITEM = "state"
 """The subfolder of a step for the arrays; `orbax.checkpoint.CheckpointManager` calls it the name of the item."""
 
 _BARRIERS = 2
-"""How often orbax makes all processes wait while it writes: after each has written, and after the first has finished."""
+"""Barriers of orbax in a write: after each process has written, and after the first process has finished."""
 
 _CHUNK_BYTES = 16 * 2**20
 """The largest chunk in which arrays are stored.

@@ -1,7 +1,7 @@
 """Pytrees as text: key paths as names, and structures as JSON.
 
-The JSON rebuilds the parameters for an optimizer that has not seen them. `opt_state[0].mu["blocks"]["qkv"]` is stored as
-opt_state -> 0 -> mu -> blocks -> qkv.
+The JSON rebuilds the parameters for an optimizer that has not seen them. `opt_state[0].mu["blocks"]["qkv"]` is stored
+as opt_state -> 0 -> mu -> blocks -> qkv.
 """
 
 import functools

@@ -29,40 +29,41 @@ class LaunchOptions:
     """
 
     processes: Annotated[str, tyro.conf.arg(metavar="INT|MIN:MAX|INT,INT,...")] = "2"
-    """How many processes; train divides its simulated devices among them. 1:4 starts with four, and continues with all that are \
-left when some are killed. 1,2,4 continues with the largest of these numbers that is possible."""
+    """How many processes; train divides its simulated devices among them. 1:4 starts with four, and continues with \
+all that are left when some are killed. 1,2,4 continues with the largest of these numbers that is possible."""
 
     max_restarts: int = 0
     """How often the job is started again after a failure; train continues from its last checkpoint."""
 
     min_processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Smallest number of processes for a restart: killed processes are left out. train leaves out more if the others could not \
-share its devices evenly. By default every restart has all processes. --processes 1:4 is --processes 4 --min-processes 1."""
+    """Smallest number of processes for a restart: killed processes are left out. train leaves out more if the \
+others could not share its devices evenly. By default every restart has all processes. --processes 1:4 is \
+--processes 4 --min-processes 1."""
 
     discovery_script: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
-    """A shell command that prints how many processes can run now. While fewer train than at the start, it is called every few \
-seconds. When more can run, all get SIGTERM, write a checkpoint and start again with more."""
+    """A shell command that prints how many processes can run now. While fewer train than at the start, it is called \
+every few seconds. When more can run, all get SIGTERM, write a checkpoint and start again with more."""
 
     hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """Seconds without progress of a live process that count as a hang. Then the stacks of all are saved, the process that delays \
-the others is named, and the job ends or starts again. An action that happens for the first time may compile, so it may take \
-ten times as long. By default hangs are not detected."""
+    """Seconds without progress of a live process that count as a hang. Then the stacks of all are saved, the \
+process that delays the others is named, and the job ends or starts again. An action that happens for the first time \
+may compile, so it may take ten times as long. By default hangs are not detected."""
 
     spares: int = 0
-    """How many spare processes wait for the next start, with jax imported, so that a restart does not wait for imports. Each \
-needs the memory of an interpreter with jax."""
+    """How many spare processes wait for the next start, with jax imported, so that a restart does not wait for \
+imports. Each needs the memory of an interpreter with jax."""
 
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder for the log of each process. By default the folder logs in the run's folder for train, else runs/launch."""
+    """Folder for the log of each process. By default logs in the run's folder for train, else runs/launch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class VaultOptions:
     """Hold snapshots of the train state in this host's memory, for a job of several hosts: run it once on each host.
 
-    The job finds the vaults through SHARDOPT_VAULTS=host0:8477,host1:8477, in the order of its processes, and takes snapshots
-    with so.Checkpoints(memory_every=20). Set the same SHARDOPT_VAULT_TOKEN for the vaults and for the job: every request needs
-    it. Under shardopt launch none of this is needed.
+    The job finds the vaults through SHARDOPT_VAULTS=host0:8477,host1:8477, in the order of its processes, and takes
+    snapshots with so.Checkpoints(memory_every=20). Set the same SHARDOPT_VAULT_TOKEN for the vaults and for the job:
+    every request needs it. Under shardopt launch none of this is needed.
     """
 
     port: int = 8477
@@ -84,8 +85,8 @@ _COMMANDS: dict[str, type[Options]] = {
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, like `shardopt.cli.main`.
 
-    If one of several processes fails, this ends the process without returning. Otherwise it would wait for the others, and
-    they for it.
+    If one of several processes fails, this ends the process without returning. Otherwise it would wait for the
+    others, and they for it.
     """
     words, command = split_words(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)

@@ -29,8 +29,8 @@ class Traffic(NamedTuple):
     """Average bytes that each device sends in a step over the axes that share the batch.
 
     Attributes:
-      sent: bytes of this run. Over the axis context they include the traffic of attention. None if the program has a loop with
-        an unknown number of iterations.
+      sent: bytes of this run. Over the axis context they include the traffic of attention. None if the program has a
+        loop with an unknown number of iterations.
       ddp: bytes of `so.ddp` on this mesh: one fp32 all-reduce of the gradients that a device holds.
       axes: the axes over which the bytes are sent.
       steps: the number of steps in the average: 1, or the steps between two synchronizations of replicas.
@@ -80,7 +80,7 @@ def _silent_step(opt: so.ShardedOptimizer) -> int:
 
 
 def _sync_steps(local_updates: SyncConfig) -> list[int]:
-    """Return the steps of one round that synchronize: the last step of each stride, or with a delay the step after it."""
+    """Return the synchronizing steps of one round: the last step of each stride, or with a delay the step after it."""
     start = local_updates.warmup_steps + local_updates.sync_every
     return [
         start + (fragment + 1) * local_updates.stride - (0 if local_updates.delay else 1)

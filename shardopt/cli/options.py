@@ -41,9 +41,9 @@ class Devices:
     """How many CPU devices to simulate if there is no accelerator. Otherwise all accelerators are used."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "auto"
-    """Sizes of the mesh axes replica, data, tensor, context, expert and, for hybrid, pipeline; one may be -1. By default, with \
-four devices or more, tensor is 2 and data takes all others: data=4,tensor=2 for eight devices. With hybrid, pipeline is 2 \
-too: data=2,tensor=2,pipeline=2 for eight. The axis replica is --replicas and is set first."""
+    """Sizes of the mesh axes replica, data, tensor, context, expert and, for hybrid, pipeline; one may be -1. By \
+default, with four devices or more, tensor is 2 and data takes all others: data=4,tensor=2 for eight devices. With \
+hybrid, pipeline is 2 too: data=2,tensor=2,pipeline=2 for eight. The axis replica is --replicas and is set first."""
 
     strategy: Strategy = "fsdp"
     """Which arrays are sharded over data: none (ddp), optimizer state (zero1), gradients too (zero2), parameters too \
@@ -57,8 +57,8 @@ busy. By default 1; with a pipeline twice the number of stages, or that number i
     gather_dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None, tyro.conf.arg(metavar="{bfloat16,float16,float32}")
     ] = None
-    """Dtype in which fsdp gathers weights and computes; master weights stay float32. Also for hybrid with a placement that \
-gathers weights."""
+    """Dtype in which fsdp gathers weights and computes; master weights stay float32. Also for hybrid with a \
+placement that gathers weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Pipeline:
     zero_bubble_lockstep (1)."""
 
     send_ahead: bool = False
-    """Send messages while the next tick runs, so that stages with different work do not wait for each other in every tick."""
+    """Send messages while the next tick runs: stages with different work then wait less for each other."""
 
     remat: bool = False
-    """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more computation."""
+    """Keep only the input of each chunk, and run its forward again in the backward pass: less memory, more work."""
 
     regather: bool = True
-    """Gather the weights of a block in every pass. --no-regather gathers them once a step: less traffic, more memory."""
+    """Gather the weights of a block in every pass. --no-regather: once a step, with less traffic, more memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Model:
     """The model, a decoder-only transformer over bytes."""
 
     model: Literal["gpt", "moe"] = "gpt"
-    """A model with one mlp in each block (gpt) or with a mixture of experts (moe). The mesh axis expert shards the experts."""
+    """One mlp in each block (gpt), or a mixture of experts (moe). The mesh axis expert shards the experts."""
 
     dim: int = 192
     """Width of the residual stream."""
@@ -158,10 +158,10 @@ class Model:
     """Experts that each byte goes through; together they have as many hidden units as the mlp of a gpt."""
 
     balance: Literal["bias", "loss", "sequence_loss", "none"] = "bias"
-    """How the loads of experts are kept equal: by biases of the routing, or by a loss over the batch or over each sequence."""
+    """How the loads of experts are kept equal: biases of the routing, or a loss over the batch or each sequence."""
 
     precision: Annotated[Literal["int8", "fp8"] | None, tyro.conf.arg(metavar="{int8,fp8}")] = None
-    """Multiply by the weights of a gpt's blocks in 8 bits. By default in the dtype that the weights have in the computation."""
+    """Multiply by the weights of a gpt's blocks in 8 bits. By default in the dtype of the computation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Run:
     """Folder for checkpoints, metrics.jsonl, config.json, loss.png and, with a pipeline, schedule.png."""
 
     resume: bool = False
-    """Continue the run in the folder. Options that are not set here keep their saved values; mesh, strategy, devices and \
-steps may change."""
+    """Continue the run in the folder. Options that are not set here keep their saved values; mesh, strategy, \
+devices and steps may change."""
 
     checkpoint_every: int = 100
     """Steps between checkpoints; the last two and the best are kept."""

@@ -25,7 +25,8 @@ class PlanOptions:
     """Rank every layout of a model on a machine by its predicted step time, without a device.
 
     A layout combines data, tensor, pipeline and replica sizes with placement, schedule, micro-batches and
-    rematerialisation. Layouts that do not fit into memory are dropped. Predictions use closed forms and published peaks.
+    rematerialisation. Layouts that do not fit into memory are dropped. Predictions use closed forms and published
+    peaks.
     """
 
     model: str = "llama3-8b"
@@ -145,7 +146,7 @@ class AuditOptions:
     """A file with the text of an optimised HLO module."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
-    """Mesh that the program was compiled for, outermost axis first; with --topology the sizes of all axes except data."""
+    """Mesh of the compiled program, outermost axis first; with --topology the sizes of all axes except data."""
 
     model: str = "llama3-8b"
     """Model to compile, with --topology: gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b."""

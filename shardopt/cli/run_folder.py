@@ -223,8 +223,8 @@ def _stored_path(path: LeafPath, *, replicas: int, wrapped: bool) -> LeafPath:
 def _abstract(leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Return the abstract array for reading a leaf.
 
-    It has the sharding of the base strategy, with stacked replicas over the axis `replica`. A leaf that is not restored is
-    sharded over dim 0, if that is divisible.
+    It has the sharding of the base strategy, with stacked replicas over the axis `replica`. A leaf that is not
+    restored is sharded over dim 0, if that is divisible.
     """
     spec = PartitionSpec() if sharding is None else sharding.spec
     if stacked:
@@ -236,7 +236,7 @@ def _abstract(leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: M
 
 
 def _convert(opt: so.ShardedOptimizer, base: TrainState) -> tuple[TrainState, str]:
-    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and a note about reset parts."""
+    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and a note for people."""
     new_state = opt.init(base.params)
     new_opt_state, note, reset_parts = new_state.opt_state, "", []
     if isinstance(new_opt_state, Replicas):

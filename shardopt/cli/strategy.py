@@ -1,4 +1,4 @@
-"""Devices, mesh and strategy from the options of `shardopt train`, and the refusal of options that cannot be combined."""
+"""Devices, mesh and strategy from the options of `shardopt train`; options that cannot be combined are refused."""
 
 import dataclasses
 import functools
@@ -245,8 +245,8 @@ def make_base(
 def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
     """Return the number of micro-batches.
 
-    It is the number in the options. By default it is 1, or with a pipeline twice the number of stages, or the number of stages
-    if twice does not divide the batch.
+    It is the number in the options. By default it is 1, or with a pipeline twice the number of stages, or the number
+    of stages if twice does not divide the batch.
     """
     batch_size, requested, stages = options.training.batch_size, options.where.micro_batches, mesh.shape["pipeline"]
     axes = data_axes(mesh)

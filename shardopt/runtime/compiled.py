@@ -18,9 +18,10 @@ class Hash(Protocol):
 def share_compiled_programs() -> None:
     """Let all processes of this machine find the programs that process 0 compiled, if the devices are CPUs.
 
-    With several processes, only the first writes jax's cache. But the key of the cache has a fingerprint of the topology, which
-    on CPU differs between processes (jax 0.10.2). So the others find nothing and compile again at each start. This replaces
-    the fingerprint by the values that a program depends on: the kinds of the devices, and the processor.
+    With several processes, only the first writes jax's cache. But the key of the cache has a fingerprint of the
+    topology, which on CPU differs between processes (jax 0.10.2). So the others find nothing and compile again at
+    each start. This replaces the fingerprint by the values that a program depends on: the kinds of the devices, and
+    the processor.
     """
     from jax._src import cache_key
 

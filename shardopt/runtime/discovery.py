@@ -19,8 +19,8 @@ class Discovery:
 
     Attributes:
       active: whether to ask.
-      stable_count: the smaller of the last two answers since `active` was set; 0 before. A host that comes and goes again does
-        not count.
+      stable_count: the smaller of the last two answers since `active` was set; 0 before. A host that comes and goes
+        again does not count.
     """
 
     def __init__(self, script: str, *, say: Callable[[str], None]):
@@ -30,7 +30,7 @@ class Discovery:
         threading.Thread(target=self._ask_repeatedly, daemon=True).start()
 
     def ask(self) -> int | None:
-        """Return how many processes can run now; None if the script gives no number, with a message about the reason."""
+        """Return how many processes can run now; None, with a message, if the script gives no number."""
         try:
             result = subprocess.run(
                 self._script,

@@ -102,8 +102,8 @@ def launch(
     r"""Run a command as several processes of one job on this machine, and return its exit code.
 
     Each process gets its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), which
-    `so.initialize()` reads. The output of the first process is shown, and the output of each process is in its log. When a
-    process fails, the others are ended within seconds, the failure is shown, and the job is started again if
+    `so.initialize()` reads. The output of the first process is shown, and the output of each process is in its log.
+    When a process fails, the others are ended within seconds, the failure is shown, and the job is started again if
     `max_restarts` allows it. A restart is fast:
 
     - Compiled programs come from jax's cache (`compiled` in `log_dir`, unless JAX_COMPILATION_CACHE_DIR is set).
@@ -111,7 +111,8 @@ def launch(
       `so.Checkpoints(memory_every=...)` puts it there.
 
     With `min_processes` the job is elastic. It continues with the processes and the snapshots that are left, and with
-    `discovery_script` with more processes when more are available. Each attempt builds its mesh of the available devices.
+    `discovery_script` with more processes when more are available. Each attempt builds its mesh of the available
+    devices.
 
     SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM; a second Ctrl-C kills them. If this process is
     killed, Linux kills the processes too, but not the programs that they started.
@@ -119,24 +120,24 @@ def launch(
     Args:
       command_of: returns the command of an attempt; attempts are counted from 0.
       processes: how many processes.
-      log_dir: the folder for `process-0.log` and so on; a later attempt writes `process-0.restart-1.log`. While the job or
-        any program that it started runs, no other job can use the same folder.
+      log_dir: the folder for `process-0.log` and so on; a later attempt writes `process-0.restart-1.log`. While the
+        job or any program that it started runs, no other job can use the same folder.
       max_restarts: how often the job is started again after a failure.
-      min_processes: the smallest number of processes. The next attempt runs without each process that was killed, unless a
-        spare takes its place. By default every attempt has all processes.
-      hang_timeout: seconds without progress of a live process that count as a hang; by default hangs are not detected. After
-        a hang the stacks of all processes are written next to the logs (`process-0.stacks`), and the process that delays the
-        others is named. Then the job ends as after a failure, with exit code 124. An action that happens for the first time
-        may compile, so it may take ten times as long. `fit` and `so.report_progress` report progress, in processes that
-        called `so.initialize()`.
-      spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a place in the next attempt.
-        Each needs the memory of an interpreter with jax. They work for commands of this interpreter that run a script or a
-        module.
+      min_processes: the smallest number of processes. The next attempt runs without each process that was killed,
+        unless a spare takes its place. By default every attempt has all processes.
+      hang_timeout: seconds without progress of a live process that count as a hang; by default hangs are not
+        detected. After a hang the stacks of all processes are written next to the logs (`process-0.stacks`), and the
+        process that delays the others is named. Then the job ends as after a failure, with exit code 124. An action
+        that happens for the first time may compile, so it may take ten times as long. `fit` and `so.report_progress`
+        report progress, in processes that called `so.initialize()`.
+      spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a place in the next
+        attempt. Each needs the memory of an interpreter with jax. They work for commands of this interpreter that run
+        a script or a module.
       can_share: whether this many processes can share the work. The job continues with the largest possible number.
-      discovery_script: a shell command that prints how many processes can run now. It is called when the job starts again;
-        if fewer than `min_processes` can run, the job waits. While fewer than `processes` train, it is called every few
-        seconds. When it says twice that more can run, the processes get SIGTERM, at which `fit` writes a checkpoint, and the
-        job starts again with more.
+      discovery_script: a shell command that prints how many processes can run now. It is called when the job starts
+        again; if fewer than `min_processes` can run, the job waits. While fewer than `processes` train, it is called
+        every few seconds. When it says twice that more can run, the processes get SIGTERM, at which `fit` writes a
+        checkpoint, and the job starts again with more.
       say: prints messages about failures and restarts.
 
     Returns:
@@ -431,8 +432,8 @@ def _stacks_file(log: Path) -> Path:
 def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tuple[int, int] | None:
     """Return the rank and exit code of the process that failed first.
 
-    The other processes fail because they miss it. A process that was killed comes first. Otherwise, if the process whose exit
-    was seen first reported a failure, the first process that reported one comes first.
+    The other processes fail because they miss it. A process that was killed comes first. Otherwise, if the process
+    whose exit was seen first reported a failure, the first process that reported one comes first.
 
     Args:
       codes: exit codes by rank, in the order of the exits.
@@ -454,7 +455,8 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
 def _killed_ranks(codes: dict[int, int]) -> list[int]:
     """Return the ranks that were killed by a signal.
 
-    jax aborts a process (SIGABRT) that misses another one. So an aborted process counts only if its exit was seen first.
+    jax aborts a process (SIGABRT) that misses another one. So an aborted process counts only if its exit was seen
+    first.
     """
     first_seen = next(iter(codes), None)
     return [rank for rank, code in codes.items() if code < 0 and (code != -signal.SIGABRT or rank == first_seen)]
@@ -479,8 +481,8 @@ def _wait_for_exits(
       context: shared settings and helpers.
 
     Returns:
-      (rank, exit code) of the processes in the order of their exits, the hang or None, and whether the processes were asked to
-      end because more can run.
+      (rank, exit code) of the processes in the order of their exits, the hang or None, and whether the processes were
+      asked to end because more can run.
     """
     exits: list[tuple[int, int]] = []
     has_failed, grows = False, False
@@ -589,11 +591,11 @@ class _Spares:
             raise ValueError(format_error("launch", problem, fix="leave --spares out, or launch the script itself."))
 
     def begin(self, environment: Mapping[str, str] | None) -> None:
-        """Begin an attempt. The environment is for its spares; None if no other attempt can follow, so it needs none."""
+        """Begin an attempt with this environment for new spares; None if no other attempt can follow."""
         self._environment, self._next_start = environment, time.monotonic() + _SPARES_AFTER
 
     def refill(self) -> None:
-        """Start one spare if one is missing and its time has come. Spares start one by one, to disturb the job little."""
+        """Start one spare if one is missing and its time has come. Spares start one after another."""
         if self._environment is None or len(self._processes) == self._count or time.monotonic() < self._next_start:
             return
         command, spare_environment = [sys.executable, str(_STANDBY)], _common_environment() | dict(self._environment)
@@ -639,7 +641,7 @@ def _assign_place(spare: subprocess.Popen[bytes], command: Sequence[str], enviro
 
 
 def _cache_environment(log_dir: Path) -> dict[str, str]:
-    """Return the variables through which the next attempt finds compiled programs; the user's values take precedence."""
+    """Return the variables of jax's compilation cache for the next attempt; the user's values take precedence."""
     defaults = {
         "JAX_COMPILATION_CACHE_DIR": str(log_dir / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -650,8 +652,8 @@ def _cache_environment(log_dir: Path) -> dict[str, str]:
 def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
     """Return the variables with a process's place in the job, for `so.initialize`, and the common variables.
 
-    SHARDOPT_LAUNCHED is the id of the launcher. A process with this variable ends at once when it fails, since others would
-    wait for it, and dies with the launcher; see `so.initialize`.
+    SHARDOPT_LAUNCHED is the id of the launcher. A process with this variable ends at once when it fails, since others
+    would wait for it, and dies with the launcher; see `so.initialize`.
     """
     return {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -662,9 +664,9 @@ def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
     }
 
 
-# XLA:CPU allocates its temporaries again in every step. By default glibc maps them each time and returns them to the system,
-# and each page causes a fault that fills it with zeros. These settings use pages of 2 MB and keep freed memory: one arena, no
-# separate mappings, no trimming.
+# XLA:CPU allocates its temporaries again in every step. By default glibc maps them each time and returns them to the
+# system, and each page causes a fault that fills it with zeros. These settings use pages of 2 MB and keep freed memory:
+# one arena, no separate mappings, no trimming.
 _MALLOC = (
     "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
 )

@@ -18,17 +18,19 @@ _LOG = logging.getLogger(__name__)
 
 
 def probe_devices() -> list[float]:
-    """Time fixed products on each device of this process, and report them to `shardopt launch --hang-timeout` or `so.watchdog`.
+    """Time fixed matrix products on each device of this process, and report the times to the watch of the job.
 
-    In training all processes wait for the slowest device, so step times are equal everywhere. These products wait for no other
-    process. A process is named if its products take 1.5 times as long as the others' products, twice in a row.
+    The watch is `shardopt launch --hang-timeout` or `so.watchdog`. In training all processes wait for the slowest
+    device, so step times are equal everywhere. These products wait for no other process. A process is named if its
+    products take 1.5 times as long as the others' products, twice in a row.
 
-    `fit` calls this at every tenth `agree_every` if it is watched. Your own loop can call it now and then, on every process,
-    when no step is in progress. It finds shared or slow cores and throttled clocks, but not slow links or slow memory.
+    `fit` calls this at every tenth `agree_every` if it is watched. Your own loop can call it now and then, on every
+    process, when no step is in progress. It finds shared or slow cores and throttled clocks, but not slow links or
+    slow memory.
 
     Returns:
-      Seconds for each local device, the median of five runs. On CPU a run is 8 products of 256 x 256 in float32; elsewhere 64
-      products of 2048 x 2048 in bfloat16, which take 25 MB.
+      Seconds for each local device, the median of five runs. On CPU a run is 8 products of 256 x 256 in float32;
+      elsewhere 64 products of 2048 x 2048 in bfloat16, which take 25 MB.
 
     Example:
       >>> import jax, shardopt as so

@@ -43,17 +43,18 @@ def initialize(
 ) -> None:
     """Join this process to the other processes of the job; call it before any code uses a device.
 
-    Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, if all
-    three are set; `shardopt launch` sets them. Otherwise the cluster is detected from the environment (SLURM, Open MPI, indexed
-    jobs of Kubernetes, Cloud TPU). On a single machine without a launcher it does nothing. On CPU, collectives between processes
-    use gloo.
+    Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, if all three are set; `shardopt launch` sets them. Otherwise the cluster is detected from the
+    environment (SLURM, Open MPI, indexed jobs of Kubernetes, Cloud TPU). On a single machine without a launcher it
+    does nothing. On CPU, collectives between processes use gloo.
 
     Under `shardopt launch`:
 
-    - An uncaught error ends this process at once. It does not wait for the other processes, which may be waiting for it.
+    - An uncaught error ends this process at once. It does not wait for the other processes, which may be waiting for
+      it.
     - If the launcher dies, this process dies too.
-    - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which would ignore SIGTERM, is
-      switched off.
+    - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which would ignore
+      SIGTERM, is switched off.
 
     Args:
       coordinator_address: `"host:port"` of process 0.
@@ -132,8 +133,8 @@ def num_processes() -> int:
 def end_at_once(code: int) -> None:
     """End this process if it is one of several, without the exit handlers that wait for the others; else return.
 
-    At exit jax waits until all processes of the job have reached their exit. A process that failed would wait minutes for the
-    others, and they for it.
+    At exit jax waits until all processes of the job have reached their exit. A process that failed would wait minutes
+    for the others, and they for it.
     """
     if jax.distributed.is_initialized():
         report_failure()
@@ -145,8 +146,9 @@ def end_at_once(code: int) -> None:
 class Failures:
     """The launcher's end of a pipe that all processes inherit, through which a process reports that it fails.
 
-    When a process fails, the kernel closes its connections before it reports the exit. So on a busy machine another process
-    can notice, fail and end before the launcher learns of the first one. A process therefore reports its failure itself first.
+    When a process fails, the kernel closes its connections before it reports the exit. So on a busy machine another
+    process can notice, fail and end before the launcher learns of the first one. A process therefore reports its
+    failure itself first.
 
     Args:
       reading: the descriptor that the launcher reads from.
@@ -193,8 +195,8 @@ def report_failure() -> None:
 def trim_malloc() -> None:
     """Return freed memory to the operating system, if the C library supports it (glibc).
 
-    XLA's compiler uses hundreds of megabytes for the step of a small model, and gigabytes for the step of a large model. After
-    they are freed, glibc keeps them for the process, in addition to all later allocations of training.
+    XLA's compiler uses hundreds of megabytes for the step of a small model, and gigabytes for the step of a large
+    model. After they are freed, glibc keeps them for the process, in addition to all later allocations of training.
 
     References:
       malloc_trim(3), Linux man-pages.

@@ -1,8 +1,8 @@
 """The progress of this process for a watch: marks of step and phase, and a thread that reports them.
 
-The threads that train and save make marks; the reporting thread only reads them. So a collective that hangs does not stop
-the reports. `watch` distinguishes the causes of missing reports: SIGSTOP, a dead host or network, and native code that
-holds the interpreter lock. This file imports only the standard library.
+The threads that train and save make marks; the reporting thread only reads them. So a collective that hangs does not
+stop the reports. `watch` distinguishes the causes of missing reports: SIGSTOP, a dead host or network, and native
+code that holds the interpreter lock. This file imports only the standard library.
 """
 
 import atexit
@@ -24,7 +24,7 @@ MAIN, SAVING = "main", "saving"
 """Lanes: a lane is the work of one thread, in the same order on all processes."""
 
 START = "start"
-"""The phase until a loop reports. Its duration is unknown, but other processes may wait for a process that stays in it."""
+"""The phase until a loop reports. Its duration is unknown, but other processes may wait for this one."""
 
 OWN_WORK = ("data", "log")
 """Phases of a process's own work, without waiting for devices or other processes."""
@@ -33,7 +33,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 """This signal makes a reporting process write the stacks of its threads to its file, even in native code."""
 
 ADDRESS, TOKEN, BEAT, STACKS = "SHARDOPT_WATCH", "SHARDOPT_WATCH_TOKEN", "SHARDOPT_WATCH_BEAT", "SHARDOPT_WATCH_STACKS"
-"""Environment variables: the address of the watch ("host:port"), the run's token, seconds between reports, file for stacks."""
+"""Environment variables: address of the watch ("host:port"), token, seconds between reports, file for stacks."""
 
 HUNG = 124
 """Exit code of a process that was ended because the job hangs; timeout(1) uses it too."""
@@ -44,12 +44,12 @@ class Mark(NamedTuple):
 
     Attributes:
       step: steps taken.
-      number: how many marks were made in this step before. All processes make the same marks, so `step` and `number` tell
-        which process is behind.
+      number: how many marks were made in this step before. All processes make the same marks, so `step` and `number`
+        tell which process is behind.
       phase: the name of the phase, "data", "step", "wait", "checkpoint", "evaluate", ...; "" if the lane has no work.
       began: seconds: `time.monotonic` in this process, seconds ago in a report.
-      expected_seconds: how long this phase may take, from its earlier durations in this process. It is negative if the phase
-        never ended before: then it may compile.
+      expected_seconds: how long this phase may take, from its earlier durations in this process. It is negative if
+        the phase never ended before: then it may compile.
       thread: the id of the thread.
     """
 
@@ -75,9 +75,9 @@ _reported, _exiting = threading.Event(), threading.Event()
 def report_progress(step: int, phase: str = "step") -> None:
     """Report the progress of your own training loop, for `shardopt launch --hang-timeout` and `so.watchdog`.
 
-    `fit` calls this itself. In your own loop call it at least once a step, on every process in the same way. The process whose
-    last report is behind the others is the one that is named. A call costs about a microsecond and sends no message: a thread
-    sends the last report about once a second.
+    `fit` calls this itself. In your own loop call it at least once a step, on every process in the same way. The
+    process whose last report is behind the others is the one that is named. A call costs about a microsecond and
+    sends no message: a thread sends the last report about once a second.
 
     Args:
       step: steps taken.

@@ -1,7 +1,7 @@
 """A spare process: it has imported jax and shardopt, and waits for its place in the next attempt.
 
-`python standby.py` reads one line of JSON, {"environment", "words"}, and then runs as `python WORDS...` would. If its input
-ends without a line, the spare is not needed and ends.
+`python standby.py` reads one line of JSON, {"environment", "words"}, and then runs as `python WORDS...` would. If its
+input ends without a line, the spare is not needed and ends.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """A vault: a program with snapshots in host memory that outlives the training processes; one on each host.
 
-`python vault.py NUMBER` reads the run's token from its input, prints its port, and ends when its input does. A snapshot
-consists of one piece per rank. The vault keeps the pieces of the newest two steps of each rank, and only pieces that arrive
-with a matching checksum. A piece belongs to a group: the attempt and the number of processes that took the snapshot. Pieces
-of two groups are never combined. This file imports only the standard library.
+`python vault.py NUMBER` reads the run's token from its input, prints its port, and ends when its input does. A
+snapshot consists of one piece per rank. The vault keeps the pieces of the newest two steps of each rank, and only
+pieces that arrive with a matching checksum. A piece belongs to a group: the attempt and the number of processes that
+took the snapshot. Pieces of two groups are never combined. This file imports only the standard library.
 """
 
 import contextlib

@@ -1,11 +1,12 @@
 """Find hangs: collect the reports of a job's processes, and find the process that lags behind or is slow.
 
-`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of the reports. A rank hangs if it has begun
-nothing new for longer than the timeout *and no rank is behind it*: ranks that wait for it in a collective are ahead of it.
-A rank without reports is stopped, cut off, or in native code that holds the interpreter lock. Messages are JSON, over
-connections whose peers have proved (HMAC, both ways) that they know the run's token.
+`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of the reports. A rank hangs if it has
+begun nothing new for longer than the timeout *and no rank is behind it*: ranks that wait for it in a collective are
+ahead of it. A rank without reports is stopped, cut off, or in native code that holds the interpreter lock. Messages
+are JSON, over connections whose peers have proved (HMAC, both ways) that they know the run's token.
 
-It is also a program, for `so.watchdog`: `python watch.py COUNT TIMEOUT PORT`. This file imports only the standard library.
+It is also a program, for `so.watchdog`: `python watch.py COUNT TIMEOUT PORT`. This file imports only the standard
+library.
 """
 
 import contextlib
@@ -86,8 +87,8 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
 
     Args:
       reports: the last report by rank; None for a rank that never reported. Ranks that have ended are left out.
-      timeout: seconds without progress that count as a hang. A phase that may compile gets `FIRST_TIME_FACTOR` times as long.
-        A phase that took longer before, such as writing a large checkpoint, gets the time in its mark.
+      timeout: seconds without progress that count as a hang. A phase that may compile gets `FIRST_TIME_FACTOR` times
+        as long. A phase that took longer before, such as writing a large checkpoint, gets the time in its mark.
       since_start: seconds since the job started.
     """
     known_reports = {rank: report for rank, report in reports.items() if report is not None}
@@ -126,7 +127,8 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
 def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
     """Return the ranks whose own work delays all others.
 
-    The own work of such a rank is more than twice the median of the others, and exceeds it by more than a tenth of a step.
+    The own work of such a rank is more than twice the median of the others, and exceeds it by more than a tenth of a
+    step.
 
     Args:
       own_seconds: by rank, seconds of its own work in a step.
@@ -404,7 +406,7 @@ def main_frames(stacks: str, report: RankReport | None, lane: str) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of a process on this host from /proc/PID/stat: R, S, D, T (stopped), Z; "" if it is missing."""
+    """Return the state letter of a process on this host (/proc/PID/stat): R, S, D, T (stopped), Z; "" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -412,7 +414,7 @@ def process_state(pid: int) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Watch the processes of a cluster until this program's input ends; if they hang, print the message and end the job."""
+    """Watch the processes of a cluster until this program's input ends; print a hang and end the job."""
     count, timeout, port = int(arguments[0]), float(arguments[1]), int(arguments[2])
     watch = Watch(count, timeout, host="0.0.0.0", port=port, say=lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps({"port": watch.port, **watch.environment}), flush=True)

@@ -1,4 +1,4 @@
-"""`watchdog`: a program next to process 0 watches a job on a cluster, like `shardopt launch --hang-timeout` on one machine."""
+"""`watchdog`: a program next to process 0 watches a job on a cluster, as `shardopt launch` does on one machine."""
 
 import json
 import os
@@ -19,26 +19,28 @@ _KEY = "shardopt/watchdog"
 def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     """End a job on a cluster when one of its processes hangs, and say which process hangs and where.
 
-    All processes call it, after `so.initialize` and before `so.fit`, which reports progress. Your own training loop must call
-    `so.report_progress`. Under `shardopt launch --hang-timeout` it does nothing: there the launcher watches.
+    All processes call it, after `so.initialize` and before `so.fit`, which reports progress. Your own training loop
+    must call `so.report_progress`. Under `shardopt launch --hang-timeout` it does nothing: there the launcher
+    watches.
 
-    A separate program next to process 0 watches, so a stopped process or a busy interpreter does not disturb it. Each process
-    reports to it about once a second. If a process begins nothing new for too long, and no other process is behind it:
+    A separate program next to process 0 watches, so a stopped process or a busy interpreter does not disturb it. Each
+    process reports to it about once a second. If a process begins nothing new for too long, and no other process is
+    behind it:
 
-    1. The program writes to the standard error of process 0: the process that lags, its step and phase, and the Python stacks
-       of all processes that answer.
+    1. The program writes to the standard error of process 0: the process that lags, its step and phase, and the
+       Python stacks of all processes that answer.
     2. All processes that answer exit with code 124.
     3. The launcher of the job ends the others and starts the job again: `srun --kill-on-bad-exit=1`, or a JobSet with
        `backoffLimit: 0`.
 
-    The program also names a rank that is slow because of its own work. To get the stacks at any time, send SIGUSR2: they are
-    written to a file in the folder for temporary files.
+    The program also names a rank that is slow because of its own work. To get the stacks at any time, send SIGUSR2:
+    they are written to a file in the folder for temporary files.
 
     Args:
-      hang_timeout: seconds without progress that count as a hang. An action that happens for the first time may compile, so it
-        may take ten times as long.
-      port: the port of the program on the host of process 0; 0 for any free port. Reports travel over the network of the job,
-        with a token made for this run.
+      hang_timeout: seconds without progress that count as a hang. An action that happens for the first time may
+        compile, so it may take ten times as long.
+      port: the port of the program on the host of process 0; 0 for any free port. Reports travel over the network of
+        the job, with a token made for this run.
 
     Raises:
       ValueError: if `hang_timeout` is not positive, or this process is already watched.

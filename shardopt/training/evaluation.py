@@ -32,15 +32,16 @@ def evaluation(
       opt: the optimizer that gives placement and loss.
       batches: a list of batches, or another iterable that starts again each time. With several processes, pass the same
         batches on each. Leaves are [rows, ...] with any number of rows.
-      evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of `so.ddp`. It gets no
-        random key.
+      evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of `so.ddp`. It gets
+        no random key.
       prefix: put before the name of each metric, since training reports "loss" too.
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`, if `batches` is an iterator, which is empty the second time, or if
         `evaluate_fn` is not a function.
       ValueError: from the returned function, if there are no batches.
-      NotSeparableError: from the returned function, in the per-device view, if the loss is no (weighted) mean over rows.
+      NotSeparableError: from the returned function, in the per-device view, if the loss is no (weighted) mean over
+        rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -53,13 +54,13 @@ def evaluation(
     **Definition**: devices, micro-batches and batches cut the set into pieces p of n_p rows.
 
     - A plain value v_p is a mean over rows; the metric is sum_p n_p v_p / sum_p n_p.
-    - For `so.Weighted`, totals and weights are summed over all batches and divided once at the end, in double precision.
-      So every token counts the same, however the tokens are batched.
+    - For `so.Weighted`, totals and weights are summed over all batches and divided once at the end, in double
+      precision. So every token counts the same, however the tokens are batched.
     - `so.Sum` adds up; `so.Max` and `so.Min` take the largest and the smallest value.
 
-    **Equivalence**: equal to one device on the complete set at once, up to summation order, if the loss is a (weighted)
-    mean over rows. A batch whose rows the devices do not divide, even with fewer rows than devices, is padded with copies
-    of a row; the copies do not count. Such a batch costs two more programs, each run once.
+    **Equivalence**: equal to one device on the complete set at once, up to summation order, if the loss is a
+    (weighted) mean over rows. A batch whose rows the devices do not divide, even with fewer rows than devices, is
+    padded with copies of a row; the copies do not count. Such a batch costs two more programs, each run once.
     """
     check_is_strategy("evaluation", opt)
     if iter(batches) is batches:
@@ -110,7 +111,7 @@ class Evaluation:
 
 
 def _add(sums: dict[str, Metric], parts: LossParts | None) -> None:
-    """Add the metrics of a batch to `sums`: totals, weights and sums in double precision; keep the largest and smallest."""
+    """Add the metrics of a batch to `sums`, in double precision; keep the largest and smallest."""
     if parts is None:
         return
     for name, metric in jax.device_get({"loss": parts.loss, **parts.metrics}).items():

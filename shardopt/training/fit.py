@@ -42,12 +42,14 @@ class FitResult(NamedTuple):
     """The result of `fit`.
 
     Attributes:
-      state: the last train state; with local updates it is synchronized, so that its parameters are the mean of all replicas.
+      state: the last train state; with local updates it is synchronized, so that its parameters are the mean of all
+        replicas.
       step: total steps taken, including earlier runs.
       stopped: "completed" (num_steps reached), "early" (early stopping), "sigterm", "interrupted" (Ctrl-C) or
         "exhausted" (no more batches).
       history: the metrics that this call logged, `{"step": n, "loss": ..., ...}` each.
-      best: `{"step": n, metric: value}`, the best value that early stopping saw, including earlier runs; None without it.
+      best: `{"step": n, metric: value}`, the best value that early stopping saw, including earlier runs; None without
+        it.
       goodput: the share of time spent on steps that count; on the first process it includes earlier attempts.
     """
 
@@ -76,9 +78,9 @@ def fit(
 ) -> FitResult:
     """Train until `num_steps` total steps are taken, or something ends the run earlier.
 
-    Each step is state, metrics = opt.step(state, batch). The host reads the loss of a step while the device computes the
-    next one. It waits only for an evaluation, a checkpoint, early stopping on a training metric, and the end. So at most
-    two steps are in progress.
+    Each step is state, metrics = opt.step(state, batch). The host reads the loss of a step while the device computes
+    the next one. It waits only for an evaluation, a checkpoint, early stopping on a training metric, and the end. So
+    at most two steps are in progress.
 
     **Resuming.** If `checkpoints.resume` is set and a checkpoint is newer than `state`, train state, position in the
     batches and early stopping are restored. The run then equals an unbroken one (bit for bit on the same mesh).
@@ -89,12 +91,12 @@ def fit(
     - With several processes, all restore the position of the first process.
 
     **End of the run.** It ends at `num_steps`, at early stopping, at SIGTERM, at a first Ctrl-C (a second one raises
-    KeyboardInterrupt) and after the last batch. Then the step is finished, a last evaluation runs (not after a signal), and
-    a checkpoint is written. Signals are noticed only in the main thread.
+    KeyboardInterrupt) and after the last batch. Then the step is finished, a last evaluation runs (not after a
+    signal), and a checkpoint is written. Signals are noticed only in the main thread.
 
     **Local updates** (`local_sgd`, `diloco`). Evaluations during the run use `state.params` as last synchronized. The
-    returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states before
-    synchronization, so a resumed run equals an unbroken one.
+    returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states
+    before synchronization, so a resumed run equals an unbroken one.
 
     **Several processes.** All call `fit` with the same arguments and draw the same number of batches. A signal or early
     stopping on one process stops all at the same step. The first process shows progress and writes logs.
@@ -102,13 +104,15 @@ def fit(
     Args:
       opt: a strategy such as `so.ddp` or `so.fsdp`, or `so.local_sgd` or `so.diloco` of a strategy.
       state: the state to start from; its memory is reused for the next state. Or `so.DeferredInit(params)`, or
-        `so.DeferredInit(init_fn, key)`: it is initialized only if no checkpoint is restored, so a restart saves that time.
+        `so.DeferredInit(init_fn, key)`: it is initialized only if no checkpoint is restored, so a restart saves that
+        time.
       batches: an iterable of batches, pytrees with leaves [global batch, ...]; drawn one at a time, never ahead.
       num_steps: the total step count, as in `state.step`, to train to: from step 40 to 100 there are 60 steps to take.
-      evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`; runs on every process
-        and must not donate the state.
+      evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`; runs on every
+        process and must not donate the state.
       evaluate_every: steps between evaluations; by default one with each checkpoint. A last one runs at the end.
-      early_stopping: when to stop; reads training metrics every `log_every` steps, other metrics at scheduled evaluations.
+      early_stopping: when to stop; reads training metrics every `log_every` steps, other metrics at scheduled
+        evaluations.
       checkpoints: where to save; a state that is not finite is never saved.
       log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second, examples_per_second and goodput (see
@@ -132,7 +136,8 @@ def fit(
         - the batches cannot be moved to the saved position;
         - a metric is not a scalar, or `evaluate` returns the name of a training metric;
         - early stopping watches an unknown metric;
-        - a run with local updates would end before the first synchronization, or early stopping would end it between two.
+        - a run with local updates would end before the first synchronization, or early stopping would end it between
+          two.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so

@@ -2,9 +2,9 @@
 
     goodput = seconds of steps taken for the first time / seconds since the run began
 
-Every second belongs to one cause. The account is in `goodput.json` next to the checkpoints, with one entry per attempt. The
-time between two attempts is lost too in two cases: the first attempt failed, or its launcher ended it to continue with more
-processes.
+Every second belongs to one cause. The account is in `goodput.json` next to the checkpoints, with one entry per
+attempt. The time between two attempts is lost too in two cases: the first attempt failed, or its launcher ended it to
+continue with more processes.
 """
 
 import contextlib

@@ -23,9 +23,10 @@ def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
       state: a train state.
 
     Returns:
-      {name: value}: numbers on the host, or numpy arrays for values with a shape. If several injected states have the same
-      name, the name starts with the key path: "0/learning_rate", "1/learning_rate". With `local_sgd` and `diloco`, one value
-      if it is equal on all replicas, else [replicas, ...]. With several processes all must call it.
+      {name: value}: numbers on the host, or numpy arrays for values with a shape. If several injected states have the
+      same name, the name starts with the key path: "0/learning_rate", "1/learning_rate". With `local_sgd` and
+      `diloco`, one value if it is equal on all replicas, else [replicas, ...]. With several processes all must call
+      it.
 
     Raises:
       ValueError: if the state has no injected hyperparameters.
@@ -50,15 +51,16 @@ def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array
     afterwards: its other leaves are shared with the old state. With several processes all must set the same values.
 
     Args:
-      state: a train state. With `local_sgd` and `diloco`, a value is set on all replicas; a value [replicas, ...] sets one
-        on each.
+      state: a train state. With `local_sgd` and `diloco`, a value is set on all replicas; a value [replicas, ...]
+        sets one on each.
       **values: new values by the names that `hyperparams` returns; pass a name with a path as
         `**{"0/learning_rate": 1e-3}`.
 
     Raises:
       TypeError: if a value is not a number or an array of numbers.
-      ValueError: if the state has no injected hyperparameters, if a name is unknown, or if it follows a schedule, which
-        would overwrite the value at the next step. Also if a shape differs, or a value is NaN or does not fit its dtype.
+      ValueError: if the state has no injected hyperparameters, if a name is unknown, or if it follows a schedule,
+        which would overwrite the value at the next step. Also if a shape differs, or a value is NaN or does not fit
+        its dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -110,7 +112,7 @@ def _injected_by_name(who: str, state: TrainState) -> dict[str, _Injected]:
 
 
 def _injected_entries(prefix: _KeyPath, tree: PyTree) -> Iterator[tuple[str, str, _Injected]]:
-    """Yield (path of the injected state as text, name, hyperparameter). An inner state may hold more injected states."""
+    """Yield (path of the injected state as text, name, hyperparameter), also from nested injected states."""
     for path, node in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: _is_injected(x) or isinstance(x, PerReplica)
     ):

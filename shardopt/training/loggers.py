@@ -26,9 +26,9 @@ ShowBatches = Callable[[int, int | None], None]
 def jsonl(path: str | os.PathLike[str]) -> Log:
     r"""Return a logger that appends one JSON object per line: `{"step": 10, "loss": 2.3, ...}`.
 
-    The file holds one run. When a resumed run writes its first line, it deletes the interrupted run's lines of that step
-    and of later steps. It also deletes a line that a kill cut short. Every line is in the file when the call returns. A
-    file that somebody deleted is made again. JSON has no NaN or infinity, so they are written as null.
+    The file holds one run. When a resumed run writes its first line, it deletes the interrupted run's lines of that
+    step and of later steps. It also deletes a line that a kill cut short. Every line is in the file when the call
+    returns. A file that somebody deleted is made again. JSON has no NaN or infinity, so they are written as null.
 
     Args:
       path: the file; its folder is made if needed.
@@ -188,7 +188,8 @@ class Display(NamedTuple):
       say: `say(text)` prints a message, even if the bar is off.
       advance: `advance(step)`, called at the start and after each step.
       report: `report(step, metrics)`, called when metrics have arrived.
-      evaluate: `evaluate(done, total)`, called for each batch of an evaluation, from 0 on; the total is None if unknown.
+      evaluate: `evaluate(done, total)`, called for each batch of an evaluation, from 0 on; the total is None if
+        unknown.
     """
 
     say: Callable[[str], None]

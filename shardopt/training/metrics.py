@@ -16,12 +16,12 @@ from shardopt.core.types import PyTree, TrainState, is_array_like
 class Meter:
     """Takes the metrics of each step as device arrays, and returns them as numbers once they have arrived.
 
-    `push` takes the metrics of a step that was just dispatched, and reads the previous step: it checks the loss. If the step
-    is to be reported, it fetches all metrics in one transfer. `settle` does the same for the newest step, so it waits for the
-    device. Call it when the host has to wait anyway, such as before a checkpoint.
+    `push` takes the metrics of a step that was just dispatched, and reads the previous step: it checks the loss. If
+    the step is to be reported, it fetches all metrics in one transfer. `settle` does the same for the newest step, so
+    it waits for the device. Call it when the host has to wait anyway, such as before a checkpoint.
 
-    Metrics include `steps_per_second` and `examples_per_second` since the last fetched metrics. The clock starts when the
-    first step is done, so compilation does not count.
+    Metrics include `steps_per_second` and `examples_per_second` since the last fetched metrics. The clock starts when
+    the first step is done, so compilation does not count.
 
     Args:
       checkpoints: named in the error for a loss that is not finite.

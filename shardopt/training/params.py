@@ -21,12 +21,13 @@ _WHO = "with_params"
 def with_params(state: TrainState, values: PyTree) -> TrainState:
     """Return the state with new values for some parameters; call it between steps.
 
-    It is meant for the leaves in `frozen`: a coefficient of the loss, a reference model, a teacher. Shapes, dtypes and
-    placement do not change, so the next step runs the compiled program. The optimizer state does not change either. So a
-    trained leaf keeps its moments, and the copy of it that some optimizers hold (schedule-free, lookahead).
+    It is meant for the leaves in `frozen`: a coefficient of the loss, a reference model, a teacher. Shapes, dtypes
+    and placement do not change, so the next step runs the compiled program. The optimizer state does not change
+    either. So a trained leaf keeps its moments, and the copy of it that some optimizers hold (schedule-free,
+    lookahead).
 
-    Use only the returned state afterwards: its other leaves are shared with the old state. With several processes all must
-    pass the same values.
+    Use only the returned state afterwards: its other leaves are shared with the old state. With several processes all
+    must pass the same values.
 
     Args:
       state: a train state. With `local_sgd` and `diloco`, a value is set in the shared parameters and on each replica.
@@ -40,8 +41,8 @@ def with_params(state: TrainState, values: PyTree) -> TrainState:
     Raises:
       TypeError: if `state` is no `TrainState`, if a value is not an array or a number, or if its kind does not fit
         (floating values for integers).
-      ValueError: if no parameter has the key path of a value, if a shape differs, if integers do not fit the dtype, or if
-        the state was already passed to a step.
+      ValueError: if no parameter has the key path of a value, if a shape differs, if integers do not fit the dtype,
+        or if the state was already passed to a step.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -56,8 +57,8 @@ def with_params(state: TrainState, values: PyTree) -> TrainState:
       >>> float(state.params["kl"]), bool((state.params["reference"] == state.params["w"]).all())
       (0.25, True)
 
-    **Placement**: each value is copied and gets the sharding of the old value. So an array that you pass, even one of the
-    state itself, is still valid after the next step.
+    **Placement**: each value is copied and gets the sharding of the old value. So an array that you pass, even one of
+    the state itself, is still valid after the next step.
 
     **Communication**: none for arrays on the host. An array on devices is sent to the devices of the old value.
     """

@@ -68,8 +68,8 @@ def begin(
 ) -> tuple[TrainState, StoppingState]:
     """Return the state to start from and the state of early stopping; move the stream to its position.
 
-    A checkpoint or snapshot is restored if `checkpoints.resume` is set and it is newer than the state. The memory of the state
-    is freed first.
+    A checkpoint or snapshot is restored if `checkpoints.resume` is set and it is newer than the state. The memory of
+    the state is freed first.
 
     Args:
       opt: the optimizer.
@@ -169,8 +169,8 @@ _VERDICT_OF_SIGNAL = {signal.SIGTERM: "sigterm", signal.SIGINT: "interrupted"}
 def common_verdict(*verdicts: str | None, due: bool) -> str | None:
     """Return the strongest verdict of all processes, by the order of `VERDICTS`, or None if there is none.
 
-    With several processes and `due`, each call gathers one integer per process, which waits for the steps in progress. If
-    `due` is False, it returns None, and a process with a verdict passes the verdict again next time.
+    With several processes and `due`, each call gathers one integer per process, which waits for the steps in
+    progress. If `due` is False, it returns None, and a process with a verdict passes the verdict again next time.
 
     Args:
       *verdicts: the verdicts of this process, or None.
@@ -221,13 +221,13 @@ END = object()
 class Stream:
     """Batches, drawn one at a time and never ahead, so that the position counts exactly the used batches.
 
-    An iterator with `get_state` and `set_state` (grain's) is moved by its own state. Any other iterator is moved by drawing as
-    many batches from a fresh one, so it must give the same batches in the same order every time. The checkpoint holds a
-    checksum of the last batch, to detect another order.
+    An iterator with `get_state` and `set_state` (grain's) is moved by its own state. Any other iterator is moved by
+    drawing as many batches from a fresh one, so it must give the same batches in the same order every time. The
+    checkpoint holds a checksum of the last batch, to detect another order.
 
-    If each process draws its own rows (`jax.make_array_from_process_local_data`), an iterator state is only valid for one
-    number of processes. With another number, batches are drawn again too. The values of the last batch must then equal the
-    values that the other processes drew, in any order.
+    If each process draws its own rows (`jax.make_array_from_process_local_data`), an iterator state is only valid for
+    one number of processes. With another number, batches are drawn again too. The values of the last batch must then
+    equal the values that the other processes drew, in any order.
 
     Attributes:
       drawn: how many batches were drawn since the first one, including batches before a restored checkpoint.
@@ -260,7 +260,8 @@ class Stream:
         """Move to a saved position; return a text about how it was done.
 
         Raises:
-          ValueError: if the iterator refuses the state, ends before the position, or gives other rows to other processes.
+          ValueError: if the iterator refuses the state, ends before the position, or gives other rows to other
+            processes.
         """
         count = position["drawn"]
         processes_changed = position.get("processes", jax.process_count()) != jax.process_count()

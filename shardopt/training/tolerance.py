@@ -13,8 +13,9 @@ from shardopt.engine.transformation import closed_over, functions_within
 class Tolerance:
     """`tolerance(opt_state)`: whether the last update was skipped and allowed, as a boolean on the device.
 
-    A step is tolerated if the gradient was not finite and at most `max_consecutive_errors` such steps came in a row. For such a
-    step `apply_if_finite` leaves parameters and state unchanged. After more such steps it applies the gradient.
+    A step is tolerated if the gradient was not finite and at most `max_consecutive_errors` such steps came in a row.
+    For such a step `apply_if_finite` leaves parameters and state unchanged. After more such steps it applies the
+    gradient.
 
     Args:
       tx: the optimizer.
