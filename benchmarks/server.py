@@ -115,12 +115,12 @@ def watch(path, places):
 
 def watch_server(folder):
     """Where the seconds go where the server is."""
-    from shardopt.parameter_server import coordinator, server
+    from shardopt.parameter_server import apply, coordinator, server
     from shardopt.parameter_server import ray as ray_processes
 
     places = [
         (coordinator.Coordinator, "push", "server: push, with the wait for the lock"),
-        (server, "check_update", "server: check shapes"),
+        (apply, "check_update", "server: check shapes"),
         (server, "faults", "server: look for NaN"),
         (ray_processes.ServerProcess, "_share_params", "server: parameters into the object store"),
     ]

@@ -9,7 +9,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `shardopt` and return its exit code: 0, 2 for what cannot be done as asked, 130 for a second Ctrl-C."""
+    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 for a second Ctrl-C."""
     try:
         for module in ("tyro", "rich"):
             require(module, extra="cli", who="shardopt")
