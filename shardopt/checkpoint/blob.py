@@ -93,13 +93,13 @@ def from_bytes(
       >>> so.from_bytes(sharded, data).params["w"].addressable_shards[0].data.shape
       (8, 32)
     """
-    who = "from_bytes"
+    caller = "from_bytes"
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(format_error(who, f"data must be bytes, got {type(data).__name__}."))
+        raise TypeError(format_error(caller, f"data must be bytes, got {type(data).__name__}."))
     view = memoryview(data)
     if not view.c_contiguous:
-        raise TypeError(format_error(who, "data must be contiguous bytes.", fix="pass bytes(data)."))
-    check_target(who, target, abstract_params)
+        raise TypeError(format_error(caller, "data must be contiguous bytes.", fix="pass bytes(data)."))
+    check_target(caller, target, abstract_params)
     meta, leaf_bytes = _unpack(view.cast("B") if view.nbytes else memoryview(b""))
     bytes_by_path = dict(zip(meta.leaves, leaf_bytes, strict=True))
 
@@ -111,7 +111,7 @@ def from_bytes(
             leaves.append(from_storable(place(stored_leaf, host_array.__getitem__), describe(leaf)))
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
-    return fill(who, f"the state of step {meta.step}", meta, target, abstract_params, read)
+    return fill(caller, f"the state of step {meta.step}", meta, target, abstract_params, read)
 
 
 def _spans(sizes: list[int]) -> tuple[list[list[int]], int]:

@@ -71,13 +71,13 @@ class CompleteStep(NamedTuple):
 class MemoryWriter:
     """Sends the snapshots of this process to its two vaults, one at a time, on a thread."""
 
-    def __init__(self, who: str):
+    def __init__(self, caller: str):
         """Read the addresses of the vaults from the environment variables that `shardopt launch` sets.
 
         With several processes all must call it.
 
         Args:
-          who: the function that the user called, for messages.
+          caller: the function that the user called, for messages.
 
         Raises:
           ValueError: if there are no vaults.
@@ -91,8 +91,8 @@ class MemoryWriter:
                 "start the job with shardopt launch --max-restarts 3; of several hosts, shardopt vault on each and its "
                 f"environment with {vault.ADDRESSES}; or leave memory_every out."
             )
-            raise ValueError(format_error(who, problem, fix=fix))
-        self._who, self._vaults, self._token = who, addresses.split(","), os.environ[vault.TOKEN]
+            raise ValueError(format_error(caller, problem, fix=fix))
+        self._who, self._vaults, self._token = caller, addresses.split(","), os.environ[vault.TOKEN]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
         self._unreachable: set[str] = set()

@@ -44,7 +44,7 @@ class Meta(NamedTuple):
 
 
 def describe_state(
-    who: str,
+    caller: str,
     state: PyTree,
     step: int | None = None,
     metrics: Mapping[str, ArrayLike] | None = None,
@@ -53,14 +53,14 @@ def describe_state(
     """Return the record of a state; refuse a state that cannot be stored.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       state: pytree of arrays.
       step: the number of the checkpoint; by default `state.step`.
       metrics: scalars by name.
       extra: JSON values.
     """
-    step_number = _check_step(who, step, state)
-    check_leaves(who, state)
+    step_number = _check_step(caller, step, state)
+    check_leaves(caller, state)
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
@@ -82,17 +82,17 @@ def describe_state(
     )
 
 
-def _check_step(who: str, step: int | None, state: PyTree) -> int:
+def _check_step(caller: str, step: int | None, state: PyTree) -> int:
     if step is None:
         step = getattr(state, "step", None)
         if step is None:
             problem = f"step must be given, because the state ({type(state).__name__}) has none."
-            raise TypeError(format_error(who, problem, fix="pass step=."))
+            raise TypeError(format_error(caller, problem, fix="pass step=."))
         step = int(np.asarray(jax.device_get(step)))
     if not is_integer(step):
-        raise TypeError(format_error(who, f"step must be an integer, got {step!r} ({type(step).__name__})."))
+        raise TypeError(format_error(caller, f"step must be an integer, got {step!r} ({type(step).__name__})."))
     if step < 0:
-        raise ValueError(format_error(who, f"step must not be negative, got {step}.", fix="count steps from 0."))
+        raise ValueError(format_error(caller, f"step must not be negative, got {step}.", fix="count steps from 0."))
     return int(step)
 
 
@@ -102,14 +102,14 @@ def write_meta(folder: Path, meta: Meta) -> None:
     (folder / RECORD_NAME).write_text("{\n" + ",\n".join(field_lines) + "\n}\n")
 
 
-def read_meta(who: str, folder: Path) -> Meta:
+def read_meta(caller: str, folder: Path) -> Meta:
     """Return the record in a step's folder; see `from_json` for errors."""
     source = f"{folder.name}/{RECORD_NAME}"
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(who, f"{source} cannot be read", error) from error
-    return from_json(who, source, record)
+        raise _damaged(caller, f"{source} cannot be read", error) from error
+    return from_json(caller, source, record)
 
 
 def to_json(meta: Meta) -> dict[str, Json]:
@@ -118,11 +118,11 @@ def to_json(meta: Meta) -> dict[str, Json]:
     return {"format": _RECORD_FORMAT, "versions": _versions()} | meta._asdict() | {"leaves": leaves}
 
 
-def from_json(who: str, source: str, record: Json) -> Meta:
+def from_json(caller: str, source: str, record: Json) -> Meta:
     """Return the record from the JSON that `to_json` returned.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       source: the name of the file or the header that holds the record, for messages.
       record: the JSON.
 
@@ -134,7 +134,7 @@ def from_json(who: str, source: str, record: Json) -> Meta:
         if record["format"] != _RECORD_FORMAT:
             problem = f"{source} has format {record['format']}, this version of shardopt reads {_RECORD_FORMAT}."
             fix = "use the version of shardopt that wrote it, or a newer one."
-            raise CheckpointError(format_error(who, problem, fix=fix))
+            raise CheckpointError(format_error(caller, problem, fix=fix))
         leaves = {tuple(path.split("/")): _leaf(leaf) for path, leaf in record["leaves"].items()}
         step, params = record["step"], record["params"]
         if not _is_count(step):
@@ -150,7 +150,7 @@ def from_json(who: str, source: str, record: Json) -> Meta:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _damaged(who, f"{source} is not a record of a checkpoint", error) from error
+        raise _damaged(caller, f"{source} is not a record of a checkpoint", error) from error
 
 
 def write_manifest(folder: Path, digests: dict[str, str]) -> None:
@@ -239,9 +239,9 @@ def _damaged_bytes(folder: Path, name: str, record: Json) -> list[str]:
     return [f"{source}: its bytes are not those that were written (SHA-256 {actual[:8]}..., not {expected[:8]}...)"]
 
 
-def _damaged(who: str, problem: str, error: Exception) -> DamagedCheckpointError:
+def _damaged(caller: str, problem: str, error: Exception) -> DamagedCheckpointError:
     problem = f"{problem} ({type(error).__name__}: {error})."
-    return DamagedCheckpointError(format_error(who, problem, fix="bring the file back from a copy."))
+    return DamagedCheckpointError(format_error(caller, problem, fix="bring the file back from a copy."))
 
 
 def _leaf(record: Json) -> Leaf:

@@ -42,12 +42,12 @@ class Change(NamedTuple):
 
 
 def as_stored(
-    who: str, source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
+    caller: str, source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
 ) -> tuple[PyTree, dict[LeafPath, Change]]:
     """Return the wanted state with the stored sizes of stacked leaves, and the changed leaves by path.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       source: the name of the stored state, for messages.
       stored: the stored leaves by path.
       wanted: pytree of abstract arrays.
@@ -79,7 +79,7 @@ def as_stored(
                 "or start the optimizer again on its parameters: new_opt.init(restore(directory, old_opt).params)."
             )
             raise CheckpointError(
-                format_error(who, f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}")
+                format_error(caller, f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}")
             )
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 

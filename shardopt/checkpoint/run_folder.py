@@ -21,7 +21,7 @@ class FilesGoneError(CheckpointError):
     """Files vanished while they were being written: somebody is deleting the folder."""
 
 
-def run_folder(who: str, directory: str | os.PathLike[str]) -> Path:
+def run_folder(caller: str, directory: str | os.PathLike[str]) -> Path:
     """Return the folder of a run as an absolute path.
 
     Raises:
@@ -30,11 +30,11 @@ def run_folder(who: str, directory: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(directory, str | os.PathLike):
         fix = "pass a path."
-        raise TypeError(format_error(who, f"directory must be a path, got {type(directory).__name__}.", fix=fix))
+        raise TypeError(format_error(caller, f"directory must be a path, got {type(directory).__name__}.", fix=fix))
     if "://" in os.fspath(directory):
         problem = f"directory must be a path in a file system, got {os.fspath(directory)!r}."
         fix = "mount the bucket (for instance with gcsfuse) and pass the path of the mount."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     return Path(directory).expanduser().absolute()
 
 
@@ -122,12 +122,12 @@ class RunLock:
     """The right to write to the folder of a run, until `release`; the kernel releases it when the process ends.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       directory: the folder.
     """
 
-    def __init__(self, who: str, directory: Path):
-        self.who, self.directory = who, directory
+    def __init__(self, caller: str, directory: Path):
+        self.caller, self.directory = caller, directory
         self._lock: Lock | None = None
         self._folder = -1  # a descriptor of the folder, to recognise a later folder with the same name
         self._device = -1  # the file system of the folder
@@ -142,7 +142,7 @@ class RunLock:
         lock: Lock | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock = acquire_lock(self.who, self.directory)
+            lock = acquire_lock(self.caller, self.directory)
             remove_stale(self.directory)
             folder = os.open(self.directory, os.O_RDONLY)
         except OSError as error:
@@ -156,7 +156,7 @@ class RunLock:
                 else "choose a folder that you may write to."
             )
             error_type = FilesGoneError if is_gone(error) else CheckpointError
-            raise error_type(format_error(self.who, problem, fix=fix)) from error
+            raise error_type(format_error(self.caller, problem, fix=fix)) from error
         self.release()
         self._lock, self._folder, self._device = lock, folder, os.fstat(folder).st_dev
 
@@ -180,7 +180,7 @@ class RunLock:
             problem = f"{self.directory} is gone, and {nearest_folder} is on another file system than it was: was it unmounted?"
         if problem:
             fix = "bring it back, or make a new Checkpoints elsewhere."
-            raise CheckpointError(format_error(self.who, f"step {step} cannot be saved: {problem}", fix=fix))
+            raise CheckpointError(format_error(self.caller, f"step {step} cannot be saved: {problem}", fix=fix))
         self.acquire()
 
     def is_held(self) -> bool:

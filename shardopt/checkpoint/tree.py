@@ -110,7 +110,7 @@ def check_structure(description: Json, num_leaves: int) -> None:
         raise ValueError(f"the structure of params has {num_described} leaves, {num_leaves} are listed")
 
 
-def rebuild(who: str, description: Json, leaves: list[Any]) -> PyTree:
+def rebuild(caller: str, description: Json, leaves: list[Any]) -> PyTree:
     """Return the tree that `describe_structure` described, with these leaves.
 
     Raises:
@@ -123,7 +123,7 @@ def rebuild(who: str, description: Json, leaves: list[Any]) -> PyTree:
             "opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these types."
         )
         fix = "pass abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or opt.specs first."
-        raise CheckpointError(format_error(who, problem, sorted(foreign_types), fix=fix))
+        raise CheckpointError(format_error(caller, problem, sorted(foreign_types), fix=fix))
     return tree
 
 

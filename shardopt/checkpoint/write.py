@@ -84,11 +84,11 @@ def _prepare(lock: RunLock, step: int) -> None:
     if step in committed(lock.directory):
         problem = f"{lock.directory} already holds step {step}, and nothing is overwritten."
         fix = "pass another step= or directory, or delete that folder first."
-        raise CheckpointError(format_error(lock.who, problem, fix=fix))
+        raise CheckpointError(format_error(lock.caller, problem, fix=fix))
     try:
         check_writable(lock.directory, step)
     except OSError as error:
-        raise write_error(lock.who, lock.directory, step, error) from error
+        raise write_error(lock.caller, lock.directory, step, error) from error
 
 
 def start_write(lock: RunLock, writer: store.Writer, state: PyTree, meta: Meta) -> Callable[[], None]:
@@ -96,20 +96,20 @@ def start_write(lock: RunLock, writer: store.Writer, state: PyTree, meta: Meta) 
 
     All processes must call both functions, in the same order. The state may be donated as soon as this returns.
     """
-    who, directory, step = lock.who, lock.directory, meta.step
+    caller, directory, step = lock.caller, lock.directory, meta.step
     failures: list[Exception] = []
     try:
         writer.start(staging_folder(directory, step), state)
     except Exception as error:
         if jax.process_count() == 1:
-            raise write_error(who, directory, step, error) from error
+            raise write_error(caller, directory, step, error) from error
         failures.append(error)  # the other processes hear of it at the next barriers
 
     def commit() -> None:
         try:
             _finish_write(lock, writer, meta, failures)
         except Exception as error:
-            raise write_error(who, directory, step, error) from error
+            raise write_error(caller, directory, step, error) from error
 
     return commit
 
@@ -160,7 +160,7 @@ def _commit(lock: RunLock, step: int) -> None:
     publish(lock.directory, step)
 
 
-def write_error(who: str, directory: Path, step: int, error: Exception) -> CheckpointError:
+def write_error(caller: str, directory: Path, step: int, error: Exception) -> CheckpointError:
     """Return the error for a failed write: a `FilesGoneError` if somebody deleted the files."""
     error_lines = _error_lines(error)
     cause = f"{type(error).__name__}: {error_lines[0]}"
@@ -178,7 +178,7 @@ def write_error(who: str, directory: Path, step: int, error: Exception) -> Check
     if _is_deleted(directory):
         fix = f"{directory} was deleted, with what was in it; save again, and it is made again."
     error_type = FilesGoneError if any(text in cause for text in _DELETED_MESSAGES) else CheckpointError
-    return error_type(format_error(who, problem, fix=fix))
+    return error_type(format_error(caller, problem, fix=fix))
 
 
 def _error_lines(error: BaseException) -> list[str]:

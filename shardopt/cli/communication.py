@@ -293,7 +293,7 @@ def _outer_text(communication: Communication) -> str:
 def _check_numbers(communication: Communication) -> None:
     for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps", "reducer_warmup_steps"):
         if (number := getattr(communication, name)) is not None:
-            check_count("train", _flag(name), number, least=0 if name == "delay" or "warmup" in name else 1)
+            check_count("train", _flag(name), number, minimum=0 if name == "delay" or "warmup" in name else 1)
     if communication.outer_lr is not None and not communication.outer_lr > 0:
         raise ValueError(f"train: --outer-lr must be above 0, got {communication.outer_lr}.")
     if communication.outer_momentum is not None and not 0 <= communication.outer_momentum < 1:

@@ -161,13 +161,13 @@ def _changed_flags(pipeline: Pipeline) -> list[str]:
     ]
 
 
-def check_chunks(who: str, flag: str, schedule: str, chunks: int | None) -> None:
+def check_chunks(caller: str, flag: str, schedule: str, chunks: int | None) -> None:
     """Refuse a number of chunks that the schedule cannot have."""
     if chunks not in (None, 2 if schedule in _V_CHUNKS else 1) and schedule not in _CHUNKS:
         problem = f"--chunks {chunks} is for schedules that have chunks; {schedule} has {'two' if schedule in _V_CHUNKS else 'one'} a stage."
         *first_names, last_name = _CHUNKS
         fix = f"leave it out, or choose {flag} {', '.join(first_names)} or {last_name}."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
 def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:

@@ -36,7 +36,7 @@ _SAMPLE_BYTES = 400
 def train(options: TrainOptions) -> None:
     """Train, validate and sample, and leave a run folder that can be resumed."""
     for module in ("grain", "matplotlib"):
-        require(module, extra="cli", who="train")
+        require(module, extra="cli", caller="train")
     check_run_folder(options)
     check_strategy(options)
     devices = start_devices(options.where.devices)

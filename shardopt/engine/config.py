@@ -242,43 +242,43 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
       TypeError: if the optimizer, mesh, loss, rules, or a number is of the wrong kind.
       ValueError: if a number is out of range, the mesh lacks data or has an idle axis, or a rule cannot be used.
     """
-    who = config.strategy
-    check_optimizer(who, config.tx)
+    caller = config.strategy
+    check_optimizer(caller, config.tx)
     mesh, user_mesh = config.mesh, config.user_mesh
     if user_mesh is None:  # a combinator passes a config that is checked already
-        mesh, user_mesh = read_mesh(who, mesh, config.axis_names, pipelined=config.schedule is not None)
+        mesh, user_mesh = read_mesh(caller, mesh, config.axis_names, pipelined=config.schedule is not None)
     model = as_block_model(config.loss_fn)
     if model is None and not callable(config.loss_fn):
         problem = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
-        raise TypeError(f"{who}: {problem}, got {type(config.loss_fn).__name__}.")
-    check_evaluate_fn(who, config)
-    check_count(who, "micro_batches", config.micro_batches, least=1)
-    check_count(who, "min_shard_elements", config.min_shard_elements, least=1)
-    _check_view(who, config)
-    _check_opt_state_layout(who, config)
-    offload = _check_offload(who, config)
+        raise TypeError(f"{caller}: {problem}, got {type(config.loss_fn).__name__}.")
+    check_evaluate_fn(caller, config)
+    check_count(caller, "micro_batches", config.micro_batches, minimum=1)
+    check_count(caller, "min_shard_elements", config.min_shard_elements, minimum=1)
+    _check_view(caller, config)
+    _check_opt_state_layout(caller, config)
+    offload = _check_offload(caller, config)
     if config.separable is not None and config.separable is not True:
         problem = f"separable must be True (the loss is a mean over rows, do not check) or None (check), got {config.separable!r}."
-        raise TypeError(format_error(who, problem, fix="leave it out."))
+        raise TypeError(format_error(caller, problem, fix="leave it out."))
     if config.reducer is not None:
-        _check_reducer(who, config._replace(mesh=mesh))
+        _check_reducer(caller, config._replace(mesh=mesh))
     options = compiler_options(mesh) if config.compiler_options is None else config.compiler_options
     if not isinstance(options, Mapping):
         problem = f"compiler_options must be a dict of option name to value, got {type(options).__name__}."
-        raise TypeError(format_error(who, problem, fix="start from so.compiler_options(mesh)."))
+        raise TypeError(format_error(caller, problem, fix="start from so.compiler_options(mesh)."))
     # Stored as a tuple, because the check would exhaust an iterator.
     rules = user_mesh.rules(config.rules if callable(config.rules) else _rules_as_tuple(config.rules))
-    check_rules(rules, who=who)
-    frozen = _check_regexes(who, "frozen", config.frozen)
-    expert_leaves = _check_regexes(who, "expert_leaves", config.expert_leaves)
-    batch_dims = _check_dims(who, "batch_dims", config.batch_dims, example="[('^frames$', 1), ('^table$', None)]")
+    check_rules(rules, caller=caller)
+    frozen = _check_regexes(caller, "frozen", config.frozen)
+    expert_leaves = _check_regexes(caller, "expert_leaves", config.expert_leaves)
+    batch_dims = _check_dims(caller, "batch_dims", config.batch_dims, example="[('^frames$', 1), ('^table$', None)]")
     sequence_dims = _check_dims(
-        who, "sequence_dims", config.sequence_dims, example="[('^image$', 2), ('^labels$', None)]"
+        caller, "sequence_dims", config.sequence_dims, example="[('^image$', 2), ('^labels$', None)]"
     )
-    gather_dtype = _check_dtype(who, "gather_dtype", config.gather_dtype, fix="None to gather what is stored")
-    scatter_dtype = _check_scatter_dtype(who, config)
+    gather_dtype = _check_dtype(caller, "gather_dtype", config.gather_dtype, fix="None to gather what is stored")
+    scatter_dtype = _check_scatter_dtype(caller, config)
     if model is not None:
-        _check_remat(who, config, model.remat)
+        _check_remat(caller, config, model.remat)
     return config._replace(
         mesh=mesh,
         user_mesh=user_mesh,
@@ -294,7 +294,7 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
     )
 
 
-def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
+def check_optimizer(caller: str, tx: optax.GradientTransformation) -> None:
     """Refuse an object that is not an optax gradient transformation.
 
     Raises:
@@ -302,10 +302,10 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
     """
     if isinstance(sharded := getattr(tx, "config", None), StrategyConfig):
         problem = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{sharded.strategy}."
-        raise TypeError(format_error(who, problem, fix="pass the optax optimizer itself, opt.wrapped."))
+        raise TypeError(format_error(caller, problem, fix="pass the optax optimizer itself, opt.wrapped."))
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
-            f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
+            f"{caller}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
             "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         )
     functions = functions_within(tx)
@@ -314,14 +314,14 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
         configs = [getattr(value, "config", None) for value in closed_over(f)] if in_optax else []
         if sharded := next((config for config in configs if isinstance(config, StrategyConfig)), None):
             problem = f"inside of tx is an optimizer that is sharded already, by so.{sharded.strategy}."
-            raise TypeError(format_error(who, problem, fix="put the optax optimizer itself there, opt.wrapped."))
+            raise TypeError(format_error(caller, problem, fix="put the optax optimizer itself there, opt.wrapped."))
     if any(f.__module__ == "optax._src.lookahead" for f in functions):
         problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
         fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
-def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
+def check_evaluate_fn(caller: str, config: StrategyConfig) -> None:
     """Refuse a loss of evaluation that cannot run on the parameters where they are placed.
 
     Raises:
@@ -335,112 +335,114 @@ def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
         problem = (
             f"evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got {config.evaluate_fn!r:.80}."
         )
-        raise TypeError(format_error(who, problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn."))
+        raise TypeError(
+            format_error(caller, problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn.")
+        )
     if config.schedule is not None and not has_blocks:
         problem = "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
-        raise TypeError(format_error(who, problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
+        raise TypeError(format_error(caller, problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
     if has_blocks and not trains_blocks:
         problem = "evaluate_fn is a BlockModel, but loss_fn is not."
         fix = "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
-        raise TypeError(format_error(who, problem, fix=fix))
+        raise TypeError(format_error(caller, problem, fix=fix))
 
 
-def _check_view(who: str, config: StrategyConfig) -> None:
+def _check_view(caller: str, config: StrategyConfig) -> None:
     fix = (
         "use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its rows) or 'global' (one loss of the "
         "whole batch)."
     )
     if not isinstance(config.view, str):
-        raise TypeError(format_error(who, f"view must be a string, got {config.view!r}.", fix=fix))
+        raise TypeError(format_error(caller, f"view must be a string, got {config.view!r}.", fix=fix))
     if config.view not in get_args(View):
-        raise ValueError(format_error(who, f"unknown view {config.view!r}.", fix=fix))
+        raise ValueError(format_error(caller, f"unknown view {config.view!r}.", fix=fix))
     if config.view == "global" and config.schedule is not None:
         problem = (
             "a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch."
         )
         fix = "make the mesh with pipeline=1, or use view='per_device'."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     if config.view == "global" and config.reducer is not None:
         problem = (
             "a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch."
         )
-        raise ValueError(format_error(who, problem, fix="leave reducer out, or use view='per_device'."))
+        raise ValueError(format_error(caller, problem, fix="leave reducer out, or use view='per_device'."))
 
 
-def _check_opt_state_layout(who: str, config: StrategyConfig) -> None:
+def _check_opt_state_layout(caller: str, config: StrategyConfig) -> None:
     layout = config.opt_state_layout
     fix = "use 'within' (shards of every leaf) or 'matrices' (whole matrices on owners)."
     if not isinstance(layout, str):
-        raise TypeError(format_error(who, f"opt_state_layout must be a string, got {layout!r}.", fix=fix))
+        raise TypeError(format_error(caller, f"opt_state_layout must be a string, got {layout!r}.", fix=fix))
     if layout not in get_args(OptStateLayout):
-        raise ValueError(format_error(who, f"unknown opt_state_layout {layout!r}.", fix=fix))
+        raise ValueError(format_error(caller, f"unknown opt_state_layout {layout!r}.", fix=fix))
     if layout == "matrices" and not config.placement.opt_state:
         problem = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
         raise ValueError(
-            format_error(who, problem, fix="use a placement that shards it (zero, fsdp), or leave it out.")
+            format_error(caller, problem, fix="use a placement that shards it (zero, fsdp), or leave it out.")
         )
 
 
-def _check_offload(who: str, config: StrategyConfig) -> tuple[str, ...]:
+def _check_offload(caller: str, config: StrategyConfig) -> tuple[str, ...]:
     fix = "use offload=('opt_state',), or leave it out."
     offload = config.offload
     if isinstance(offload, str) or not isinstance(offload, Iterable):
-        raise TypeError(format_error(who, f"offload must be a sequence of names, got {offload!r}.", fix=fix))
+        raise TypeError(format_error(caller, f"offload must be a sequence of names, got {offload!r}.", fix=fix))
     names = tuple(offload)
     if unknown := [repr(name) for name in names if name != "opt_state"]:
-        raise ValueError(format_error(who, "offload names what cannot wait in host memory.", unknown, fix))
+        raise ValueError(format_error(caller, "offload names what cannot wait in host memory.", unknown, fix))
     if names and config.per_replica:
         problem = "replicas that train apart keep their parameters in the optimizer state, which every step needs."
-        raise ValueError(format_error(who, problem, fix="leave offload out of the strategy inside."))
+        raise ValueError(format_error(caller, problem, fix="leave offload out of the strategy inside."))
     return names
 
 
-def _check_reducer(who: str, config: StrategyConfig) -> None:
-    check_reducer(who, config.reducer)
+def _check_reducer(caller: str, config: StrategyConfig) -> None:
+    check_reducer(caller, config.reducer)
     if config.mesh.shape.get("expert", 1) > 1:
         problem = (
             "a reducer takes the mean of all leaves over the same devices, and those of experts differ along expert."
         )
-        raise ValueError(format_error(who, problem, fix="leave reducer out, or make the mesh with expert=1."))
+        raise ValueError(format_error(caller, problem, fix="leave reducer out, or make the mesh with expert=1."))
     if config.placement.grads:
         problem = "a reducer takes the mean of unsharded gradients, and this placement shards them."
-        raise ValueError(format_error(who, problem, fix="use placement='ddp' or 'zero1', or leave reducer out."))
+        raise ValueError(format_error(caller, problem, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 
-def _check_remat(who: str, config: StrategyConfig, remat: Remat) -> None:
-    parsed_remat = read_remat(who, remat)
+def _check_remat(caller: str, config: StrategyConfig, remat: Remat) -> None:
+    parsed_remat = read_remat(caller, remat)
     if config.schedule is not None and isinstance(parsed_remat, Named) and parsed_remat.offload:
         problem = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
         remedy = "'full'" if INPUT in parsed_remat.names else f"'save:{','.join(parsed_remat.names)}' or 'full'"
         fix = f"use {remedy}, or a mesh with pipeline=1."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
 def _rules_as_tuple(rules: Any) -> Any:
     return rules if isinstance(rules, str | dict) or not isinstance(rules, Iterable) else tuple(rules)
 
 
-def _check_regexes(who: str, name: str, regexes: Sequence[str]) -> tuple[str, ...]:
+def _check_regexes(caller: str, name: str, regexes: Sequence[str]) -> tuple[str, ...]:
     patterns = None if isinstance(regexes, str) or not isinstance(regexes, Iterable) else tuple(regexes)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{who}: {name} must be a sequence of regular expressions, got {regexes!r}.")
-    _check_patterns(who, name, patterns)
+        raise TypeError(f"{caller}: {name} must be a sequence of regular expressions, got {regexes!r}.")
+    _check_patterns(caller, name, patterns)
     return patterns
 
 
 def _check_dims(
-    who: str, name: str, dims: Sequence[tuple[str, int | None]], *, example: str
+    caller: str, name: str, dims: Sequence[tuple[str, int | None]], *, example: str
 ) -> Sequence[tuple[str, int | None]]:
     pairs = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
     is_pair = lambda pair: isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)  # noqa: E731
     if pairs is None or not all(is_pair(pair) and (pair[1] is None or is_integer(pair[1])) for pair in pairs):
         problem = f"{name} must be a sequence of (regex of key paths, dim or None), got {dims!r}."
-        raise TypeError(format_error(who, problem, fix=f"write {name}={example}."))
-    _check_patterns(who, name, [pattern for pattern, _ in pairs])
+        raise TypeError(format_error(caller, problem, fix=f"write {name}={example}."))
+    _check_patterns(caller, name, [pattern for pattern, _ in pairs])
     return pairs
 
 
-def _check_patterns(who: str, name: str, patterns: Sequence[str]) -> None:
+def _check_patterns(caller: str, name: str, patterns: Sequence[str]) -> None:
     invalid_patterns = []
     for pattern in patterns:
         try:
@@ -449,25 +451,25 @@ def _check_patterns(who: str, name: str, patterns: Sequence[str]) -> None:
             invalid_patterns.append(f"{pattern!r}: {error}")
     if invalid_patterns:
         fix = "escape what is meant literally, with re.escape."
-        raise ValueError(format_error(who, f"{name} must be regular expressions.", invalid_patterns, fix))
+        raise ValueError(format_error(caller, f"{name} must be regular expressions.", invalid_patterns, fix))
 
 
-def _check_scatter_dtype(who: str, config: StrategyConfig) -> jnp.dtype | None:
-    dtype = _check_dtype(who, "scatter_dtype", config.scatter_dtype, fix="None to sum in the dtype that is stored")
+def _check_scatter_dtype(caller: str, config: StrategyConfig) -> jnp.dtype | None:
+    dtype = _check_dtype(caller, "scatter_dtype", config.scatter_dtype, fix="None to sum in the dtype that is stored")
     if dtype is not None and not config.placement.opt_state:
         problem = "scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them."
         fix = f"use reducer=so.reducers.exact(jnp.{dtype.name}), or a placement that shards."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     if dtype is not None and config.reducer is not None:
         problem = "scatter_dtype and reducer both say how gradients cross the wire."
-        raise ValueError(format_error(who, problem, fix="leave one of them out."))
+        raise ValueError(format_error(caller, problem, fix="leave one of them out."))
     if dtype is not None and config.view == "global":
         problem = "with view='global' the partitioner sums gradients, in the dtype of the products that make them."
-        raise ValueError(format_error(who, problem, fix="leave scatter_dtype out, or use view='per_device'."))
+        raise ValueError(format_error(caller, problem, fix="leave scatter_dtype out, or use view='per_device'."))
     return dtype
 
 
-def _check_dtype(who: str, name: str, dtype: jax.typing.DTypeLike | None, *, fix: str) -> jnp.dtype | None:
+def _check_dtype(caller: str, name: str, dtype: jax.typing.DTypeLike | None, *, fix: str) -> jnp.dtype | None:
     if dtype is None:
         return None
     try:
@@ -476,5 +478,5 @@ def _check_dtype(who: str, name: str, dtype: jax.typing.DTypeLike | None, *, fix
         floating = False
     if not floating:
         problem = f"{name} must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
-        raise ValueError(format_error(who, problem, fix=f"use jnp.bfloat16, or {fix}."))
+        raise ValueError(format_error(caller, problem, fix=f"use jnp.bfloat16, or {fix}."))
     return jnp.dtype(dtype)

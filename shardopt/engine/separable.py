@@ -82,7 +82,7 @@ def find_mixing(
     *,
     pieces: int,
     blocks: int = 1,
-    who: str = "loss_fn",
+    caller: str = "loss_fn",
     key: jax.Array | None = None,
     context: RowContext | None = None,
     axis_sizes: Mapping[str, int] | None = None,
@@ -98,7 +98,7 @@ def find_mixing(
       batch: the whole batch as shapes and dtypes.
       pieces: n, into how many equal pieces the batch is cut.
       blocks: into how many blocks of rows the batch falls, of each of which a piece has the same part; 1 if pieces are contiguous.
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
       context: what `gather_batch`, `batch_mean` and `batch_sum` are told on a piece; without it there are no other rows.
       axis_sizes: mesh axes and their sizes that the loss may name.
@@ -106,7 +106,7 @@ def find_mixing(
       dims: for each leaf of the batch the dim that is cut, or None; by default the first dim.
       positions: whether positions of sequences are cut, rather than rows.
     """
-    loss_fn = _with_checked_blocks(who, loss_fn)
+    loss_fn = _with_checked_blocks(caller, loss_fn)
     unit = "positions" if positions else "rows"
     leaves, treedef = jax.tree.flatten(batch)
     dims = [0 if leaf.ndim else None for leaf in leaves] if dims is None else dims
@@ -124,7 +124,7 @@ def find_mixing(
         within = loss_fn if context is None else with_rows(context, loss_fn)
         with analysis():
             returned = call(within, key, 0, params, batch)
-        loss_parts(who, returned, 1)  # refuses what is no loss
+        loss_parts(caller, returned, 1)  # refuses what is no loss
         results[:] = _results(returned)
         return [jnp.asarray(leaf) for one in results for leaf in one.leaves]
 
@@ -179,7 +179,7 @@ def find_mixing(
 
 
 def find_trained_weight(
-    loss_fn: LossFn, params: PyTree, batch: PyTree, *, who: str = "loss_fn", key: jax.Array | None = None
+    loss_fn: LossFn, params: PyTree, batch: PyTree, *, caller: str = "loss_fn", key: jax.Array | None = None
 ) -> str | None:
     """Return which weight of a `Weighted` loss follows from the parameters, such as "the weight"; None if none does.
 
@@ -187,7 +187,7 @@ def find_trained_weight(
       loss_fn: the loss, or a `BlockModel`.
       params: parameters as shapes and dtypes.
       batch: the batch as shapes and dtypes.
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
     """
     results: list[_Result] = []
@@ -195,7 +195,7 @@ def find_trained_weight(
     def traced(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         with analysis():
             returned = call(loss_fn, key, 0, params, batch)
-        loss_parts(who, returned, 1)
+        loss_parts(caller, returned, 1)
         results[:] = _results(returned)
         return [jnp.asarray(leaf) for one in results for leaf in one.leaves]
 
@@ -285,7 +285,7 @@ def _obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training
     axes = config.axes
     find = functools.partial(
         find_mixing,
-        who=config.strategy,
+        caller=config.strategy,
         key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss_fn) else None,
         axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
         training=training,
@@ -375,7 +375,7 @@ def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
     return layout.treedef.unflatten([one(*pair) for pair in zip(leaves, layout.plans, strict=True)])
 
 
-def _with_checked_blocks(who: str, loss_fn: LossFn) -> LossFn:
+def _with_checked_blocks(caller: str, loss_fn: LossFn) -> LossFn:
     """Return the loss; a block of a model that returns something else than it is given is refused as in the step."""
     model = as_block_model(loss_fn)
     if model is None:
@@ -384,7 +384,7 @@ def _with_checked_blocks(who: str, loss_fn: LossFn) -> LossFn:
     @functools.wraps(model.block)
     def block(one_block: PyTree, x: PyTree, **key: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten(x)
-        return treedef.unflatten(leaves_like(who, leaves, treedef, model.block(one_block, x, **key)))
+        return treedef.unflatten(leaves_like(caller, leaves, treedef, model.block(one_block, x, **key)))
 
     return model._replace(block=block)
 

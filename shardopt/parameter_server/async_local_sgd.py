@@ -37,7 +37,7 @@ from shardopt.parameter_server.worker import (
 )
 from shardopt.reducers import Compressor, Reducer
 
-WHO = "async_local_sgd"
+CALLER = "async_local_sgd"
 
 Devices = Sequence[jax.Device]
 MakeIsland = Callable[[Devices], ShardedOptimizer]
@@ -141,15 +141,15 @@ def async_local_sgd(
       Low-Communication Training of Language Models", 2023; Douillard et al., "Streaming DiLoCo with overlapping
       communication", 2025.
     """
-    check_max_staleness(WHO, max_staleness)
+    check_max_staleness(CALLER, max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    check_optimizer(WHO, outer)
-    check_backend(WHO, backend, address, max_restarts, hang_timeout)
-    check_count(WHO, "devices", devices, least=1)
-    check_count(WHO, "hosts_per_island", hosts_per_island, least=1)
+    check_optimizer(CALLER, outer)
+    check_backend(CALLER, backend, address, max_restarts, hang_timeout)
+    check_count(CALLER, "devices", devices, minimum=1)
+    check_count(CALLER, "hosts_per_island", hosts_per_island, minimum=1)
     if hosts_per_island > 1 and backend != "ray":
         problem = f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
-        raise ValueError(format_error(WHO, problem, fix="use backend='ray', or leave hosts_per_island out."))
+        raise ValueError(format_error(CALLER, problem, fix="use backend='ray', or leave hosts_per_island out."))
     devices_per_island = devices * hosts_per_island
     if backend == "ray":
         island_makers: Sequence[ShardedOptimizer | MakeIsland] = _check_makers(strategies)
@@ -157,17 +157,17 @@ def async_local_sgd(
         islands = _check_islands(_local_islands(island_makers, jax.local_devices()[:devices_per_island]))
     else:
         island_makers = islands = _check_islands(strategies)
-        check_not_shared(WHO, [island.mesh for island in islands], "island")
-    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(WHO, reducer)
-    check_streaming(WHO, steps, fragments, delay, mix)
+        check_not_shared(CALLER, [island.mesh for island in islands], "island")
+    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(CALLER, reducer)
+    check_streaming(CALLER, steps, fragments, delay, mix)
     streaming, is_streaming = None, (fragments, delay, mix) != (1, 0, 0)
-    check_servers(WHO, servers, {"reducer": reducer is not None, "fragments, delay or mix": is_streaming})
+    check_servers(CALLER, servers, {"reducer": reducer is not None, "fragments, delay or mix": is_streaming})
     if is_streaming:
         config = islands[0].config
         plan = FragmentPlan(int(fragments), as_block_model(config.loss_fn) is not None, tuple(config.frozen))
         streaming = Streaming(plan, int(delay), float(mix))
     spec = RunSpec(
-        WHO,
+        CALLER,
         len(islands),
         partial(
             make_server,
@@ -218,7 +218,7 @@ def _make_compute(
     else:
         islands = dict(zip([worker], _local_islands([strategies[worker]], jax.devices()), strict=True))
     fragments = 1 if streaming is None else streaming.fragments.num_fragments
-    streams = Streams(WHO, batches_of, [steps // fragments for steps in local_steps])
+    streams = Streams(CALLER, batches_of, [steps // fragments for steps in local_steps])
     compressors, server_device = make_compressors(codec), _first_local_device(next(iter(islands.values())))
 
     def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
@@ -352,22 +352,22 @@ def _check_frozen(opt: ShardedOptimizer, params: PyTree, unchanged: Sequence[jax
 
 def _refuse_updated(changed: list[str]) -> NoReturn:
     problem = "loss_fn returns so.Updated, for which islands have no common value."
-    raise ValueError(format_error(WHO, problem, changed, "train such leaves with ddp, zero, fsdp or diloco."))
+    raise ValueError(format_error(CALLER, problem, changed, "train such leaves with ddp, zero, fsdp or diloco."))
 
 
 def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[ShardedOptimizer]:
     fix = "pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence):
         problem = f"strategies must be a sequence of synchronous strategies, got {type(strategies).__name__}."
-        raise TypeError(format_error(WHO, problem, fix=fix))
+        raise TypeError(format_error(CALLER, problem, fix=fix))
     if not strategies:
-        raise ValueError(format_error(WHO, "strategies must be at least 1, got none.", fix=fix))
+        raise ValueError(format_error(CALLER, "strategies must be at least 1, got none.", fix=fix))
     islands: list[ShardedOptimizer] = []
     for number, strategy in enumerate(strategies):
         if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
             got = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
             problem = f"strategies[{number}] must be a synchronous strategy, got {got}."
-            raise TypeError(format_error(WHO, problem, fix=fix))
+            raise TypeError(format_error(CALLER, problem, fix=fix))
         islands.append(strategy)
     return islands
 
@@ -380,19 +380,19 @@ def _check_makers(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[M
     else:
         return [maker for maker in strategies if not isinstance(maker, ShardedOptimizer)]
     fix = "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four islands."
-    raise TypeError(format_error(WHO, problem, fix=fix))
+    raise TypeError(format_error(CALLER, problem, fix=fix))
 
 
 def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> list[int]:
     if is_integer(local_steps):
-        check_count(WHO, "local_steps", local_steps, least=1)
+        check_count(CALLER, "local_steps", local_steps, minimum=1)
         return [int(local_steps)] * num_islands
     if isinstance(local_steps, str) or not isinstance(local_steps, Sequence | np.ndarray):
         problem = f"local_steps must be an integer or one for each island, got {local_steps!r}"
-        raise TypeError(f"{WHO}: {problem} ({type(local_steps).__name__}).")
+        raise TypeError(f"{CALLER}: {problem} ({type(local_steps).__name__}).")
     if len(local_steps) != num_islands:
         problem = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
-        raise ValueError(format_error(WHO, problem, fix="pass one number, or one for each island."))
+        raise ValueError(format_error(CALLER, problem, fix="pass one number, or one for each island."))
     for number, steps in enumerate(local_steps):
-        check_count(WHO, f"local_steps[{number}]", steps, least=1)
+        check_count(CALLER, f"local_steps[{number}]", steps, minimum=1)
     return [int(steps) for steps in local_steps]

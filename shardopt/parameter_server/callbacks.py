@@ -28,7 +28,7 @@ class Callbacks:
 
     def __init__(
         self,
-        who: str,
+        caller: str,
         *,
         checkpoints: CheckpointStore | None = None,
         early_stopping: EarlyStopping | None = None,
@@ -37,17 +37,24 @@ class Callbacks:
         progress: bool = False,
     ):
         if not isinstance(progress, bool):
-            raise TypeError(f"{who}: progress must be True or False, got {progress!r}.")
+            raise TypeError(f"{caller}: progress must be True or False, got {progress!r}.")
         if checkpoints is not None and not all(hasattr(checkpoints, name) for name in _STORE_ATTRIBUTES):
             problem = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
-            raise TypeError(format_error(who, problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
+            raise TypeError(format_error(caller, problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
         if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
             problem = f"early_stopping must be a shardopt.EarlyStopping, got {type(early_stopping).__name__}."
-            raise TypeError(format_error(who, problem, fix='pass so.EarlyStopping("loss", patience=5).'))
+            raise TypeError(format_error(caller, problem, fix='pass so.EarlyStopping("loss", patience=5).'))
         if evaluate is not None and not callable(evaluate):
-            raise TypeError(f"{who}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}.")
-        check_count(who, "evaluate_every", evaluate_every, least=1)
-        self.who, self.checkpoints, self.early_stopping, self.evaluate = who, checkpoints, early_stopping, evaluate
+            raise TypeError(
+                f"{caller}: evaluate must be a function (params) -> metrics, got {type(evaluate).__name__}."
+            )
+        check_count(caller, "evaluate_every", evaluate_every, minimum=1)
+        self.caller, self.checkpoints, self.early_stopping, self.evaluate = (
+            caller,
+            checkpoints,
+            early_stopping,
+            evaluate,
+        )
         evaluates = early_stopping is not None or evaluate is not None
         save_every = None if checkpoints is None else checkpoints.every
         self.policy = SavePolicy(save_every, int(evaluate_every) if evaluates else None)
@@ -68,7 +75,7 @@ class Callbacks:
     def begin(self, run: Run, params: PyTree) -> None:
         """Restore a new run from the newest checkpoint, if there is one."""
         if (snapshot := self.load_latest(run.server, params)) is not None:
-            restore_run(self.who, run, snapshot)
+            restore_run(self.caller, run, snapshot)
             self.resumed_from = self.saved_version = run.state.version
 
     def load_latest(self, server: Server, params: PyTree) -> RunSnapshot | None:
@@ -79,8 +86,8 @@ class Callbacks:
         if not checkpoints.resume:
             problem = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
             fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
-            raise ValueError(format_error(self.who, problem, fix=fix))
-        snapshot = load_snapshot(self.who, checkpoints, server, params, step)
+            raise ValueError(format_error(self.caller, problem, fix=fix))
+        snapshot = load_snapshot(self.caller, checkpoints, server, params, step)
         saved_state = snapshot.record.get("early_stopping")
         if self.early_stopping is not None and saved_state is not None:
             self.stopping_state = stopping.from_json(self.early_stopping, saved_state) or StoppingState()
@@ -142,9 +149,9 @@ class Callbacks:
             results = self.evaluate(params)
             if not isinstance(results, Mapping):
                 problem = f"evaluate must return a dict of metrics, got {type(results).__name__}."
-                raise TypeError(format_error(self.who, problem, fix='return {"val_loss": loss}.'))
+                raise TypeError(format_error(self.caller, problem, fix='return {"val_loss": loss}.'))
             metrics |= {name: float(value) for name, value in results.items()}
-        stopping.check_metric(self.early_stopping, metrics, self.who)
+        stopping.check_metric(self.early_stopping, metrics, self.caller)
         self.stopping_state = stopping.update(self.early_stopping, self.stopping_state, version, metrics)
         self.evaluations.append({"step": version, **metrics})
         self._last_metrics = metrics

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 from shardopt.core.arguments import check_count, is_integer
 from shardopt.core.errors import format_error, plural
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 
 Value = TypeVar("Value")
 _BITS = 6
@@ -105,17 +105,17 @@ def make_clock(max_staleness: int | None) -> Clock:
     References:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
     """
-    check_max_staleness(WHO, max_staleness)
+    check_max_staleness(CALLER, max_staleness)
     return Clock(None if max_staleness is None else int(max_staleness))
 
 
 def join(clock: Clock, worker: int) -> Clock:
     """Add a worker at the clock of the slowest: it need not wait, and other workers need not wait longer."""
-    check_count(WHO, "worker", worker, least=0)
+    check_count(CALLER, "worker", worker, minimum=0)
     if worker in clock.steps:
         problem = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
         raise ValueError(
-            format_error(WHO, problem, fix="let it leave first, or give the newcomer a number of its own.")
+            format_error(CALLER, problem, fix="let it leave first, or give the newcomer a number of its own.")
         )
     first_step = clock.slowest
     return clock._replace(
@@ -161,7 +161,7 @@ def clock_of(clock: Clock, worker: int) -> int:
     if worker not in clock.steps:
         worker_list = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
         problem = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({worker_list or 'none'})."
-        raise ValueError(format_error(WHO, problem, fix="let it join; what a worker pushes after it left is lost."))
+        raise ValueError(format_error(CALLER, problem, fix="let it join; what a worker pushes after it left is lost."))
     return clock.steps[worker]
 
 
@@ -177,16 +177,16 @@ def _decrement(counts: Mapping[int, int], step: int) -> dict[int, int]:
 _UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
 
 
-def check_max_staleness(who: str, max_staleness: int | None) -> None:
+def check_max_staleness(caller: str, max_staleness: int | None) -> None:
     """Refuse a bound that is neither None nor an integer of at least 0."""
     if max_staleness is None:
         return
     if not is_integer(max_staleness):
         problem = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
-        raise TypeError(format_error(who, problem, fix=_UNBOUNDED_FIX))
+        raise TypeError(format_error(caller, problem, fix=_UNBOUNDED_FIX))
     if max_staleness < 0:
         raise ValueError(
-            format_error(who, f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX)
+            format_error(caller, f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX)
         )
 
 
@@ -217,6 +217,6 @@ def should_sync(step: int, max_staleness: int) -> bool:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 3:
       the cache of a worker is read until it is too old.
     """
-    check_count("should_sync", "step", step, least=0)
-    check_count("should_sync", "max_staleness", max_staleness, least=0)
+    check_count("should_sync", "step", step, minimum=0)
+    check_count("should_sync", "max_staleness", max_staleness, minimum=0)
     return bool(step % (max_staleness + 1) == 0)

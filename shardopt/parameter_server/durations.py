@@ -48,12 +48,12 @@ def with_stalls(duration: Duration, *, probability: float, seconds: Duration) ->
       >>> with_stalls(1.0, probability=1.0, seconds=4.0)(np.random.default_rng(0))
       5.0
     """
-    who = "with_stalls"
-    check_duration(who, "duration", duration)
-    check_number(who, "probability", probability)
+    caller = "with_stalls"
+    check_duration(caller, "duration", duration)
+    check_number(caller, "probability", probability)
     if probability > 1:
-        raise ValueError(f"{who}: probability must be at most 1, got {probability}.")
-    check_duration(who, "seconds", seconds)
+        raise ValueError(f"{caller}: probability must be at most 1, got {probability}.")
+    check_duration(caller, "seconds", seconds)
 
     def sample(generator: np.random.Generator) -> float:
         stall = generator.random() < probability
@@ -67,7 +67,7 @@ def seconds_of(duration: Duration, generator: np.random.Generator) -> float:
     return float(duration(generator) if callable(duration) else duration)
 
 
-def check_duration(who: str, name: str, duration: Duration) -> None:
+def check_duration(caller: str, name: str, duration: Duration) -> None:
     """Refuse a duration that is neither seconds nor a function."""
     if not callable(duration):
-        check_number(who, name, duration)
+        check_number(caller, name, duration)

@@ -83,21 +83,21 @@ class FragmentPlan(NamedTuple):
         return {path: leaf for (path, leaf), leaf_number in pairs if leaf_number is None}
 
 
-def check_fragments(plan: FragmentPlan, who: str, params: PyTree) -> None:
+def check_fragments(plan: FragmentPlan, caller: str, params: PyTree) -> None:
     """Refuse parameters that `check_params` refuses, and plans with a fragment that gets no parameters.
 
     Raises:
       TypeError: if a leaf is not an array or a number.
       ValueError: if nothing is trained, or there are more fragments than leaves and blocks to deal out.
     """
-    check_params(who, params)
+    check_params(caller, params)
     params = jax.eval_shape(lambda params: params, params)
     numbers, leaves = plan.numbers(params), jax.tree.leaves(params)
     num_blocks = max((leaf.shape[0] for leaf, number in zip(leaves, numbers, strict=True) if number == -1), default=0)
     max_fragments = max(num_blocks, sum(number is not None and number >= 0 for number in numbers))
     if plan.num_fragments > max_fragments:
         problem = f"fragments={plan.num_fragments}, but {max_fragments} blocks or leaves can be dealt out."
-        raise ValueError(format_error(who, problem, fix=f"use at most {max_fragments}."))
+        raise ValueError(format_error(caller, problem, fix=f"use at most {max_fragments}."))
 
 
 def make_fragment_mathematics(inner: Mathematics, plan: FragmentPlan) -> Mathematics:

@@ -98,19 +98,19 @@ class RunFn(NamedTuple):
         progress: bool = False,
     ) -> AsyncResult:
         """Train; see `RunFn`."""
-        spec, who = self.spec, self.spec.who
-        spec.check_params(who, params)
-        check_count(who, "num_updates", num_updates, least=0)
-        periods = _periods(who, availability, spec.num_workers)
+        spec, caller = self.spec, self.spec.caller
+        spec.check_params(caller, params)
+        check_count(caller, "num_updates", num_updates, minimum=0)
+        periods = _periods(caller, availability, spec.num_workers)
         callbacks = Callbacks(
-            who,
+            caller,
             checkpoints=checkpoints,
             early_stopping=early_stopping,
             evaluate=evaluate,
             evaluate_every=evaluate_every,
             progress=progress,
         )
-        job = Job(params, batches_of, key_data(who, rng), num_updates, periods, log_path)
+        job = Job(params, batches_of, key_data(caller, rng), num_updates, periods, log_path)
         return (
             run_on_ray(spec, job, callbacks)
             if spec.backend == "ray"
@@ -157,31 +157,33 @@ def make_run(spec: RunSpec) -> RunFn:
     return RunFn(spec, spec.make_server(donate=True))
 
 
-def _periods(who: str, availability: Availability | None, num_workers: int) -> Availability:
+def _periods(caller: str, availability: Availability | None, num_workers: int) -> Availability:
     """Return the periods in which each worker is present, in versions."""
     always = [(0, math.inf)]
     if availability is None:
         return dict.fromkeys(range(num_workers), always)
     if not isinstance(availability, Mapping):
         problem = f"availability must be a dict {{worker: [(from, to), ...]}}, got {type(availability).__name__}."
-        raise TypeError(format_error(who, problem))
+        raise TypeError(format_error(caller, problem))
     if unknown := [worker for worker in availability if not is_integer(worker) or not 0 <= worker < num_workers]:
-        raise ValueError(format_error(who, f"availability names workers that are not there: {unknown}."))
+        raise ValueError(format_error(caller, f"availability names workers that are not there: {unknown}."))
     for worker, periods in availability.items():
-        check_availability(who, f"worker {worker}", periods)
+        check_availability(caller, f"worker {worker}", periods)
     return {worker: availability.get(worker, always) for worker in range(num_workers)}
 
 
-def check_backend(who: str, backend: str, address: str | None, max_restarts: int, hang_timeout: float | None) -> None:
+def check_backend(
+    caller: str, backend: str, address: str | None, max_restarts: int, hang_timeout: float | None
+) -> None:
     """Refuse an unknown backend, options of Ray of the wrong kind, and options of Ray with another backend."""
     if backend not in ("threads", "ray"):
         problem = f"backend must be 'threads' or 'ray', got {backend!r}."
-        raise ValueError(format_error(who, problem, fix='use backend="threads" for workers in this process.'))
+        raise ValueError(format_error(caller, problem, fix='use backend="threads" for workers in this process.'))
     if address is not None and not isinstance(address, str):
-        raise TypeError(f"{who}: address must be a string or None, got {type(address).__name__}.")
-    check_count(who, "max_restarts", max_restarts, least=0)
+        raise TypeError(f"{caller}: address must be a string or None, got {type(address).__name__}.")
+    check_count(caller, "max_restarts", max_restarts, minimum=0)
     if hang_timeout is not None:
-        check_number(who, "hang_timeout", hang_timeout, positive=True)
+        check_number(caller, "hang_timeout", hang_timeout, positive=True)
     if backend != "ray" and (address is not None or max_restarts or hang_timeout is not None):
         problem = f"address, max_restarts and hang_timeout are for backend='ray', got backend={backend!r}."
-        raise ValueError(format_error(who, problem, fix='use backend="ray", or leave them out.'))
+        raise ValueError(format_error(caller, problem, fix='use backend="ray", or leave them out.'))

@@ -66,15 +66,15 @@ class WorkersLostError(RuntimeError):
 
 def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     """Train on Ray; when this returns, all processes of the run have ended."""
-    Streams(spec.who, job.batches_of)  # checks `batches_of`
-    with cluster(spec.who, spec.address, spec.num_workers * spec.hosts + _num_server_processes(spec)) as ray:
+    Streams(spec.caller, job.batches_of)  # checks `batches_of`
+    with cluster(spec.caller, spec.address, spec.num_workers * spec.hosts + _num_server_processes(spec)) as ray:
         job = job._replace(params=jax.device_put(job.params))
         snapshot = callbacks.load_latest(spec.make_server(donate=False), job.params)
         callbacks.resumed_from = callbacks.saved_version = None if snapshot is None else int(snapshot.state.step)
         driver = RayDriver(ray, spec, job, callbacks)
         log = None
         try:
-            with show_workers(spec.who, shown=callbacks.progress) as callbacks.show:
+            with show_workers(spec.caller, shown=callbacks.progress) as callbacks.show:
                 result = driver.run(snapshot)
             log = result.log
             return result
@@ -95,18 +95,18 @@ _CONNECT_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def cluster(who: str, address: str | None, num_workers: int) -> Iterator[ModuleType]:
+def cluster(caller: str, address: str | None, num_workers: int) -> Iterator[ModuleType]:
     """Return the module `ray`, connected: to the current cluster, to an address, or to a local Ray that ends with the run."""
     try:
         import ray
     except ImportError as error:
         fix = "pip install 'shardopt[ray]', or use backend=\"threads\"."
-        raise ImportError(format_error(who, "backend 'ray' needs Ray, which is not installed.", fix=fix)) from error
+        raise ImportError(format_error(caller, "backend 'ray' needs Ray, which is not installed.", fix=fix)) from error
     if ray.is_initialized():
         connected_address = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", connected_address):
             problem = f"this process is connected to the Ray at {connected_address} already, not to {address}."
-            raise ValueError(format_error(who, problem, fix="call ray.shutdown() first, or leave address out."))
+            raise ValueError(format_error(caller, problem, fix="call ray.shutdown() first, or leave address out."))
         yield ray
         return
     if address is None:
@@ -116,14 +116,14 @@ def cluster(who: str, address: str | None, num_workers: int) -> Iterator[ModuleT
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
             ray.init(log_to_driver=False, **options)
     else:
-        _connect(who, ray, address)
+        _connect(caller, ray, address)
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def _connect(who: str, ray: ModuleType, address: str) -> None:
+def _connect(caller: str, ray: ModuleType, address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host and port.isdecimal():
@@ -133,10 +133,10 @@ def _connect(who: str, ray: ModuleType, address: str) -> None:
     except (OSError, ConnectionError, ValueError, RuntimeError) as error:
         problem = f"no Ray answers at {address!r} ({type(error).__name__}: {str(error).splitlines()[0]})."
         fix = "start Ray there (ray start --head), correct the address, or leave it out for a local Ray."
-        raise ConnectionError(format_error(who, problem, fix=fix)) from error
+        raise ConnectionError(format_error(caller, problem, fix=fix)) from error
 
 
-def check_capacity(who: str, ray: ModuleType, num_workers: int, servers: int = 1, hosts: int = 1) -> None:
+def check_capacity(caller: str, ray: ModuleType, num_workers: int, servers: int = 1, hosts: int = 1) -> None:
     """Refuse a cluster with too few CPUs, on which some processes would never start."""
     available_cpus = ray.cluster_resources().get("CPU", 0)
     needed_cpus = num_workers * hosts + 1 + (servers if servers > 1 else 0)
@@ -146,7 +146,7 @@ def check_capacity(who: str, ray: ModuleType, num_workers: int, servers: int = 1
         needs = f"{num_workers} workers{hosts_text} and {server_text} need {needed_cpus} CPUs"
         problem = f"{needs}, and the Ray cluster has {available_cpus:g}."
         fix = "start it with more (ray.init(num_cpus=...)), or use fewer workers."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
 _LULL_SECONDS = 10.0
@@ -161,7 +161,7 @@ class RayDriver:
     """The caller's handle of the processes of a run."""
 
     def __init__(self, ray: ModuleType, spec: RunSpec, job: Job, callbacks: Callbacks):
-        check_capacity(spec.who, ray, spec.num_workers, spec.servers, spec.hosts)
+        check_capacity(spec.caller, ray, spec.num_workers, spec.servers, spec.hosts)
         self.token = secrets.token_hex()
         self.ray, self.spec, self.job, self.callbacks = ray, spec, job, callbacks
         self.settings = settings_values()
@@ -202,7 +202,7 @@ class RayDriver:
             problem = f"all {len(self.job.availability)} workers were killed, the last one at version"
             problem += f" {result.metrics['updates']} of {self.job.num_updates}."
             fix = "pass max_restarts so that they are started again, or checkpoints to go on from here."
-            error = WorkersLostError(format_error(self.spec.who, problem, fix=fix))
+            error = WorkersLostError(format_error(self.spec.caller, problem, fix=fix))
             error.add_note(f"Killed, in this order: {self.killed}.")
             raise error
         return result._replace(params=jax.device_put(result.params))
@@ -308,7 +308,7 @@ class RayDriver:
             elif now - since > timeout * (_COMPILE_FACTOR if status.is_new else 1) and status.worker in self.alive:
                 _LOG.warning(
                     "%s: worker %d hangs: it %s without progress for %.0f s, at its step %d; its processes are killed.",
-                    *(self.spec.who, status.worker, status.doing, now - since, status.clock),
+                    *(self.spec.caller, status.worker, status.doing, now - since, status.clock),
                 )
                 self.hung.append(status.worker)
                 self.handle_dead_worker(status.worker)
@@ -330,7 +330,7 @@ class RayDriver:
             step = self.ray.get(self.server.clock_of.remote(worker)) if self.is_server_alive() else None
             at_step = "" if step is None else f" at its step {step}"
             outcome.error.add_note(
-                f"This happened in worker {worker} of {self.spec.who}{at_step}, a process of its own:"
+                f"This happened in worker {worker} of {self.spec.caller}{at_step}, a process of its own:"
             )
             outcome.error.add_note(outcome.trace)
             raise outcome.error
@@ -365,16 +365,16 @@ class RayDriver:
 
     def restart_server(self) -> None:
         """Restart the server from its last checkpoint, and let the workers continue with it."""
-        checkpoints, who = self.callbacks.checkpoints, self.spec.who
+        checkpoints, caller = self.callbacks.checkpoints, self.spec.caller
         problem = f"the process of the server was killed, at version {self.last_version} or later,"
         if checkpoints is None:
             fix = "pass checkpoints=so.Checkpoints(folder, every=..., keep=...)."
-            raise ServerLostError(format_error(who, f"{problem} and no checkpoints were kept.", fix=fix))
+            raise ServerLostError(format_error(caller, f"{problem} and no checkpoints were kept.", fix=fix))
         checkpoints.wait()
         snapshot = self.callbacks.load_latest(self.spec.make_server(donate=False), jax.device_put(self.job.params))
         if snapshot is None:
             fix = "save more often, or run again."
-            raise ServerLostError(format_error(who, f"{problem} before its first checkpoint.", fix=fix))
+            raise ServerLostError(format_error(caller, f"{problem} before its first checkpoint.", fix=fix))
         self.lost_updates += max(0, self.last_version - int(snapshot.state.step))
         self.start_server(snapshot)
         self.start_work()
@@ -430,7 +430,7 @@ class ServerProcess:
         self.pulled_params: dict[int, RemoteParams] = {}  # worker -> the parameters of its step in flight
         run = Run(server, job.params, header, lambda: time.perf_counter() - began)
         if snapshot is not None:
-            restore_run(spec.who, run, snapshot)
+            restore_run(spec.caller, run, snapshot)
         self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
         # A version, and references to its parameters: fragment number -> fragment, None -> all parameters.
         self.shared_params: tuple[int, dict[int | None, ObjectRef]] = (-1, {})

@@ -18,7 +18,7 @@ from shardopt.parameter_server.updates import digest
 from shardopt.parameter_server.worker import check_codec, sgd_spec
 from shardopt.reducers import Reducer
 
-WHO = "replay"
+CALLER = "replay"
 
 
 def replay(
@@ -71,10 +71,10 @@ def replay(
     header = log.header
     if "local_steps" in header:
         fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
-        raise ValueError(format_error(WHO, "this is the log of a run of async_local_sgd.", fix=fix))
+        raise ValueError(format_error(CALLER, "this is the log of a run of async_local_sgd.", fix=fix))
     _check_reducer(header.get("reducer"), reducer)
     spec = sgd_spec(
-        WHO,
+        CALLER,
         tx,
         loss_fn,
         [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]],
@@ -93,10 +93,10 @@ def check_log(log: Log) -> None:
     """Refuse an argument that is not a `Log`, and the log of a simulation without parameters."""
     if not isinstance(log, Log):
         problem = f"log must be a parameter_server.Log, got {type(log).__name__}."
-        raise TypeError(format_error(WHO, problem, fix="pass result.log, or parameter_server.Log.load(path)."))
+        raise TypeError(format_error(CALLER, problem, fix="pass result.log, or parameter_server.Log.load(path)."))
     if log.header.get("initial") is None:
         fix = "give simulate an optimizer, a loss, parameters and data."
-        raise ValueError(format_error(WHO, "this is the log of a simulation of time only.", fix=fix))
+        raise ValueError(format_error(CALLER, "this is the log of a simulation of time only.", fix=fix))
 
 
 def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) -> PyTree:
@@ -105,7 +105,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     state = server.init(compute.on_server(params))
     if digest(server.whole(state.params)) != header["initial"]:
         fix = "pass the same values in the same dtypes, or make them the same way."
-        raise ValueError(format_error(WHO, "the parameters are not those that the run began with.", fix=fix))
+        raise ValueError(format_error(CALLER, "the parameters are not those that the run began with.", fix=fix))
 
     positions = Positions()
     steps: dict[int, tuple[PyTree, PyTree]] = {}
@@ -127,11 +127,11 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
         if event != recorded.without_times():
             problem = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
             fix = "the log is damaged, or its data or loss is not that of the run."
-            raise ValueError(format_error(WHO, problem, fix=fix))
+            raise ValueError(format_error(CALLER, problem, fix=fix))
     if header["final"] is not None and digest(server.whole(state.params)) != header["final"]:
         problem = "the parameters at the end are not those of the run, although they were the same at the start."
         fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
-        raise ValueError(format_error(WHO, problem, fix=fix))
+        raise ValueError(format_error(CALLER, problem, fix=fix))
     return server.whole(state.params)
 
 
@@ -139,18 +139,18 @@ def _next(compute: Compute, worker: int, clock: int) -> PyTree:
     batch = compute.next_batch(worker)
     if batch is None:
         problem = f"batches_of({worker}) ended before step {clock} of worker {worker}."
-        raise ValueError(format_error(WHO, problem, fix="pass the data of the run."))
+        raise ValueError(format_error(CALLER, problem, fix="pass the data of the run."))
     return batch
 
 
 def _check_reducer(recorded: str | None, reducer: Reducer | None) -> None:
-    codec = check_codec(WHO, reducer)
+    codec = check_codec(CALLER, reducer)
     name = None if codec is None else codec.name
     if name != recorded:
         problem = (
             f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
         )
-        raise ValueError(format_error(WHO, problem, fix="pass the reducer of the run."))
+        raise ValueError(format_error(CALLER, problem, fix="pass the reducer of the run."))
 
 
 def _rule(recorded: Header, rule: Rule | None) -> Rule:
@@ -161,7 +161,7 @@ def _rule(recorded: Header, rule: Rule | None) -> Rule:
     if rule is None or (rule.name, _as_json(rule.config)) != (name, config):
         got = "none" if rule is None else f"{rule.name} {dict(rule.config)}"
         problem = f"the run had the rule {name} {recorded['config']}, got {got}."
-        raise ValueError(format_error(WHO, problem, fix="pass the rule of the run."))
+        raise ValueError(format_error(CALLER, problem, fix="pass the rule of the run."))
     return rule
 
 

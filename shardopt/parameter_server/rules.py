@@ -163,10 +163,10 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
     References:
       Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, section 5: DC-ASGD-a.
     """
-    who = "dc_asgd_adaptive"
-    check_number(who, "strength", strength)
-    check_number(who, "decay", decay, below=1.0)
-    check_number(who, "eps", eps, positive=True)
+    caller = "dc_asgd_adaptive"
+    check_number(caller, "strength", strength)
+    check_number(caller, "decay", decay, below=1.0)
+    check_number(caller, "eps", eps, positive=True)
 
     def init(params: PyTree) -> PyTree:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)
@@ -180,7 +180,7 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
         return jax.tree.map(correct, grads, params, pulled, mean_square), mean_square
 
     config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
-    return Rule(who, config, init=init, gradient=gradient, uses_pulled=True)
+    return Rule(caller, config, init=init, gradient=gradient, uses_pulled=True)
 
 
 class DelayedNesterovState(NamedTuple):
@@ -233,12 +233,12 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: delayed Nesterov update.
     """
-    who = "delayed_nesterov"
-    check_count(who, "every", every, least=1)
-    check_number(who, "momentum", momentum, below=1.0)
-    check_number(who, "activation", activation)
+    caller = "delayed_nesterov"
+    check_count(caller, "every", every, minimum=1)
+    check_number(caller, "momentum", momentum, below=1.0)
+    check_number(caller, "activation", activation)
     if activation * every > 1:
-        raise ValueError(f"{who}: activation must be at most 1/every = {1 / every:g}, got {activation}.")
+        raise ValueError(f"{caller}: activation must be at most 1/every = {1 / every:g}, got {activation}.")
 
     def init(params: PyTree) -> DelayedNesterovState:
         zeros = lambda: jax.tree.map(lambda w: jnp.zeros(w.shape, wide_dtype(w.dtype)), params)  # noqa: E731
@@ -256,7 +256,7 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         return new_grads, DelayedNesterovState(velocity, buffer, (state.count + 1) % every)
 
     config = {"every": int(every), "momentum": float(momentum), "activation": float(activation)}
-    return Rule(who, config, init=init, gradient=gradient)
+    return Rule(caller, config, init=init, gradient=gradient)
 
 
 def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
@@ -283,12 +283,12 @@ def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local updates. The
       minimum of one step is ours.
     """
-    who = "dynamic_local_steps"
-    check_count(who, "local_steps", local_steps, least=1)
+    caller = "dynamic_local_steps"
+    check_count(caller, "local_steps", local_steps, minimum=1)
     if not len(speeds):
-        raise ValueError(f"{who}: speeds must not be empty.")
+        raise ValueError(f"{caller}: speeds must not be empty.")
     for index, speed in enumerate(speeds):
-        check_number(who, f"speeds[{index}]", speed, positive=True)
+        check_number(caller, f"speeds[{index}]", speed, positive=True)
     # Multiply before dividing: 1/3 * 3 must not become 0.999... in floating point.
     return [max(1, math.floor(speed * local_steps / max(speeds))) for speed in speeds]
 

@@ -70,7 +70,7 @@ class RunSpec(NamedTuple):
     """The description of a run without its data: threads, Ray, replays and simulations start from it.
 
     Attributes:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       num_workers: the number of workers.
       make_server: `make_server(donate=...) -> Server`.
       make_compute: `make_compute(batches_of, key, worker=None) -> Compute`.
@@ -79,13 +79,13 @@ class RunSpec(NamedTuple):
       devices: on Ray, the number of devices of each worker's process.
       address: the address of the Ray cluster; None for a local one.
       max_restarts: on Ray, how often each worker that was killed is restarted.
-      check_params: `check_params(who, params)` refuses parameters that this run cannot train.
+      check_params: `check_params(caller, params)` refuses parameters that this run cannot train.
       servers: the number of servers that the parameters are sharded over.
       hosts: on Ray, the number of processes of each worker, each with its `devices`.
       hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for never.
     """
 
-    who: str
+    caller: str
     num_workers: int
     make_server: MakeServer
     make_compute: MakeCompute
@@ -333,11 +333,11 @@ def take_snapshot(run: Run) -> RunSnapshot:
     return RunSnapshot(train_state, record)
 
 
-def restore_run(who: str, run: Run, snapshot: RunSnapshot) -> None:
+def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
     """Continue from a snapshot with a new run."""
     state, record = snapshot
     saved, current = record["header"], run.log.header
-    _check_settings(who, saved, current)
+    _check_settings(caller, saved, current)
     if "devices" in saved:
         saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
     steps: PersistentMap[int] = PersistentMap()
@@ -352,7 +352,7 @@ def restore_run(who: str, run: Run, snapshot: RunSnapshot) -> None:
     run.restore(restored, log, history, dict(record.get("unsent", ())))
 
 
-def load_snapshot(who: str, checkpoints: CheckpointStore, server: Server, params: PyTree, step: int) -> RunSnapshot:
+def load_snapshot(caller: str, checkpoints: CheckpointStore, server: Server, params: PyTree, step: int) -> RunSnapshot:
     """Read a snapshot from a checkpoint, onto the device of the parameters."""
 
     def initial_state(params: PyTree) -> TrainState:
@@ -367,11 +367,11 @@ def load_snapshot(who: str, checkpoints: CheckpointStore, server: Server, params
     state, extra = checkpoints.restore(target, step=step)
     if "server" not in extra:
         problem = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."
-        raise CheckpointError(format_error(who, problem, fix="choose another folder."))
+        raise CheckpointError(format_error(caller, problem, fix="choose another folder."))
     return RunSnapshot(state, extra["server"])
 
 
-def _check_settings(who: str, saved: Header, current: Header) -> None:
+def _check_settings(caller: str, saved: Header, current: Header) -> None:
     names = [name for name in {**saved, **current} if name not in ("initial", "final", "devices")]
     differences = [
         f"{name}: {saved.get(name)} in the checkpoint, {current.get(name)} now"
@@ -382,7 +382,7 @@ def _check_settings(who: str, saved: Header, current: Header) -> None:
     differences += [f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b]
     if differences:
         problem = "the checkpoint is of a run with other settings."
-        raise ValueError(format_error(who, problem, differences, "use the same settings, or another folder."))
+        raise ValueError(format_error(caller, problem, differences, "use the same settings, or another folder."))
 
 
 def _pack(run: Run) -> str:

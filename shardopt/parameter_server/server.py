@@ -28,7 +28,7 @@ from shardopt.parameter_server.updates import (
 )
 from shardopt.reducers import Reducer, compressor
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 
 
 class Pulled(NamedTuple):
@@ -184,24 +184,26 @@ def make_server(
       "Scaling Distributed Machine Learning with the Parameter Server", 2014.
     """
     if tx is not None:
-        check_optimizer(WHO, tx)
+        check_optimizer(CALLER, tx)
     empty_clock = clocks.make_clock(max_staleness)
     rule = plain() if rule is None else rule
     if not isinstance(rule, Rule):
         problem = f"rule must be a Rule or None, got {type(rule).__name__}."
-        raise TypeError(format_error(WHO, problem, fix="call one of parameter_server.rules, such as rules.dc_asgd()."))
+        raise TypeError(
+            format_error(CALLER, problem, fix="call one of parameter_server.rules, such as rules.dc_asgd().")
+        )
     try:
         json.dumps(dict(rule.config))
     except TypeError:
         problem = f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
-        raise TypeError(format_error(WHO, problem, fix="keep plain numbers and strings in it.")) from None
+        raise TypeError(format_error(CALLER, problem, fix="keep plain numbers and strings in it.")) from None
     if nonfinite not in ("raise", "skip"):
-        raise ValueError(f"{WHO}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
-    check_count(WHO, "servers", servers, least=1)
+        raise ValueError(f"{CALLER}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
+    check_count(CALLER, "servers", servers, minimum=1)
     codec = None if reducer is None else compressor(reducer)
     if codec is not None and servers > 1:
         problem = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
-        raise ValueError(format_error(WHO, problem, fix="leave out servers or reducer."))
+        raise ValueError(format_error(CALLER, problem, fix="leave out servers or reducer."))
     if mathematics is None and tx is not None:
         mathematics = (
             make_unsharded_mathematics(tx, rule, donate=donate, codec=codec)
@@ -213,7 +215,7 @@ def make_server(
     def init(params: PyTree) -> ServerState:
         if mathematics is None:
             return ServerState(None, None, None, 0, empty_clock)
-        check_params(WHO, params)
+        check_params(CALLER, params)
         return ServerState(*mathematics.begin(params), 0, empty_clock)
 
     def join(state: ServerState, worker: int) -> tuple[ServerState, Event]:
@@ -228,11 +230,11 @@ def make_server(
         step, staleness = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
         if worker in state.working:
             problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
-            raise ValueError(format_error(WHO, problem, fix="push first, or let it leave and join again."))
+            raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
         if not clocks.may_start(state.clock, worker):
             problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
             raise ValueError(
-                format_error(WHO, f"{problem}, and max_staleness={max_staleness}.", fix="ask may_pull first.")
+                format_error(CALLER, f"{problem}, and max_staleness={max_staleness}.", fix="ask may_pull first.")
             )
         pulled_params = state.params if rule.uses_pulled and max_staleness != 0 and tx is not None else None
         working = state.working.put(worker, Pulled(state.version, staleness, pulled_params))
@@ -246,7 +248,9 @@ def make_server(
             problem = (
                 f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
             )
-            raise ValueError(format_error(WHO, problem, fix="push once for each pull, with the version of its event."))
+            raise ValueError(
+                format_error(CALLER, problem, fix="push once for each pull, with the version of its event.")
+            )
         refused = mathematics is not None and _is_refused(state, worker, step, update)
         state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
         if not refused and max_staleness == 0:
@@ -282,7 +286,7 @@ def make_server(
         if reasons and nonfinite == "raise":
             problem = f"the push of worker {worker} at its step {step} was refused:"
             fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
-            raise NonFiniteUpdateError(format_error(WHO, problem, reasons, fix), worker=worker, clock=step)
+            raise NonFiniteUpdateError(format_error(CALLER, problem, reasons, fix), worker=worker, clock=step)
         return bool(reasons)
 
     def _close_clock(state: ServerState) -> ServerState:

@@ -27,7 +27,7 @@ from shardopt.parameter_server.sums import AXIS, split_at_sums
 from shardopt.parameter_server.updates import Update, check_update, trained, untrained
 from shardopt.transforms.shard_checks import check_elementwise
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 Devices = Sequence[jax.Device]
 
 
@@ -151,7 +151,7 @@ def make_sharded_mathematics(
     programs = shard_programs(tx, rule, servers, donate=donate)
 
     def begin(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        check_shardable(WHO, tx, rule, params, servers)
+        check_shardable(CALLER, tx, rule, params, servers)
         params = jax.tree.map(copy_without_weak_type, params)
         trained_params = trained(params)
         trees = placed(_shard(trained_params, servers))
@@ -202,13 +202,13 @@ def make_sharded_mathematics(
     def check(update: Update | None, params: ServerShards, worker: int) -> Update:
         if isinstance(update, Update) and any(is_rows(x) for x in jax.tree.leaves(update.grads, is_leaf=is_rows)):
             problem = f"a sparse push cannot be shared out over {servers} servers."
-            raise ValueError(format_error(WHO, problem, fix="push dense gradients, or use one server."))
+            raise ValueError(format_error(CALLER, problem, fix="push dense gradients, or use one server."))
         return check_update(update, abstract_params(params), worker)
 
     return Mathematics(begin, adopt, abstract_params, full_params, check, apply, copy_states, programs)
 
 
-def check_shardable(who: str, tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
+def check_shardable(caller: str, tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
     """Refuse an optimizer or a rule that is not proved to treat ranges of leaves as it treats full leaves.
 
     Raises:
@@ -235,19 +235,19 @@ def check_shardable(who: str, tx: optax.GradientTransformation, rule: Rule, para
 
     def check() -> jax.Array:
         inputs, input_shards = ((tree, (tree, tree)) for tree in (trained_params, shards))
-        check_elementwise(who, update_and_rule, (AXIS,), inputs, input_shards, {})
+        check_elementwise(caller, update_and_rule, (AXIS,), inputs, input_shards, {})
         return jnp.zeros(())
 
     try:
         jax.make_jaxpr(check, axis_env=[(AXIS, servers)])()
     except ValueError as error:
-        reason = str(error).split("\n")[0].removeprefix(f"{who}: ").replace("inner", "the optimizer or the rule", 1)
+        reason = str(error).split("\n")[0].removeprefix(f"{caller}: ").replace("inner", "the optimizer or the rule", 1)
         problem = f"servers={servers} gives each server a range of every leaf, and {reason}"
         fix = (
             "use what works element by element (sgd, adam, adamw, lion, ...); for clipping by the global norm "
             'so.transforms.clip_by_global_norm(max_norm, "servers", split=True); or servers=1, which takes any optimizer.'
         )
-        raise ValueError(format_error(who, problem, fix=fix)) from error
+        raise ValueError(format_error(caller, problem, fix=fix)) from error
 
 
 def _put(tree: PyTree, device: Any) -> PyTree:

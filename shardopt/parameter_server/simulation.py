@@ -24,7 +24,7 @@ from shardopt.parameter_server.updates import trained
 from shardopt.parameter_server.worker import check_codec, key_data, no_compute, sgd_spec
 from shardopt.reducers import Reducer
 
-WHO = "simulate"
+CALLER = "simulate"
 
 
 class SimulatedWorker(NamedTuple):
@@ -124,20 +124,20 @@ def simulate(
     """
     workers = _check_workers(workers)
     _check_numbers(num_updates, until, message_bytes, server_seconds, seed)
-    codec = check_codec(WHO, reducer)
+    codec = check_codec(CALLER, reducer)
     training_arguments = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
     missing = [name for name, value in training_arguments.items() if value is None]
     if missing and len(missing) < len(training_arguments):
         problem = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
-        raise ValueError(format_error(WHO, problem, fix="pass tx, loss_fn, params and batches_of, or none of them."))
+        raise ValueError(format_error(CALLER, problem, fix="pass tx, loss_fn, params and batches_of, or none of them."))
     options = {"max_staleness": max_staleness, "rule": rule, "nonfinite": nonfinite, "reducer": reducer}
     if tx is None or loss_fn is None or batches_of is None:
         make_run_server, header, compute, sizes = partial(make_server, None, **options), {}, no_compute(), (0, 0)
     else:
         mesh = make_mesh(data=1, devices=jax.local_devices()[:1])
-        spec, key = sgd_spec(WHO, tx, loss_fn, [mesh] * len(workers), **options), key_data(WHO, rng)
+        spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), **options), key_data(CALLER, rng)
         make_run_server, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
-        spec.check_params(WHO, params)
+        spec.check_params(CALLER, params)
         params = compute.on_server(params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sizes = (size, size if codec is None else codec.nbytes(trained(params)))
@@ -152,50 +152,52 @@ def simulate(
 def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[SimulatedWorker]:
     """Return the sequence of workers, or a number of equal workers as a list; refuse other arguments."""
     if is_integer(workers):
-        check_count(WHO, "workers", workers, least=1)
+        check_count(CALLER, "workers", workers, minimum=1)
         return [SimulatedWorker()] * int(workers)
     if isinstance(workers, SimulatedWorker) or not isinstance(workers, Sequence):
         problem = f"workers must be an integer or a sequence of SimulatedWorker, got {type(workers).__name__}."
-        raise TypeError(format_error(WHO, problem))
+        raise TypeError(format_error(CALLER, problem))
     if not workers:
-        raise ValueError(f"{WHO}: workers must be at least 1, got none.")
+        raise ValueError(f"{CALLER}: workers must be at least 1, got none.")
     for number, worker in enumerate(workers):
         name = f"workers[{number}]"
         if not isinstance(worker, SimulatedWorker):
-            raise TypeError(f"{WHO}: {name} must be a SimulatedWorker, got {type(worker).__name__}.")
-        check_duration(WHO, f"{name}.step_seconds", worker.step_seconds)
-        check_number(WHO, f"{name}.latency", worker.latency)
+            raise TypeError(f"{CALLER}: {name} must be a SimulatedWorker, got {type(worker).__name__}.")
+        check_duration(CALLER, f"{name}.step_seconds", worker.step_seconds)
+        check_number(CALLER, f"{name}.latency", worker.latency)
         if worker.bandwidth != math.inf:
-            check_number(WHO, f"{name}.bandwidth", worker.bandwidth, positive=True)
-        check_availability(WHO, name, worker.availability)
+            check_number(CALLER, f"{name}.bandwidth", worker.bandwidth, positive=True)
+        check_availability(CALLER, name, worker.availability)
     return workers
 
 
-def check_availability(who: str, name: str, availability: Sequence[tuple[float, float]]) -> None:
+def check_availability(caller: str, name: str, availability: Sequence[tuple[float, float]]) -> None:
     """Refuse periods that are not pairs of numbers, or whose numbers do not increase from each to the next."""
     numbers = []
     if isinstance(availability, Sequence) and all(isinstance(p, Sequence) and len(p) == 2 for p in availability):
         numbers = [number for period in availability for number in period]
     if not numbers or not all(map(is_number, numbers)):
-        raise TypeError(f"{who}: {name}.availability must be a sequence of periods (from, to), got {availability!r}.")
+        raise TypeError(
+            f"{caller}: {name}.availability must be a sequence of periods (from, to), got {availability!r}."
+        )
     if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
-        raise ValueError(f"{who}: {name}.availability must rise from at least 0, got {availability!r}.")
+        raise ValueError(f"{caller}: {name}.availability must rise from at least 0, got {availability!r}.")
 
 
 def _check_numbers(
     num_updates: int | None, until: float, message_bytes: float | None, server_seconds: float, seed: int
 ) -> None:
     if num_updates is not None:
-        check_count(WHO, "num_updates", num_updates, least=0)
+        check_count(CALLER, "num_updates", num_updates, minimum=0)
     if until != math.inf:
-        check_number(WHO, "until", until)
+        check_number(CALLER, "until", until)
     elif num_updates is None:
         fix = "pass num_updates, or until in seconds."
-        raise ValueError(format_error(WHO, "nothing says when to stop.", fix=fix))
+        raise ValueError(format_error(CALLER, "nothing says when to stop.", fix=fix))
     if message_bytes is not None:
-        check_number(WHO, "message_bytes", message_bytes)
-    check_number(WHO, "server_seconds", server_seconds)
-    check_count(WHO, "seed", seed, least=0)
+        check_number(CALLER, "message_bytes", message_bytes)
+    check_number(CALLER, "server_seconds", server_seconds)
+    check_count(CALLER, "seed", seed, minimum=0)
 
 
 _JOIN, _ARRIVE, _PUSH, _DIE = range(4)

@@ -13,7 +13,7 @@ from shardopt.core.types import PyTree, abstract, leaves_with_paths
 from shardopt.transforms.elementwise import compare
 from shardopt.transforms.primitives import ELEMENT, SAME, SHAPE, Label, LeafSplit
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 FIX = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
 _LEAST = 8
 """The least number of rows of a program. Row counts are padded to powers of two, so that few programs are compiled."""
@@ -41,25 +41,27 @@ def values_of(grads: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.values if is_rows(leaf) else leaf, grads, is_leaf=is_rows)
 
 
-def check_sparse(who: str, sparse: Iterable[str]) -> tuple[str, ...]:
+def check_sparse(caller: str, sparse: Iterable[str]) -> tuple[str, ...]:
     """Return the regular expressions as a tuple, or raise if one is not a valid regular expression."""
     if isinstance(sparse, str) or not isinstance(sparse, Iterable) or not all(isinstance(p, str) for p in sparse):
-        raise TypeError(f"{who}: sparse must be a sequence of regular expressions, got {sparse!r}.")
+        raise TypeError(f"{caller}: sparse must be a sequence of regular expressions, got {sparse!r}.")
     for pattern in sparse:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{who}: sparse must be regular expressions, got {pattern!r} ({error}).") from None
+            raise ValueError(f"{caller}: sparse must be regular expressions, got {pattern!r} ({error}).") from None
     return tuple(sparse)
 
 
-def check_matches(who: str, sparse: Sequence[str], trained_params: PyTree) -> None:
+def check_matches(caller: str, sparse: Sequence[str], trained_params: PyTree) -> None:
     """Refuse patterns that match no trained leaf with rows."""
     leaves = leaves_with_paths(trained_params)
     unmatched = [p for p in sparse if not any(re.search(p, path) and leaf.ndim >= 1 for path, leaf in leaves)]
     if unmatched:
         fix = f"the trained leaves are {', '.join(path for path, _ in leaves[:8])}."
-        raise ValueError(format_error(who, "sparse has patterns that match no trained leaf with rows.", unmatched, fix))
+        raise ValueError(
+            format_error(caller, "sparse has patterns that match no trained leaf with rows.", unmatched, fix)
+        )
 
 
 def to_sparse_rows(grads: PyTree, sparse: Sequence[str]) -> PyTree:
@@ -128,7 +130,7 @@ def restrict_to_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) 
 
     def run_on_rows(row_indices, params, opt_state, rule_state, pushed, rows, pulled, delay):
         if jax.tree.leaves(rule_state):
-            raise ValueError(format_error(WHO, "a rule with a state cannot take sparse pushes.", fix=FIX))
+            raise ValueError(format_error(CALLER, "a rule with a state cannot take sparse pushes.", fix=FIX))
         owners = _owners(tx, params, row_indices)
         _check_by_row(run, (params, opt_state, rule_state, pushed, rows, pulled, delay), owners, row_indices)
         leaf_indices = [*jax.tree.leaves(row_indices), np.zeros(0, np.int32)]
@@ -171,7 +173,7 @@ def _owners(tx: optax.GradientTransformation, params: PyTree, row_indices: PyTre
                     bad_states.append(f"{state} of a parameter {leaf.dtype}{list(leaf.shape)}")
     if bad_states:
         problem = "the optimizer keeps state that has no row for each row of a sparse leaf."
-        raise ValueError(format_error(WHO, problem, bad_states, FIX))
+        raise ValueError(format_error(CALLER, problem, bad_states, FIX))
     return owners
 
 
@@ -220,7 +222,7 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
         all_rows, some_rows = traced(all_counts), traced(some_counts)
     except TypeError as error:
         problem = "the optimizer or the rule cannot be traced for some rows of a sparse leaf."
-        raise ValueError(format_error(WHO, problem, [str(error).split("\n")[0]], FIX)) from error
+        raise ValueError(format_error(CALLER, problem, [str(error).split("\n")[0]], FIX)) from error
     mixing_operations = frozenset[str]()
     for label, a, b in zip(
         compare(all_rows, some_rows, labels, LeafSplit(by_rows=True)),
@@ -234,7 +236,7 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
         operations = ", ".join(sorted(mixing_operations - {SHAPE})) or "it depends on the number of rows"
         problem = f"the optimizer or the rule does not act on each row of a sparse leaf by itself ({operations})."
         fix = "use what acts row by row, such as sgd, adam or a clip of gradients before them; or leave sparse out."
-        raise ValueError(format_error(WHO, problem, fix=fix))
+        raise ValueError(format_error(CALLER, problem, fix=fix))
 
 
 def _resized(leaf: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:

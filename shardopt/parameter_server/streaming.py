@@ -36,20 +36,20 @@ class Streaming(NamedTuple):
         return {"fragments": self.fragments.num_fragments, "delay": self.delay, "mix": self.mix}
 
 
-def check_streaming(who: str, local_steps: Sequence[int], fragments: int, delay: int, mix: float) -> None:
+def check_streaming(caller: str, local_steps: Sequence[int], fragments: int, delay: int, mix: float) -> None:
     """Refuse arguments that cannot be combined.
 
     Raises:
       TypeError: if a count is not an integer, or the mix not a number.
       ValueError: if a number is out of range, fragments do not divide the local steps, or the delay is too long.
     """
-    check_count(who, "fragments", fragments, least=1)
-    check_count(who, "delay", delay, least=0)
+    check_count(caller, "fragments", fragments, minimum=1)
+    check_count(caller, "delay", delay, minimum=0)
     if indivisible := sorted({steps for steps in local_steps if steps % fragments}):
         steps = indivisible[0]
         problem = f"local_steps={steps} is not divisible by fragments={fragments}, remainder {steps % fragments}."
-        raise ValueError(format_error(who, problem, fix=f"use local_steps={(steps // fragments + 1) * fragments}."))
-    check_delay_and_mix(who, delay, mix, min(local_steps) // fragments, every="local_steps", verb="push")
+        raise ValueError(format_error(caller, problem, fix=f"use local_steps={(steps // fragments + 1) * fragments}."))
+    check_delay_and_mix(caller, delay, mix, min(local_steps) // fragments, every="local_steps", verb="push")
 
 
 class Island:

@@ -13,7 +13,7 @@ from shardopt.core.jaxprs import within
 from shardopt.core.types import PyTree
 from shardopt.transforms.primitives import PSUM, axes_of
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 AXIS = "servers"
 """The axis name by which an optimizer sums over servers: `so.transforms.clip_by_global_norm(1.0, "servers", split=True)`."""
 
@@ -85,4 +85,4 @@ def _evaluate(
 
 def _refuse(reason: str) -> None:
     fix = 'use one so.transforms.clip_by_global_norm(max_norm, "servers", split=True), not inside of another rule.'
-    raise ValueError(format_error(WHO, f"the optimizer cannot run on several servers: {reason}", fix=fix))
+    raise ValueError(format_error(CALLER, f"the optimizer cannot run on several servers: {reason}", fix=fix))

@@ -24,8 +24,8 @@ def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks
         run.log.save(job.log_path)  # so that a path that cannot be written is noticed before the training
     try:
         coordinator = Coordinator(run, job.num_updates, job.availability, callbacks.policy)
-        with show_workers(spec.who, shown=callbacks.progress) as callbacks.show:
-            run_threads(spec.who, coordinator, compute, callbacks.watch)
+        with show_workers(spec.caller, shown=callbacks.progress) as callbacks.show:
+            run_threads(spec.caller, coordinator, compute, callbacks.watch)
         result = run.finish(coordinator.end_reason(), **callbacks.metrics())
         callbacks.finish(None if callbacks.checkpoints is None else take_snapshot(run))
         return result
@@ -34,7 +34,7 @@ def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks
             run.log.save(job.log_path)
 
 
-def run_threads(who: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
+def run_threads(caller: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
     """Run the worker threads until the run is over. However it ends, every thread has ended when this returns.
 
     `watch(coordinator)` handles milestones on the caller's thread until all workers have ended. An error that a worker
@@ -49,7 +49,7 @@ def run_threads(who: str, coordinator: Coordinator, compute: Compute, watch: Cal
         except BaseException as error:  # it is raised again on the caller's thread
             steps = coordinator.run.state.clock.steps
             at_step = f" at its step {steps[worker]}" if worker in steps else ""
-            error.add_note(f"This happened in worker {worker} of {who}{at_step}.")
+            error.add_note(f"This happened in worker {worker} of {caller}{at_step}.")
             errors.append(error)
             coordinator.stop("failed")
         finally:

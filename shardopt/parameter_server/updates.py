@@ -22,7 +22,7 @@ from shardopt.core.types import (
 )
 from shardopt.parameter_server.sparse import is_rows, values_of
 
-WHO = "parameter_server"
+CALLER = "parameter_server"
 NO_WEIGHT = "loss: its weight is 0"
 
 
@@ -120,11 +120,11 @@ def check_update(update: Update | None, params: PyTree, worker: int, message: Py
     """Return the update, or refuse it if it does not match the parameters, or `message` if pushes are encoded."""
     if not isinstance(update, Update):
         problem = f"worker {worker} must push an Update, got {type(update).__name__}."
-        raise TypeError(format_error(WHO, problem, fix="make one with parameter_server.make_update(grads)."))
+        raise TypeError(format_error(CALLER, problem, fix="make one with parameter_server.make_update(grads)."))
     if message is not None:
         if jax.tree.map(_leaf_type, update.grads) != jax.tree.map(_leaf_type, message) or update.is_finite is None:
             problem = f"the push of worker {worker} is not encoded as the server reads it."
-            raise ValueError(format_error(WHO, problem, fix="push what the compressor of the same reducer writes."))
+            raise ValueError(format_error(CALLER, problem, fix="push what the compressor of the same reducer writes."))
         return update
     pushed, trained_params = update, trained(params)
     if any(is_rows(leaf) for leaf in jax.tree.leaves(update.grads, is_leaf=is_rows)):
@@ -136,7 +136,9 @@ def check_update(update: Update | None, params: PyTree, worker: int, message: Py
         offenders = [f"{path}: pushed, but not a trained parameter" for path in sorted(pushed_paths - trained_paths)]
         offenders += [f"{path}: missing" for path in sorted(trained_paths - pushed_paths)]
         problem = f"the push of worker {worker} has another structure than the trained parameters."
-        raise ValueError(format_error(WHO, problem, offenders, "push the gradient of the parameters that were pulled."))
+        raise ValueError(
+            format_error(CALLER, problem, offenders, "push the gradient of the parameters that were pulled.")
+        )
     pairs = zip(leaves_with_paths(update.grads), jax.tree.leaves(trained_params), strict=True)
     misfits = [
         f"{path}: {_leaf_type(grad)}, the parameter is {_leaf_type(leaf)}"
@@ -147,7 +149,7 @@ def check_update(update: Update | None, params: PyTree, worker: int, message: Py
         verb = f"do{'es' if len(misfits) == 1 else ''} not fit"
         problem = f"{plural(len(misfits), 'leaf')} of the push of worker {worker} {verb}."
         raise ValueError(
-            format_error(WHO, problem, misfits, "push gradients of the parameters' own shapes and dtypes.")
+            format_error(CALLER, problem, misfits, "push gradients of the parameters' own shapes and dtypes.")
         )
     return pushed
 
@@ -167,7 +169,7 @@ def _dense_shapes(grads: PyTree, trained_params: PyTree, worker: int) -> PyTree:
             types = f"indices {_leaf_type(indices)}, values {_leaf_type(leaf.values)}"
             misfits = [f"{path}: {types}, the parameter has {size} rows"]
             fix = "push an index from 0 to rows - 1 for each row of values."
-            raise ValueError(format_error(WHO, problem, misfits, fix))
+            raise ValueError(format_error(CALLER, problem, misfits, fix))
         leaves[number] = jax.ShapeDtypeStruct((size, *leaf.values.shape[1:]), leaf.values.dtype)
     return treedef.unflatten(leaves)
 
@@ -193,10 +195,10 @@ def replace_trained(params: PyTree, new_leaves: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: next(values) if _is_trained(leaf) else leaf, params)
 
 
-def check_params(who: str, params: PyTree) -> None:
+def check_params(caller: str, params: PyTree) -> None:
     """Refuse parameters that are not a pytree of arrays, or have no leaf to train."""
     if isinstance(params, TrainState):
-        raise TypeError(format_error(who, "parameters were expected, got a TrainState.", fix="pass its .params."))
+        raise TypeError(format_error(caller, "parameters were expected, got a TrainState.", fix="pass its .params."))
     leaves = leaves_with_paths(params)
     non_arrays = [
         f"{path}: {type(leaf).__name__}"
@@ -205,11 +207,11 @@ def check_params(who: str, params: PyTree) -> None:
     ]
     if non_arrays:
         raise TypeError(
-            format_error(who, "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values.")
+            format_error(caller, "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values.")
         )
     if not any(_is_trained(leaf) for leaf in jax.tree.leaves(abstract(params))):
         problem = f"nothing is trainable among {plural(len(leaves), 'parameter leaf')}."
-        raise ValueError(format_error(who, problem, fix="pass floating leaves."))
+        raise ValueError(format_error(caller, problem, fix="pass floating leaves."))
 
 
 def digest(params: PyTree) -> str:

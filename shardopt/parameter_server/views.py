@@ -160,17 +160,17 @@ def plot_timeline(
       >>> plot_timeline(result.log).axes[0].get_title(loc="left")
       '3 updates in 3 s, 2 workers'
     """
-    events, who = list(log), "plot_timeline"
-    require("matplotlib", extra="plot", who=who)
+    events, caller = list(log), "plot_timeline"
+    require("matplotlib", extra="plot", caller=caller)
     from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
     from matplotlib.patches import Patch
 
     workers = sorted({event.worker for event in events})
     if not events:
-        raise ValueError(f"{who}: the log has no events.")
+        raise ValueError(f"{caller}: the log has no events.")
     if len(workers) > _MAX_ROWS:
         problem = f"{len(workers)} workers are more rows than can be told apart, at most {_MAX_ROWS}."
-        raise ValueError(format_error(who, problem, fix="pick some: [event for event in log if event.worker < 32]."))
+        raise ValueError(format_error(caller, problem, fix="pick some: [event for event in log if event.worker < 32]."))
     summary, segments = summarize(events), timeline(events)
     end = summary["seconds"] if until is None else until
     figure = Figure(figsize=(11, 0.34 * len(workers) + 1.5), dpi=160, layout="constrained")
@@ -301,43 +301,45 @@ _STYLES = {"computes": "green", "waits": "yellow", "loads": "blue", "gone": "dim
 
 
 @contextmanager
-def show_workers(who: str, *, shown: bool, console: "Console | None" = None) -> Iterator[Show]:
+def show_workers(caller: str, *, shown: bool, console: "Console | None" = None) -> Iterator[Show]:
     """Show a run as long as the context lasts: as a table on a terminal, elsewhere as lines."""
     if not shown:
         yield lambda status, last=False: None
         return
     if console is None and not is_installed("rich"):
-        yield _show_every(_LINE_SECONDS, lambda status: print(progress_line(who, status), file=sys.stderr, flush=True))
+        yield _show_every(
+            _LINE_SECONDS, lambda status: print(progress_line(caller, status), file=sys.stderr, flush=True)
+        )
         return
     from rich.console import Console
 
     output = console or Console(stderr=True)
     if not (output.is_terminal or output.is_jupyter):
         yield _show_every(
-            _LINE_SECONDS, lambda status: output.print(progress_line(who, status), markup=False, highlight=False)
+            _LINE_SECONDS, lambda status: output.print(progress_line(caller, status), markup=False, highlight=False)
         )
         return
     from rich.live import Live
 
     with Live(console=output, auto_refresh=False) as live:
-        yield _show_every(_TABLE_SECONDS, lambda status: live.update(progress_table(who, status), refresh=True))
+        yield _show_every(_TABLE_SECONDS, lambda status: live.update(progress_table(caller, status), refresh=True))
 
 
-def progress_line(who: str, status: Status) -> str:
+def progress_line(caller: str, status: Status) -> str:
     """Return the state of a run as one line."""
     activities = Counter(worker.doing for worker in status.workers)
     workers = ", ".join(
         f"{count} {doing.removesuffix('s') if count > 1 else doing}" for doing, count in activities.items()
     )
-    return f"{who}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s  workers: {workers}"
+    return f"{caller}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s  workers: {workers}"
 
 
-def progress_table(who: str, status: Status) -> "Table":
+def progress_table(caller: str, status: Status) -> "Table":
     """Return the state of a run as a table with one row per worker: at most the 32 that have pushed least."""
     from rich.table import Table
 
     seconds = max(status.seconds, 1e-9)
-    title = f"{who}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s, {seconds:.0f} s"
+    title = f"{caller}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s, {seconds:.0f} s"
     table = Table(title=title, title_justify="left")
     for name in ("worker", "doing", "for s", "step", "ahead", "pushes", "pushes/s", "waited"):
         table.add_column(name, justify="left" if name == "doing" else "right")

@@ -94,7 +94,7 @@ def run_ahead(
 
 
 def sgd_spec(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     workers: Sequence[Mesh] | Sequence[int],
@@ -112,12 +112,12 @@ def sgd_spec(
     `workers` has the mesh of each worker, or the number of devices of each worker's process. `devices` are the devices
     of the servers.
     """
-    make_gradients(who, tx, loss_fn, local_meshes(workers[:1])[0], None)  # checks the optimizer and the loss
-    codec = check_codec(who, reducer, sparse)
+    make_gradients(caller, tx, loss_fn, local_meshes(workers[:1])[0], None)  # checks the optimizer and the loss
+    codec = check_codec(caller, reducer, sparse)
     header = {"devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]}
     header |= {"sparse": list(sparse)} if sparse else {}
     return RunSpec(
-        who,
+        caller,
         len(workers),
         partial(
             make_server,
@@ -129,7 +129,7 @@ def sgd_spec(
             servers=servers,
             devices=devices,
         ),
-        partial(make_compute, who, tx, loss_fn, workers, sparse, codec, max_staleness == 0),
+        partial(make_compute, caller, tx, loss_fn, workers, sparse, codec, max_staleness == 0),
         header | codec_header(codec),
         check_params=partial(check_sgd_params, tx, rule, servers),
         servers=int(servers),
@@ -137,7 +137,7 @@ def sgd_spec(
 
 
 def check_sgd_params(
-    tx: optax.GradientTransformation, rule: Rule | None, servers: int, who: str, params: PyTree
+    tx: optax.GradientTransformation, rule: Rule | None, servers: int, caller: str, params: PyTree
 ) -> None:
     """Refuse parameters that cannot be trained, or that have random keys, which no update would change.
 
@@ -145,10 +145,10 @@ def check_sgd_params(
       TypeError: if a leaf is not an array or a number.
       ValueError: if no leaf is floating, a leaf is a random key, or several servers cannot share the parameters.
     """
-    check_params(who, params)
-    check_keys(who, abstract(params))
+    check_params(caller, params)
+    check_keys(caller, abstract(params))
     if servers > 1:
-        check_shardable(who, tx, plain() if rule is None else rule, params, servers)
+        check_shardable(caller, tx, plain() if rule is None else rule, params, servers)
 
 
 def local_meshes(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
@@ -163,7 +163,7 @@ def local_meshes(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
 
 
 def make_compute(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     workers: Sequence[Mesh] | Sequence[int],
@@ -183,15 +183,15 @@ def make_compute(
     else:
         meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
     first_mesh = next(iter(meshes.values()))
-    streams, compressors = Streams(who, batches_of), make_compressors(codec)
+    streams, compressors = Streams(caller, batches_of), make_compressors(codec)
     gradients, server_device = (
-        make_gradients(who, tx, loss_fn, first_mesh, key, num_workers=len(workers) if synchronous else 1),
+        make_gradients(caller, tx, loss_fn, first_mesh, key, num_workers=len(workers) if synchronous else 1),
         first_mesh.devices.flat[0],
     )
 
     def update(worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
         if sparse:
-            check_matches(who, sparse, trained(params))
+            check_matches(caller, sparse, trained(params))
         update = gradients(meshes[worker], params, batch, worker, clock)
         if sparse:
             update = update._replace(grads=to_sparse_rows(update.grads, sparse))
@@ -216,7 +216,7 @@ Gradients = Callable[[Mesh, PyTree, PyTree, int, int], Update]
 
 
 def make_gradients(
-    who: str,
+    caller: str,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     mesh: Mesh,
@@ -230,7 +230,7 @@ def make_gradients(
     clock and worker: the same key that `ddp` gives device `worker` at step `clock`.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       tx: the optimizer, which is checked.
       loss_fn: the loss.
       mesh: a mesh like the meshes that the function will get.
@@ -242,14 +242,14 @@ def make_gradients(
     programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
 
     def prepare(mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
-        config = check_config(StrategyConfig(who, tx, mesh, loss_fn, DDP, view="global"))
+        config = check_config(StrategyConfig(caller, tx, mesh, loss_fn, DDP, view="global"))
         program = jax.jit(on_mesh(config.mesh, _program(config)))
         # Several threads may be here at once: all of them use the program of the first one.
         return prepared.setdefault(mesh, (config, programs.setdefault(config.mesh.abstract_mesh, program)))
 
     def run(mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
         config, program = prepared.get(mesh) or prepare(mesh)
-        batch = as_arrays(who, batch)
+        batch = as_arrays(caller, batch)
         check_batch(config, batch)
         check_loss(config, params, batch)
         params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
@@ -275,7 +275,7 @@ def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTre
         if key in checked:
             return
         rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss_fn) else None
-        if weight := find_trained_weight(config.loss_fn, *shapes, who=config.strategy, key=rng):
+        if weight := find_trained_weight(config.loss_fn, *shapes, caller=config.strategy, key=rng):
             problem = (
                 f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
             )
@@ -291,7 +291,7 @@ def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTre
 def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:
     union = resized(config, batch, rows=num_workers * num_rows(config, batch))
     dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
-    mixing = find_mixing(config.loss_fn, params, union, pieces=num_workers, dims=dims, who=config.strategy, key=rng)
+    mixing = find_mixing(config.loss_fn, params, union, pieces=num_workers, dims=dims, caller=config.strategy, key=rng)
     if mixing is None:
         return
     problem = (
@@ -303,7 +303,7 @@ def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_worke
 
 
 def _program(config: StrategyConfig) -> Callable[..., Update]:
-    who, loss_fn = config.strategy, config.loss_fn
+    caller, loss_fn = config.strategy, config.loss_fn
 
     def program(params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> Update:
         key = _key(loss_fn, rng, worker, clock)
@@ -314,13 +314,15 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
                 problem = (
                     "a loss of several terms needs the weights of all workers before any of them differentiates it."
                 )
-                raise ValueError(format_error(who, problem, fix="return so.Weighted with one total and one weight."))
+                raise ValueError(format_error(caller, problem, fix="return so.Weighted with one total and one weight."))
             return parts.loss.total, parts
 
         grads, parts = jax.grad(loss_total, has_aux=True)(trained(params))
         if parts.updates:
             problem = "loss_fn returns so.Updated, for which asynchronous workers have no common value."
-            raise ValueError(format_error(who, problem, [*parts.updates], "train such leaves with ddp, zero or fsdp."))
+            raise ValueError(
+                format_error(caller, problem, [*parts.updates], "train such leaves with ddp, zero or fsdp.")
+            )
         if config.mesh.size > 1:
             replicated = jax.tree.map(lambda _: PartitionSpec(), (grads, parts))
             grads, parts = jax.lax.with_sharding_constraint((grads, parts), replicated)
@@ -350,12 +352,12 @@ def to_device(update: Update, device: Any) -> Update:
     return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
 
 
-def key_data(who: str, rng: jax.Array | None) -> np.ndarray:
+def key_data(caller: str, rng: jax.Array | None) -> np.ndarray:
     """Return the data of the key from which a strategy that is initialised with `rng` draws."""
     key = jax.random.key(0) if rng is None else rng
     if not isinstance(key, jax.Array):
         problem = f"rng must be a random key, got {type(rng).__name__}."
-        raise TypeError(format_error(who, problem, fix="pass jax.random.key(seed)."))
+        raise TypeError(format_error(caller, problem, fix="pass jax.random.key(seed)."))
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
@@ -368,12 +370,12 @@ class Streams:
     not used.
     """
 
-    def __init__(self, who: str, batches_of: BatchesOf, sizes: Sequence[int] | None = None):
+    def __init__(self, caller: str, batches_of: BatchesOf, sizes: Sequence[int] | None = None):
         if not callable(batches_of):
             problem = f"batches_of must be a function (worker) -> iterable of batches, got {type(batches_of).__name__}."
             fix = "to share out one stream: lambda w: itertools.islice(stream(), w, None, n)."
-            raise TypeError(format_error(who, problem, fix=fix))
-        self.who, self.batches_of, self.sizes = who, batches_of, sizes
+            raise TypeError(format_error(caller, problem, fix=fix))
+        self.caller, self.batches_of, self.sizes = caller, batches_of, sizes
         self.streams: dict[int, Iterator[PyTree]] = {}
 
     def begin(self, worker: int, position: int = 0) -> None:
@@ -381,7 +383,7 @@ class Streams:
         batches = self.batches_of(worker)
         if not isinstance(batches, Iterable):
             problem = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
-            raise TypeError(format_error(self.who, problem))
+            raise TypeError(format_error(self.caller, problem))
         skipped = position * (1 if self.sizes is None else self.sizes[worker])
         self.streams[worker] = itertools.islice(batches, skipped, None) if skipped else iter(batches)
 
@@ -407,15 +409,15 @@ class WorkerCompressors(NamedTuple):
     encode: Callable[[Hashable, Update], Update]
 
 
-def check_codec(who: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
+def check_codec(caller: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
     """Return the codec of a reducer; None without a reducer."""
     if reducer is None:
         return None
-    check_reducer(who, reducer)
+    check_reducer(caller, reducer)
     codec = compressor(reducer)
     if sparse:
         problem = f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
-        raise ValueError(format_error(who, problem, fix="leave one of them out."))
+        raise ValueError(format_error(caller, problem, fix="leave one of them out."))
     return codec
 
 

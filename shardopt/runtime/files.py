@@ -37,13 +37,13 @@ class Lock:
 
     Attributes:
       path: the lock file.
-      who: the function that took the lock, for messages.
+      caller: the function that took the lock, for messages.
       pid: the process that took the lock.
       descriptor: the descriptor of the lock file; None after release, and in a fork.
     """
 
-    def __init__(self, who: str, path: Path):
-        self.who, self.path, self.pid = who, path, os.getpid()
+    def __init__(self, caller: str, path: Path):
+        self.caller, self.path, self.pid = caller, path, os.getpid()
         with _fork_guard:  # a fork between these two lines would hold a lock that is not in _held_locks
             self.descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             _held_locks.add(self)
@@ -66,11 +66,13 @@ def _after_fork() -> None:
 os.register_at_fork(before=_fork_guard.acquire, after_in_parent=_fork_guard.release, after_in_child=_after_fork)
 
 
-def acquire_lock(who: str, directory: Path, *, name: str = LOCK_NAME, instead: str = "use another directory") -> Lock:
+def acquire_lock(
+    caller: str, directory: Path, *, name: str = LOCK_NAME, instead: str = "use another directory"
+) -> Lock:
     """Become the writer of a folder, until `release_lock`.
 
     Args:
-      who: the function that the user called, for messages.
+      caller: the function that the user called, for messages.
       directory: the folder, which exists.
       name: the name of the lock file; writers of other files in the folder use another name.
       instead: the user's alternative to stopping the other writer, for the message.
@@ -81,10 +83,10 @@ def acquire_lock(who: str, directory: Path, *, name: str = LOCK_NAME, instead: s
     """
     path = directory / name
     while True:
-        lock = Lock(who, path)
+        lock = Lock(caller, path)
         assert lock.descriptor is not None
         try:
-            _flock(lock.descriptor, who, directory)
+            _flock(lock.descriptor, caller, directory)
             if not holds_lock(
                 lock
             ):  # somebody deleted the file between open and flock, so the locked file is another one
@@ -95,7 +97,7 @@ def acquire_lock(who: str, directory: Path, *, name: str = LOCK_NAME, instead: s
             return lock
         except BlockingIOError as error:
             release_lock(lock)
-            raise CheckpointInUseError(_in_use_text(who, path, instead)) from error
+            raise CheckpointInUseError(_in_use_text(caller, path, instead)) from error
         except BaseException:
             release_lock(lock)
             raise
@@ -112,7 +114,7 @@ def holds_lock(lock: Lock) -> bool:
         problem = (
             f"{lock.path.parent} is written to by process {lock.pid}, and this one, {os.getpid()}, is a fork of it."
         )
-        raise CheckpointInUseError(format_error(lock.who, problem, fix="write in the process that began to."))
+        raise CheckpointInUseError(format_error(lock.caller, problem, fix="write in the process that began to."))
     if lock.descriptor is None:
         return False
     try:
@@ -138,13 +140,13 @@ def is_gone(error: OSError) -> bool:
     return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
-def _flock(descriptor: int, who: str, directory: Path) -> None:
+def _flock(descriptor: int, caller: str, directory: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
             raise
-        text = f"{who}: the file system of {directory} has no locks, so a second job writing there goes unnoticed."
+        text = f"{caller}: the file system of {directory} has no locks, so a second job writing there goes unnoticed."
         warnings.warn(text, stacklevel=4)
 
 
@@ -158,25 +160,25 @@ def _write_holder(descriptor: int, holder: bytes) -> None:
             raise
 
 
-def _in_use_text(who: str, path: Path, instead: str) -> str:
+def _in_use_text(caller: str, path: Path, instead: str) -> str:
     directory = path.parent
     holder = {"host": "an unknown host", "pid": "unknown", "since": "unknown"}
     with contextlib.suppress(OSError, ValueError):  # the holder may be writing its name at this moment
         holder |= json.loads(path.read_text())
     if _is_held_here(path):
         problem = f"{directory} is already being written to by this very process, since {holder['since']}."
-        return format_error(who, problem, fix=f"close() the other Checkpoints first, or {instead}.")
+        return format_error(caller, problem, fix=f"close() the other Checkpoints first, or {instead}.")
     problem = (
         f"{directory} is already being written to by process {holder['pid']} on {holder['host']}, "
         f"since {holder['since']}."
     )
     if holder["host"] != socket.gethostname() or _is_other_live_process(holder["pid"]):
-        return format_error(who, problem, fix=f"stop that job, or {instead}.")
+        return format_error(caller, problem, fix=f"stop that job, or {instead}.")
     # The holder has our host name, but no such process exists here. Another container can have the same host name.
     problem += (
         " It cannot be seen from here: it runs in another container, or it has ended and what it started still runs."
     )
-    return format_error(who, problem, fix=f"stop what has {path} open (fuser names it), or {instead}.")
+    return format_error(caller, problem, fix=f"stop what has {path} open (fuser names it), or {instead}.")
 
 
 def _is_held_here(path: Path) -> bool:

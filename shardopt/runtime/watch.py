@@ -322,7 +322,7 @@ def _read(message: Mapping) -> RankReport:
 
 
 def describe(
-    who: str,
+    caller: str,
     hang: Hang,
     reports: Mapping[int, RankReport | None],
     count: int,
@@ -332,7 +332,7 @@ def describe(
     """Return the message about a hang: the ranks that lag, their phase, their stacks, and the position of the others.
 
     Args:
-      who: "launch" or "watchdog".
+      caller: "launch" or "watchdog".
       hang: the hang.
       reports: the last report by rank.
       count: how many processes the job has.
@@ -345,13 +345,15 @@ def describe(
     lines = []
     if len(hang.ranks) == count and not hang.silent:
         position = _position_text(first_report, hang.lane)
-        lines.append(f"{who}: all {count} processes wait for {hang.seconds:.0f} s, {position}, and none lags behind.")
+        lines.append(
+            f"{caller}: all {count} processes wait for {hang.seconds:.0f} s, {position}, and none lags behind."
+        )
         lines.append("A connection between them may be lost, or they have entered different collectives.")
     else:
         symptom = "not heard of" if hang.silent else "without progress"
         position = f", last {_position_text(first_report, hang.lane)}" if first_report else ", and never was"
         lines.append(
-            f"{who}: process {names} of {count} hang{'' if are_several else 's'}: {symptom} for {hang.seconds:.0f} s{position}."
+            f"{caller}: process {names} of {count} hang{'' if are_several else 's'}: {symptom} for {hang.seconds:.0f} s{position}."
         )
     for rank in hang.ranks[:4]:
         lines += _stack_lines(rank, hang, reports.get(rank), stacks.get(rank, ""), states.get(rank, ""))

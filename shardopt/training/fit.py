@@ -150,7 +150,7 @@ def fit(
     """
     _check_optimizer_and_state(opt, state)
     _check_batches(batches)
-    check_count("fit", "num_steps", num_steps, least=0)
+    check_count("fit", "num_steps", num_steps, minimum=0)
     check_count("fit", "log_every", log_every)
     check_count("fit", "agree_every", agree_every)
     _check_evaluate(evaluate, evaluate_every, early_stopping)
@@ -378,11 +378,11 @@ def _check_rounds(
         return
     # the first step after which the shared parameters of the replicas may have changed
     first_change = 1 if local_updates.warmup_steps else local_updates.stride + local_updates.delay
-    who, options_text = opt.config.strategy, f"sync_every={local_updates.sync_every}"
+    caller, options_text = opt.config.strategy, f"sync_every={local_updates.sync_every}"
     options_text += f", fragments={local_updates.fragments}" if local_updates.fragments > 1 else ""
     options_text += f", delay={local_updates.delay}" if local_updates.delay else ""
     if 0 < num_steps < first_change:
-        problem = f"num_steps={num_steps} ends before the replicas of {who} first synchronize, at step {first_change} ({options_text})."
+        problem = f"num_steps={num_steps} ends before the replicas of {caller} first synchronize, at step {first_change} ({options_text})."
         raise ValueError(
             format_error("fit", problem, fix="train for as many steps at least, or make sync_every smaller.")
         )
@@ -394,7 +394,7 @@ def _check_rounds(
         problem = (
             f"early_stopping would end any run: evaluated every {plural(evaluate_every, 'step')}, "
             f"{early_stopping.metric!r} stays as it is {unchanged_evaluations} times in a row, and patience={early_stopping.patience}. "
-            f"It is of the parameters that the replicas of {who} share, which change every {plural(local_updates.stride, 'step')} "
+            f"It is of the parameters that the replicas of {caller} share, which change every {plural(local_updates.stride, 'step')} "
             f"({options_text})."
         )
         fix = f"evaluate every {local_updates.stride} steps, or have more patience, or make sync_every smaller."

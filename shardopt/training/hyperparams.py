@@ -71,15 +71,15 @@ def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array
       >>> hyperparams(with_hyperparams(state, learning_rate=0.25))
       {'learning_rate': 0.25}
     """
-    who = "with_hyperparams"
-    injected_by_name = _injected_by_name(who, state)
+    caller = "with_hyperparams"
+    injected_by_name = _injected_by_name(caller, state)
     if unknown := sorted(set(values) - set(injected_by_name)):
         fix = f"choose from {', '.join(sorted(injected_by_name))}."
-        raise ValueError(format_error(who, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
+        raise ValueError(format_error(caller, f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
     if scheduled := sorted(name for name in values if injected_by_name[name].scheduled):
         problem = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
         raise ValueError(
-            format_error(who, problem, fix="inject a number instead of the schedule, and set it as you go.")
+            format_error(caller, problem, fix="inject a number instead of the schedule, and set it as you go.")
         )
     new_values = {
         injected_by_name[name].path: _placed_like(name, injected_by_name[name], value) for name, value in values.items()
@@ -98,12 +98,12 @@ class _Injected(NamedTuple):
     per_replica: bool
 
 
-def _injected_by_name(who: str, state: TrainState) -> dict[str, _Injected]:
+def _injected_by_name(caller: str, state: TrainState) -> dict[str, _Injected]:
     if not hasattr(state, "opt_state"):
-        raise TypeError(f"{who}: state must be a TrainState, got {type(state).__name__}.")
+        raise TypeError(f"{caller}: state must be a TrainState, got {type(state).__name__}.")
     entries = list(_injected_entries((), state.opt_state))
     if not entries:
-        raise ValueError(format_error(who, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
+        raise ValueError(format_error(caller, "the optimizer state has no injected hyperparameters.", fix=_REMEDY))
     name_counts = Counter(name for _, name, _ in entries)
     return {
         name if name_counts[name] == 1 else f"{path_text}/{name}".lstrip("/"): injected
@@ -149,22 +149,22 @@ def _on_host(injected: _Injected) -> np.ndarray:
 
 def _placed_like(name: str, injected: _Injected, value: float | np.ndarray | jax.Array) -> jax.Array | np.ndarray:
     """Return the value as an array with the shape, dtype and placement of the old value."""
-    who, old = "with_hyperparams", injected.value
+    caller, old = "with_hyperparams", injected.value
     numeric = isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(value, bool)
     new_value = np.asarray(jax.device_get(value)) if numeric else None
     if new_value is None or not jnp.issubdtype(new_value.dtype, jnp.number):
-        raise TypeError(f"{who}: {name} must be a number, got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{caller}: {name} must be a number, got {value!r} ({type(value).__name__}).")
     if injected.per_replica and new_value.shape == old.shape[1:]:
         new_value = np.broadcast_to(new_value, old.shape)
     if new_value.shape != old.shape:
-        raise ValueError(f"{who}: {name} has shape {old.shape}, got {new_value.shape}.")
+        raise ValueError(f"{caller}: {name} has shape {old.shape}, got {new_value.shape}.")
     if np.isnan(new_value).any():
-        raise ValueError(f"{who}: {name} must not be NaN.")
+        raise ValueError(f"{caller}: {name} must not be NaN.")
     with np.errstate(over="ignore", invalid="ignore"):
         cast = new_value.astype(old.dtype)
     is_integer = jnp.issubdtype(old.dtype, jnp.integer)
     if not np.array_equal(cast, new_value) if is_integer else not np.array_equal(np.isinf(cast), np.isinf(new_value)):
-        raise ValueError(f"{who}: {name} has dtype {old.dtype}, which cannot hold {value!r}.")
+        raise ValueError(f"{caller}: {name} has dtype {old.dtype}, which cannot hold {value!r}.")
     if not isinstance(old, jax.Array):
         return cast
     if jax.process_count() > 1:

@@ -67,7 +67,7 @@ def tensorboard(directory: str | os.PathLike[str]) -> Log:
       ValueError: if `directory` is a file.
     """
     folder = _path("tensorboard", directory)
-    require("tensorboardX", extra="tensorboard", who="tensorboard")
+    require("tensorboardX", extra="tensorboard", caller="tensorboard")
     if folder.is_file():
         raise ValueError(format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder."))
     return _TensorBoard(folder)
@@ -175,9 +175,9 @@ class _TensorBoard:
             self._writer = None
 
 
-def _path(who: str, path: str | os.PathLike[str]) -> Path:
+def _path(caller: str, path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{who}: the path must be a string or a pathlib.Path, got {type(path).__name__}.")
+        raise TypeError(f"{caller}: the path must be a string or a pathlib.Path, got {type(path).__name__}.")
     return Path(path)
 
 

@@ -89,7 +89,7 @@ def test_who_hangs(monkeypatch):
         )
     ]
     driver = SimpleNamespace(
-        spec=SimpleNamespace(who="test", hang_timeout=10.0),
+        spec=SimpleNamespace(caller="test", hang_timeout=10.0),
         status=lambda: SimpleNamespace(workers=workers),
         incarnations=dict.fromkeys(range(5), 0),
         alive=dict.fromkeys(range(5)),
