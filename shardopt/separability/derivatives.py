@@ -17,12 +17,12 @@ from shardopt.separability.elementwise import first_unknown, is_zero, related
 from shardopt.separability.relations import Known, Same, Shapes, Site, Split, Total, Unknown, Value, differing
 from shardopt.separability.scope import DifferentTracesError, Scope
 
-SCALE = -0.7390851332151607
-"""Stands for any factor between the derivatives that a piece and the whole meet.
+SCALE = 0.7390851332151607
+"""Stands for any positive factor between the derivatives that a piece and the whole batch meet.
 
 A strategy divides the loss of a piece by the number of pieces, or by a weight which is known only to all of them, and makes up
-for it afterwards. That is right for a rule which is linear in the cotangents, as derivatives are. A rule that adds to them, clips
-them or takes their sign does not keep a factor that is neither 1 nor positive nor made of the sizes in the program.
+for it afterwards. That is right for a rule that scales with the cotangents, as derivatives do. A rule that adds to them, clips
+them or takes their sign does not. It cannot give back this factor, which no size in a program makes.
 """
 
 
