@@ -1,6 +1,6 @@
 """Lets the reference show `Example:` as code, `References:` as text, and the options of strategies as keywords.
 
-griffe knows `Examples:`, and no references. It reads the source, in which a strategy has `**options`.
+griffe knows `Examples:`, and no references. It reads the source, and a strategy there has `**options`.
 """
 
 import functools

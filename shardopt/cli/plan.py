@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.audit import Audit, inner_product_flops
-from shardopt.cli.options import SCHEDULES, ScheduleName, find_optimizer, named
+from shardopt.cli.options import ScheduleName, choices, find_optimizer, named
 from shardopt.cli.strategy import check_chunks, parse_mesh, schedule_builder
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
@@ -258,7 +258,7 @@ def mesh_sizes(text: str | None) -> dict[str, int]:
 class ScheduleOptions:
     """Show who does what when in a pipeline: ticks, idle time, activations kept."""
 
-    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=SCHEDULES)] = "eager_one_f_one_b"
+    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=choices(ScheduleName))] = "eager_one_f_one_b"
     """Which schedule, by its name in so.schedules."""
 
     stages: int = 4

@@ -33,7 +33,7 @@ SequenceDims = Sequence[tuple[str, int | None]]
 """(regex of key paths of the batch, the dim that counts positions or None); the first match counts."""
 
 
-def _unchanged(who: str, name: str, value: Any) -> Any:
+def _unchanged(strategy: str, name: str, value: Any) -> Any:
     return value
 
 
@@ -43,7 +43,7 @@ class Option(NamedTuple):
     Attributes:
       meaning: its entry in the `Args:` of a strategy.
       default: its value if the user does not pass it.
-      check: `check(who, name, value)` returns the value in the form that the engine uses, or refuses it. A check that
+      check: `check(strategy, name, value)` returns the value in the form that the engine uses, or refuses it. A check that
         needs the mesh, the placement or another option is in `check_config`.
       field: its field in `StrategyConfig`, if the field has another name.
     """
@@ -75,26 +75,26 @@ ARGUMENTS = {
 """Positional argument of every strategy -> its meaning."""
 
 
-def _integer(who: str, name: str, value: int) -> int:
-    check_count(who, name, value, least=1)
+def _integer(strategy: str, name: str, value: int) -> int:
+    check_count(strategy, name, value, least=1)
     return value
 
 
-def _rules(who: str, name: str, rules: Any) -> Any:
+def _rules(strategy: str, name: str, rules: Any) -> Any:
     # Stored as a tuple, because the check would exhaust an iterator.
     is_sequence = isinstance(rules, Iterable) and not isinstance(rules, str | dict) and not callable(rules)
     return tuple(rules) if is_sequence else rules
 
 
-def _regexes(who: str, name: str, regexes: Sequence[str]) -> tuple[str, ...]:
+def _regexes(strategy: str, name: str, regexes: Sequence[str]) -> tuple[str, ...]:
     patterns = None if isinstance(regexes, str) or not isinstance(regexes, Iterable) else tuple(regexes)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"{who}: {name} must be a sequence of regular expressions, got {regexes!r}.")
-    _check_patterns(who, name, patterns)
+        raise TypeError(f"{strategy}: {name} must be a sequence of regular expressions, got {regexes!r}.")
+    _check_patterns(strategy, name, patterns)
     return patterns
 
 
-def _check_patterns(who: str, name: str, patterns: Sequence[str]) -> None:
+def _check_patterns(strategy: str, name: str, patterns: Sequence[str]) -> None:
     invalid_patterns = []
     for pattern in patterns:
         try:
@@ -103,24 +103,24 @@ def _check_patterns(who: str, name: str, patterns: Sequence[str]) -> None:
             invalid_patterns.append(f"{pattern!r}: {error}")
     if invalid_patterns:
         fix = "escape what is meant literally, with re.escape."
-        raise ValueError(format_error(who, f"{name} must be regular expressions.", invalid_patterns, fix))
+        raise ValueError(format_error(strategy, f"{name} must be regular expressions.", invalid_patterns, fix))
 
 
 def _dims(example: str) -> Callable[[str, str, Any], Sequence[tuple[str, int | None]]]:
-    def check(who: str, name: str, dims: Any) -> Sequence[tuple[str, int | None]]:
+    def check(strategy: str, name: str, dims: Any) -> Sequence[tuple[str, int | None]]:
         pairs = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
         is_pair = lambda pair: isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)  # noqa: E731
         if pairs is None or not all(is_pair(pair) and (pair[1] is None or is_integer(pair[1])) for pair in pairs):
             problem = f"{name} must be a sequence of (regex of key paths, dim or None), got {dims!r}."
-            raise TypeError(format_error(who, problem, fix=f"write {name}={example}."))
-        _check_patterns(who, name, [pattern for pattern, _ in pairs])
+            raise TypeError(format_error(strategy, problem, fix=f"write {name}={example}."))
+        _check_patterns(strategy, name, [pattern for pattern, _ in pairs])
         return pairs
 
     return check
 
 
 def _dtype(alternative: str) -> Callable[[str, str, Any], jnp.dtype | None]:
-    def check(who: str, name: str, dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
+    def check(strategy: str, name: str, dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
         if dtype is None:
             return None
         try:
@@ -129,52 +129,52 @@ def _dtype(alternative: str) -> Callable[[str, str, Any], jnp.dtype | None]:
             floating = False
         if not floating:
             problem = f"{name} must be a floating dtype, got {dtype if isinstance(dtype, str) else jnp.dtype(dtype)}."
-            raise ValueError(format_error(who, problem, fix=f"use jnp.bfloat16, or {alternative}."))
+            raise ValueError(format_error(strategy, problem, fix=f"use jnp.bfloat16, or {alternative}."))
         return jnp.dtype(dtype)
 
     return check
 
 
 def _choice(choices: Any, fix: str) -> Callable[[str, str, Any], str]:
-    def check(who: str, name: str, value: Any) -> str:
+    def check(strategy: str, name: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise TypeError(format_error(who, f"{name} must be a string, got {value!r}.", fix=fix))
+            raise TypeError(format_error(strategy, f"{name} must be a string, got {value!r}.", fix=fix))
         if value not in get_args(choices):
-            raise ValueError(format_error(who, f"unknown {name} {value!r}.", fix=fix))
+            raise ValueError(format_error(strategy, f"unknown {name} {value!r}.", fix=fix))
         return value
 
     return check
 
 
-def _compiler_options(who: str, name: str, options: CompilerOptions | None) -> CompilerOptions | None:
+def _compiler_options(strategy: str, name: str, options: CompilerOptions | None) -> CompilerOptions | None:
     if options is not None and not isinstance(options, Mapping):
         problem = f"{name} must be a dict of option name to value, got {type(options).__name__}."
-        raise TypeError(format_error(who, problem, fix="start from so.compiler_options(mesh)."))
+        raise TypeError(format_error(strategy, problem, fix="start from so.compiler_options(mesh)."))
     return options
 
 
-def _separable(who: str, name: str, separable: bool | None) -> bool | None:
+def _separable(strategy: str, name: str, separable: bool | None) -> bool | None:
     if separable is not None and separable is not True:
         problem = (
             f"{name} must be True (the loss is a mean over rows, do not check) or None (check), got {separable!r}."
         )
-        raise TypeError(format_error(who, problem, fix="leave it out."))
+        raise TypeError(format_error(strategy, problem, fix="leave it out."))
     return separable
 
 
-def _offload(who: str, name: str, offload: Any) -> tuple[str, ...]:
+def _offload(strategy: str, name: str, offload: Any) -> tuple[str, ...]:
     fix = "use offload=('opt_state',), or leave it out."
     if isinstance(offload, str) or not isinstance(offload, Iterable):
-        raise TypeError(format_error(who, f"{name} must be a sequence of names, got {offload!r}.", fix=fix))
+        raise TypeError(format_error(strategy, f"{name} must be a sequence of names, got {offload!r}.", fix=fix))
     names = tuple(offload)
     if unknown := [repr(name) for name in names if name != "opt_state"]:
-        raise ValueError(format_error(who, f"{name} names what cannot wait in host memory.", unknown, fix))
+        raise ValueError(format_error(strategy, f"{name} names what cannot wait in host memory.", unknown, fix))
     return names
 
 
-def _reducer(who: str, name: str, reducer: Reducer | None) -> Reducer | None:
+def _reducer(strategy: str, name: str, reducer: Reducer | None) -> Reducer | None:
     if reducer is not None:
-        check_reducer(who, reducer)
+        check_reducer(strategy, reducer)
     return reducer
 
 

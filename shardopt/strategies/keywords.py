@@ -59,11 +59,11 @@ def _parameter(name: str, kind: Any, record: Option) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=record.default, annotation=kind)
 
 
-def _unknown_keywords(who: str, unknown: list[str], names: list[str]) -> str:
+def _unknown_keywords(strategy: str, unknown: list[str], names: list[str]) -> str:
     close = {name: match for name in unknown for match in difflib.get_close_matches(name, names, n=1)}
     problem = f"unexpected keyword argument {', '.join(map(repr, unknown))}."
     fix = f"write {', '.join(close.values())}." if close else f"use some of {', '.join(names)}."
-    return format_error(who, problem, fix=fix)
+    return format_error(strategy, problem, fix=fix)
 
 
 def _docstring(text: str, names: list[str]) -> str:
