@@ -234,34 +234,34 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
       TypeError: if the optimizer, mesh, loss, rules, or a number is of the wrong kind.
       ValueError: if a number is out of range, the mesh lacks data or has an idle axis, or a rule cannot be used.
     """
-    who = config.strategy
-    check_optimizer(who, config.tx)
+    caller = config.strategy
+    check_optimizer(caller, config.tx)
     mesh, user_mesh = config.mesh, config.user_mesh
     if user_mesh is None:  # a combinator passes a config that is checked already
-        mesh, user_mesh = read_mesh(who, mesh, config.axis_names, pipelined=config.schedule is not None)
+        mesh, user_mesh = read_mesh(caller, mesh, config.axis_names, pipelined=config.schedule is not None)
     model = as_block_model(config.loss_fn)
     if model is None and not callable(config.loss_fn):
         problem = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
-        raise TypeError(f"{who}: {problem}, got {type(config.loss_fn).__name__}.")
-    check_evaluate_fn(who, config)
+        raise TypeError(f"{caller}: {problem}, got {type(config.loss_fn).__name__}.")
+    check_evaluate_fn(caller, config)
     for name, option in OPTIONS.items():
         field = option.field or name
-        config = config._replace(**{field: option.check(who, name, getattr(config, field))})
+        config = config._replace(**{field: option.check(caller, name, getattr(config, field))})
     config = config._replace(mesh=mesh, user_mesh=user_mesh, rules=user_mesh.rules(config.rules))
     if config.compiler_options is None:
         config = config._replace(compiler_options=compiler_options(mesh))
-    check_rules(config.rules, who=who)
-    _check_view(who, config)
-    _check_opt_state_layout(who, config)
-    _check_offload(who, config)
-    _check_reducer(who, config)
-    _check_scatter_dtype(who, config)
+    check_rules(config.rules, caller=caller)
+    _check_view(caller, config)
+    _check_opt_state_layout(caller, config)
+    _check_offload(caller, config)
+    _check_reducer(caller, config)
+    _check_scatter_dtype(caller, config)
     if model is not None:
-        _check_remat(who, config, model.remat)
+        _check_remat(caller, config, model.remat)
     return config
 
 
-def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
+def check_optimizer(caller: str, tx: optax.GradientTransformation) -> None:
     """Refuse an object that is not an optax gradient transformation.
 
     Raises:
@@ -269,10 +269,10 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
     """
     if isinstance(sharded := getattr(tx, "config", None), StrategyConfig):
         problem = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{sharded.strategy}."
-        raise TypeError(format_error(who, problem, fix="pass the optax optimizer itself, opt.wrapped."))
+        raise TypeError(format_error(caller, problem, fix="pass the optax optimizer itself, opt.wrapped."))
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
-            f"{who}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
+            f"{caller}: tx must be an optax.GradientTransformation, got {type(tx).__name__}.\n"
             "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         )
     functions = functions_within(tx)
@@ -281,14 +281,14 @@ def check_optimizer(who: str, tx: optax.GradientTransformation) -> None:
         configs = [getattr(value, "config", None) for value in closed_over(f)] if in_optax else []
         if sharded := next((config for config in configs if isinstance(config, StrategyConfig)), None):
             problem = f"inside of tx is an optimizer that is sharded already, by so.{sharded.strategy}."
-            raise TypeError(format_error(who, problem, fix="put the optax optimizer itself there, opt.wrapped."))
+            raise TypeError(format_error(caller, problem, fix="put the optax optimizer itself there, opt.wrapped."))
     if any(f.__module__ == "optax._src.lookahead" for f in functions):
         problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
         fix = "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
-def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
+def check_evaluate_fn(caller: str, config: StrategyConfig) -> None:
     """Refuse a loss of evaluation that cannot run on the parameters where they are placed.
 
     Raises:
@@ -302,76 +302,76 @@ def check_evaluate_fn(who: str, config: StrategyConfig) -> None:
         problem = (
             f"evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got {config.evaluate_fn!r:.80}."
         )
-        raise TypeError(format_error(who, problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn."))
+        raise TypeError(format_error(caller, problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn."))
     if config.schedule is not None and not has_blocks:
         problem = "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
-        raise TypeError(format_error(who, problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
+        raise TypeError(format_error(caller, problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
     if has_blocks and not trains_blocks:
         problem = "evaluate_fn is a BlockModel, but loss_fn is not."
         fix = "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
-        raise TypeError(format_error(who, problem, fix=fix))
+        raise TypeError(format_error(caller, problem, fix=fix))
 
 
-def _check_view(who: str, config: StrategyConfig) -> None:
+def _check_view(caller: str, config: StrategyConfig) -> None:
     if config.view == "global" and config.schedule is not None:
         problem = (
             "a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch."
         )
         fix = "make the mesh with pipeline=1, or use view='per_device'."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     if config.view == "global" and config.reducer is not None:
         problem = (
             "a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch."
         )
-        raise ValueError(format_error(who, problem, fix="leave reducer out, or use view='per_device'."))
+        raise ValueError(format_error(caller, problem, fix="leave reducer out, or use view='per_device'."))
 
 
-def _check_opt_state_layout(who: str, config: StrategyConfig) -> None:
+def _check_opt_state_layout(caller: str, config: StrategyConfig) -> None:
     if config.opt_state_layout == "matrices" and not config.placement.opt_state:
         problem = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
         raise ValueError(
-            format_error(who, problem, fix="use a placement that shards it (zero, fsdp), or leave it out.")
+            format_error(caller, problem, fix="use a placement that shards it (zero, fsdp), or leave it out.")
         )
 
 
-def _check_offload(who: str, config: StrategyConfig) -> None:
+def _check_offload(caller: str, config: StrategyConfig) -> None:
     if config.offload and config.per_replica:
         problem = "replicas that train apart keep their parameters in the optimizer state, which every step needs."
-        raise ValueError(format_error(who, problem, fix="leave offload out of the strategy inside."))
+        raise ValueError(format_error(caller, problem, fix="leave offload out of the strategy inside."))
 
 
-def _check_reducer(who: str, config: StrategyConfig) -> None:
+def _check_reducer(caller: str, config: StrategyConfig) -> None:
     if config.reducer is None:
         return
     if config.mesh.shape.get("expert", 1) > 1:
         problem = (
             "a reducer takes the mean of all leaves over the same devices, and those of experts differ along expert."
         )
-        raise ValueError(format_error(who, problem, fix="leave reducer out, or make the mesh with expert=1."))
+        raise ValueError(format_error(caller, problem, fix="leave reducer out, or make the mesh with expert=1."))
     if config.placement.grads:
         problem = "a reducer takes the mean of unsharded gradients, and this placement shards them."
-        raise ValueError(format_error(who, problem, fix="use placement='ddp' or 'zero1', or leave reducer out."))
+        raise ValueError(format_error(caller, problem, fix="use placement='ddp' or 'zero1', or leave reducer out."))
 
 
-def _check_remat(who: str, config: StrategyConfig, remat: Remat) -> None:
-    parsed_remat = read_remat(who, remat)
+def _check_remat(caller: str, config: StrategyConfig, remat: Remat) -> None:
+    parsed_remat = read_remat(caller, remat)
     if config.schedule is not None and isinstance(parsed_remat, Named) and parsed_remat.offload:
         problem = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
         remedy = "'full'" if INPUT in parsed_remat.names else f"'save:{','.join(parsed_remat.names)}' or 'full'"
         fix = f"use {remedy}, or a mesh with pipeline=1."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
 
 
-def _check_scatter_dtype(who: str, config: StrategyConfig) -> None:
+def _check_scatter_dtype(caller: str, config: StrategyConfig) -> None:
     if config.scatter_dtype is None:
         return
     if not config.placement.opt_state:
         problem = "scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them."
         fix = f"use reducer=so.reducers.exact(jnp.{jnp.dtype(config.scatter_dtype).name}), or a placement that shards."
-        raise ValueError(format_error(who, problem, fix=fix))
+        raise ValueError(format_error(caller, problem, fix=fix))
     if config.reducer is not None:
         problem = "scatter_dtype and reducer both say how gradients cross the wire."
-        raise ValueError(format_error(who, problem, fix="leave one of them out."))
+        raise ValueError(format_error(caller, problem, fix="leave one of them out."))
     if config.view == "global":
         problem = "with view='global' the partitioner sums gradients, in the dtype of the products that make them."
-        raise ValueError(format_error(who, problem, fix="leave scatter_dtype out, or use view='per_device'."))
+        raise ValueError(format_error(caller, problem, fix="leave scatter_dtype out, or use view='per_device'."))

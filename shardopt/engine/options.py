@@ -76,7 +76,7 @@ ARGUMENTS = {
 
 
 def _integer(strategy: str, name: str, value: int) -> int:
-    check_count(strategy, name, value, least=1)
+    check_count(strategy, name, value, minimum=1)
     return value
 
 
