@@ -14,9 +14,10 @@ import tyro
 
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
+from shardopt.engine.config import PlacementName
+from shardopt.engine.options import OPTIONS
 
-Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"]
-Placement = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+Strategy = Literal[PlacementName, "hybrid"]
 ScheduleName = Literal[
     "eager_one_f_one_b",
     "one_f_one_b",
@@ -29,8 +30,29 @@ ScheduleName = Literal[
     "zero_bubble_lockstep",
     "dual_pipe_v",
 ]
-SCHEDULES = "{" + ",".join(get_args(ScheduleName)) + "}"
 Outer = Literal["nesterov", "sgd", "average"]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+def choices(names: Any) -> str:
+    """Return how help shows the choices of a `Literal`.
+
+    Example:
+      >>> choices(Outer)
+      '{nesterov,sgd,average}'
+    """
+    return "{" + ",".join(get_args(names)) + "}"
+
+
+def meaning(option: str) -> str:
+    """Return the first sentence of the meaning of an option of strategies.
+
+    Example:
+      >>> meaning("micro_batches")
+      'The number of pieces that each device cuts its rows into.'
+    """
+    sentence = OPTIONS[option].meaning.partition(". ")[0]
+    return f"{sentence[0].upper()}{sentence[1:].rstrip('.')}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,28 +72,32 @@ hybrid, pipeline is 2 too: data=2,tensor=2,pipeline=2 for eight. The axis replic
 (zero3, fsdp; fsdp gathers one block at a time). Hybrid also divides the model into stages, one for each position \
 on the pipeline axis."""
 
-    micro_batches: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of a batch that are processed one after another, to save memory, and with hybrid to keep all stages \
-busy. By default 1; with a pipeline twice the number of stages, or that number if twice does not divide the batch."""
+    micro_batches: Annotated[
+        int | None,
+        tyro.conf.arg(
+            metavar="INT",
+            help=f"{meaning('micro_batches')} Micro-batches save memory, and keep all stages of hybrid busy. By default 1; "
+            "with a pipeline twice as many as stages, or as many as stages if twice does not divide the batch.",
+        ),
+    ] = None
 
     gather_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None, tyro.conf.arg(metavar="{bfloat16,float16,float32}")
+        DtypeName | None,
+        tyro.conf.arg(
+            metavar=choices(DtypeName),
+            help=f"{meaning('gather_dtype')} Masters stay float32. For fsdp, and for hybrid with --placement fsdp or zero3.",
+        ),
     ] = None
-    """Dtype in which fsdp gathers weights and computes; master weights stay float32. Also for hybrid with a \
-placement that gathers weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
     """Pipeline stages, for --strategy hybrid. Each stage has a position on the mesh axis pipeline."""
 
-    placement: Annotated[Placement | None, tyro.conf.arg(metavar="{ddp,zero1,zero2,zero3,fsdp}")] = None
+    placement: Annotated[PlacementName | None, tyro.conf.arg(metavar=choices(PlacementName))] = None
     """Which arrays are sharded over data, with the names of --strategy. By default fsdp."""
 
-    schedule: Annotated[
-        ScheduleName | None,
-        tyro.conf.arg(metavar=SCHEDULES),
-    ] = None
+    schedule: Annotated[ScheduleName | None, tyro.conf.arg(metavar=choices(ScheduleName))] = None
     """The order in which stages process micro-batches. By default eager_one_f_one_b."""
 
     chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -98,7 +124,7 @@ class Communication:
     sync_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Local updates: steps between synchronizations of the replicas (DiLoCo, or Local SGD with --outer average)."""
 
-    outer: Annotated[Outer | None, tyro.conf.arg(metavar="{nesterov,sgd,average}")] = None
+    outer: Annotated[Outer | None, tyro.conf.arg(metavar=choices(Outer))] = None
     """How replicas synchronize: an outer step of sgd on their mean update, with Nesterov momentum or without; or \
 the average of their parameters. By default nesterov."""
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.audit import Audit, inner_product_flops
-from shardopt.cli.options import SCHEDULES, ScheduleName, errors_named, find_optimizer
+from shardopt.cli.options import ScheduleName, choices, errors_named, find_optimizer
 from shardopt.cli.strategy import check_chunks, parse_mesh, schedule_builder
 from shardopt.core.arguments import check_count
 from shardopt.core.errors import format_error
@@ -265,7 +265,7 @@ def mesh_sizes(text: str | None) -> dict[str, int]:
 class ScheduleOptions:
     """Show the work of each pipeline stage over time: ticks, idle time, activations in memory."""
 
-    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=SCHEDULES)] = "eager_one_f_one_b"
+    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=choices(ScheduleName))] = "eager_one_f_one_b"
     """Name of the schedule in so.schedules."""
 
     stages: int = 4
