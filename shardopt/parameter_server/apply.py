@@ -75,11 +75,6 @@ class Mathematics(Protocol):
         ...
 
 
-def unchanged(value: Any) -> Any:
-    """Return the argument."""
-    return value
-
-
 def copy_states(arrays: ServerArrays) -> ServerArrays:
     """Return the same parameters and copies of the states, because the next update takes over the states' memory."""
     return arrays[0], *jax.tree.map(jnp.copy, arrays[1:])
@@ -103,7 +98,7 @@ class UnshardedMathematics:
     donate: bool
     codec: Compressor | None = None
     messages: dict[Hashable, PyTree] = field(default_factory=dict, init=False, repr=False, compare=False)
-    adopt = full_params = staticmethod(unchanged)
+    adopt = full_params = staticmethod(lambda value: value)
     copy = staticmethod(copy_states)
 
     @cached_property

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,14 +13,7 @@ from shardopt.core.block_model import BLOCKS
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, leaves_with_paths
 from shardopt.local_updates.state import deal_out
-from shardopt.parameter_server.apply import (
-    Mathematics,
-    ServerArrays,
-    UpdateResult,
-    copy_states,
-    copy_without_weak_type,
-    unchanged,
-)
+from shardopt.parameter_server.apply import Mathematics, ServerArrays, UpdateResult, copy_states, copy_without_weak_type
 from shardopt.parameter_server.updates import Update, check_params
 
 
@@ -90,6 +83,10 @@ class FragmentPlan(NamedTuple):
         return {path: leaf for (path, leaf), leaf_number in pairs if leaf_number is None}
 
 
+_take = jax.jit(FragmentPlan.take, static_argnums=(0, 2))
+_put = jax.jit(FragmentPlan.put, static_argnums=(0, 2))
+
+
 def check_fragments(plan: FragmentPlan, caller: str, params: PyTree) -> None:
     """Refuse parameters that `check_params` refuses, and plans with a fragment that gets no parameters.
 
@@ -118,16 +115,8 @@ class FragmentMathematics:
 
     inner: Mathematics
     plan: FragmentPlan
-    adopt = full_params = staticmethod(unchanged)
+    adopt = full_params = staticmethod(lambda value: value)
     copy = staticmethod(copy_states)
-
-    @functools.cached_property
-    def _take(self) -> Callable[[PyTree, int], PyTree]:
-        return jax.jit(self.plan.take, static_argnums=1)
-
-    @functools.cached_property
-    def _put(self) -> Callable[[PyTree, int, PyTree], PyTree]:
-        return jax.jit(self.plan.put, static_argnums=1)
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Return copies of the parameters, and the initial states of each fragment."""
@@ -137,7 +126,7 @@ class FragmentMathematics:
 
     def pushed_params(self, update: Update, params: PyTree) -> PyTree:
         """Return the leaves of the pushed fragment, with None for all other leaves."""
-        return self._take(params, update.grads.number)
+        return _take(self.plan, params, update.grads.number)
 
     def check(self, update: Update | None, params: PyTree, worker: int) -> Update:
         """Return the update, or refuse it if it is not of a fragment, or does not fit the fragment."""
@@ -151,11 +140,13 @@ class FragmentMathematics:
         """Update one fragment and its states."""
         params, opt_state, rule_state = arrays
         number = updates[0].grads.number
-        fragment = self._take(params, number), opt_state[number], rule_state[number]
+        fragment = _take(self.plan, params, number), opt_state[number], rule_state[number]
         tree_updates = [_with_tree(update) for update in updates]
-        result = self.inner.apply(fragment, tree_updates, None if pulled is None else self._take(pulled, number), delay)
+        result = self.inner.apply(
+            fragment, tree_updates, None if pulled is None else _take(self.plan, pulled, number), delay
+        )
         return UpdateResult(
-            self._put(params, number, result.params),
+            _put(self.plan, params, number, result.params),
             (*opt_state[:number], result.opt_state, *opt_state[number + 1 :]),
             (*rule_state[:number], result.rule_state, *rule_state[number + 1 :]),
             result.metrics,

@@ -16,7 +16,13 @@ import numpy as np
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted
-from shardopt.parameter_server.apply import ServerArrays, UpdateResult, copy_without_weak_type, metrics_of
+from shardopt.parameter_server.apply import (
+    ServerArrays,
+    UpdateResult,
+    copy_without_weak_type,
+    metrics_of,
+    run_arguments,
+)
 from shardopt.parameter_server.sharded import (
     ServerShards,
     ShardPrograms,
@@ -133,8 +139,7 @@ class ShardProcess:
 
     def sums(self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads: PyTree) -> list[Any]:
         """Return the terms that this shard adds to the sums over servers."""
-        args = self._arguments(token, number, pushed, delay, pulled, grads)
-        return jax.device_get(self.programs.sums(*args))
+        return jax.device_get(self.programs.sums(self._arguments(token, number, pushed, delay, pulled, grads)))
 
     def apply(
         self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads_and_sums: Any
@@ -142,7 +147,7 @@ class ShardProcess:
         """Make an update; return the new shard of the parameters."""
         grads, server_sums = grads_and_sums[: len(pushed)], grads_and_sums[len(pushed) :]
         args = self._arguments(token, number, pushed, delay, pulled, grads)
-        result = self.programs.apply(list(server_sums), *args)
+        result = self.programs.apply(list(server_sums), args)
         self.shard, self.states, self.version = result.params, (result.opt_state, result.rule_state), number
         return jax.device_get(result.params)
 
@@ -153,7 +158,7 @@ class ShardProcess:
         if number != self.version + 1:
             raise AssertionError(f"update {number} comes to a server that has made {self.version}")
         updates = [Update(g, loss, metrics, rows) for g, (loss, metrics, rows) in zip(grads, pushed, strict=True)]
-        return (self.shard, *self.states), updates, pulled, delay
+        return run_arguments((self.shard, *self.states), updates, pulled, delay)
 
     def current_version(self, token: str) -> int:
         """Return the number of updates that were made."""

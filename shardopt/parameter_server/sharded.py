@@ -113,7 +113,7 @@ def combine_leaves(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
 class ShardPrograms:
     """The programs that each of several servers runs on its shard, in this process or in another.
 
-    Updates have the gradients of the shard. `arrays` are the shard of the parameters and its states.
+    `args` are `run_arguments` of the shard of the parameters, of its states, and of updates with its range of the gradients.
 
     Attributes:
       tx: the optimizer.
@@ -128,9 +128,7 @@ class ShardPrograms:
     donate: bool
 
     @cached_property
-    def _jitted(
-        self,
-    ) -> tuple[Callable[..., list[jax.Array]], Callable[..., UpdateResult], Callable[..., UpdateResult]]:
+    def _jitted(self) -> tuple[Callable[..., Any], ...]:
         """The phase before the sums over servers, the phase after them, and the update without such sums."""
         run, donated = update_program(self.tx, self.rule), (1, 2) if self.donate else ()
         sums, finish = split_at_sums(run, self.servers)
@@ -148,20 +146,13 @@ class ShardPrograms:
         update = Update(shard, Weighted(scalar, scalar), {}, 1)
         return bool(jax.eval_shape(self._jitted[0], *run_arguments((shard, *states), [update], None, 0)))
 
-    def sums(self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int) -> list[jax.Array]:
+    def sums(self, args: tuple[Any, ...]) -> list[jax.Array]:
         """Return the terms that this shard adds to the sums."""
-        return self._jitted[0](*run_arguments(arrays, updates, pulled, delay))
+        return self._jitted[0](*args)
 
-    def apply(
-        self,
-        server_sums: Sequence[Sequence[jax.Array]],
-        arrays: ServerArrays,
-        updates: Sequence[Update],
-        pulled: PyTree,
-        delay: int,
-    ) -> UpdateResult:
+    def apply(self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]) -> UpdateResult:
         """Update this shard, with the terms of all servers."""
-        args, (_, finish, run) = run_arguments(arrays, updates, pulled, delay), self._jitted
+        _, finish, run = self._jitted
         return finish(server_sums, *args) if server_sums and server_sums[0] else run(*args)
 
 
@@ -222,12 +213,12 @@ class ShardedMathematics:
                 for update, grads in zip(updates, grad_shards, strict=True)
             ]
             pulled_shard = None if pulled is None else pulled.trees[i]
-            server_args.append(((tree, opt_state[i], rule_state[i]), shard_updates, pulled_shard, delay))
+            server_args.append(run_arguments((tree, opt_state[i], rule_state[i]), shard_updates, pulled_shard, delay))
         key = jax.tree.structure(params)
         if key not in self.has_sums:
             self.has_sums[key] = self.programs.has_sums(params.trees[0])
-        server_sums = [jax.device_get(self.programs.sums(*args)) for args in server_args] if self.has_sums[key] else []
-        results = [self.programs.apply(server_sums, *args) for args in server_args]
+        server_sums = [jax.device_get(self.programs.sums(args)) for args in server_args] if self.has_sums[key] else []
+        results = [self.programs.apply(server_sums, args) for args in server_args]
         trees, opt_states, rule_states, metrics = zip(*results, strict=True)
         return UpdateResult(ServerShards(trees, params.rest, params.shapes), opt_states, rule_states, metrics[0])
 
