@@ -33,7 +33,7 @@ import shardopt as so
 from shardopt.parameter_server.optimizer import make_run
 from shardopt.parameter_server.run import Compute, RunSpec
 from shardopt.parameter_server.updates import finiteness
-from shardopt.parameter_server.worker import codec_header, make_compressors
+from shardopt.parameter_server.worker import WorkerCompressors, codec_header
 
 WIDTH, LAYERS = 512, 8
 TX = optax.sgd(1e-3, momentum=0.9)
@@ -145,7 +145,7 @@ def codec_of(reducer):
 
 def idle_compute(reducer):
     """Workers whose gradient is there already: what is left is moving and applying."""
-    compressors, ready = make_compressors(codec_of(reducer)), {}
+    compressors, ready = WorkerCompressors(codec_of(reducer)), {}
 
     def update(worker, params, batch, clock):
         params = jax.block_until_ready(params)  # a real worker needs them at once

@@ -2,7 +2,9 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,92 +35,114 @@ class UpdateResult(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
-class ShardPrograms(NamedTuple):
-    """The programs that one of several servers runs on its shard, in this process or in another.
+RunUpdate = Callable[[PyTree, PyTree, PyTree, Sequence[Any], jax.Array, PyTree, jax.Array], UpdateResult]
+"""`(params, opt_state, rule_state, [(grads, loss, metrics)], rows, pulled, delay)`, traceable, over trained leaves."""
+
+
+ServerArrays = tuple[PyTree, PyTree, PyTree]
+"""`(params, opt_state, rule_state)`, as a `ServerState` has them."""
+
+
+class Mathematics(Protocol):
+    """The placement of parameters and optimizer state, and the functions that update them: on one server, or on several."""
+
+    def begin(self, params: PyTree, /) -> ServerArrays:
+        """Return the parameters and the initial states."""
+        ...
+
+    def adopt(self, arrays: ServerArrays, /) -> ServerArrays:
+        """Place the parameters and states from a checkpoint."""
+        ...
+
+    def full_params(self, params: PyTree, /) -> PyTree:
+        """Return the parameters as users know them."""
+        ...
+
+    def pushed_params(self, update: Update, params: PyTree, /) -> PyTree:
+        """Return the parameters that an update changes, as users know them, or their shapes and dtypes."""
+        ...
+
+    def check(self, update: Update | None, params: PyTree, worker: int, /) -> Update:
+        """Return the update, or refuse it if it does not fit."""
+        ...
+
+    def apply(self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int, /) -> UpdateResult:
+        """Apply the mean of the updates."""
+        ...
+
+    def copy(self, arrays: ServerArrays, /) -> ServerArrays:
+        """Return copies for a checkpoint, which the next update does not overwrite."""
+        ...
+
+
+def copy_states(arrays: ServerArrays) -> ServerArrays:
+    """Return the same parameters and copies of the states, because the next update takes over the states' memory."""
+    return arrays[0], *jax.tree.map(jnp.copy, arrays[1:])
+
+
+@dataclass(frozen=True)
+class UnshardedMathematics:
+    """The mathematics of one server, which has all parameters.
 
     Attributes:
-      begin: `begin(shard) -> (opt_state, rule_state)`.
-      has_sums: `has_sums(shard)`: does the optimizer need sums over all servers, in a first phase?
-      sums: `sums(shard, opt_state, rule_state, updates, pulled, delay)`: the terms that this shard adds to those sums.
-      apply: `apply(server_sums, shard, opt_state, rule_state, updates, pulled, delay) -> UpdateResult`, with the terms of
-        all servers.
+      tx: the optimizer.
+      rule: the staleness rule.
+      donate: let each update take over the memory of the optimizer's and the rule's state. The parameters are never
+        donated: workers may still hold them.
+      codec: the decoder of pushes; None if they are not encoded.
+      messages: shapes and dtypes of parameters -> shapes of their message.
     """
 
-    begin: Callable[[PyTree], tuple[PyTree, PyTree]]
-    has_sums: Callable[[PyTree], bool]
-    sums: Callable[..., list[jax.Array]]
-    apply: Callable[..., UpdateResult]
+    tx: optax.GradientTransformation
+    rule: Rule
+    donate: bool
+    codec: Compressor | None = None
+    messages: dict[Hashable, PyTree] = field(default_factory=dict, init=False, repr=False, compare=False)
+    adopt = full_params = staticmethod(lambda value: value)
+    copy = staticmethod(copy_states)
 
+    @cached_property
+    def _jitted(self) -> tuple[RunUpdate, Callable[..., UpdateResult]]:
+        """The update of all rows, and the update of some rows."""
+        run, donated = update_program(self.tx, self.rule, self.codec), (1, 2) if self.donate else ()
+        run_on_rows = restrict_to_rows(self.tx, run)
+        return jax.jit(run, donate_argnums=donated), jax.jit(run_on_rows, donate_argnums=[1 + i for i in donated])
 
-class Mathematics(NamedTuple):
-    """The placement of parameters and optimizer state, and the functions that update them: on one server, or on several.
-
-    Attributes:
-      begin: `begin(params) -> (params, opt_state, rule_state)`, as a `ServerState` has them.
-      adopt: `adopt(params, opt_state, rule_state)`: the same triple, from a checkpoint.
-      abstract_params: `abstract_params(params)`: the parameters as users know them, or their shapes and dtypes.
-      full_params: `full_params(params)`: the parameters as users know them.
-      check: `check(update, params, worker) -> update`; refuses an update that does not fit.
-      apply: `apply(params, opt_state, rule_state, updates, pulled, delay) -> UpdateResult`.
-      copy: `copy(params, opt_state, rule_state)`: copies for a checkpoint, which the next update does not overwrite.
-      programs: the programs of one server, if there are several.
-      pushed_params: `pushed_params(update, params)`: the parameters that an update changes, if it does not change all.
-    """
-
-    begin: Callable[[PyTree], tuple[PyTree, PyTree, PyTree]]
-    adopt: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
-    abstract_params: Callable[[PyTree], PyTree]
-    full_params: Callable[[PyTree], PyTree]
-    check: Callable[[Update | None, PyTree, int], Update]
-    apply: Callable[[PyTree, PyTree, PyTree, Sequence[Any], PyTree, int], UpdateResult]
-    copy: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
-    programs: ShardPrograms | None = None
-    pushed_params: Callable[[Update, PyTree], PyTree] = lambda update, params: params
-
-
-def make_unsharded_mathematics(
-    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, codec: Compressor | None = None
-) -> Mathematics:
-    """Return the mathematics of one server, which has all parameters."""
-    update = make_apply(tx, rule, donate=donate, codec=codec)
-    expected_messages: dict[Hashable, PyTree] = {}  # shapes and dtypes of parameters -> shapes of their message
-
-    def begin(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def begin(self, params: PyTree) -> ServerArrays:
+        """Return copies of the parameters, and the initial states."""
         params = jax.tree.map(copy_without_weak_type, params)
-        return params, *begin_states(tx, rule, trained(params))
+        return params, *begin_states(self.tx, self.rule, trained(params))
 
-    def check(update: Update | None, params: PyTree, worker: int) -> Update:
+    def pushed_params(self, update: Update, params: PyTree) -> PyTree:
+        """Return the parameters: an update changes all."""
+        return params
+
+    def check(self, update: Update | None, params: PyTree, worker: int) -> Update:
+        """Return the update, or refuse it if it does not match the parameters, or their message."""
         trained_params, message = trained(params), None
-        if codec is not None:
+        if self.codec is not None:
             leaf_types = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(trained_params))
             key = jax.tree.structure(trained_params), leaf_types
-            message = expected_messages.get(key) or expected_messages.setdefault(key, codec.message(trained_params))
+            message = self.messages.get(key) or self.messages.setdefault(key, self.codec.message(trained_params))
         return check_update(update, params, worker, message)
 
-    def apply(
-        params: PyTree, opt_state: PyTree, rule_state: PyTree, updates: Sequence[Update], pulled: PyTree, delay: int
-    ) -> UpdateResult:
-        pulled_params = None if pulled is None else trained(pulled)
-        result = update(trained(params), opt_state, rule_state, updates, pulled_params, delay)
+    def apply(self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int) -> UpdateResult:
+        """Apply the mean of the updates, summed in list order, so that the same updates give the same bits."""
+        params, *states = arrays
+        run, run_on_rows = self._jitted
+        trained_params, pulled = trained(params), None if pulled is None else trained(pulled)
+        if any(is_rows(leaf) for leaf in jax.tree.leaves(updates[0].grads, is_leaf=is_rows)):
+            grads, row_indices = gather_union_rows([update.grads for update in updates], trained_params)
+            updates = [update._replace(grads=g) for g, update in zip(grads, updates, strict=True)]
+            run = partial(run_on_rows, row_indices)
+        result = run(*run_arguments((trained_params, *states), updates, pulled, delay))
         return result._replace(params=replace_trained(params, result.params))
-
-    identity = lambda params: params  # noqa: E731
-    return Mathematics(begin, lambda *states: states, identity, identity, check, apply, copy_states)
-
-
-def copy_states(params: PyTree, opt_state: PyTree, rule_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Return the same parameters and copies of the states, because the next update takes over the states' memory."""
-    return params, *jax.tree.map(jnp.copy, (opt_state, rule_state))
 
 
 def begin_states(tx: optax.GradientTransformation, rule: Rule, params: PyTree) -> tuple[PyTree, PyTree]:
     """Return the initial states of the optimizer and of the rule, over trained parameters."""
     init = tx.init
     return jax.jit(lambda params: jax.tree.map(jnp.copy, init(params)))(params), jax.jit(rule.init)(params)
-
-
-RunUpdate = Callable[[PyTree, PyTree, PyTree, Sequence[Any], jax.Array, PyTree, jax.Array], UpdateResult]
-"""`(params, opt_state, rule_state, [(grads, loss, metrics)], rows, pulled, delay)`, traceable, over trained leaves."""
 
 
 def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compressor | None = None) -> RunUpdate:
@@ -140,30 +164,11 @@ def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compress
     return run
 
 
-def make_apply(
-    tx: optax.GradientTransformation, rule: Rule, *, donate: bool, codec: Compressor | None = None
-) -> Callable[..., UpdateResult]:
-    """Return the jitted `apply(params, opt_state, rule_state, updates, pulled, delay) -> UpdateResult`, over trained leaves.
-
-    The updates are summed in list order, so that the same updates give the same bits. With `donate`, an update takes over
-    the memory of the optimizer's and the rule's state. The parameters are never donated: workers may still hold them.
-    """
-    run = update_program(tx, rule, codec)
-    jitted = jax.jit(run, donate_argnums=(1, 2) if donate else ())
-    jitted_on_rows = jax.jit(restrict_to_rows(tx, run), donate_argnums=(2, 3) if donate else ())
-
-    def apply(
-        params: PyTree, opt_state: PyTree, rule_state: PyTree, updates: Sequence[Update], pulled: PyTree, delay: int
-    ) -> UpdateResult:
-        rows = np.asarray([update.rows for update in updates], np.float32)
-        if any(is_rows(leaf) for leaf in jax.tree.leaves(updates[0].grads, is_leaf=is_rows)):
-            grads, row_indices = gather_union_rows([update.grads for update in updates], params)
-            pushed = [(g, update.loss, dict(update.metrics)) for g, update in zip(grads, updates, strict=True)]
-            return jitted_on_rows(row_indices, params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
-        pushed = [(update.grads, update.loss, dict(update.metrics)) for update in updates]
-        return jitted(params, opt_state, rule_state, pushed, rows, pulled, np.int32(delay))
-
-    return apply
+def run_arguments(arrays: Sequence[PyTree], updates: Sequence[Update], pulled: PyTree, delay: int) -> tuple[Any, ...]:
+    """Return the arguments of a `RunUpdate`."""
+    pushed = [(update.grads, update.loss, dict(update.metrics)) for update in updates]
+    rows = np.asarray([update.rows for update in updates], np.float32)
+    return *arrays, pushed, rows, pulled, np.int32(delay)
 
 
 def metrics_of(updates: Sequence[Update]) -> dict[str, jax.Array]:

@@ -32,7 +32,6 @@ from shardopt.parameter_server.worker import (
     check_codec,
     check_sgd_params,
     codec_header,
-    make_compressors,
     to_device,
 )
 from shardopt.reducers import Compressor, Reducer
@@ -219,7 +218,7 @@ def _make_compute(
         islands = dict(zip([worker], _local_islands([strategies[worker]], jax.devices()), strict=True))
     fragments = 1 if streaming is None else streaming.fragments.num_fragments
     streams = Streams(CALLER, batches_of, [steps // fragments for steps in local_steps])
-    compressors, server_device = make_compressors(codec), _first_local_device(next(iter(islands.values())))
+    compressors, server_device = WorkerCompressors(codec), _first_local_device(next(iter(islands.values())))
 
     def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
         island_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)

@@ -13,7 +13,7 @@ from shardopt.core.block_model import BLOCKS
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, leaves_with_paths
 from shardopt.local_updates.state import deal_out
-from shardopt.parameter_server.apply import Mathematics, UpdateResult, copy_states, copy_without_weak_type
+from shardopt.parameter_server.apply import Mathematics, ServerArrays, UpdateResult, copy_states, copy_without_weak_type
 from shardopt.parameter_server.updates import Update, check_params
 
 
@@ -83,6 +83,10 @@ class FragmentPlan(NamedTuple):
         return {path: leaf for (path, leaf), leaf_number in pairs if leaf_number is None}
 
 
+_take = jax.jit(FragmentPlan.take, static_argnums=(0, 2))
+_put = jax.jit(FragmentPlan.put, static_argnums=(0, 2))
+
+
 def check_fragments(plan: FragmentPlan, caller: str, params: PyTree) -> None:
     """Refuse parameters that `check_params` refuses, and plans with a fragment that gets no parameters.
 
@@ -100,52 +104,53 @@ def check_fragments(plan: FragmentPlan, caller: str, params: PyTree) -> None:
         raise ValueError(format_error(caller, problem, fix=f"use at most {max_fragments}."))
 
 
-def make_fragment_mathematics(inner: Mathematics, plan: FragmentPlan) -> Mathematics:
-    """Return the mathematics of one server that takes pushes of fragments, and has an optimizer state for each fragment.
+@dataclasses.dataclass(frozen=True)
+class FragmentMathematics:
+    """The mathematics of one server that takes pushes of fragments, and has an optimizer state for each fragment.
 
-    Args:
+    Attributes:
       inner: the mathematics of one fragment, as if it were all parameters.
       plan: the assignment of parameters to fragments.
     """
-    take = jax.jit(plan.take, static_argnums=1)
-    put = jax.jit(plan.put, static_argnums=1)
 
-    def begin(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        states = [inner.begin(plan.take(params, number))[1:] for number in range(plan.num_fragments)]
-        return (
-            jax.tree.map(copy_without_weak_type, params),
-            tuple(opt_state for opt_state, _ in states),
-            tuple(rule_state for _, rule_state in states),
-        )
+    inner: Mathematics
+    plan: FragmentPlan
+    adopt = full_params = staticmethod(lambda value: value)
+    copy = staticmethod(copy_states)
 
-    def check(update: Update | None, params: PyTree, worker: int) -> Update:
+    def begin(self, params: PyTree) -> ServerArrays:
+        """Return copies of the parameters, and the initial states of each fragment."""
+        states = [self.inner.begin(self.plan.take(params, number))[1:] for number in range(self.plan.num_fragments)]
+        opt_states, rule_states = zip(*states, strict=True)
+        return jax.tree.map(copy_without_weak_type, params), opt_states, rule_states
+
+    def pushed_params(self, update: Update, params: PyTree) -> PyTree:
+        """Return the leaves of the pushed fragment, with None for all other leaves."""
+        return _take(self.plan, params, update.grads.number)
+
+    def check(self, update: Update | None, params: PyTree, worker: int) -> Update:
+        """Return the update, or refuse it if it is not of a fragment, or does not fit the fragment."""
         if not (isinstance(update, Update) and isinstance(update.grads, Fragment)):
             problem = f"worker {worker} must push an Update of a fragment, got {type(update).__name__}."
             raise TypeError(format_error("parameter_server", problem))
-        inner.check(_with_tree(update), pushed_params(update, params), worker)
+        self.inner.check(_with_tree(update), self.pushed_params(update, params), worker)
         return update
 
-    def pushed_params(update: Update, params: PyTree) -> PyTree:
-        return take(params, update.grads.number)
-
-    def apply(
-        params: PyTree, opt_state: PyTree, rule_state: PyTree, updates: Sequence[Update], pulled: PyTree, delay: int
-    ) -> UpdateResult:
+    def apply(self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int) -> UpdateResult:
+        """Update one fragment and its states."""
+        params, opt_state, rule_state = arrays
         number = updates[0].grads.number
-        pulled_fragment = None if pulled is None else take(pulled, number)
-        states = opt_state[number], rule_state[number]
+        fragment = _take(self.plan, params, number), opt_state[number], rule_state[number]
         tree_updates = [_with_tree(update) for update in updates]
-        result = inner.apply(take(params, number), *states, tree_updates, pulled_fragment, delay)
+        result = self.inner.apply(
+            fragment, tree_updates, None if pulled is None else _take(self.plan, pulled, number), delay
+        )
         return UpdateResult(
-            put(params, number, result.params),
+            _put(self.plan, params, number, result.params),
             (*opt_state[:number], result.opt_state, *opt_state[number + 1 :]),
             (*rule_state[:number], result.rule_state, *rule_state[number + 1 :]),
             result.metrics,
         )
-
-    identity = lambda params: params  # noqa: E731
-    adopt = lambda *states: states  # noqa: E731
-    return Mathematics(begin, adopt, identity, identity, check, apply, copy_states, pushed_params=pushed_params)
 
 
 def _with_tree(update: Update) -> Update:

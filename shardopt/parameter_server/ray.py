@@ -23,7 +23,6 @@ import jax
 
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
-from shardopt.parameter_server.apply import ShardPrograms
 from shardopt.parameter_server.callbacks import Callbacks
 from shardopt.parameter_server.coordinator import Coordinator, Milestone, WorkerTask
 from shardopt.parameter_server.fragments import Fragment
@@ -42,7 +41,7 @@ from shardopt.parameter_server.run import (
     take_snapshot,
 )
 from shardopt.parameter_server.settings import settings_values, use_settings
-from shardopt.parameter_server.sharded import combine_leaves, shard, unshard
+from shardopt.parameter_server.sharded import ShardPrograms, combine_leaves, shard, unshard
 from shardopt.parameter_server.updates import Update
 from shardopt.parameter_server.views import Status, show_workers
 from shardopt.parameter_server.worker import Streams, no_compute, run_worker
@@ -425,7 +424,7 @@ class ServerProcess:
         server, self.servers = spec.make_server(donate=True), None
         if server.programs is not None:
             self.servers = RayServers(begin_process, settings, token, programs, spec.servers, server.programs.has_sums)
-            server = spec.make_server(donate=True, mathematics=self.servers.mathematics())
+            server = spec.make_server(donate=True, mathematics=self.servers)
         self.token = token
         self.pulled_params: dict[int, RemoteParams] = {}  # worker -> the parameters of its step in flight
         run = Run(server, job.params, header, lambda: time.perf_counter() - began)

@@ -17,13 +17,21 @@ import numpy as np
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted
 from shardopt.parameter_server.apply import (
-    Mathematics,
-    ShardPrograms,
+    ServerArrays,
     UpdateResult,
     copy_without_weak_type,
     metrics_of,
+    run_arguments,
 )
-from shardopt.parameter_server.sharded import ServerShards, abstract_params, combine_leaves, shapes_of, shard, unshard
+from shardopt.parameter_server.sharded import (
+    ServerShards,
+    ShardPrograms,
+    abstract_params,
+    combine_leaves,
+    shapes_of,
+    shard,
+    unshard,
+)
 from shardopt.parameter_server.updates import Update, trained, untrained
 
 if TYPE_CHECKING:
@@ -131,8 +139,7 @@ class ShardProcess:
 
     def sums(self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads: PyTree) -> list[Any]:
         """Return the terms that this shard adds to the sums over servers."""
-        args = self._arguments(token, number, pushed, delay, pulled, grads)
-        return jax.device_get(self.programs.sums(*args))
+        return jax.device_get(self.programs.sums(self._arguments(token, number, pushed, delay, pulled, grads)))
 
     def apply(
         self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads_and_sums: Any
@@ -140,7 +147,7 @@ class ShardProcess:
         """Make an update; return the new shard of the parameters."""
         grads, server_sums = grads_and_sums[: len(pushed)], grads_and_sums[len(pushed) :]
         args = self._arguments(token, number, pushed, delay, pulled, grads)
-        result = self.programs.apply(list(server_sums), *args)
+        result = self.programs.apply(list(server_sums), args)
         self.shard, self.states, self.version = result.params, (result.opt_state, result.rule_state), number
         return jax.device_get(result.params)
 
@@ -151,7 +158,7 @@ class ShardProcess:
         if number != self.version + 1:
             raise AssertionError(f"update {number} comes to a server that has made {self.version}")
         updates = [Update(g, loss, metrics, rows) for g, (loss, metrics, rows) in zip(grads, pushed, strict=True)]
-        return self.shard, *self.states, updates, pulled, delay
+        return run_arguments((self.shard, *self.states), updates, pulled, delay)
 
     def current_version(self, token: str) -> int:
         """Return the number of updates that were made."""
@@ -169,7 +176,7 @@ def _copy(leaf: np.ndarray) -> jax.Array:
 
 
 class RayServers:
-    """The coordinator's handle of several servers. Every call takes its lock.
+    """The coordinator's handle of several servers: the `Mathematics` of their updates. Every call takes its lock.
 
     Args:
       begin_process: sets up JAX in a new process.
@@ -201,13 +208,7 @@ class RayServers:
         self.version, self.nbytes = 0, 0
         self.processes: list[Any] = [self._start() for _ in range(servers)]
 
-    def mathematics(self) -> Mathematics:
-        """Return the functions with which `make_server` makes a server."""
-        return Mathematics(
-            self.begin, self.adopt, self.abstract_params, self.full_params, self.check, self.apply, self.copy
-        )
-
-    def begin(self, params: PyTree) -> tuple[RemoteParams, PyTree, PyTree]:
+    def begin(self, params: PyTree) -> ServerArrays:
         """Send each server its shard."""
         import ray
 
@@ -217,11 +218,11 @@ class RayServers:
         refs = [ray.put(tree) for tree in shards]
         return self._begin(0, "begin", refs, abstract_shard, params, shapes_of(trained(params)))
 
-    def adopt(self, params: ServerShards, opt_state: PyTree, rule_state: PyTree) -> tuple[RemoteParams, PyTree, PyTree]:
+    def adopt(self, arrays: ServerArrays) -> ServerArrays:
         """Send each server its shard of a checkpoint, which counts as update 0 from then on."""
         import ray
 
-        params, opt_state, rule_state = jax.device_get((params, opt_state, rule_state))
+        params, opt_state, rule_state = jax.device_get(arrays)
         server_states = zip(params.trees, opt_state, rule_state, strict=True)
         refs = [ray.put((0, *server_state)) for server_state in server_states]
         abstract_shard = jax.eval_shape(lambda shard: shard, params.trees[0])
@@ -235,7 +236,7 @@ class RayServers:
         abstract_shard: PyTree,
         params: PyTree,
         shapes: Any,
-    ) -> tuple[RemoteParams, PyTree, PyTree]:
+    ) -> ServerArrays:
         with self.lock:
             self.version, self.journal, self.pending_snapshots = version, [], []
             self.snapshots = [(version, method, ref) for ref in snapshot_refs]
@@ -248,8 +249,8 @@ class RayServers:
             stored = self.versions[version] = StoredParams(version, refs)
         return RemoteParams(stored, untrained(params), abstract_shard, shapes), (), ()
 
-    def abstract_params(self, params: RemoteParams) -> PyTree:
-        """Return shapes and dtypes of the parameters."""
+    def pushed_params(self, update: Update, params: RemoteParams) -> PyTree:
+        """Return shapes and dtypes of the parameters: an update changes all."""
         return abstract_params(ServerShards((params.abstract_shard,), params.untrained, params.shapes))
 
     def full_params(self, params: RemoteParams) -> PyTree:
@@ -264,13 +265,7 @@ class RayServers:
         return update
 
     def apply(
-        self,
-        params: RemoteParams,
-        opt_state: PyTree,
-        rule_state: PyTree,
-        updates: Sequence[Update],
-        pulled: RemoteParams | None,
-        delay: int,
+        self, arrays: ServerArrays, updates: Sequence[Update], pulled: RemoteParams | None, delay: int
     ) -> UpdateResult:
         """Start an update on all servers, in order, without waiting for its end."""
         with self.lock:
@@ -287,9 +282,9 @@ class RayServers:
             self.versions[self.version] = stored
             if self.version % SNAPSHOT_EVERY == 0:
                 self._renew_snapshots()
-        return UpdateResult(params._replace(stored=stored), (), (), metrics_of(updates))
+        return UpdateResult(arrays[0]._replace(stored=stored), (), (), metrics_of(updates))
 
-    def copy(self, params: RemoteParams, opt_state: PyTree, rule_state: PyTree) -> tuple[ServerShards, PyTree, PyTree]:
+    def copy(self, arrays: ServerArrays) -> ServerArrays:
         """Return the parameters and states of all servers, after the last update."""
         import ray
         from ray.exceptions import RayError
@@ -303,6 +298,7 @@ class RayServers:
         with self.lock:
             snapshots = self._with_restarts(read_snapshots)
         shards, opt_states, rule_states = zip(*(snapshot[1:] for _, snapshot in snapshots), strict=True)
+        params: RemoteParams = arrays[0]
         return ServerShards(tuple(shards), params.untrained, params.shapes), opt_states, rule_states
 
     def hold(self, grads: "Sequence[ObjectRef]") -> StoredGradient:

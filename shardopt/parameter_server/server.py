@@ -1,7 +1,8 @@
 """The parameter server as a pure state machine: join, pull, push, leave."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +13,12 @@ from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree
 from shardopt.engine.config import check_optimizer
 from shardopt.parameter_server import clock as clocks
-from shardopt.parameter_server.apply import Mathematics, ShardPrograms, copy_states, make_unsharded_mathematics
+from shardopt.parameter_server.apply import Mathematics, UnshardedMathematics, copy_states
 from shardopt.parameter_server.clock import Clock, PersistentMap
-from shardopt.parameter_server.fragments import FragmentPlan, make_fragment_mathematics
+from shardopt.parameter_server.fragments import FragmentMathematics, FragmentPlan
 from shardopt.parameter_server.log import Event
 from shardopt.parameter_server.rules import Rule, plain
-from shardopt.parameter_server.sharded import Devices, make_sharded_mathematics
+from shardopt.parameter_server.sharded import Devices, ShardedMathematics, ShardPrograms
 from shardopt.parameter_server.updates import (
     NO_WEIGHT,
     NonFiniteUpdateError,
@@ -71,46 +72,157 @@ class ServerState(NamedTuple):
     metrics: Mapping[str, jax.Array] = {}
 
 
-class Server(NamedTuple):
-    """A bundle of pure functions over a `ServerState`; see `make_server`.
+@dataclass(frozen=True)
+class Server:
+    """A state machine: its methods take a `ServerState` and return a new one; see `make_server`.
 
     Attributes:
-      init: `init(params) -> state`; copies the parameters.
-      join: `join(state, worker) -> (state, event)`. The new worker gets the clock of the slowest.
-      may_pull: `may_pull(state, worker) -> bool`: may the worker start its next step?
-      pull: `pull(state, worker) -> (state, event)`; the parameters are `state.params`, their version `event.version`.
-      push: `push(state, worker, update, pulled_version) -> (state, event)`.
-      leave: `leave(state, worker) -> (state, event)`. The worker's step in flight is lost, its pushes stay.
-      resume: `resume(state, worker) -> (state, event)`. The worker's step in flight is lost, its clock stays.
+      mathematics: how updates change the state; None if the server only counts updates and clocks.
       max_staleness: the bound in clocks; None for no bound.
       rule: the staleness rule.
       nonfinite: "raise" or "skip".
       reducer: the name of the reducer that encodes pushes; None without a reducer.
       servers: the number of servers that the parameters are sharded over.
-      whole: `whole(state.params)`: the parameters as users know them, even if several servers share them.
-      adopt: `adopt(state) -> state`: place a state from a checkpoint on the devices or processes of the servers.
-      copy: `copy(state) -> (params, opt_state, rule_state)`: copies for a checkpoint, which the next update does not overwrite.
-      programs: the programs of one of several servers.
       fragments: the assignment of parameters to fragments, if they are pushed and pulled in fragments.
     """
 
-    init: Callable[[PyTree], ServerState]
-    join: Callable[[ServerState, int], tuple[ServerState, Event]]
-    may_pull: Callable[[ServerState, int], bool]
-    pull: Callable[[ServerState, int], tuple[ServerState, Event]]
-    push: Callable[[ServerState, int, Update | None, int], tuple[ServerState, Event]]
-    leave: Callable[[ServerState, int], tuple[ServerState, Event]]
-    resume: Callable[[ServerState, int], tuple[ServerState, Event]]
+    mathematics: Mathematics | None
     max_staleness: int | None
     rule: Rule
     nonfinite: str
     reducer: str | None = None
     servers: int = 1
-    whole: Callable[[PyTree], PyTree] = lambda params: params
-    adopt: Callable[[ServerState], ServerState] = lambda state: state
-    copy: Callable[[ServerState], tuple[PyTree, PyTree, PyTree]] = lambda state: copy_states(*state[:3])
-    programs: ShardPrograms | None = None
     fragments: FragmentPlan | None = None
+
+    @property
+    def programs(self) -> ShardPrograms | None:
+        """The programs of one of several servers in this process; None if there are none."""
+        return self.mathematics.programs if isinstance(self.mathematics, ShardedMathematics) else None
+
+    def init(self, params: PyTree) -> ServerState:
+        """Return the first state, with a copy of the parameters."""
+        clock = clocks.make_clock(self.max_staleness)
+        if self.mathematics is None:
+            return ServerState(None, None, None, 0, clock)
+        check_params(CALLER, params)
+        return ServerState(*self.mathematics.begin(params), 0, clock)
+
+    def join(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Add a worker, at the clock of the slowest."""
+        clock = clocks.join(state.clock, worker)
+        event = Event("join", worker, clock.steps[worker], state.version, state.version)
+        return state._replace(clock=clock), event
+
+    def may_pull(self, state: ServerState, worker: int) -> bool:
+        """Return whether the worker may start its next step."""
+        return clocks.may_start(state.clock, worker) and worker not in state.working
+
+    def pull(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Start the worker's next step; its parameters are `state.params`, their version is `event.version`."""
+        step, staleness = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
+        if worker in state.working:
+            problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
+            raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
+        if not clocks.may_start(state.clock, worker):
+            problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
+            raise ValueError(
+                format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix="ask may_pull first.")
+            )
+        is_needed = self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
+        pulled = Pulled(state.version, staleness, state.params if is_needed else None)
+        event = Event("pull", worker, step, state.version, state.version, staleness)
+        return state._replace(working=state.working.put(worker, pulled)), event
+
+    def push(
+        self, state: ServerState, worker: int, update: Update | None, pulled_version: int
+    ) -> tuple[ServerState, Event]:
+        """End the worker's step with its update, computed from the parameters of `pulled_version`."""
+        step = clocks.clock_of(state.clock, worker)
+        pulled = state.working.get(worker)
+        if pulled is None or pulled.version != pulled_version:
+            pulled_text = "nothing" if pulled is None else f"version {pulled.version}"
+            problem = (
+                f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
+            )
+            raise ValueError(
+                format_error(CALLER, problem, fix="push once for each pull, with the version of its event.")
+            )
+        refused = self._is_refused(state, worker, step, update)
+        state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
+        if not refused and self.max_staleness == 0:
+            state = state._replace(waiting=(*state.waiting, Waiting(step, worker, update)))
+        elif not refused:
+            state = self._apply(state, [update], pulled.params, state.version - pulled.version)
+        state = self._close_clock(state)
+        kind = "refuse" if refused else "push"
+        return state, Event(kind, worker, step, state.version, pulled.version, pulled.staleness)
+
+    def leave(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Remove a worker. Its step in flight is lost, its pushes stay."""
+        step = clocks.clock_of(state.clock, worker)
+        clock = clocks.leave(state.clock, worker)
+        state = self._close_clock(state._replace(clock=clock, working=state.working.drop(worker)))
+        return state, Event("leave", worker, step, state.version, state.version)
+
+    def resume(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Start a worker again. Its step in flight is lost, its clock stays."""
+        step = clocks.clock_of(state.clock, worker)
+        state = state._replace(working=state.working.drop(worker))
+        return state, Event("resume", worker, step, state.version, state.version)
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Return `state.params` as users know them, even if several servers share them."""
+        return params if self.mathematics is None else self.mathematics.full_params(params)
+
+    def adopt(self, state: ServerState) -> ServerState:
+        """Place a state from a checkpoint on the devices or processes of the servers."""
+        if self.mathematics is None:
+            return state
+        return ServerState(*self.mathematics.adopt(state[:3]), *state[3:])
+
+    def copy(self, state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
+        """Return copies of parameters and states for a checkpoint, which the next update does not overwrite."""
+        copy_arrays = copy_states if self.mathematics is None else self.mathematics.copy
+        return copy_arrays(state[:3])
+
+    def _is_refused(self, state: ServerState, worker: int, step: int, update: Update | None) -> bool:
+        if self.mathematics is not None:
+            update = self.mathematics.check(update, state.params, worker)
+        reasons = self._faults(state, update)
+        if self.max_staleness == 0:  # a push of weight 0 adds nothing to the mean of the clock, and is no error
+            reasons = [reason for reason in reasons if reason != NO_WEIGHT]
+        return self._refuse_or_raise(worker, step, reasons)
+
+    def _faults(self, state: ServerState, update: Any) -> list[str]:
+        if self.mathematics is None:
+            return []
+        return faults(update, trained(self.mathematics.pushed_params(update, state.params)))
+
+    def _refuse_or_raise(self, worker: int, step: int, reasons: list[str]) -> bool:
+        """Return whether there is a reason to refuse a push; raise with nonfinite="raise"."""
+        if reasons and self.nonfinite == "raise":
+            problem = f"the push of worker {worker} at its step {step} was refused:"
+            fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
+            raise NonFiniteUpdateError(format_error(CALLER, problem, reasons, fix), worker=worker, clock=step)
+        return bool(reasons)
+
+    def _close_clock(self, state: ServerState) -> ServerState:
+        """With max_staleness=0, apply the mean of the open clock once all present workers have pushed."""
+        is_open = state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
+        if not state.waiting or is_open:
+            return state
+        ordered = sorted(state.waiting, key=lambda waiting: waiting.worker)
+        updates, state = [waiting.update for waiting in ordered], state._replace(waiting=())
+        weightless = all(NO_WEIGHT in self._faults(state, update) for update in updates)
+        if weightless and self._refuse_or_raise(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
+            return state
+        return self._apply(state, updates, None, 0)
+
+    def _apply(self, state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
+        state = state._replace(version=state.version + 1)
+        if self.mathematics is None:
+            return state
+        return state._replace(**self.mathematics.apply(state[:3], updates, pulled, delay)._asdict())
 
 
 def make_server(
@@ -185,7 +297,7 @@ def make_server(
     """
     if tx is not None:
         check_optimizer(CALLER, tx)
-    empty_clock = clocks.make_clock(max_staleness)
+    max_staleness = clocks.make_clock(max_staleness).max_staleness  # checked, and an int
     rule = plain() if rule is None else rule
     if not isinstance(rule, Rule):
         problem = f"rule must be a Rule or None, got {type(rule).__name__}."
@@ -205,147 +317,9 @@ def make_server(
         problem = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
         raise ValueError(format_error(CALLER, problem, fix="leave out servers or reducer."))
     if mathematics is None and tx is not None:
-        mathematics = (
-            make_unsharded_mathematics(tx, rule, donate=donate, codec=codec)
-            if servers == 1
-            else make_sharded_mathematics(tx, rule, servers, donate=donate, devices=devices)
-        )
-        mathematics = mathematics if fragments is None else make_fragment_mathematics(mathematics, fragments)
-
-    def init(params: PyTree) -> ServerState:
-        if mathematics is None:
-            return ServerState(None, None, None, 0, empty_clock)
-        check_params(CALLER, params)
-        return ServerState(*mathematics.begin(params), 0, empty_clock)
-
-    def join(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        clock = clocks.join(state.clock, worker)
-        event = Event("join", worker, clock.steps[worker], state.version, state.version)
-        return state._replace(clock=clock), event
-
-    def may_pull(state: ServerState, worker: int) -> bool:
-        return clocks.may_start(state.clock, worker) and worker not in state.working
-
-    def pull(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        step, staleness = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
-        if worker in state.working:
-            problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
-            raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
-        if not clocks.may_start(state.clock, worker):
-            problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
-            raise ValueError(
-                format_error(CALLER, f"{problem}, and max_staleness={max_staleness}.", fix="ask may_pull first.")
-            )
-        pulled_params = state.params if rule.uses_pulled and max_staleness != 0 and tx is not None else None
-        working = state.working.put(worker, Pulled(state.version, staleness, pulled_params))
-        return state._replace(working=working), Event("pull", worker, step, state.version, state.version, staleness)
-
-    def push(state: ServerState, worker: int, update: Update | None, pulled_version: int) -> tuple[ServerState, Event]:
-        step = clocks.clock_of(state.clock, worker)
-        pulled = state.working.get(worker)
-        if pulled is None or pulled.version != pulled_version:
-            pulled_text = "nothing" if pulled is None else f"version {pulled.version}"
-            problem = (
-                f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
-            )
-            raise ValueError(
-                format_error(CALLER, problem, fix="push once for each pull, with the version of its event.")
-            )
-        refused = mathematics is not None and _is_refused(state, worker, step, update)
-        state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
-        if not refused and max_staleness == 0:
-            state = state._replace(waiting=(*state.waiting, Waiting(step, worker, update)))
-        elif not refused:
-            state = _apply(state, [update], pulled.params, state.version - pulled.version)
-        state = _close_clock(state)
-        kind = "refuse" if refused else "push"
-        return state, Event(kind, worker, step, state.version, pulled.version, pulled.staleness)
-
-    def leave(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        step = clocks.clock_of(state.clock, worker)
-        clock = clocks.leave(state.clock, worker)
-        state = _close_clock(state._replace(clock=clock, working=state.working.drop(worker)))
-        return state, Event("leave", worker, step, state.version, state.version)
-
-    def resume(state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        step = clocks.clock_of(state.clock, worker)
-        state = state._replace(working=state.working.drop(worker))
-        return state, Event("resume", worker, step, state.version, state.version)
-
-    def _is_refused(state: ServerState, worker: int, step: int, update: Update | None) -> bool:
-        assert mathematics is not None
-        checked = mathematics.check(update, state.params, worker)
-        pushed_params = mathematics.pushed_params(checked, mathematics.abstract_params(state.params))
-        reasons = faults(checked, trained(pushed_params))
-        if max_staleness == 0:  # a push of weight 0 adds nothing to the mean of the clock, and is no error
-            reasons = [reason for reason in reasons if reason != NO_WEIGHT]
-        return _refuse_or_raise(worker, step, reasons)
-
-    def _refuse_or_raise(worker: int, step: int, reasons: list[str]) -> bool:
-        """Return whether there is a reason to refuse a push; raise with nonfinite="raise"."""
-        if reasons and nonfinite == "raise":
-            problem = f"the push of worker {worker} at its step {step} was refused:"
-            fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
-            raise NonFiniteUpdateError(format_error(CALLER, problem, reasons, fix), worker=worker, clock=step)
-        return bool(reasons)
-
-    def _close_clock(state: ServerState) -> ServerState:
-        """With max_staleness=0, apply the mean of the open clock once all present workers have pushed."""
-        is_open = state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
-        if not state.waiting or is_open:
-            return state
-        ordered = sorted(state.waiting, key=lambda waiting: waiting.worker)
-        updates, state = [waiting.update for waiting in ordered], state._replace(waiting=())
-        weightless = mathematics is not None and all(
-            NO_WEIGHT
-            in faults(update, trained(mathematics.pushed_params(update, mathematics.abstract_params(state.params))))
-            for update in updates
-        )
-        if weightless and _refuse_or_raise(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
-            return state
-        return _apply(state, updates, None, 0)
-
-    def _apply(state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
-        if mathematics is None:
-            return state._replace(version=state.version + 1)
-        new = mathematics.apply(state.params, state.opt_state, state.rule_state, updates, pulled, delay)
-        return state._replace(
-            params=new.params,
-            opt_state=new.opt_state,
-            rule_state=new.rule_state,
-            version=state.version + 1,
-            metrics=new.metrics,
-        )
-
-    def whole(params: PyTree) -> PyTree:
-        return params if mathematics is None else mathematics.full_params(params)
-
-    def adopt(state: ServerState) -> ServerState:
-        if mathematics is None:
-            return state
-        params, opt_state, rule_state = mathematics.adopt(state.params, state.opt_state, state.rule_state)
-        return state._replace(params=params, opt_state=opt_state, rule_state=rule_state)
-
-    def copy(state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
-        copy_arrays = copy_states if mathematics is None else mathematics.copy
-        return copy_arrays(state.params, state.opt_state, state.rule_state)
-
-    return Server(
-        init,
-        join,
-        may_pull,
-        pull,
-        push,
-        leave,
-        resume,
-        empty_clock.max_staleness,
-        rule,
-        nonfinite,
-        codec and codec.name,
-        int(servers),
-        whole,
-        adopt,
-        copy,
-        mathematics and mathematics.programs,
-        fragments,
-    )
+        if servers > 1:
+            mathematics = ShardedMathematics(ShardPrograms(tx, rule, servers, donate), devices)
+        else:
+            mathematics = UnshardedMathematics(tx, rule, donate, codec)
+        mathematics = mathematics if fragments is None else FragmentMathematics(mathematics, fragments)
+    return Server(mathematics, max_staleness, rule, nonfinite, codec and codec.name, int(servers), fragments)

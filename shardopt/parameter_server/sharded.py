@@ -1,8 +1,8 @@
 """Parameters and optimizer state that are sharded over several servers: each has an equal range of every leaf."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ import optax
 from shardopt.core.errors import format_error
 from shardopt.core.types import PyTree, Weighted, abstract, wide_dtype
 from shardopt.parameter_server.apply import (
-    Mathematics,
-    ShardPrograms,
+    ServerArrays,
     UpdateResult,
     begin_states,
     copy_states,
     copy_without_weak_type,
+    run_arguments,
     update_program,
 )
 from shardopt.parameter_server.rules import Rule
@@ -109,73 +109,102 @@ def combine_leaves(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, trained_params, untrained_params, is_leaf=is_none)
 
 
-def shard_programs(tx: optax.GradientTransformation, rule: Rule, servers: int, *, donate: bool) -> ShardPrograms:
-    """Return the programs that each of `servers` runs on its shard; updates have the gradients of this shard."""
-    run = update_program(tx, rule)
-    sums, finish = split_at_sums(run, servers)
-    jitted_sums = jax.jit(sums)
-    donated = (1, 2) if donate else ()
-    jitted_run = jax.jit(run, donate_argnums=donated)
-    jitted_finish = jax.jit(finish, donate_argnums=[1 + i for i in donated])
+@dataclass(frozen=True)
+class ShardPrograms:
+    """The programs that each of several servers runs on its shard, in this process or in another.
 
-    def arguments(shard: PyTree, states: tuple[PyTree, PyTree], updates: Sequence[Update], pulled: PyTree, delay: int):
-        pushed = [(update.grads, update.loss, dict(update.metrics)) for update in updates]
-        rows = np.asarray([update.rows for update in updates], np.float32)
-        return shard, *states, pushed, rows, pulled, np.int32(delay)
+    `args` are `run_arguments` of the shard of the parameters, of its states, and of updates with its range of the gradients.
 
-    def has_sums(shard: PyTree) -> bool:
+    Attributes:
+      tx: the optimizer.
+      rule: the staleness rule.
+      servers: the number of servers.
+      donate: let each update take over the memory of the states.
+    """
+
+    tx: optax.GradientTransformation
+    rule: Rule
+    servers: int
+    donate: bool
+
+    @cached_property
+    def _jitted(self) -> tuple[Callable[..., Any], ...]:
+        """The phase before the sums over servers, the phase after them, and the update without such sums."""
+        run, donated = update_program(self.tx, self.rule), (1, 2) if self.donate else ()
+        sums, finish = split_at_sums(run, self.servers)
+        jitted_finish = jax.jit(finish, donate_argnums=[1 + i for i in donated])
+        return jax.jit(sums), jitted_finish, jax.jit(run, donate_argnums=donated)
+
+    def begin(self, shard: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the initial states of the optimizer and of the rule."""
+        return begin_states(self.tx, self.rule, shard)
+
+    def has_sums(self, shard: PyTree) -> bool:
+        """Return whether the optimizer needs sums over all servers, in a first phase."""
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        states = jax.eval_shape(lambda shard: (tx.init(shard), rule.init(shard)), shard)
+        states = jax.eval_shape(lambda shard: (self.tx.init(shard), self.rule.init(shard)), shard)
         update = Update(shard, Weighted(scalar, scalar), {}, 1)
-        return bool(jax.eval_shape(sums, *arguments(shard, states, [update], None, 0)))
+        return bool(jax.eval_shape(self._jitted[0], *run_arguments((shard, *states), [update], None, 0)))
 
-    def apply(server_sums, shard, opt_state, rule_state, updates, pulled, delay) -> UpdateResult:
-        args = arguments(shard, (opt_state, rule_state), updates, pulled, delay)
-        return jitted_finish(server_sums, *args) if server_sums and server_sums[0] else jitted_run(*args)
+    def sums(self, args: tuple[Any, ...]) -> list[jax.Array]:
+        """Return the terms that this shard adds to the sums."""
+        return self._jitted[0](*args)
 
-    def shard_sums(shard, opt_state, rule_state, updates, pulled, delay) -> list[jax.Array]:
-        return jitted_sums(*arguments(shard, (opt_state, rule_state), updates, pulled, delay))
+    def apply(self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]) -> UpdateResult:
+        """Update this shard, with the terms of all servers."""
+        _, finish, run = self._jitted
+        return finish(server_sums, *args) if server_sums and server_sums[0] else run(*args)
 
-    return ShardPrograms(lambda shard: begin_states(tx, rule, shard), has_sums, shard_sums, apply)
 
+@dataclass(frozen=True)
+class ShardedMathematics:
+    """The mathematics of several servers in this process.
 
-def make_sharded_mathematics(
-    tx: optax.GradientTransformation,
-    rule: Rule,
-    servers: int,
-    *,
-    donate: bool,
-    devices: Devices = (),
-) -> Mathematics:
-    """Return the mathematics of several servers in this process, on `devices` in turn."""
-    programs = shard_programs(tx, rule, servers, donate=donate)
+    Attributes:
+      programs: the programs of one server.
+      devices: the devices of the servers, in turn.
+      has_sums: the structure of parameters -> whether the optimizer needs sums over all servers.
+    """
 
-    def begin(params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        check_shardable(CALLER, tx, rule, params, servers)
+    programs: ShardPrograms
+    devices: Devices = ()
+    has_sums: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    copy = staticmethod(copy_states)
+    full_params = staticmethod(full_params)
+
+    def begin(self, params: PyTree) -> ServerArrays:
+        """Return the shards of the parameters and the initial states of each server."""
+        check_shardable(CALLER, self.programs.tx, self.programs.rule, params, self.programs.servers)
         params = jax.tree.map(copy_without_weak_type, params)
         trained_params = trained(params)
-        trees = placed(_shard(trained_params, servers))
-        states = placed([programs.begin(tree) for tree in trees])  # zeros are made on the default device
+        trees = self._placed(_shard(trained_params, self.programs.servers))
+        states = self._placed([self.programs.begin(tree) for tree in trees])  # zeros are made on the default device
         shards = ServerShards(trees, untrained(params), shapes_of(trained_params))
         return shards, *map(tuple, zip(*states, strict=True))
 
-    def placed(trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        if not devices:
-            return tuple(trees)
-        return tuple(_put(tree, devices[i % len(devices)]) for i, tree in enumerate(trees))
+    def adopt(self, arrays: ServerArrays) -> ServerArrays:
+        """Place the shards and states from a checkpoint on the devices of the servers."""
+        params, opt_state, rule_state = arrays
+        shards = ServerShards(self._placed(params.trees), params.rest, params.shapes)
+        return shards, self._placed(opt_state), self._placed(rule_state)
 
-    def adopt(params: ServerShards, opt_state: PyTree, rule_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        return ServerShards(placed(params.trees), params.rest, params.shapes), placed(opt_state), placed(rule_state)
+    def pushed_params(self, update: Update, params: ServerShards) -> PyTree:
+        """Return shapes and dtypes of the parameters: an update changes all."""
+        return abstract_params(params)
+
+    def check(self, update: Update | None, params: ServerShards, worker: int) -> Update:
+        """Return the update, or refuse it if it is sparse or does not match the parameters."""
+        if isinstance(update, Update) and any(is_rows(x) for x in jax.tree.leaves(update.grads, is_leaf=is_rows)):
+            problem = f"a sparse push cannot be shared out over {self.programs.servers} servers."
+            raise ValueError(format_error(CALLER, problem, fix="push dense gradients, or use one server."))
+        return check_update(update, abstract_params(params), worker)
 
     def apply(
-        params: ServerShards,
-        opt_state: Sequence[PyTree],
-        rule_state: Sequence[PyTree],
-        updates: Sequence[Update],
-        pulled: ServerShards | None,
-        delay: int,
+        self, arrays: ServerArrays, updates: Sequence[Update], pulled: ServerShards | None, delay: int
     ) -> UpdateResult:
-        grad_shards = [_shard(update.grads, servers) for update in updates]
+        """Update the shard of each server, after the sums over servers if the optimizer has any."""
+        params, opt_state, rule_state = arrays
+        grad_shards = [_shard(update.grads, self.programs.servers) for update in updates]
         server_args = []
         for i, tree in enumerate(params.trees):
             device = _device_of(tree)
@@ -184,28 +213,19 @@ def make_sharded_mathematics(
                 for update, grads in zip(updates, grad_shards, strict=True)
             ]
             pulled_shard = None if pulled is None else pulled.trees[i]
-            server_args.append((tree, opt_state[i], rule_state[i], shard_updates, pulled_shard, delay))
-        server_sums = [jax.device_get(programs.sums(*args)) for args in server_args] if needs_sums(params) else []
-        results = [programs.apply(server_sums, *args) for args in server_args]
-        new = ServerShards(tuple(result.params for result in results), params.rest, params.shapes)
-        opt_states, rule_states = (tuple(result[1] for result in results), tuple(result[2] for result in results))
-        return UpdateResult(new, opt_states, rule_states, results[0].metrics)
-
-    needs_sums_of: dict[Hashable, bool] = {}
-
-    def needs_sums(params: ServerShards) -> bool:
+            server_args.append(run_arguments((tree, opt_state[i], rule_state[i]), shard_updates, pulled_shard, delay))
         key = jax.tree.structure(params)
-        if key in needs_sums_of:
-            return needs_sums_of[key]
-        return needs_sums_of.setdefault(key, programs.has_sums(params.trees[0]))
+        if key not in self.has_sums:
+            self.has_sums[key] = self.programs.has_sums(params.trees[0])
+        server_sums = [jax.device_get(self.programs.sums(args)) for args in server_args] if self.has_sums[key] else []
+        results = [self.programs.apply(server_sums, args) for args in server_args]
+        trees, opt_states, rule_states, metrics = zip(*results, strict=True)
+        return UpdateResult(ServerShards(trees, params.rest, params.shapes), opt_states, rule_states, metrics[0])
 
-    def check(update: Update | None, params: ServerShards, worker: int) -> Update:
-        if isinstance(update, Update) and any(is_rows(x) for x in jax.tree.leaves(update.grads, is_leaf=is_rows)):
-            problem = f"a sparse push cannot be shared out over {servers} servers."
-            raise ValueError(format_error(CALLER, problem, fix="push dense gradients, or use one server."))
-        return check_update(update, abstract_params(params), worker)
-
-    return Mathematics(begin, adopt, abstract_params, full_params, check, apply, copy_states, programs)
+    def _placed(self, trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        if not self.devices:
+            return tuple(trees)
+        return tuple(_put(tree, self.devices[i % len(self.devices)]) for i, tree in enumerate(trees))
 
 
 def check_shardable(caller: str, tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:

@@ -123,7 +123,7 @@ def gather_union_rows(grads: Sequence[PyTree], params: PyTree) -> tuple[list[PyT
 def restrict_to_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return an update like `run` that reads and changes only some rows of parameters and optimizer state.
 
-    `run(params, opt_state, rule_state, ...)` is an update program as in `make_apply`. The returned function takes the
+    `run(params, opt_state, rule_state, ...)` is an update program as in `apply.RunUpdate`. The returned function takes the
     `row_indices` from `gather_union_rows` as an additional first argument. It refuses an update whose result for
     some rows would differ from its result for the same rows among all rows.
     """

@@ -4,8 +4,9 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +184,7 @@ def make_compute(
     else:
         meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
     first_mesh = next(iter(meshes.values()))
-    streams, compressors = Streams(caller, batches_of), make_compressors(codec)
+    streams, compressors = Streams(caller, batches_of), WorkerCompressors(codec)
     gradients, server_device = (
         make_gradients(caller, tx, loss_fn, first_mesh, key, num_workers=len(workers) if synchronous else 1),
         first_mesh.devices.flat[0],
@@ -395,18 +396,33 @@ class Streams:
         return batches if len(batches) == self.sizes[worker] else None
 
 
-class WorkerCompressors(NamedTuple):
+@dataclass(frozen=True)
+class WorkerCompressors:
     """The encoders of the workers' updates. Each has its own error feedback, on the device of its gradient.
 
     With fragments, `worker` is a pair of the worker and the number of the fragment.
 
     Attributes:
-      begin: `begin(worker)`, at each join: clears the worker's error memory.
-      encode: `encode(worker, update) -> update`, with a message in place of the gradient.
+      codec: the codec of all workers; None to leave the updates unchanged.
+      memories: the error memory of each worker.
     """
 
-    begin: Callable[[Hashable], None]
-    encode: Callable[[Hashable, Update], Update]
+    codec: Compressor | None
+    memories: dict[Hashable, CompressorState] = field(default_factory=dict)
+
+    def begin(self, worker: Hashable) -> None:
+        """Clear the worker's error memory, at each join."""
+        self.memories.pop(worker, None)
+
+    def encode(self, worker: Hashable, update: Update) -> Update:
+        """Return the update with a message in place of the gradient."""
+        if self.codec is None:
+            return update
+        start, encode_update = _codec_programs(self.codec)
+        memory = self.memories.pop(worker, None)
+        memory = start(update.grads) if memory is None else memory
+        encoded, self.memories[worker] = encode_update(update._replace(rows=None), memory)
+        return encoded._replace(rows=update.rows)
 
 
 def check_codec(caller: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
@@ -424,25 +440,6 @@ def check_codec(caller: str, reducer: Reducer | None, sparse: Sequence[str] = ()
 def codec_header(codec: Compressor | None) -> dict[str, str]:
     """Return the settings of a codec that the log records."""
     return {} if codec is None else {"reducer": codec.name}
-
-
-def make_compressors(codec: Compressor | None) -> WorkerCompressors:
-    """Return the encoders of the workers' updates; without a codec they return the updates unchanged."""
-    if codec is None:
-        return WorkerCompressors(lambda worker: None, lambda worker, update: update)
-    memories: dict[Hashable, CompressorState] = {}
-    start, encode_update = _codec_programs(codec)
-
-    def begin(worker: Hashable) -> None:
-        memories.pop(worker, None)
-
-    def encode(worker: Hashable, update: Update) -> Update:
-        memory = memories.pop(worker, None)
-        memory = start(update.grads) if memory is None else memory
-        encoded, memories[worker] = encode_update(update._replace(rows=None), memory)
-        return encoded._replace(rows=update.rows)
-
-    return WorkerCompressors(begin, encode)
 
 
 @functools.lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from shardopt.parameter_server.coordinator import WorkerTask
 from shardopt.parameter_server.fragments import Fragment, FragmentPlan
 from shardopt.parameter_server.run import Compute
 from shardopt.parameter_server.streaming import Island, Streaming
-from shardopt.parameter_server.worker import Streams, make_compressors, run_worker
+from shardopt.parameter_server.worker import Streams, WorkerCompressors, run_worker
 
 P, H = 2, 4
 STREAMING = {"fragments": P, "delay": 1, "mix": 0.25}
@@ -150,7 +150,7 @@ def alone(delay, mix, codec=None):
     opt = SimpleNamespace(mesh=mesh, step=SimpleNamespace(with_kinds=step))
     island = Island(opt, streaming, jax.devices()[0])
     streams = Streams("test", lambda worker: [], [H // P])
-    compressors = make_compressors(codec)
+    compressors = WorkerCompressors(codec)
     return _streaming_compute(streaming, {0: island}, first_state, streams, compressors, jax.devices()[0]), island
 
 
