@@ -41,6 +41,7 @@ FILES = {
 PATHS = [TESTS / room for room in ROOMS]
 PATHS += [TESTS / room / f"test_{name}.py" for room, names in FILES.items() for name in names]
 LONG = {
+    TESTS / "data" / "test_packing.py": ["test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same"],
     TESTS / "pipeline" / "test_papers.py": ["test_searched_schedules_have_the_bubbles_of_table_5[16-128-11.325]"],
     TESTS / "planning" / "test_search.py": ["test_the_fastest_recomputes_least_of_what_fits"],
 }
