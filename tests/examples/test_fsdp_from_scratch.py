@@ -4,6 +4,7 @@ import ast
 import collections
 import importlib.util
 import itertools
+import re
 from pathlib import Path
 
 import jax
@@ -14,7 +15,9 @@ import pytest
 
 import shardopt as so
 
-PATH = Path(__file__).parents[2] / "examples" / "fsdp_from_scratch.py"
+ROOT = Path(__file__).parents[2]
+PATH = ROOT / "examples" / "fsdp_from_scratch.py"
+PAGE = ROOT / "docs" / "fsdp_from_scratch.md"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def library(example):
     model = so.BlockModel(
         example.embed, example.block, lambda outer, x, batch: so.Weighted(*example.loss(outer, x, batch))
     )
-    return so.fsdp(optax.adamw(3e-3), so.make_mesh(data=8), model, view="per_device")
+    return so.fsdp(optax.adamw(3e-3), so.make_mesh(data=8), model, separable=True)
 
 
 def audits(example, mesh, config):
@@ -84,6 +87,18 @@ def test_bytes_of_small_leaves_are_equal_and_the_library_joins_the_leaves(exampl
         assert sent.by_axis().keys() == expected.by_axis().keys()
     assert by_library.total.calls == 16
     assert by_example.total.calls == 56
+    assert "16 calls instead of 56" in PAGE.read_text()
+    traffic = [rows_of_page("all-gather"), rows_of_page("reduce-scatter"), rows_of_page("all-reduce")]
+    assert [(sum(sizes), sum(calls)) for sizes, calls in traffic] == [
+        (sent.bytes, sent.calls)
+        for sent in map(by_example.by_kind().get, ("all-gather", "reduce-scatter", "all-reduce"))
+    ]
+
+
+def rows_of_page(name):
+    """Return the two columns of numbers of the page's table rows that begin with a name."""
+    rows = re.findall(rf"^\| {name} .*\| ([\d,]+|-) \| ([\d,]+) \|$", PAGE.read_text(), re.MULTILINE)
+    return tuple(zip(*[[int(cell.replace(",", "").replace("-", "0")) for cell in row] for row in rows], strict=True))
 
 
 def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(example, mesh, x64):
@@ -109,4 +124,20 @@ def test_each_device_holds_an_eighth(example, mesh):
     state = example.make_init(example.Config(), mesh)(jax.random.key(0))
     for leaf in jax.tree.leaves((state.params, state.mu, state.nu)):
         assert leaf.addressable_shards[0].data.nbytes * 8 == leaf.nbytes
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+    blocks = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params["blocks"]))
+    for name, size in (("weights", whole), ("moments", 2 * whole), ("gradients", whole)):
+        (column, of_device) = rows_of_page(name)
+        assert (column[0], of_device[0]) == (size, size // 8)
+    assert rows_of_page("weights")[1][1:] == (whole - blocks, blocks // 4)
     assert state.step == jnp.int32(0)
+
+
+def test_the_page_quotes_the_file():
+    text, page = PATH.read_text(), PAGE.read_text()
+    quotes = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    excerpts = [quote for quote in quotes if "import " not in quote]
+    assert len(excerpts) == len(quotes) - 2  # the imports, and the same in shardopt
+    for excerpt in excerpts:
+        assert f"\n{excerpt}" in text, excerpt
+    assert f"in {len(text.splitlines())} lines of plain jax" in page
