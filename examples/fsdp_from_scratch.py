@@ -156,8 +156,8 @@ def make_step(mesh):
         metrics = {"loss": jax.lax.psum(total, "data") / count, "grad_norm": jnp.sqrt(jax.lax.psum(squares, "data"))}
         return adamw(state, grads), metrics  # each device updates its own shards
 
-    # shard_map runs `step` on each device. The specs say which part of the global arrays a device gets and returns: its
-    # shards of the state, its rows of the batch (dim 0), and metrics that are equal on all devices.
+    # shard_map runs `step` on each device. The specs say which part of a global array a device gets and returns. These
+    # are its shards of the state and its rows of the batch. Metrics are equal on all devices.
     step = jax.shard_map(step, mesh=mesh, in_specs=(STATE_SPECS, jax.P("data")), out_specs=(STATE_SPECS, jax.P()))
     return jax.jit(step, donate_argnums=0)  # the new state takes the memory of the old state
 
@@ -176,13 +176,13 @@ def batches(config, rows=32, seed=0):
 def main():
     """Train the same model on one device and on all devices; print the bytes of the state, and the losses."""
     config, mesh = Config(), jax.sharding.Mesh(jax.devices(), ("data",))
-    whole, sharded = init_state(config, jax.random.key(0)), make_init(config, mesh)(jax.random.key(0))
-    for name, state in (("one device", whole), (f"each of {mesh.size}", sharded)):
+    unsharded, sharded = init_state(config, jax.random.key(0)), make_init(config, mesh)(jax.random.key(0))
+    for name, state in (("one device", unsharded), (f"each of {mesh.size}", sharded)):
         nbytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
         print(f"{name}: {nbytes:,} bytes of parameters and moments")
     step = make_step(mesh)
     for i, batch in zip(range(60), batches(config), strict=False):
-        whole, expected = one_device_step(whole, batch)
+        unsharded, expected = one_device_step(unsharded, batch)
         sharded, metrics = step(sharded, batch)
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-2)
         if i % 10 == 9:

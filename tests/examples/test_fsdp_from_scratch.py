@@ -104,19 +104,19 @@ def rows_of_page(name):
 def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(example, mesh, x64):
     config = example.Config(num_blocks=2)
     sharded = example.make_init(config, mesh)(jax.random.key(0))
-    whole = jax.device_get(sharded)
+    unsharded = jax.device_get(sharded)
     opt, step = library(example), example.make_step(mesh)
-    state = opt.init(whole.params)
+    state = opt.init(unsharded.params)
     for batch in itertools.islice(example.batches(config), 4):
         assert np.ptp(batch["mask"].reshape(8, -1).sum(1)) > 0  # devices have different numbers of targets
-        whole, expected = example.one_device_step(whole, batch)
+        unsharded, expected = example.one_device_step(unsharded, batch)
         sharded, metrics = step(sharded, batch)
         state, of_library = opt.step(state, batch)
         # Sums are taken in another order; the attention of jax.nn takes its softmax in float32.
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-7)
         for name in ("loss", "grad_norm"):
             np.testing.assert_allclose(metrics[name], of_library[name], rtol=1e-7)
-    for params in (whole.params, state.params):
+    for params in (unsharded.params, state.params):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), sharded.params, params)
 
 
@@ -124,12 +124,12 @@ def test_each_device_holds_an_eighth(example, mesh):
     state = example.make_init(example.Config(), mesh)(jax.random.key(0))
     for leaf in jax.tree.leaves((state.params, state.mu, state.nu)):
         assert leaf.addressable_shards[0].data.nbytes * 8 == leaf.nbytes
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+    all_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     blocks = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params["blocks"]))
-    for name, size in (("weights", whole), ("moments", 2 * whole), ("gradients", whole)):
+    for name, size in (("weights", all_bytes), ("moments", 2 * all_bytes), ("gradients", all_bytes)):
         (column, of_device) = rows_of_page(name)
         assert (column[0], of_device[0]) == (size, size // 8)
-    assert rows_of_page("weights")[1][1:] == (whole - blocks, blocks // 4)
+    assert rows_of_page("weights")[1][1:] == (all_bytes - blocks, blocks // 4)
     assert state.step == jnp.int32(0)
 
 
