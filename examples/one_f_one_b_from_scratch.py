@@ -54,6 +54,9 @@ def pipelined_gradients(params, batch, num_micro_batches):
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
     num_slots = 2 * num_stages - 1  # stage 0 stores most: that many forward passes run before the first backward pass
     micro_batch = lambda m: jax.tree.map(lambda x: x[m], micro_batches)  # noqa: E731
+    no_message = jnp.zeros_like(embed(outer, micro_batch(0)))
+    no_loss = jnp.zeros((), no_message.dtype), jnp.zeros((), batch["mask"].dtype)
+    no_grads = jax.tree.map(jnp.zeros_like, params)
 
     def forward(m, arrived, stored):
         """Run the forward pass of micro-batch m. Store its input, from which the backward pass runs the stage again."""
@@ -69,7 +72,7 @@ def pipelined_gradients(params, batch, num_micro_batches):
             return (total, count), *grads
 
         def gradient_from_next_stage():
-            return (jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, outer), arrived
+            return no_loss, jax.tree.map(jnp.zeros_like, outer), arrived
 
         parts, outer_grads, dy = jax.lax.cond(is_last, gradient_of_loss, gradient_from_next_stage)
         block_grads, dx = transpose(dy)
@@ -95,9 +98,8 @@ def pipelined_gradients(params, batch, num_micro_batches):
         cotangent = jax.lax.ppermute(dx, "pipeline", [(s + 1, s) for s in range(num_stages - 1)])
         return (activation, cotangent, stored, sums), None
 
-    x = jnp.zeros_like(embed(outer, micro_batch(0)))
-    sums = (jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, params)
-    carry = x, x, jnp.zeros((num_slots, *x.shape), x.dtype), sums
+    stored = jnp.zeros((num_slots, *no_message.shape), no_message.dtype)
+    carry = no_message, no_message, stored, (no_loss, no_grads)
     (_, _, _, sums), _ = jax.lax.scan(tick, carry, jnp.arange(num_micro_batches + 2 * (num_stages - 1)))
     return sums
 
