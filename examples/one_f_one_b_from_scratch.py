@@ -2,13 +2,13 @@
 
 Run: python examples/one_f_one_b_from_scratch.py
 
-Read examples/fsdp_from_scratch.py first: this file takes its model, its AdamW and its batches. FSDP sends weights to the
-devices that hold the rows. A pipeline keeps the weights in place, and sends the activations of the rows from device to
+Read examples/fsdp_from_scratch.py first: this file takes its model, its AdamW and its batches. FSDP sends weights to
+the devices that hold the rows. A pipeline keeps the weights in place, and sends the activations of the rows from device to
 device. Device s is stage s of S: it holds consecutive blocks and their part of the optimizer state.
 
 A stage waits until the previous stage has finished. So the batch is cut into M micro-batches, and the stages work on
-different micro-batches at the same time. 1F1B (one forward, one backward) says in which order: a backward pass runs as
-soon as it can, since it frees the activations that its forward pass has stored. With S = 3 and M = 4, F for forward:
+different micro-batches at the same time. 1F1B (one forward, one backward) is an order of the passes. A backward pass
+runs as soon as it can, since it frees the activations that its forward pass has stored. With S = 3 and M = 4:
 
     tick     0   1   2     3     4     5     6   7
     stage 0  F0  F1  F2    F3    B0    B1    B2  B3
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from fsdp_from_scratch import Config, State, adamw, batches, block, embed, init_state, loss, one_device_step
 
-# Blocks are split on dim 0, which counts blocks. Each stage has a copy of the weights outside of blocks: the first stage
-# reads the embedding, the last stage the head.
+# Blocks are split on dim 0, which counts blocks. Each stage has a copy of the weights outside of blocks: the first
+# stage reads the embedding, the last stage the head.
 PARAM_SPECS = {"embedding": jax.P(), "positions": jax.P(), "head": jax.P(), "blocks": jax.P("pipeline")}
 STATE_SPECS = State(PARAM_SPECS, mu=PARAM_SPECS, nu=PARAM_SPECS, step=jax.P())
 
@@ -85,7 +85,7 @@ def pipelined_gradients(params, batch, num_micro_batches):
 
     def tick(carry, t):
         """Run a forward and a backward pass, unless this stage has none on tick t; then send both results."""
-        activation, cotangent, stored, sums = carry  # what arrived, what waits for its backward pass, and the sums
+        activation, cotangent, stored, sums = carry  # two messages, inputs that wait for their backward pass, sums
         m = t - stage
         is_busy = (m >= 0) & (m < num_micro_batches)
         y, stored = jax.lax.cond(is_busy, forward, lambda m, x, stored: (x, stored), m, activation, stored)
@@ -110,8 +110,8 @@ def make_step(mesh, num_micro_batches):
     def step(state, batch):
         parts, grads = pipelined_gradients(state.params, batch, num_micro_batches)
         blocks = grads.pop("blocks")
-        # Each stage has the gradients of its blocks. Those of other weights are on the first and on the last stage, and
-        # the loss is on the last stage; elsewhere they are zero.
+        # Each stage has the gradients of its blocks. The other weights have gradients on the first and the last stage.
+        # The loss is on the last stage. Elsewhere these arrays are zero.
         grads, total, count = jax.lax.psum((grads, *parts), "pipeline")
         outer_squares = sum(jnp.sum((grad / count) ** 2) for grad in jax.tree.leaves(grads))
         squares = sum(jnp.sum((grad / count) ** 2) for grad in jax.tree.leaves(blocks))
@@ -127,7 +127,7 @@ def make_step(mesh, num_micro_batches):
 
 
 def main():
-    """Train the same model on one device and in a pipeline of 4 stages; print the bytes of the state, and the losses."""
+    """Train the same model on one device and in a pipeline of 4 stages; print the bytes of the state and the losses."""
     config, mesh = Config(num_blocks=8), jax.sharding.Mesh(jax.devices()[:4], ("pipeline",))
     unsharded, sharded = init_state(config, jax.random.key(0)), make_init(config, mesh)(jax.random.key(0))
     for name, state in (("one device", unsharded), (f"each of {mesh.size}", sharded)):
