@@ -3,8 +3,8 @@
 Run: python examples/one_f_one_b_from_scratch.py
 
 Read examples/fsdp_from_scratch.py first: this file takes its model, its AdamW and its batches. FSDP sends weights to
-the devices that hold the rows. A pipeline keeps the weights in place, and sends the activations of the rows from device to
-device. Device s is stage s of S: it holds consecutive blocks and their part of the optimizer state.
+the devices that hold the rows. A pipeline keeps the weights in place, and sends the activations of the rows from device
+to device. Device s is stage s of S: it holds consecutive blocks and their part of the optimizer state.
 
 A stage waits until the previous stage has finished. So the batch is cut into M micro-batches, and the stages work on
 different micro-batches at the same time. 1F1B (one forward, one backward) is an order of the passes. A backward pass
