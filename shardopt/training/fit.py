@@ -198,7 +198,7 @@ class _Run:
         *,
         progress: bool,
     ) -> None:
-        """Open what the end of the run closes, and restore the state to start from."""
+        """Catch signals, open the display and the logs until the end of the run, and restore the first state."""
         self.received_signal = cleanup.enter_context(catch_signals())
         self.display = cleanup.enter_context(show_progress(self.num_steps, shown=progress))
         self.write_log = cleanup.enter_context(open_log(log))
@@ -256,7 +256,7 @@ class _Run:
         self.display.advance(step)
 
     def evaluate_and_save(self) -> None:
-        """Wait for the step if it is due for an evaluation, a checkpoint or early stopping, and do what is due."""
+        """Evaluate, observe and save the state if one of these is due; all of them wait for the step."""
         observing = self.logging and self.early_stopping is not None
         if not (self.saving or self.snapshotting or self.evaluating or observing):
             return
