@@ -26,7 +26,7 @@ from shardopt.engine.inputs import (
 )
 from shardopt.engine.layout import Layout, shardings
 from shardopt.engine.metrics import values
-from shardopt.engine.optimizer import InitFn, Metrics, ShardedOptimizer, not_a_transformation
+from shardopt.engine.optimizer import Metrics, ShardedOptimizer, not_a_transformation
 from shardopt.engine.owned_update import layout_bytes, owners_of
 from shardopt.engine.step import CompiledStep, Program, StepCache, compile_step, limit_in_flight
 from shardopt.engine.view import Views
@@ -75,78 +75,123 @@ class TrainFn(BatchFn):
         return super().__call__(state, batch)
 
 
-def build(
-    config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step
-) -> ShardedOptimizer:
-    """Check the config and return its optimizer; nothing is compiled before the first parameters.
+@dataclasses.dataclass(frozen=True, eq=False)
+class StrategyFunctions:
+    """The functions of a `ShardedOptimizer`; nothing is compiled before the first parameters.
 
-    Args:
-      config: the arguments of the strategy.
-      compile_step: makes the programs for one parameter structure.
+    Attributes:
+      config: the checked arguments of the strategy.
+      caches: the compiled programs, by view and by parameter structure.
+      views: chooses the view of each batch shape, for steps.
+      evaluation_views: chooses the view of each batch shape, for evaluations.
+      checked_steps: the ids of the compiled steps that have checked the placement of a state.
     """
-    config = check_config(config)
-    caches = {view: StepCache(config._replace(view=view), compile_step) for view in ("per_device", "global")}
-    cache, limit = caches["global" if config.view == "global" else "per_device"], limit_in_flight(config)
-    checked_steps: set[int] = set()
-    views = Views(config, training=True)
-    evaluation_views = Views(config.of_evaluation, training=False)
 
-    def step_for(abstract_params: PyTree) -> CompiledStep:
-        return cache.last() if abstract_params is None else cache.of(check_params(config, abstract_params))
+    config: StrategyConfig
+    caches: dict[str, StepCache]
+    views: Views
+    evaluation_views: Views
+    checked_steps: set[int] = dataclasses.field(default_factory=set)
 
-    def prepare(state: TrainState, batch: PyTree) -> tuple[CompiledStep, PyTree]:
-        check_state(config, state)
-        batch = as_arrays(config.strategy, batch)
-        check_batch(config, batch)
-        compiled = cache.of(state.params)
-        if id(compiled) not in checked_steps:  # once, because a step returns its state with the right placement
-            check_placement(config, compiled.abstract, compiled.shardings, state)
-            checked_steps.add(id(compiled))
-        return compiled, place_batch(config, batch)
+    @property
+    def cache(self) -> StepCache:
+        """The programs to use before the view of a batch is known."""
+        return self.caches["global" if self.config.view == "global" else "per_device"]
 
-    def prepare_step(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
-        compiled, placed = prepare(state, batch)
-        view = views.of(compiled.layout, placed)
-        return caches[view].of(state.params).step, (state, placed)
+    def init(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
+        """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
+        # optax.chain and flax's TrainState call `init` as soon as they have parameters, and `update` only with gradients.
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("optax", "flax"):
+            raise not_a_transformation(self.config.strategy)
+        with jax.transfer_guard("allow"):  # init must copy parameters to devices
+            return self.make_state(params, rng)
 
-    def prepare_evaluate(state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
-        compiled, placed = prepare(state, batch)
-        view = evaluation_views.of(compiled.layout, placed)
-        return caches[view].of(state.params).evaluate, (state.params, placed)
+    def make_state(self, params: PyTree, rng: jax.Array | None) -> TrainState:
+        """Return the first train state, sharded; it shares no buffer with the user's arrays."""
+        config = self.config
+        key = typed_key(config, rng)
+        init_key = key if rng is None else rng
+        from_key = is_init_fn(params)
+        compiled = self.cache.of(check_params(config, jax.eval_shape(params, init_key) if from_key else params))
+        in_shardings = (shardings(config.mesh, compiled.layout.specs.params),)
+        if from_key:
+            placed_params = init_program(config, compiled, params)(_replicate_key(config, init_key))
+        else:
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+                fix = "pass arrays, or a function and a key: init(init_fn, rng)."
+                raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
+            # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
+            copy = make_program(config, copied, in_shardings, compiled.shardings.params)
+            placed_params = copy(jax.device_put(params, compiled.shardings.params))
+        # A copy, because a transformation that keeps the parameters in its state would return the same buffers.
+        init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
+        opt_state = make_program(config, init_opt_state, in_shardings, compiled.shardings.opt_state)(placed_params)
+        # fold_in, so that the steps do not draw the same numbers as init_fn.
+        step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
+        step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))
+        return TrainState(step, placed_params, opt_state, rng)
 
-    def synchronize(state: TrainState) -> TrainState:
+    def prepare(self, state: TrainState, batch: PyTree, views: Views) -> tuple[CompiledStep, PyTree]:
+        """Check a state and a batch; return the programs in the view of the batch, and the placed batch."""
+        check_state(self.config, state)
+        batch = as_arrays(self.config.strategy, batch)
+        check_batch(self.config, batch)
+        compiled = self.cache.of(state.params)
+        if id(compiled) not in self.checked_steps:  # once, because a step returns its state with the right placement
+            check_placement(self.config, compiled.abstract, compiled.shardings, state)
+            self.checked_steps.add(id(compiled))
+        placed = place_batch(self.config, batch)
+        return self.caches[views.of(compiled.layout, placed)].of(state.params), placed
+
+    def prepare_step(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        """Return the program of a step and its arguments."""
+        compiled, placed = self.prepare(state, batch, self.views)
+        return compiled.step, (state, placed)
+
+    def prepare_evaluate(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+        """Return the program of an evaluation and its arguments."""
+        compiled, placed = self.prepare(state, batch, self.evaluation_views)
+        return compiled.evaluate, (state.params, placed)
+
+    def synchronize(self, state: TrainState) -> TrainState:
         """Return the state once all its copies are complete and equal; nothing is donated."""
-        check_state(config, state)
-        return jax.block_until_ready(cache.of(state.params).synchronize(state))
+        check_state(self.config, state)
+        return jax.block_until_ready(self.cache.of(state.params).synchronize(state))
 
-    def specs(abstract_params: PyTree) -> TrainState:
+    def compiled_step(self, abstract_params: PyTree = None) -> CompiledStep:
+        """Return the programs of these parameters, by default of the last ones."""
+        if abstract_params is None:
+            return self.cache.last()
+        return self.cache.of(check_params(self.config, abstract_params))
+
+    def specs(self, abstract_params: PyTree) -> TrainState:
         """Return where every leaf of the train state lives, as `PartitionSpec`, without allocating anything."""
-        return cache.of(check_params(config, abstract_params)).specs
+        return self.cache.of(check_params(self.config, abstract_params)).specs
 
-    def abstract_state(abstract_params: PyTree = None) -> TrainState:
+    def abstract_state(self, abstract_params: PyTree = None) -> TrainState:
         """Return the train state as `jax.ShapeDtypeStruct` with shardings, by default for the last parameters."""
-        compiled = step_for(abstract_params)
+        compiled = self.compiled_step(abstract_params)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             compiled.abstract,
             compiled.shardings,
         )
 
-    def make_report(abstract_params: PyTree = None) -> Report:
+    def report(self, abstract_params: PyTree = None) -> Report:
         """Return the placement of every leaf (within a replica), by default for the last parameters."""
-        layout, sharded = step_for(abstract_params).layout, config.placement
+        config, layout = self.config, self.compiled_step(abstract_params).layout
         placement_report = report(
             layout.plans,
             layout.specs,
             layout.abstract,
             mesh=config.mesh,
-            params_split=sharded.params,
-            state_split=sharded.opt_state,
+            params_split=config.placement.params,
+            state_split=config.placement.opt_state,
             min_shard_elements=config.min_shard_elements,
         )
         spec = config.home.spec
         return placement_report._replace(
-            view=UNDECIDED if views.last is None else str(views.last),
+            view=UNDECIDED if self.views.last is None else str(self.views.last),
             owners=on_mesh(config.mesh, owners_of)(config, layout),
             layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
             rows=tuple(
@@ -154,65 +199,39 @@ def build(
             ),
         )
 
+
+def build(
+    config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step
+) -> ShardedOptimizer:
+    """Check the config and return its optimizer.
+
+    Args:
+      config: the arguments of the strategy.
+      compile_step: makes the programs for one parameter structure.
+    """
+    config = check_config(config)
+    caches = {view: StepCache(config._replace(view=view), compile_step) for view in ("per_device", "global")}
+    views, evaluation_views = Views(config, training=True), Views(config.of_evaluation, training=False)
+    functions, limit = StrategyFunctions(config, caches, views, evaluation_views), limit_in_flight(config)
     return ShardedOptimizer(
-        init=make_init(config, cache),
-        step=TrainFn(prepare_step, limit),
-        evaluate=BatchFn(prepare_evaluate, limit),
-        synchronize=synchronize,
-        specs=specs,
-        abstract_state=abstract_state,
+        init=functions.init,
+        step=TrainFn(functions.prepare_step, limit),
+        evaluate=BatchFn(functions.prepare_evaluate, limit),
+        synchronize=functions.synchronize,
+        specs=functions.specs,
+        abstract_state=functions.abstract_state,
         wrapped=config.tx,
         mesh=config.home.mesh,
-        config=config._replace(report=make_report),
+        config=config._replace(report=functions.report),
     )
 
 
-def make_init(config: StrategyConfig, cache: StepCache) -> InitFn:
-    """Return `init`: it creates the first train state, sharded, and shares no buffer with the user's arrays."""
-
-    def param_shardings(compiled: CompiledStep) -> PyTree:
-        return shardings(config.mesh, compiled.layout.specs.params)
-
-    def replicate_key(key: jax.Array) -> jax.Array:
-        """Put a key on the mesh as numbers, because jax puts no typed key on devices of other processes."""
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        numbers = np.asarray(jax.random.key_data(key) if typed else key)
-        placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))
-        return jax.random.wrap_key_data(placed) if typed else placed
-
-    def init(params: PyTree, rng: jax.Array | None = None) -> TrainState:
-        """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
-        # optax.chain and flax's TrainState call `init` as soon as they have parameters, and `update` only with gradients.
-        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("optax", "flax"):
-            raise not_a_transformation(config.strategy)
-        with jax.transfer_guard("allow"):  # init must copy parameters to devices
-            return make_state(params, rng)
-
-    def make_state(params: PyTree, rng: jax.Array | None) -> TrainState:
-        key = typed_key(config, rng)
-        if is_init_fn(params):
-            init_key = key if rng is None else rng
-            compiled = cache.of(check_params(config, jax.eval_shape(params, init_key)))
-            placed_params = init_program(config, compiled, params)(replicate_key(init_key))
-        else:
-            compiled = cache.of(check_params(config, params))
-            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-                fix = "pass arrays, or a function and a key: init(init_fn, rng)."
-                raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
-            # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
-            copy = make_program(config, copied, (param_shardings(compiled),), compiled.shardings.params)
-            placed_params = copy(jax.device_put(params, compiled.shardings.params))
-        # A copy, because a transformation that keeps the parameters in its state would return the same buffers.
-        init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
-        opt_state = make_program(config, init_opt_state, (param_shardings(compiled),), compiled.shardings.opt_state)(
-            placed_params
-        )
-        # fold_in, so that the steps do not draw the same numbers as init_fn.
-        step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
-        step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))
-        return TrainState(step, placed_params, opt_state, rng)
-
-    return init
+def _replicate_key(config: StrategyConfig, key: jax.Array) -> jax.Array:
+    """Put a key on the mesh as numbers, because jax puts no typed key on devices of other processes."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    numbers = np.asarray(jax.random.key_data(key) if typed else key)
+    placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))
+    return jax.random.wrap_key_data(placed) if typed else placed
 
 
 def init_program(config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]) -> AotCompiled:

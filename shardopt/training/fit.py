@@ -1,5 +1,6 @@
 """`fit`: the training loop, and the checks of its arguments before a step runs."""
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -161,128 +162,185 @@ def fit(
     scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
     _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
 
-    local_updates = opt.config.local_updates is not None
-    evaluation_scheduled = evaluate is not None and (evaluate_every is not None or checkpoints is not None)
+    run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every)
     with ExitStack() as cleanup:
-        received_signal = cleanup.enter_context(catch_signals())
-        display = cleanup.enter_context(show_progress(num_steps, shown=progress))
-        write_log = cleanup.enter_context(open_log(log))
-        ledger = Ledger(_goodput_folder(checkpoints))
-        cleanup.callback(ledger.enter, "")  # runs after the last checkpoint is written
-        ledger.enter("begin", step_of(state))
-        cleanup.enter_context(finish_writes(checkpoints))
+        run.start(cleanup, state, batches, log, progress=progress)
+        del state  # a step donates it; parameters in a `DeferredInit` would stay in memory
+        while (batch := run.next_batch()) is not END:
+            run.take_step(batch)
+            run.evaluate_and_save()
+            run.agree()
+        final_state = run.finish()
+    run.ledger.write(ended_well=True)
+    best_metric, goodput = best(early_stopping, run.stopping_state), run.ledger.total()
+    return FitResult(final_state, run.step, run.stopped or "completed", run.history, best_metric, goodput)
 
-        stream, meter, history = Stream(batches), Meter(checkpoints), []
-        state, stopping_state = begin(opt, state, stream, early_stopping, checkpoints, display.say)
-        step = int(jax.device_get(state.step))
-        tolerance = Tolerance(opt.wrapped, state.opt_state)
-        saved_step = None if checkpoints is None else checkpoints.latest()
-        evaluation_metrics: dict[str, float] = {}
-        display.advance(step)
 
-        def report(step: int, metrics: dict[str, float]) -> None:
-            if "steps_per_second" in metrics:
-                metrics = {**metrics, "goodput": ledger.total().fraction}
-            if history and history[-1]["step"] == step:
-                history[-1].update(metrics)
-            else:
-                history.append({"step": step, **metrics})
-            write_log(step, metrics)
-            display.report(step, metrics)
+@dataclasses.dataclass
+class _Run:
+    """The arguments of `fit` and the state of its loop; the methods are the phases of the loop."""
 
-        def show_evaluation(done: int, total: int | None) -> None:
-            ledger.enter("evaluate")
-            display.evaluate(done, total)
+    opt: ShardedOptimizer
+    num_steps: int
+    evaluate: Evaluate | None
+    evaluate_every: int | None
+    early_stopping: EarlyStopping | None
+    checkpoints: Checkpoints | None
+    log_every: int
+    agree_every: int
 
-        def check_finite(metrics: dict[str, float]) -> None:
-            assert not isinstance(state, DeferredInit)
-            check_state(state, metrics, step=step - 1, position=stream.drawn - 1, checkpoints=checkpoints)
+    def start(
+        self,
+        cleanup: ExitStack,
+        state: TrainState | DeferredInit,
+        batches: Iterable[PyTree],
+        log: Log | Sequence[Log] | None,
+        *,
+        progress: bool,
+    ) -> None:
+        """Catch signals, open the display and the logs until the end of the run, and restore the first state."""
+        self.received_signal = cleanup.enter_context(catch_signals())
+        self.display = cleanup.enter_context(show_progress(self.num_steps, shown=progress))
+        self.write_log = cleanup.enter_context(open_log(log))
+        self.ledger = Ledger(_goodput_folder(self.checkpoints))
+        cleanup.callback(self.ledger.enter, "")  # runs after the last checkpoint is written
+        self.ledger.enter("begin", step_of(state))
+        cleanup.enter_context(finish_writes(self.checkpoints))
 
-        def save(metrics: dict[str, float]) -> None:
-            nonlocal saved_step
-            if checkpoints is not None and saved_step != step:
-                checkpoints.save(state, step=step, metrics=metrics, extra=pack(stream, early_stopping, stopping_state))
-                saved_step = step
+        self.stream, self.meter = Stream(batches), Meter(self.checkpoints)
+        self.history: list[dict[str, float]] = []
+        self.state, self.stopping_state = begin(
+            self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say
+        )
+        self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
+        self.tolerance = Tolerance(self.opt.wrapped, self.state.opt_state)
+        self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
+        self.evaluation_metrics: dict[str, float] = {}
+        self.display.advance(self.step)
+        self.stopped = self.verdict(due=True)
 
-        stopped = common_verdict(received_signal(), out_of_patience(early_stopping, stopping_state), due=True)
-        while stopped is None and step < num_steps:
-            ledger.enter("data", step)
-            batch = stream.draw()
-            if batch is END:
-                stopped = "exhausted"
-                break
-            batch = as_arrays("fit", batch)
-            ledger.enter("step")
-            state, device_metrics = opt.step(state, batch)
-            step += 1
-            logging, evaluation_metrics = step % log_every == 0, {}
-            saving = checkpoints is not None and checkpoints.due(step)
-            snapshotting = checkpoints is not None and checkpoints.due_in_memory(step)
-            scheduled = saving if evaluate_every is None else step % evaluate_every == 0
-            evaluating = evaluate is not None and (scheduled or (step == num_steps and not local_updates))
-            ledger.enter("wait")
-            previous_report = meter.push(
-                step,
-                stream.drawn - 1,
-                device_metrics,
-                examples=num_rows(opt.config, batch),
-                reported=logging,
-                tolerated=tolerance(state.opt_state),
-            )
-            ledger.enter("log")
-            if previous_report is not None:
-                report(*previous_report)
-            display.advance(step)
+    def next_batch(self) -> PyTree:
+        """Return the next batch, or `END` if there is no next step."""
+        if self.stopped is not None or self.step >= self.num_steps:
+            return END
+        self.ledger.enter("data", self.step)
+        batch = self.stream.draw()
+        self.stopped = "exhausted" if batch is END else None
+        return batch
 
-            if saving or snapshotting or evaluating or (logging and early_stopping is not None):
-                ledger.enter("wait")
-                metrics = meter.settle()
-                if evaluate is not None and evaluating:
-                    ledger.enter("evaluate")
-                    evaluation_metrics = call_evaluate(evaluate, state, metrics, show_evaluation)
-                ledger.enter("log")
-                if logging or evaluating:
-                    report(step, metrics | evaluation_metrics)
-                if evaluating or not evaluation_scheduled:
-                    check_metric(early_stopping, known=metrics | evaluation_metrics)
-                observed = (metrics if logging else {}) | (evaluation_metrics if scheduled else {})
-                stopping_state = update(early_stopping, stopping_state, step, observed)
-                if saving:
-                    ledger.enter("checkpoint")
-                    check_finite(metrics)
-                    save(metrics | evaluation_metrics)
-                if snapshotting and checkpoints is not None:
-                    ledger.enter("checkpoint")
-                    check_finite(metrics)
-                    checkpoints.save_in_memory(state, step=step, extra=pack(stream, early_stopping, stopping_state))
-                meter.restart()
-            due = evaluating or step % agree_every == 0
-            ledger.enter("agree")
-            stopped = common_verdict(received_signal(), out_of_patience(early_stopping, stopping_state), due=due)
-            if step % (_PROBE_EVERY * agree_every) == 0 and jax.process_count() > 1 and is_reported():
-                ledger.enter("agree")  # no step is in progress: all processes have just exchanged verdicts
-                probe_or_warn()
+    def take_step(self, batch: PyTree) -> None:
+        """Take a step, and report the step before it."""
+        batch = as_arrays("fit", batch)
+        self.ledger.enter("step")
+        self.state, device_metrics = self.opt.step(self.state, batch)
+        self.step += 1
+        step, checkpoints, evaluate_every = self.step, self.checkpoints, self.evaluate_every
+        self.logging, self.evaluation_metrics = step % self.log_every == 0, {}
+        self.saving = checkpoints is not None and checkpoints.due(step)
+        self.snapshotting = checkpoints is not None and checkpoints.due_in_memory(step)
+        self.scheduled = self.saving if evaluate_every is None else step % evaluate_every == 0
+        is_last = step == self.num_steps and not self.local_updates
+        self.evaluating = self.evaluate is not None and (self.scheduled or is_last)
+        self.ledger.enter("wait")
+        previous_report = self.meter.push(
+            step,
+            self.stream.drawn - 1,
+            device_metrics,
+            examples=num_rows(self.opt.config, batch),
+            reported=self.logging,
+            tolerated=self.tolerance(self.state.opt_state),
+        )
+        self.ledger.enter("log")
+        if previous_report is not None:
+            self.report(*previous_report)
+        self.display.advance(step)
 
-        ledger.enter("agree")
-        stopped = common_verdict(received_signal(), stopped, due=True) or "completed"
-        final_state = opt.synchronize(state) if local_updates else state
-        if metrics := meter.settle():  # empty if no step was taken
-            last_metrics = {} if history and history[-1]["step"] == step else metrics
-            if evaluate is not None and not evaluation_metrics and stopped not in SIGNALS:
-                final_metrics = call_evaluate(evaluate, final_state, metrics, show_evaluation)
-                last_metrics, evaluation_metrics = (
-                    last_metrics | final_metrics,
-                    {} if local_updates else final_metrics,
-                )  # the saved state is not synchronized
+    def evaluate_and_save(self) -> None:
+        """Evaluate, observe and save the state if one of these is due; all of them wait for the step."""
+        observing = self.logging and self.early_stopping is not None
+        if not (self.saving or self.snapshotting or self.evaluating or observing):
+            return
+        self.ledger.enter("wait")
+        metrics = self.meter.settle()
+        if self.evaluate is not None and self.evaluating:
+            self.ledger.enter("evaluate")
+            self.evaluation_metrics = call_evaluate(self.evaluate, self.state, metrics, self.show_evaluation)
+        all_metrics = metrics | self.evaluation_metrics
+        self.ledger.enter("log")
+        if self.logging or self.evaluating:
+            self.report(self.step, all_metrics)
+        evaluations_scheduled = self.evaluate_every is not None or self.checkpoints is not None
+        if self.evaluating or self.evaluate is None or not evaluations_scheduled:
+            check_metric(self.early_stopping, known=all_metrics)
+        observed = (metrics if self.logging else {}) | (self.evaluation_metrics if self.scheduled else {})
+        self.stopping_state = update(self.early_stopping, self.stopping_state, self.step, observed)
+        if self.saving:
+            self.check_finite(metrics)
+            self.save(all_metrics)
+        if self.snapshotting and self.checkpoints is not None:
+            self.check_finite(metrics)
+            extra = pack(self.stream, self.early_stopping, self.stopping_state)
+            self.checkpoints.save_in_memory(self.state, step=self.step, extra=extra)
+        self.meter.restart()
+
+    def agree(self) -> None:
+        """Agree with all processes whether to stop, if that is due; now and then measure the speed of devices."""
+        self.ledger.enter("agree")
+        self.stopped = self.verdict(due=self.evaluating or self.step % self.agree_every == 0)
+        if self.step % (_PROBE_EVERY * self.agree_every) == 0 and jax.process_count() > 1 and is_reported():
+            self.ledger.enter("agree")  # no step is in progress: all processes have just exchanged verdicts
+            probe_or_warn()
+
+    def finish(self) -> TrainState:
+        """Evaluate, report and save the last state; return it, synchronized."""
+        self.ledger.enter("agree")
+        self.stopped = common_verdict(self.received_signal(), self.stopped, due=True)
+        final_state = self.opt.synchronize(self.state) if self.local_updates else self.state
+        if metrics := self.meter.settle():  # empty if no step was taken
+            last_metrics = {} if self.history and self.history[-1]["step"] == self.step else metrics
+            if self.evaluate is not None and not self.evaluation_metrics and self.stopped not in SIGNALS:
+                final_metrics = call_evaluate(self.evaluate, final_state, metrics, self.show_evaluation)
+                last_metrics = last_metrics | final_metrics
+                if not self.local_updates:  # otherwise the saved state is not the synchronized one
+                    self.evaluation_metrics = final_metrics
             if last_metrics:
-                report(step, last_metrics)
-            ledger.enter("checkpoint")
-            check_finite(metrics)
-        save(metrics | evaluation_metrics)
-        if stopped != "completed":
-            display.say(f"Stopped at step {step} of {num_steps}: {_STOP_TEXT[stopped]}.")
-    ledger.write(ended_well=True)
-    return FitResult(final_state, step, stopped, history, best(early_stopping, stopping_state), ledger.total())
+                self.report(self.step, last_metrics)
+            self.check_finite(metrics)
+        self.save(metrics | self.evaluation_metrics)
+        if self.stopped is not None:
+            self.display.say(f"Stopped at step {self.step} of {self.num_steps}: {_STOP_TEXT[self.stopped]}.")
+        return final_state
+
+    def verdict(self, *, due: bool) -> str | None:
+        """Return the common verdict about signals and early stopping."""
+        early = out_of_patience(self.early_stopping, self.stopping_state)
+        return common_verdict(self.received_signal(), early, due=due)
+
+    def show_evaluation(self, done: int, total: int | None) -> None:
+        self.ledger.enter("evaluate")
+        self.display.evaluate(done, total)
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Add metrics to the history, log them and show them."""
+        if "steps_per_second" in metrics:
+            metrics = {**metrics, "goodput": self.ledger.total().fraction}
+        if self.history and self.history[-1]["step"] == step:
+            self.history[-1].update(metrics)
+        else:
+            self.history.append({"step": step, **metrics})
+        self.write_log(step, metrics)
+        self.display.report(step, metrics)
+
+    def check_finite(self, metrics: dict[str, float]) -> None:
+        self.ledger.enter("checkpoint")
+        position, checkpoints = self.stream.drawn - 1, self.checkpoints
+        check_state(self.state, metrics, step=self.step - 1, position=position, checkpoints=checkpoints)
+
+    def save(self, metrics: dict[str, float]) -> None:
+        if self.checkpoints is not None and self.saved_step != self.step:
+            extra = pack(self.stream, self.early_stopping, self.stopping_state)
+            self.checkpoints.save(self.state, step=self.step, metrics=metrics, extra=extra)
+            self.saved_step = self.step
 
 
 _PROBE_EVERY = 10
@@ -342,18 +400,7 @@ def _check_evaluate(
 
 
 def _check_checkpoints(checkpoints: Checkpoints | None) -> None:
-    required_names = (
-        "directory",
-        "every",
-        "resume",
-        "due",
-        "due_in_memory",
-        "memory_every",
-        "save",
-        "wait",
-        "latest",
-        "restore",
-    )
+    required_names = "directory every resume due due_in_memory memory_every save wait latest restore".split()  # noqa: SIM905
     if checkpoints is not None and (
         missing_names := [name for name in required_names if not hasattr(checkpoints, name)]
     ):

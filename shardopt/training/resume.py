@@ -108,7 +108,7 @@ def begin(
         stream_text = stream.restore(position)
     else:
         fix = "save with so.fit, or put the batches into their place before it is called."
-        warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=3)
+        warnings.warn(format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=4)
     source = "the memory of the hosts" if snapshot is not None else checkpoints.directory
     say(f"Resuming from step {latest} in {source}, {stream_text}.")
     stopping_state = None if rule is None or saved_stopping is None else stopping.from_json(rule, saved_stopping)

@@ -333,8 +333,9 @@ def test_no_position_is_said(opt, new_state, batches, memory, capsys):
         "fit: the data from its beginning: the checkpoint holds no position; rows are seen again.\n"
         "Fix: save with so.fit, or put the batches into their place before it is called."
     )
-    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$") as warned:
         fit(opt, new_state(), of_list(batches), num_steps=6, checkpoints=checkpoints, progress=False)
+    assert warned[0].filename == __file__
     said = "Resuming from step 5 in /runs/a, the data from its beginning: the checkpoint holds no position.\n"
     assert capsys.readouterr().err == said
 
