@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from shardopt.separability.elementwise import first_unknown, is_zero, resolve_numbers
+from shardopt.separability.elementwise import is_zero, resolve_numbers, unknown_results
 from shardopt.separability.proof import DifferentTracesError, Proof
 from shardopt.separability.relations import Known, Relation, Same, Shapes, Site, Split, Total, Unknown, differing_dims
 
@@ -53,7 +53,7 @@ def follow_jvp(proof: Proof, site: Site, relations: list[Relation], results: lis
     tangents = [Same() if is_zero(relations[i]) else operands[i] for i in floating]
     rule_relations = _follow_rule(proof, site, trace, [*relations, *tangents])
     if rule_relations is None:
-        return [first_unknown(results) or site.unknown("backward")] * len(results)
+        return unknown_results(site, results, "backward")
     rule_results, rule_tangents = rule_relations[: len(results)], rule_relations[len(results) :]
     wrong = any(
         not _agree(site, rule_relation, relation) for rule_relation, relation in zip(rule_results, results, strict=True)
@@ -105,12 +105,12 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
         _derivative_relation(site, operands[i], shape) for i, shape in zip(differentiated, shapes[0], strict=True)
     ]
     if any(relation is None for relation in cotangents):
-        return [first_unknown(results) or site.unknown("backward")] * len(results)
+        return unknown_results(site, results, "backward")
     rule_relations = _follow_rule(
         proof, site, trace, [*relations, *[relation for relation in cotangents if relation is not None]]
     )
     if rule_relations is None:
-        return [first_unknown(results) or site.unknown("backward")] * len(results)
+        return unknown_results(site, results, "backward")
     rule_results, rule_cotangents = rule_relations[: len(results)], rule_relations[len(results) :]
     wrong = any(
         not _agree(site, rule_relation, relation) for rule_relation, relation in zip(rule_results, results, strict=True)
@@ -125,7 +125,7 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
 
 
 def _results_unless(site: Site, results: list[Relation], wrong: bool) -> list[Relation]:
-    return [first_unknown(results) or site.unknown("backward")] * len(results) if wrong else results
+    return unknown_results(site, results, "backward") if wrong else results
 
 
 def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Relation | None:
@@ -144,7 +144,7 @@ def _agree(site: Site, a: Relation, b: Relation) -> bool:
     if isinstance(b, Known):
         return isinstance(a, Known)
     if isinstance(a, Known):
-        a = Same() if a.same_numbers else Unknown("count")
+        a = a.as_same()
     if isinstance(a, Same) and isinstance(b, Total):  # W = r P_i in all pieces is W = (r/n) (P_0 + ...)
         a = Total(a.ratio / site.num_pieces)
     if isinstance(a, Same | Split | Total) and isinstance(b, type(a)):

@@ -15,12 +15,13 @@ from shardopt.separability.relations import (
     OperandSite,
     Relation,
     Same,
-    Shapes,
     Shifted,
     Site,
     Split,
     Total,
     Unknown,
+    is_exactly_same,
+    sizes_of_dim,
 )
 
 LINEAR = IDENTITIES | {"neg", "real", "imag", "conj", "reduce_precision", "convert_element_type"}
@@ -50,6 +51,11 @@ def elementwise(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 def first_unknown(relations: Sequence[Relation]) -> Unknown | None:
     """Return the first `Unknown` among relations; None if there is none."""
     return next((relation for relation in relations if isinstance(relation, Unknown)), None)
+
+
+def unknown_results(site: Site, relations: Sequence[Relation], reason: str = "mixes") -> list[Relation]:
+    """Return `Unknown` for each result: the first `Unknown` of the operands, or else this equation."""
+    return [first_unknown(relations) or site.unknown(reason)] * site.num_results
 
 
 def resolve_numbers(site: Site, relations: Sequence[Relation]) -> list[Relation]:
@@ -131,7 +137,7 @@ def _elementwise(site: Site, relations: Sequence[Relation]) -> Relation:
     if unknown := first_unknown(relations):
         return unknown
     for i, relation in enumerate(relations):  # a piece of one row must not be broadcast to several rows
-        if isinstance(relation, Split) and _sizes_of_dim(site.operand_shapes(i), relation.dim) != _sizes_of_dim(
+        if isinstance(relation, Split) and sizes_of_dim(site.operand_shapes(i), relation.dim) != sizes_of_dim(
             site.result_shapes(), relation.dim
         ):
             return site.unknown("position")
@@ -273,14 +279,8 @@ def _apply_to_extreme(site: Site, operands: Sequence[Relation]) -> Relation:
             return extreme
         return not_linear(site, extreme)
     kind = {"max": "max", "or": "max", "min": "min", "and": "min"}.get(site.name)
-    is_combined = kind == extreme.kind and all(
-        operand == extreme or (isinstance(operand, Same) and operand.ratio == 1.0) for operand in operands
-    )
+    is_combined = kind == extreme.kind and all(operand == extreme or is_exactly_same(operand) for operand in operands)
     return extreme if is_combined else not_linear(site, extreme)
-
-
-def _sizes_of_dim(shapes: Shapes, dim: int) -> tuple[int, int]:
-    return shapes[0][dim], shapes[1][dim]
 
 
 def _operand_dtype(site: Site, i: int) -> Any:

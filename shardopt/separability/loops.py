@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from shardopt.core.jaxprs import scan_carry
-from shardopt.separability.elementwise import first_unknown, is_zero, resolve_numbers, unify
+from shardopt.separability.elementwise import first_unknown, is_zero, resolve_numbers, unify, unknown_results
 from shardopt.separability.proof import Proof, open_jaxpr
 from shardopt.separability.relations import (
     Columns,
@@ -23,6 +23,7 @@ from shardopt.separability.relations import (
     Split,
     Total,
     Unknown,
+    is_exactly_same,
 )
 
 MAX_ROUNDS = 8
@@ -62,7 +63,7 @@ def _stack_turns(site: Site, relation: Relation) -> Relation:
     if isinstance(relation, Split):
         return relation.moved_to(relation.dim + 1)
     if isinstance(relation, Known):
-        return Same() if relation.same_numbers else Unknown("count", relation.op)
+        return relation.as_same()
     return site.unknown("shape") if isinstance(relation, Columns | Shifted) else relation
 
 
@@ -81,7 +82,7 @@ def _fixed_point(
     for _ in range(MAX_ROUNDS):
         results = proof.relate(site, bodies[0], bodies[1], [*consts, *carry, *turn_operands])
         after = [_common_relation(site, *pair) for pair in zip(carry, results[: len(carry)], strict=True)]
-        if all(a is b or (a == b and not isinstance(a, Known)) for a, b in zip(carry, after, strict=True)):
+        if all(a is b or a == b for a, b in zip(carry, after, strict=True)):
             return after, results[len(carry) :]
         carry = after
     unknown = site.unknown("loop")
@@ -90,7 +91,7 @@ def _fixed_point(
 
 def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
     """Return a relation that both values have. Known numbers that differ become the relation that both numbers have."""
-    if before is after or (before == after and not isinstance(before, Known)):
+    if before is after or before == after:
         return before
     if unknown := first_unknown([before, after]):
         return unknown
@@ -116,9 +117,7 @@ def while_loop(proof: Proof, site: Site, relations: list[Relation]) -> list[Rela
     )
     carry, _ = _fixed_point(proof, site, site.both_params("body_jaxpr"), body_consts, start, [])
     (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
-    if isinstance(condition, Same) and condition.ratio == 1.0:
-        return carry
-    if isinstance(condition, Known) and condition.same_numbers:
+    if is_exactly_same(condition) or (isinstance(condition, Known) and condition.same_numbers):
         return carry
     unknown = condition if isinstance(condition, Unknown) else site.unknown("loop")
     return [unknown] * site.num_results
@@ -136,8 +135,8 @@ def cond(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
     if len(returning_branches) == 1 < len(branches):  # the other branches end the run, whichever piece takes them
         return proof.relate(site, *returning_branches[0], operands)
     index_relation = resolve_numbers(site, relations)[0]
-    if not (isinstance(index_relation, Same) and index_relation.ratio == 1.0):
-        return [first_unknown([index_relation]) or site.unknown("mixes")] * site.num_results
+    if not is_exactly_same(index_relation):
+        return unknown_results(site, [index_relation])
     branch_results = [proof.relate(site, *branch, operands) for branch in branches]
     results = []
     for alternatives in zip(*branch_results, strict=True):
@@ -145,7 +144,7 @@ def cond(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
         for alternative in alternatives[1:]:
             relation = _common_relation(site, relation, alternative)
         if isinstance(relation, Known):  # a number of one branch: another branch may give another number
-            relation = Same() if relation.same_numbers else Unknown("count", relation.op)
+            relation = relation.as_same()
         results.append(relation)
     return results
 
@@ -184,10 +183,8 @@ def _scan_over_rows(
         resolve_numbers(OperandSite(site, num_consts + num_carry + i), [relation])[0]
         for i, relation in enumerate(scanned)
     ]
-    unscaled = all(isinstance(relation, Same) and relation.ratio == 1.0 for relation in const_relations)
-    unscaled &= all(
-        relation == Split(0) or (isinstance(relation, Same) and relation.ratio == 1.0) for relation in row_relations
-    )
+    unscaled = all(map(is_exactly_same, const_relations))
+    unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in row_relations)
     body = open_jaxpr(bodies[0])
     if not unscaled or not all(map(_equals_piece, proof.relate(site, *bodies, [Same()] * len(body.invars)))):
         return [unknown] * site.num_results

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.separability.elementwise import first_unknown, is_zero, join, not_linear, resolve_numbers
+from shardopt.separability.elementwise import first_unknown, is_zero, join, not_linear, resolve_numbers, unknown_results
 from shardopt.separability.relations import (
     Columns,
     Extreme,
@@ -18,7 +18,9 @@ from shardopt.separability.relations import (
     Total,
     Unknown,
     differing_dims,
+    dim_after_removal,
     growth,
+    sizes_of_dim,
 )
 
 
@@ -94,10 +96,9 @@ def transpose(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 def squeeze(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Remove dims of size 1."""
-    relation, squeezed_dims = relations[0], site.params["dimensions"]
+    relation = relations[0]
     if isinstance(relation, Split):
-        dim = relation.dim - sum(squeezed_dim < relation.dim for squeezed_dim in squeezed_dims)
-        return [relation.moved_to(dim)]
+        return [relation.moved_to(dim_after_removal(relation.dim, site.params["dimensions"]))]
     return [relation]
 
 
@@ -174,7 +175,7 @@ def slice_entries(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         return [site.unknown("position")]
     if isinstance(relation, Split):
         whole_entries, piece_entries = (np.asarray(dim_ranges[relation.dim]) for dim_ranges in ranges)
-        sizes = shapes[0][relation.dim], shapes[1][relation.dim]
+        sizes = sizes_of_dim(shapes, relation.dim)
         return [
             relation
             if (whole_entries.size, piece_entries.size) == sizes
@@ -196,7 +197,7 @@ def rev(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Reverse the entries along dims."""
     relation = relations[0]
     if isinstance(relation, Split) and relation.dim in site.params["dimensions"]:
-        sizes = site.operand_shapes()[0][relation.dim], site.operand_shapes()[1][relation.dim]
+        sizes = sizes_of_dim(site.operand_shapes(), relation.dim)
         return [take_along_split(site, relation, np.arange(sizes[0])[::-1], np.arange(sizes[1])[::-1], sizes)]
     return [relation]
 
@@ -209,9 +210,7 @@ def tile(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """
     relation, repeats = relations[0], site.both_params("reps")
     uneven_dims = [dim for dim in range(len(repeats[0])) if repeats[0][dim] != repeats[1][dim]]
-    uneven_repeated_dims = [
-        dim for dim in uneven_dims if site.operand_shapes()[0][dim] != 1 or site.operand_shapes()[1][dim] != 1
-    ]
+    uneven_repeated_dims = [dim for dim in uneven_dims if sizes_of_dim(site.operand_shapes(), dim) != (1, 1)]
     if isinstance(relation, Split):
         times = repeats[0][relation.dim]
         even = not uneven_repeated_dims and relation.dim not in uneven_dims and relation.order is None
@@ -237,7 +236,7 @@ def pad(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         if any(site.params["padding_config"][dim])
     }
     if padded_differing_dims:
-        return [first_unknown(relations) or site.unknown("mixes")]
+        return unknown_results(site, relations)
     return [join(site, relations)]
 
 
@@ -249,8 +248,8 @@ def concatenate(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """
     dim = site.params["dimension"]
     if dim not in differing_dims(site.result_shapes()):
-        if any(dim in differing_dims(site.operand_shapes(i)) for i in range(len(relations))):
-            return [first_unknown(relations) or site.unknown("position")]
+        if dim in site.differing_operand_dims:
+            return unknown_results(site, relations, "position")
         joined = join(site, relations)
         if (
             isinstance(joined, Unknown)
@@ -314,7 +313,7 @@ def split(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     relation, dim, part_sizes = relations[0], site.params["axis"], site.both_params("sizes")
     if isinstance(relation, Split) and relation.dim == dim:
         whole_bounds, piece_bounds = (np.cumsum((0, *lengths)) for lengths in part_sizes)
-        sizes = site.operand_shapes()[0][dim], site.operand_shapes()[1][dim]
+        sizes = sizes_of_dim(site.operand_shapes(), dim)
         return [
             take_along_split(
                 site,
@@ -336,7 +335,7 @@ def unstack(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if dim in differing_dims(site.operand_shapes()):
         return [site.unknown("mixes")] * site.num_results
     if isinstance(relation, Split):
-        relation = relation.moved_to(relation.dim - (relation.dim > dim))
+        relation = relation.moved_to(dim_after_removal(relation.dim, [dim]))
     return [relation] * site.num_results
 
 

@@ -20,6 +20,7 @@ from shardopt.separability.relations import (
     Split,
     Unknown,
     close,
+    differing_dims,
     growth,
     ratio_tolerance,
 )
@@ -173,25 +174,17 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
       num_pieces: n. All pieces have the same numbers.
       dtype: the dtype of the value, for the tolerance of the ratio.
     """
-    if (
-        known.whole_values.shape == known.piece_values.shape
-    ):  # they must have size 1 along dims where the shapes differ: equal entries
-        ratio = _common_ratio(known.whole_values, known.piece_values, ratio_tolerance(dtype))
-        if ratio is not None and all(
-            known.whole_values.shape[dim] == 1
-            for dim, sizes in enumerate(zip(*shapes, strict=True))
-            if len(set(sizes)) > 1
-        ):
+    whole_values, piece_values, dims = known.whole_values, known.piece_values, differing_dims(shapes)
+    if whole_values.shape == piece_values.shape:  # with size 1 along dims where the shapes differ: equal entries
+        ratio = _common_ratio(whole_values, piece_values, ratio_tolerance(dtype))
+        if ratio is not None and all(whole_values.shape[dim] == 1 for dim in dims):
             return Same(ratio)
-    dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
     for dim in dims:
-        if growth(shapes, [dim]) != num_pieces or any(
-            known.whole_values.shape[other_dim] > 1 for other_dim in dims if other_dim != dim
-        ):
+        if growth(shapes, [dim]) != num_pieces or any(whole_values.shape[i] > 1 for i in dims if i != dim):
             continue
-        if known.piece_values.shape[dim] == shapes[1][dim]:
-            repeated = np.concatenate([known.piece_values] * num_pieces, dim)
-            if repeated.shape == known.whole_values.shape and np.array_equal(repeated, known.whole_values):
+        if piece_values.shape[dim] == shapes[1][dim]:
+            repeated = np.concatenate([piece_values] * num_pieces, dim)
+            if repeated.shape == whole_values.shape and np.array_equal(repeated, whole_values):
                 return Split(dim)
     return Unknown("position" if dims else "count", known.op)
 

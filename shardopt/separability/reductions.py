@@ -12,15 +12,11 @@ from shardopt.separability.relations import (
     Total,
     Unknown,
     differing_dims,
+    dim_after_removal,
     growth,
 )
 
 Rule = Callable[[Site, Sequence[Relation]], list[Relation]]
-
-
-def dim_after_removal(dim: int, removed_dims: Sequence[int]) -> int:
-    """Return the new number of a dim after other dims are removed."""
-    return dim - sum(removed_dim < dim for removed_dim in removed_dims)
 
 
 def reduce_sum(site: Site, relations: Sequence[Relation]) -> list[Relation]:
@@ -71,7 +67,7 @@ def reduce_extreme(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 def reduce_other(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Reduce dims that have one size in both traces, with any function."""
     dims = site.params["axes"]
-    if any(dim in dims for i in range(len(relations)) for dim in differing_dims(site.operand_shapes(i))):
+    if not site.differing_operand_dims.isdisjoint(dims):
         return [_mixed(site, relations)] * site.num_results
     return _row_by_row(
         site, relations, lambda split: Split(dim_after_removal(split.dim, dims), split.blocks, 1.0, split.order)
@@ -97,15 +93,11 @@ def rule_along(param: str, linear: bool = False) -> Rule:
     def rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         relation, dims = relations[0], site.params[param]
         dims = dims if isinstance(dims, tuple | list) else (dims,)
-        if any(
-            dim % len(site.operand_shapes(i)[0]) in dims
-            for i in range(len(relations))
-            for dim in differing_dims(site.operand_shapes(i))
-        ):
+        if not site.differing_operand_dims.isdisjoint(dims):
             return [_mixed(site, relations)] * site.num_results
         if linear and isinstance(relation, Same | Split | Total):
             return [relation]
-        return _row_by_row(site, relations, lambda split: split)
+        return _row_by_row(site, relations)
 
     return rule
 
@@ -115,23 +107,23 @@ def top_k(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     dim = site.params.get("axis", -1) % len(site.operand_shapes()[0])
     if dim in differing_dims(site.operand_shapes()):
         return [_mixed(site, relations)] * site.num_results
-    return _row_by_row(site, relations, lambda split: split)
+    return _row_by_row(site, relations)
 
 
 def _row_by_row(
-    site: Site, relations: Sequence[Relation], result_of_split: Callable[[Split], Relation]
+    site: Site, relations: Sequence[Relation], result_of_split: Callable[[Split], Relation] = lambda split: split
 ) -> list[Relation]:
     """Return the results of an equation that applies one function to each row. Operands must have ratio 1 and one place.
 
     Args:
       site: the equation.
       relations: the relations of the operands.
-      result_of_split: the relation of a result for the common `Split` of the operands.
+      result_of_split: the relation of a result for the common `Split` of the operands; by default the same.
     """
     for relation in relations:
         if isinstance(relation, Total):
             return [not_linear(site, relation)] * site.num_results
-    if not all(isinstance(relation, Same | Split) and site.equal_ratios(relation.ratio, 1.0) for relation in relations):
+    if not all(map(site.is_unscaled, relations)):
         return [site.unknown("count")] * site.num_results
     joined = join(site, relations)
     return [result_of_split(joined) if isinstance(joined, Split) else joined] * site.num_results
@@ -156,7 +148,7 @@ def window(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         return [site.unknown("mixes")] * site.num_results
     if site.name == "reduce_window_sum" and isinstance(relations[0], Same | Split | Total):
         return [relations[0]]
-    return _row_by_row(site, relations, lambda split: split)
+    return _row_by_row(site, relations)
 
 
 def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
@@ -173,7 +165,7 @@ def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         return [site.unknown("mixes")] * site.num_results
     if any(isinstance(relation, Split) and relation.dim >= min(min_ndim, *result_ndims) for relation in relations):
         return [site.unknown("shape")] * site.num_results
-    return _row_by_row(site, relations, lambda split: split)
+    return _row_by_row(site, relations)
 
 
 def fft(site: Site, relations: Sequence[Relation]) -> list[Relation]:

@@ -20,7 +20,7 @@ All relations but Known share one rule. A dim may have another size in W than in
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -156,6 +156,10 @@ class Known:
         """Whether W has the numbers of P_i."""
         return _equal(self.whole_values, self.piece_values)
 
+    def as_same(self) -> "Same | Unknown":
+        """Return the relation of a value that has these numbers only sometimes, such as in one turn of a loop."""
+        return Same() if self.same_numbers else Unknown("count", self.op)
+
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
@@ -210,6 +214,11 @@ def _broadcastable(a: np.ndarray, b: np.ndarray) -> bool:
     return True
 
 
+def is_exactly_same(relation: Relation) -> bool:
+    """Return whether W = P_i, without any rounding: a relation `Same` with ratio 1."""
+    return isinstance(relation, Same) and relation.ratio == 1.0
+
+
 def close(a: float, b: float, tolerance: float) -> bool:
     """Return whether two ratios are equal up to rounding, `tolerance` being relative."""
     return a == b or math.isclose(a, b, rel_tol=tolerance)
@@ -248,6 +257,11 @@ class Site:
         return shape_of(self.whole_eqn.outvars[i]), shape_of(self.piece_eqn.outvars[i])
 
     @property
+    def differing_operand_dims(self) -> set[int]:
+        """The dims that have another size in the whole trace than in the piece trace, in any operand."""
+        return {dim for i in range(len(self.whole_eqn.invars)) for dim in differing_dims(self.operand_shapes(i))}
+
+    @property
     def num_results(self) -> int:
         """The number of results."""
         return len(self.whole_eqn.outvars)
@@ -267,6 +281,10 @@ class Site:
     def equal_ratios(self, a: float, b: float) -> bool:
         """Return whether two ratios are equal up to rounding."""
         return close(a, b, self.tolerance)
+
+    def is_unscaled(self, relation: "Relation") -> TypeGuard[Same | Split]:
+        """Return whether a relation is `Same` or `Split` with ratio 1, up to rounding."""
+        return isinstance(relation, Same | Split) and self.equal_ratios(relation.ratio, 1.0)
 
     def unknown(self, reason: str = "mixes") -> Unknown:
         """Return `Unknown`, with this equation as the first operation whose result is unknown."""
@@ -305,6 +323,16 @@ def differing_dims(shapes: Shapes) -> tuple[int, ...]:
     return tuple(
         dim for dim, (whole_size, piece_size) in enumerate(zip(*shapes, strict=True)) if whole_size != piece_size
     )
+
+
+def sizes_of_dim(shapes: Shapes, dim: int) -> tuple[int, int]:
+    """Return the size of a dim in the whole trace and in the piece trace."""
+    return shapes[0][dim], shapes[1][dim]
+
+
+def dim_after_removal(dim: int, removed_dims: Sequence[int]) -> int:
+    """Return the new number of a dim after other dims are removed."""
+    return dim - sum(removed_dim < dim for removed_dim in removed_dims)
 
 
 def growth(shapes: Shapes, dims: Sequence[int]) -> float:

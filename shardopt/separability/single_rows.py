@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
+from shardopt.separability.relations import dim_after_removal
+
 NAMES = ("squeeze", "squeeze", "dot_general", "broadcast_in_dim")
 
 
@@ -32,7 +34,7 @@ def batched_product(whole_eqn: JaxprEqn, piece_eqns: Sequence[JaxprEqn]) -> Jaxp
     result_dim = list(zip(*batch_dims, strict=True)).index(pairs[0])
 
     def without_squeezed(dims: Sequence[int], side: int) -> tuple[int, ...]:
-        return tuple(dim - (dim > squeezed[side][0]) for dim in dims if dim != squeezed[side][0])
+        return tuple(dim_after_removal(dim, squeezed[side]) for dim in dims if dim != squeezed[side][0])
 
     numbers = tuple(
         tuple(without_squeezed(both_sides[side], side) for side in (0, 1)) for both_sides in (contract_dims, batch_dims)

@@ -8,7 +8,14 @@ import numpy as np
 
 from shardopt.core.primitives import ARITHMETIC, DECOMPOSITIONS, IDENTITIES, SPECIAL
 from shardopt.separability import lookups, moves, reductions
-from shardopt.separability.elementwise import elementwise, first_unknown, not_linear, resolve_numbers, unify
+from shardopt.separability.elementwise import (
+    elementwise,
+    first_unknown,
+    not_linear,
+    resolve_numbers,
+    unify,
+    unknown_results,
+)
 from shardopt.separability.numbers import fold_constants
 from shardopt.separability.relations import (
     Columns,
@@ -54,11 +61,11 @@ def apply_rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         return [numbers]
     rule = TABLE.get(site.name)
     if rule is None:
-        return [first_unknown(relations) or site.unknown("primitive")] * site.num_results
+        return unknown_results(site, relations, "primitive")
     if not all(
         name in rule.size_params | PLACEMENT_PARAMS or equal_params(*site.both_params(name)) for name in site.params
     ):
-        return [first_unknown(relations) or site.unknown("count")] * site.num_results
+        return unknown_results(site, relations, "count")
     if any(isinstance(relation, Shifted) for relation in relations):
         return [_apply_to_parts(site, rule, relations)] * site.num_results
     if not rule.raw:
@@ -72,23 +79,8 @@ def apply_rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 LINEAR_IN_ONE = frozenset(
-    [
-        "neg",
-        "mul",
-        "div",
-        "convert_element_type",
-        "reduce_precision",
-        "copy",
-        "name",
-        "sharding_constraint",
-        "stop_gradient",
-        "reduce_sum",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "broadcast_in_dim",
-    ]
+    """neg mul div convert_element_type reduce_precision copy name sharding_constraint stop_gradient reduce_sum reshape
+    squeeze expand_dims transpose broadcast_in_dim""".split()  # noqa: SIM905
 )
 """Primitives that are linear in one operand if all other operands are the same in all pieces."""
 
@@ -191,7 +183,7 @@ def _no_results(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 def _bitcast(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Read the bits of each entry as another dtype of the same width."""
     if len(site.operand_shapes()[0]) != len(site.result_shapes()[0]):
-        return [first_unknown(relations) or site.unknown("shape")]
+        return unknown_results(site, relations, "shape")
     return elementwise(site, relations)
 
 
@@ -202,13 +194,10 @@ def _any_of_scalar(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 def _attention_kernel(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Follow cuDNN's attention on operands [rows, ...]: the result of a row follows from this row alone."""
-    dims = {dim for shapes in map(site.operand_shapes, range(len(relations))) for dim in differing_dims(shapes)}
+    dims = site.differing_operand_dims
     dims |= {dim for shapes in map(site.result_shapes, range(site.num_results)) for dim in differing_dims(shapes)}
     places = {relation.place for relation in relations if isinstance(relation, Split)}
-    unscaled_rows = dims <= {0} and all(
-        isinstance(relation, Same | Split) and site.equal_ratios(relation.ratio, 1.0) for relation in relations
-    )
-    if not unscaled_rows or places != {(0, 1, None)}:
+    if not dims <= {0} or not all(map(site.is_unscaled, relations)) or places != {(0, 1, None)}:
         return [site.unknown("mixes")] * site.num_results
     has_rows = [0 in differing_dims(site.result_shapes(i)) for i in range(site.num_results)]
     return [Split(0) if rows else site.unknown("mixes") for rows in has_rows]

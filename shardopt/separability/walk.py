@@ -10,10 +10,21 @@ from jax.extend.core import JaxprEqn, Literal
 
 from shardopt.core.jaxprs import CHECKPOINTS
 from shardopt.separability import derivatives, loops
-from shardopt.separability.elementwise import first_unknown, resolve_numbers, unify
+from shardopt.separability.elementwise import first_unknown, resolve_numbers, unify, unknown_results
 from shardopt.separability.numbers import as_numbers
 from shardopt.separability.proof import DifferentTracesError, Proof, open_jaxpr
-from shardopt.separability.relations import Extreme, Known, Relation, Same, Site, Split, Total, Unknown, differing_dims
+from shardopt.separability.relations import (
+    Extreme,
+    Known,
+    Relation,
+    Same,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    differing_dims,
+    is_exactly_same,
+)
 from shardopt.separability.single_rows import batched_product
 from shardopt.separability.table import apply_rule, equal_params
 
@@ -182,13 +193,13 @@ def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]
         return [_attention(site, relations)]
     key = _function_param(site)
     if key is None or len(open_jaxpr(site.params[key]).invars) != len(relations):
-        return [first_unknown(relations) or site.unknown("primitive")] * site.num_results
+        return unknown_results(site, relations, "primitive")
     try:
         return proof.relate(site, *site.both_params(key), relations)
     except DifferentTracesError:
         if name == "take_along_axis" and _written_by_jax(site):
             return [_take_along_axis(site, relations)]
-        return [first_unknown(relations) or site.unknown("traces")] * site.num_results
+        return unknown_results(site, relations, "traces")
 
 
 def _written_by_jax(site: Site) -> bool:
@@ -257,7 +268,7 @@ def _custom(proof: Proof, site: Site, relations: list[Relation]) -> list[Relatio
     """Follow a function with a custom derivative rule; follow the rule too if the loss is differentiated."""
     key = _function_param(site)
     if key is None:
-        return [first_unknown(relations) or site.unknown("primitive")] * site.num_results
+        return unknown_results(site, relations, "primitive")
     results = proof.relate(site, *site.both_params(key), relations)
     if not proof.training or all(isinstance(relation, Known) for relation in relations):
         return results
@@ -286,27 +297,15 @@ def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[R
             continue
         results = proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *solution])
         if any(result != solved for result, solved in zip(results, solution, strict=False)):
-            return [first_unknown(results) or site.unknown("mixes")] * site.num_results
+            return unknown_results(site, results)
     return solution
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 COLLECTIVES = frozenset(
-    [
-        *(
-            "psum",
-            "psum2",
-            "psum_invariant",
-            "pmax",
-            "pmin",
-            "all_gather",
-            "all_gather_invariant",
-            "all_gather_reduced",
-        ),
-        *("reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "pgather", "unreduced_psum", "axis_index"),
-        *("pbroadcast", "ragged_all_to_all"),
-    ]
+    """psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced reduce_scatter
+    psum_scatter all_to_all ragged_all_to_all ppermute pgather pbroadcast axis_index""".split()  # noqa: SIM905
 )
 SUMS = frozenset(["psum", "psum2", "psum_invariant"])
 
@@ -345,7 +344,7 @@ def _collective_over_pieces(site: Site, relation: Relation, i: int) -> Relation:
         return Same(relation.ratio / site.num_pieces)
     if site.name in ("pmax", "pmin") and isinstance(relation, Extreme) and site.name[1:] == relation.kind:
         return Same()
-    if site.name in ("pmax", "pmin") and isinstance(relation, Same) and relation.ratio == 1.0:
+    if site.name in ("pmax", "pmin") and is_exactly_same(relation):
         return Same()
     if site.name == "all_gather" and isinstance(relation, Split) and site.params["tiled"]:
         whole_shape, piece_shape = site.result_shapes(i)
