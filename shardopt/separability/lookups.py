@@ -1,6 +1,7 @@
 """Rules of gathers, scatters and dynamic slices, whose indices are operands."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from shardopt.separability.relations import (
     Total,
     Unknown,
     differing_dims,
+    sizes_of_dim,
 )
 
 
@@ -56,11 +58,9 @@ def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     ]
     if resized_dims:
         return [site.unknown("position")]
-    index_relation = indices if isinstance(indices, Columns) else resolve_numbers(site, relations)[1]
     if isinstance(operand, Split) and uneven_dims == [operand.dim] and operand.dim in numbers.collapsed_slice_dims:
         return [_gather_known_rows(site, operand, indices, batch_dims)]
-    if isinstance(index_relation, Columns):
-        index_relation = join(site, [_resolve_column(site, column) for column in index_relation.columns])
+    index_relation = _resolve_indices(site, relations)
     if _fill_breaks_ratio(site, operand):
         return [site.unknown("count")]
     if isinstance(operand, Split) and uneven_dims == [operand.dim] and operand.dim in numbers.operand_batching_dims:
@@ -69,7 +69,7 @@ def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         return [site.unknown("mixes")]
     if not isinstance(index_relation, Same | Split):
         return [first_unknown([index_relation]) or not_linear(site, index_relation)]
-    if not site.equal_ratios(index_relation.ratio, 1.0):
+    if not site.is_unscaled(index_relation):
         return [site.unknown("count")]
     if isinstance(index_relation, Split):
         if not isinstance(operand, Same) or index_relation.dim == len(site.operand_shapes(1)[0]) - 1:
@@ -99,41 +99,63 @@ def _resolve_column(site: Site, column: Relation) -> Relation:
     return resolve_numbers(OperandSite(site, shapes=((*whole_shape[:-1], 1), (*piece_shape[:-1], 1))), [column])[0]
 
 
+def _resolve_indices(site: Site, relations: Sequence[Relation]) -> Relation:
+    """Return one relation for all columns of the indices."""
+    if isinstance(relations[1], Columns):
+        return join(site, [_resolve_column(site, column) for column in relations[1].columns])
+    return resolve_numbers(site, relations)[1]
+
+
 def _gather_paired_dims(site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]) -> Relation:
     """Look up in each row by the indices of this row: the rows are a batching dim of the operand and of the indices."""
     numbers = site.params["dimension_numbers"]
-    paired_dim = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
-    same_rows = isinstance(indices, Same | Split) and site.equal_ratios(indices.ratio, 1.0)
-    if isinstance(indices, Split):
-        same_rows = same_rows and (paired_dim, *operand.place[1:]) == indices.place
-    return operand.moved_to(batch_dims[paired_dim]) if same_rows else site.unknown("mixes")
+    dim = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
+    same_rows = _belong_to_rows(site, [indices], (dim, *operand.place[1:]))
+    return operand.moved_to(batch_dims[dim]) if same_rows else site.unknown("mixes")
+
+
+def _belong_to_rows(site: Site, indices: Sequence[Relation], place: tuple[Any, ...]) -> bool:
+    """Return whether indices are the same in all pieces, or split like rows at a place; their ratio must be 1."""
+    return all(site.is_unscaled(index) and (isinstance(index, Same) or index.place == place) for index in indices)
 
 
 def _gather_known_rows(site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]) -> Relation:
     """Look up entries of rows by row numbers that the trace knows."""
-    numbers = site.params["dimension_numbers"]
-    columns = indices.columns if isinstance(indices, Columns) else (indices,)
-    if len(columns) != len(numbers.start_index_map) or operand.dim not in numbers.start_index_map:
+    row_indices = _known_row_indices(site, indices, site.params["dimension_numbers"].start_index_map, operand.dim)
+    if row_indices is None:
         return site.unknown("mixes")
-    row_column = columns[numbers.start_index_map.index(operand.dim)]
-    other_columns = [
-        _resolve_column(site, column) for i, column in enumerate(columns) if numbers.start_index_map[i] != operand.dim
-    ]
-    row_dim = _row_dim(site, row_column)
-    if row_dim is None or not isinstance(row_column, Known):
-        return site.unknown("mixes")
-    sizes = site.operand_shapes(0)[0][operand.dim], site.operand_shapes(0)[1][operand.dim]
-    rows = row_numbers(row_column.whole_values, sizes[0]), row_numbers(row_column.piece_values, sizes[1])
+    column, row_dim, other_columns = row_indices
+    sizes = sizes_of_dim(site.operand_shapes(0), operand.dim)
+    rows = row_numbers(column.whole_values, sizes[0]), row_numbers(column.piece_values, sizes[1])
     if rows[0] is None or rows[1] is None:
         return site.unknown("mixes")
     taken = take_along_split(site, operand.moved_to(row_dim), rows[0], rows[1], sizes)
     if not isinstance(taken, Split):
         return taken
-    for column in other_columns:  # the indices of the other dims must belong to the row that is looked up
-        unscaled = isinstance(column, Same | Split) and site.equal_ratios(column.ratio, 1.0)
-        if not unscaled or (isinstance(column, Split) and column.place != taken.place):
-            return site.unknown("mixes")
-    return taken.moved_to(batch_dims[row_dim])
+    # the indices of the other dims must belong to the row that is looked up
+    same_rows = _belong_to_rows(site, other_columns, taken.place)
+    return taken.moved_to(batch_dims[row_dim]) if same_rows else site.unknown("mixes")
+
+
+def _known_row_indices(
+    site: Site, indices: Relation, index_map: Sequence[int], operand_dim: int
+) -> tuple[Known, int, list[Relation]] | None:
+    """Return the column of the indices with known row numbers, its dim of rows, and the other columns; None if not known.
+
+    Args:
+      site: the equation.
+      indices: the relation of the indices.
+      index_map: the operand's dim for each column of the indices.
+      operand_dim: the operand's dim of rows.
+    """
+    columns = indices.columns if isinstance(indices, Columns) else (indices,)
+    if len(columns) != len(index_map) or operand_dim not in index_map:
+        return None
+    position = index_map.index(operand_dim)
+    column, row_dim = columns[position], _row_dim(site, columns[position])
+    if row_dim is None or not isinstance(column, Known):
+        return None
+    return column, row_dim, [_resolve_column(site, other) for i, other in enumerate(columns) if i != position]
 
 
 def _row_dim(site: Site, column: Relation) -> int | None:
@@ -175,13 +197,12 @@ def scatter(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     - The index is the number of the row, or rows are a batching dim: each row writes into itself.
     - The operand is the same in all pieces, and rows are added to it: the result is a sum over rows.
     """
-    operand, indices, updates = resolve_numbers(site, relations)
-    if isinstance(relations[1], Columns):
-        indices = join(site, [_resolve_column(site, column) for column in relations[1].columns])
-    own_rows = _own_row_places(site, relations[1])
+    operand, _, updates = resolve_numbers(site, relations)
+    indices = _resolve_indices(site, relations)
+    own_rows = _own_row_place(site, relations[1])
     if unknown := first_unknown([operand, updates] if own_rows else [operand, updates, indices]):
         return [unknown]
-    if not own_rows and not (isinstance(indices, Same | Split) and site.equal_ratios(indices.ratio, 1.0)):
+    if not own_rows and not site.is_unscaled(indices):
         return [site.unknown("mixes")]
     row_dims = differing_dims(site.operand_shapes(0))
     if len(row_dims) > 1 or len(differing_dims(site.operand_shapes(2))) > 1:
@@ -189,10 +210,8 @@ def scatter(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     zeros = [is_zero(relations[0]), is_zero(relations[2])]
     if not row_dims:
         return [_scatter_into_shared(site, operand, indices, updates, zeros)]
-    written = _scatter_into_rows(
-        site, row_dims[0], operand, own_rows or indices, updates, zeros, by_row_number=own_rows is not None
-    )
-    return [written]
+    by_row_number, indices = own_rows is not None, own_rows or indices
+    return [_scatter_into_rows(site, row_dims[0], operand, indices, updates, zeros, by_row_number=by_row_number)]
 
 
 def _batch_dims(site: Site) -> list[int]:
@@ -251,8 +270,7 @@ def _combine_entries(site: Site, operand: Relation, updates: Relation, zeros: li
         for relation in (operand, updates)
     ]
     if site.name not in ADDING and site.name != "scatter":  # scatter_mul, scatter_max, scatter_min
-        unscaled = all(isinstance(relation, Same) and site.equal_ratios(relation.ratio, 1.0) for relation in entries)
-        return Same(1.0) if unscaled else site.unknown("count")
+        return Same(1.0) if all(map(site.is_unscaled, entries)) else site.unknown("count")
     return unify(site, entries, zeros)
 
 
@@ -274,31 +292,19 @@ def _scatter_into_shared(
     return unify(site, [operand, Total(updates.ratio, site.op)], [zeros[0], False])
 
 
-def _own_row_places(site: Site, indices: Relation) -> Split | None:
+def _own_row_place(site: Site, indices: Relation) -> Split | None:
     """Return the place of rows in the indices if each row is written into itself; None if this is not known."""
-    numbers = site.params["dimension_numbers"]
-    columns = indices.columns if isinstance(indices, Columns) else (indices,)
-    row_dims = [dim for dim in differing_dims(site.operand_shapes(0)) if dim in numbers.scatter_dims_to_operand_dims]
-    if len(columns) != len(numbers.scatter_dims_to_operand_dims) or len(row_dims) != 1:
+    index_map, shapes = site.params["dimension_numbers"].scatter_dims_to_operand_dims, site.operand_shapes(0)
+    row_dims = [dim for dim in differing_dims(shapes) if dim in index_map]
+    row_indices = _known_row_indices(site, indices, index_map, row_dims[0]) if len(row_dims) == 1 else None
+    if row_indices is None:
         return None
-    row_index = numbers.scatter_dims_to_operand_dims.index(row_dims[0])
-    row_column, other_columns = (
-        columns[row_index],
-        [_resolve_column(site, column) for i, column in enumerate(columns) if i != row_index],
-    )
-    row_dim = _row_dim(site, row_column)
-    if row_dim is None or not isinstance(row_column, Known):
-        return None
-    for values, shape in zip((row_column.whole_values, row_column.piece_values), site.operand_shapes(0), strict=True):
-        if not np.array_equal(values.reshape(-1), np.arange(shape[row_dims[0]])):
+    column, row_dim, other_columns = row_indices
+    for values, size in zip((column.whole_values, column.piece_values), sizes_of_dim(shapes, row_dims[0]), strict=True):
+        if not np.array_equal(values.reshape(-1), np.arange(size)):
             return None
-    place = Split(row_dim).place
-    for column in other_columns:
-        if not isinstance(column, Same | Split) or not site.equal_ratios(column.ratio, 1.0):
-            return None
-        if isinstance(column, Split) and column.place != place:
-            return None
-    return Split(row_dim)
+    place = Split(row_dim)
+    return place if _belong_to_rows(site, other_columns, place.place) else None
 
 
 def dynamic_slice(site: Site, relations: Sequence[Relation]) -> list[Relation]:
