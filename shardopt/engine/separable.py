@@ -124,34 +124,16 @@ def find_mixing(
     ]
     if any(whole_size % (pieces * blocks) for whole_size, _ in lengths):
         return Mixing("the loss", f"its {unit} cannot be cut into {pieces} equal pieces.")
-    results: list[_Result] = []
-
-    def traced_loss(
-        context: RowContext | None, params: PyTree, batch: PyTree, key: jax.Array | None
-    ) -> list[jax.Array]:
-        loss_with_rows = loss_fn if context is None else with_rows(context, loss_fn)
-        with analysis():
-            returned = call(loss_with_rows, key, 0, params, batch)
-        loss_parts(who, returned, 1)  # raises if this is not a loss
-        results[:] = _named_results(returned)
-        return [jnp.asarray(leaf) for result in results for leaf in result.leaves]
-
-    def trace(context: RowContext | None, batch: PyTree, all_axis_sizes: Mapping[str, int]) -> Any:
-        traced = jax.make_jaxpr(functools.partial(traced_loss, context), axis_env=list(all_axis_sizes.items()))
-        return traced(params, batch, key)
-
     piece_batch = treedef.unflatten([_cut(*pair, pieces) for pair in zip(leaves, dims, strict=True)])
+    trace = functools.partial(_trace_loss, who, loss_fn, params, key=key)
     # an error on the whole batch is an error of the loss itself, so it is not caught
-    whole_jaxpr = trace(
-        whole_context, batch, {axis: 1 if axis in row_axes else size for axis, size in all_axis_sizes.items()}
-    )
+    whole_axis_sizes = {axis: 1 if axis in row_axes else size for axis, size in all_axis_sizes.items()}
+    whole_jaxpr, _ = trace(batch, context=whole_context, axis_sizes=whole_axis_sizes)
     try:
-        piece_jaxpr = trace(context, piece_batch, all_axis_sizes)
+        piece_jaxpr, results = trace(piece_batch, context=context, axis_sizes=all_axis_sizes)
     except Exception as error:
-        piece_size, error_line = (
-            f"{lengths[0][1]} of the {lengths[0][0]} {unit}",
-            f"{type(error).__name__}: {error}".splitlines()[0],
-        )
+        piece_size = f"{lengths[0][1]} of the {lengths[0][0]} {unit}"
+        error_line = f"{type(error).__name__}: {error}".splitlines()[0]
         return Mixing(
             "the loss", f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}", cause=error
         )
@@ -205,17 +187,32 @@ def find_trained_weight(
       who: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
     """
+    jaxpr, results = _trace_loss(who, loss_fn, params, batch, key=key)
+    return _trained_weight_name(jaxpr, results, len(jax.tree.leaves(params)))
+
+
+def _trace_loss(
+    who: str,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    key: jax.Array | None,
+    context: RowContext | None = None,
+    axis_sizes: Mapping[str, int] | None = None,
+) -> tuple[Any, list[_Result]]:
+    """Return the jaxpr of a loss, and its results: their leaves are the outputs of the jaxpr, in order."""
     results: list[_Result] = []
 
     def traced_loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         with analysis():
-            returned = call(loss_fn, key, 0, params, batch)
-        loss_parts(who, returned, 1)
+            returned = call(loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch)
+        loss_parts(who, returned, 1)  # raises if this is not a loss
         results[:] = _named_results(returned)
         return [jnp.asarray(leaf) for result in results for leaf in result.leaves]
 
-    jaxpr = jax.make_jaxpr(traced_loss)(params, batch, key)
-    return _trained_weight_name(jaxpr, results, len(jax.tree.leaves(params)))
+    jaxpr = jax.make_jaxpr(traced_loss, axis_env=list((axis_sizes or {}).items()))(params, batch, key)
+    return jaxpr, results
 
 
 def _trained_weight_name(jaxpr: Any, results: Sequence[_Result], num_params: int) -> str | None:
