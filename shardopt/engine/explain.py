@@ -1,4 +1,4 @@
-"""What jax says of a loss that was written for the other view, said with the remedy."""
+"""Replaces jax's errors about a loss that was written for the other view with errors that name the remedy."""
 
 import contextlib
 import re
@@ -13,17 +13,17 @@ _MANUAL = re.compile(r"can only refer to Auto axes|contains a manual axes")
 
 @contextlib.contextmanager
 def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]:
-    """Trace a loss; what it asks of an axis that its view does not have is an error of ours.
+    """Trace a loss inside this context, which explains errors about mesh axes that the view of the loss does not have.
 
-    Any other error of a loss that sees a part of the batch gets a note that says so.
+    If the loss gets a part of the batch, any other error gets a note about it.
 
     Args:
-      config: of the step, with the view in which the loss is traced.
-      rows: how many rows of the batch the loss is given, if not all.
+      config: the config of the step, with the view of this trace.
+      rows: the number of rows that the loss gets; None for all rows of the batch.
 
     Raises:
-      ValueError: if it names an axis in a collective that its view does not have, or constrains what is sharded over an axis of
-        the rows in the per-device view.
+      ValueError: in two cases. A collective of the loss names an axis that the view does not have. Or, in the per-device
+        view, the loss constrains a sharding over an axis of the rows.
     """
     try:
         yield
@@ -36,23 +36,25 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
         if config.view != "per_device" or not _MANUAL.search(str(error)):
             _add_note(config, rows, error)
             raise
-        what = "the loss constrains a sharding, but with view='per_device' every device runs it on its own rows."
+        problem = "the loss constrains a sharding, but with view='per_device' every device runs it on its own rows."
         fix = (
             "use view='global', in which with_sharding_constraint and flax's logical axes hold as they are, or leave "
             "out all axes but tensor (in logical_axis_rules map them to None)."
         )
-        raise ValueError(format_error(config.strategy, what, [str(error).partition(" and mesh=")[0]], fix)) from error
+        raise ValueError(
+            format_error(config.strategy, problem, [str(error).partition(" and mesh=")[0]], fix)
+        ) from error
     except Exception as error:
         _add_note(config, rows, error)
         raise
 
 
 def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ...], str]:
-    """Return what is wrong with a collective over an axis, and the remedy."""
+    """Return the problem, the details and the fix for a collective over an axis that the view does not have."""
     if config.view == "global":
-        what = f"the loss calls a collective over {axis!r}, but with view='global' it runs once, on the whole batch."
+        problem = f"the loss calls a collective over {axis!r}, but with view='global' it runs once, on the whole batch."
         return (
-            what,
+            problem,
             (),
             (
                 "take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None), use so.batch_mean, right in both "
@@ -60,9 +62,9 @@ def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ..
             ),
         )
     names = " and ".join(repr(name) for name in config.axes.summed)
-    what = f"the loss calls a collective over {axis!r}, and devices that share the rows are along {names} here."
+    problem = f"the loss calls a collective over {axis!r}, and devices that share the rows are along {names} here."
     return (
-        what,
+        problem,
         (),
         (
             f"call it over {names} (flax's BatchNorm: axis_name={config.axes.summed!r}), or use so.batch_mean; or take it out and use "
@@ -73,5 +75,7 @@ def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ..
 
 def _add_note(config: StrategyConfig, rows: int | None, error: Exception) -> None:
     if rows is not None and "\nFix: " not in str(error) and config.view == "per_device" and config.num_pieces > 1:
-        seen = f"{rows} of the {rows * config.num_row_pieces} rows"
-        error.add_note(f"{config.strategy}: each device runs the loss on its own rows: it sees {seen} of the batch.")
+        rows_seen = f"{rows} of the {rows * config.num_row_pieces} rows"
+        error.add_note(
+            f"{config.strategy}: each device runs the loss on its own rows: it sees {rows_seen} of the batch."
+        )

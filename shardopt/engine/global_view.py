@@ -177,8 +177,8 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
     if mixing is None:
         return count
     problem = (
-        f"micro_batches={count}, but the whole batch runs at once: {mixing.what} is not shown to be a (weighted) mean over "
-        f"rows: {mixing.why}"
+        f"micro_batches={count}, but the whole batch runs at once: {mixing.result} is not shown to be a (weighted) mean over "
+        f"rows: {mixing.reason}"
     )
     fix = "use micro_batches=1, which is the same; or separable=True if you know that it is such a mean."
     warnings.warn(format_error(config.strategy, problem, mixing.lines, fix), stacklevel=2)

@@ -1,4 +1,4 @@
-"""Which view a loss runs in: on each device's own rows if a proof says that it may, else on the whole batch."""
+"""Chooses the view of a loss: each device runs it on its own rows if a proof allows this; else it runs on the whole batch."""
 
 import warnings
 from collections.abc import Hashable
@@ -15,7 +15,7 @@ from shardopt.engine.separable import Obstacle, find_obstacle
 
 
 class ViewChoice(NamedTuple):
-    """A view, and why it was taken.
+    """A view and the reason for it.
 
     Attributes:
       view: "per_device" or "global".
@@ -37,17 +37,17 @@ COST = (
 
 
 class Views:
-    """Chooses the view of each batch shape, once.
+    """Chooses the view of each batch shape once, and remembers it.
 
     Args:
-      config: of the step; of evaluation, its `of_evaluation`.
+      config: the config of the step; for evaluation, its `of_evaluation`.
       training: whether the loss is differentiated, and gets a random key if it takes one.
     """
 
     def __init__(self, config: StrategyConfig, *, training: bool):
         self._config, self._training = config, training
         self._choices: dict[Hashable, ViewChoice] = {}
-        self._layouts: list[Layout] = []  # kept, so that none takes the place of another in memory
+        self._layouts: list[Layout] = []  # keeps the layouts alive, so that no other layout gets the id of one of them
         self._warned = False
 
     @property
@@ -56,17 +56,17 @@ class Views:
         return next(reversed(self._choices.values()), None)
 
     def of(self, layout: Layout, batch: PyTree) -> Literal["per_device", "global"]:
-        """Return the view in which the loss of a batch of these shapes runs.
+        """Return the view for a batch of these shapes.
 
         Raises:
-          NotSeparableError: if the loss is not proved to be a (weighted) mean over rows, and there is no global view to run it in.
+          NotSeparableError: if the loss is not proved to be a (weighted) mean over rows, and the strategy has no global view.
         """
         leaves, treedef = jax.tree.flatten(batch)
         shapes = tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
         key = id(layout), treedef, shapes
         if key in self._choices:
             return self._choices[key].view
-        with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):  # it traces the loss, and runs nothing
+        with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):  # the proof traces the loss, and runs nothing
             choice = self._choose(layout, batch)
         self._choices[key] = choice
         self._layouts.append(layout)
@@ -77,8 +77,8 @@ class Views:
         if config.view == "global":
             return ViewChoice("global", 'view="global" was asked for.')
         if len(row_counts(config, batch)) != 1:
-            what = "batch leaves do not agree on a number of rows."
-            obstacle = Obstacle(what, tuple(shown_leaves(config, batch)), f"{FIX_ROWS}.", "")
+            problem = "batch leaves do not agree on a number of rows."
+            obstacle = Obstacle(problem, tuple(shown_leaves(config, batch)), f"{FIX_ROWS}.", "")
         else:
             obstacle = find_obstacle(config, layout, batch, training=self._training)
         if obstacle is None:
@@ -94,10 +94,10 @@ class Views:
         if not self._warned:
             self._warned = True
             self._warn(obstacle)
-        return ViewChoice("global", obstacle.what)
+        return ViewChoice("global", obstacle.problem)
 
     def _warn(self, obstacle: Obstacle) -> None:
-        what = f"the loss runs in the global view, once on the whole batch: {obstacle.what}"
+        problem = f"the loss runs in the global view, once on the whole batch: {obstacle.problem}"
         fix = f"view='global' asks for it without this warning. For less traffic: {obstacle.fix}"
         lines = [*obstacle.lines, COST]
-        warnings.warn(format_error(self._config.strategy, what, lines, fix), stacklevel=2)
+        warnings.warn(format_error(self._config.strategy, problem, lines, fix), stacklevel=2)

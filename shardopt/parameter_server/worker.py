@@ -296,8 +296,8 @@ def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_worke
     if mixing is None:
         return
     problem = (
-        f"{mixing.what} is not shown to be a (weighted) mean over rows, so with max_staleness=0 {num_workers} workers could train on "
-        f"another than so.ddp: {mixing.why}"
+        f"{mixing.result} is not shown to be a (weighted) mean over rows, so with max_staleness=0 {num_workers} workers could train on "
+        f"another than so.ddp: {mixing.reason}"
     )
     fix = "so.ddp, which sees all rows; or max_staleness=1, with which the loss is that of each worker's own batch."
     raise NotSeparableError(format_error(config.strategy, problem, mixing.lines, fix), operation=mixing.operation)

@@ -1,5 +1,6 @@
-"""Whether what a trace computes is a (weighted) mean over the rows of a batch, by proof.
+"""A proof from its trace that a loss is a (weighted) mean over the rows of a batch.
 
-`walk.prove` relates the trace of a loss on the whole batch to its trace on one piece of it, equation by equation. `relations`
-says what can be known of a value, `table` which rule each primitive has. The check of a strategy is `engine/separable.py`.
+`walk.prove` walks over two traces of the loss: on the whole batch, and on one piece of it. It computes a relation between
+both for each variable. `relations` defines the relations. `table` has the rule of each primitive. `engine/separable.py`
+asks for the proof and judges its result. docs/proof.md explains the idea.
 """

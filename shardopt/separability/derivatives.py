@@ -1,7 +1,7 @@
-"""Derivative rules of `jax.custom_jvp` and `jax.custom_vjp`, which say nothing about a function but make its gradient.
+"""Checks the derivative rules of `jax.custom_jvp` and `jax.custom_vjp`, which decide the gradient of a function.
 
-A rule is traced, on the whole and on a piece, and followed like the loss. Where the derivative is that of the function there is
-nothing to follow: if W follows from the P_i for all parameters, so do the derivatives.
+A rule is traced on the whole batch and on a piece, and followed like the loss. A function without such a rule needs no
+check: if W follows from the P_i for all parameters, its derivative follows from their derivatives.
 """
 
 import dataclasses
@@ -13,145 +13,180 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from shardopt.separability.elementwise import first_unknown, is_zero, related
-from shardopt.separability.relations import Known, Same, Shapes, Site, Split, Total, Unknown, Value, differing
-from shardopt.separability.scope import DifferentTracesError, Scope
+from shardopt.separability.elementwise import is_zero, resolve_numbers, unknown_results
+from shardopt.separability.proof import DifferentTracesError, Proof
+from shardopt.separability.relations import Known, Relation, Same, Shapes, Site, Split, Total, Unknown, differing_dims
 
 SCALE = 0.7390851332151607
-"""Stands for any positive factor between the derivatives that a piece and the whole batch meet.
+"""An arbitrary positive factor s between the derivative of the whole batch's loss and the derivative of a piece's loss.
 
-A strategy divides the loss of a piece by the number of pieces, or by a weight which is known only to all of them, and makes up
-for it afterwards. That is right for a rule that scales with the cotangents, as derivatives do. A rule that adds to them, clips
-them or takes their sign does not. It cannot give back this factor, which no size in a program makes.
+A strategy scales the loss of a piece: by the number of pieces, or by a weight that only all pieces together know. It
+corrects the gradient afterwards. This is right only if rules scale with the cotangents, as derivatives do. Rules that
+add to the cotangents, clip them or take their sign cannot give back this factor: it follows from no size in a program.
 """
 
 
-def follow_jvp(scope: Scope, site: Site, values: list[Value], results: list[Value]) -> list[Value]:
-    """Follow a rule (operands, tangents) -> (results, their tangents).
+def follow_jvp(proof: Proof, site: Site, relations: list[Relation], results: list[Relation]) -> list[Relation]:
+    """Return the relations of the results if the jvp rule agrees with them; else `Unknown`.
 
-    A tangent is a difference of values, so it is related as they are; a rule that gives other relations than the function's is
-    no derivative of the whole.
+    The rule maps (operands, tangents) to (results, their tangents). A tangent is a difference of two values, so it has the
+    relation of the values. A rule that gives other relations is not the derivative of the function on the whole batch.
     """
-    floating = _floating(site.whole.invars)
+    floating = _floating(site.whole_eqn.invars)
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(operands: list[jax.Array], tangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-            zeros = [jnp.zeros_like(one) if i in floating else _no_tangent(one) for i, one in enumerate(operands)]
+            all_tangents = [
+                jnp.zeros_like(operand) if i in floating else _no_tangent(operand) for i, operand in enumerate(operands)
+            ]
             for i, tangent in zip(floating, tangents, strict=True):
-                zeros[i] = tangent
-            found, changes = jax.jvp(_called(eqn), operands, zeros)
-            return found, [changes[i] for i in _floating(eqn.outvars)]
+                all_tangents[i] = tangent
+            primals_out, tangents_out = jax.jvp(_bound(eqn), operands, all_tangents)
+            return primals_out, [tangents_out[i] for i in _floating(eqn.outvars)]
 
-        return jax.make_jaxpr(run)([_like(var) for var in eqn.invars], [_like(eqn.invars[i]) for i in floating])
+        return jax.make_jaxpr(run)(
+            [_abstract_value(var) for var in eqn.invars], [_abstract_value(eqn.invars[i]) for i in floating]
+        )
 
-    operands = related(site, values)
-    tangents = [Same() if is_zero(values[i]) else operands[i] for i in floating]
-    found = _followed(scope, site, trace, [*values, *tangents])
-    if found is None:
-        return [first_unknown(results) or site.unknown("backward")] * len(results)
-    own, changes = found[: len(results)], found[len(results) :]
-    wrong = any(not _agree(site, a, b) for a, b in zip(own, results, strict=True))
-    expected = [results[i] for i in _floating(site.whole.outvars)]
-    wrong |= any(not is_zero(a) and not _agree(site, a, b) for a, b in zip(changes, expected, strict=True))
-    return _or_unknown(site, results, wrong)
+    operands = resolve_numbers(site, relations)
+    tangents = [Same() if is_zero(relations[i]) else operands[i] for i in floating]
+    rule_relations = _follow_rule(proof, site, trace, [*relations, *tangents])
+    if rule_relations is None:
+        return unknown_results(site, results, "backward")
+    rule_results, rule_tangents = rule_relations[: len(results)], rule_relations[len(results) :]
+    wrong = any(
+        not _agree(site, rule_relation, relation) for rule_relation, relation in zip(rule_results, results, strict=True)
+    )
+    expected = [results[i] for i in _floating(site.whole_eqn.outvars)]
+    wrong |= any(
+        not is_zero(rule_relation) and not _agree(site, rule_relation, relation)
+        for rule_relation, relation in zip(rule_tangents, expected, strict=True)
+    )
+    return _results_unless(site, results, wrong)
 
 
-def follow_vjp(scope: Scope, site: Site, values: list[Value], results: list[Value]) -> list[Value]:
-    """Follow a rule (operands, cotangents of the results) -> (results, cotangents of the operands).
+def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: list[Relation]) -> list[Relation]:
+    """Return the relations of the results if the vjp rule agrees with them; else `Unknown`.
 
-    A loss is the sum of what the pieces differentiate, times a factor s: L_W = s sum L_i. Its derivative with respect to a value
-    is, if the value is
+    The rule maps (operands, cotangents of the results) to (results, cotangents of the operands). The loss of the whole batch
+    is the sum of the losses of the pieces, times a factor s (see `SCALE`): L_W = s sum L_i. Its derivative with respect to a
+    value depends on the relation of the value:
 
         Split(r)   L_W' = s/r concat(L_i')     Same(r)   L_W' = s/r sum L_i'     Total(c)   L_i' = c/s L_W'
 
-    These go in at the results, and must come out at the operands. For s, see `SCALE`.
+    The proof gives these relations to the cotangents of the results. The cotangents of the operands must have them too.
     """
-    out = _floating(site.whole.outvars)
-    given = [i for i in _floating(site.whole.invars) if i >= site.params.get("num_consts", 0)]
+    floating_results = _floating(site.whole_eqn.outvars)
+    differentiated = [i for i in _floating(site.whole_eqn.invars) if i >= site.params.get("num_consts", 0)]
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(operands: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
             def forward(floating: list[jax.Array]) -> tuple[list[Any], list[Any]]:
                 filled = list(operands)
-                for i, one in zip(given, floating, strict=True):
-                    filled[i] = one
-                found = _called(eqn)(*filled)
-                return [found[i] for i in out], found
+                for i, operand in zip(differentiated, floating, strict=True):
+                    filled[i] = operand
+                all_results = _bound(eqn)(*filled)
+                return [all_results[i] for i in floating_results], all_results
 
-            _, backward, found = jax.vjp(forward, [operands[i] for i in given], has_aux=True)
-            return found, backward(cotangents)[0]
+            _, pull_back, all_results = jax.vjp(forward, [operands[i] for i in differentiated], has_aux=True)
+            return all_results, pull_back(cotangents)[0]
 
-        return jax.make_jaxpr(run)([_like(var) for var in eqn.invars], [_like(eqn.outvars[i]) for i in out])
+        return jax.make_jaxpr(run)(
+            [_abstract_value(var) for var in eqn.invars], [_abstract_value(eqn.outvars[i]) for i in floating_results]
+        )
 
-    shapes = [site.operand(i) for i in given], [site.result(i) for i in out]
-    operands = related(site, values)
-    sent = [_dual(site, results[i], shape) for i, shape in zip(out, shapes[1], strict=True)]
-    expected = [_dual(site, operands[i], shape) for i, shape in zip(given, shapes[0], strict=True)]
-    if any(one is None for one in sent):
-        return [first_unknown(results) or site.unknown("backward")] * len(results)
-    found = _followed(scope, site, trace, [*values, *[one for one in sent if one is not None]])
-    if found is None:
-        return [first_unknown(results) or site.unknown("backward")] * len(results)
-    own, back = found[: len(results)], found[len(results) :]
-    wrong = any(not _agree(site, a, b) for a, b in zip(own, results, strict=True))
-    for i, a, b in zip(given, back, expected, strict=True):
-        if isinstance(values[i], Known) or is_zero(a):  # nobody asks the gradient of a number
+    shapes = [site.operand_shapes(i) for i in differentiated], [site.result_shapes(i) for i in floating_results]
+    operands = resolve_numbers(site, relations)
+    cotangents = [
+        _derivative_relation(site, results[i], shape) for i, shape in zip(floating_results, shapes[1], strict=True)
+    ]
+    expected = [
+        _derivative_relation(site, operands[i], shape) for i, shape in zip(differentiated, shapes[0], strict=True)
+    ]
+    if any(relation is None for relation in cotangents):
+        return unknown_results(site, results, "backward")
+    rule_relations = _follow_rule(
+        proof, site, trace, [*relations, *[relation for relation in cotangents if relation is not None]]
+    )
+    if rule_relations is None:
+        return unknown_results(site, results, "backward")
+    rule_results, rule_cotangents = rule_relations[: len(results)], rule_relations[len(results) :]
+    wrong = any(
+        not _agree(site, rule_relation, relation) for rule_relation, relation in zip(rule_results, results, strict=True)
+    )
+    for i, rule_relation, expected_relation in zip(differentiated, rule_cotangents, expected, strict=True):
+        if isinstance(relations[i], Known) or is_zero(
+            rule_relation
+        ):  # a known number has no gradient, and 0 has every relation
             continue
-        wrong |= b is None or not _agree(site, a, b)
-    return _or_unknown(site, results, wrong)
+        wrong |= expected_relation is None or not _agree(site, rule_relation, expected_relation)
+    return _results_unless(site, results, wrong)
 
 
-def _or_unknown(site: Site, results: list[Value], wrong: bool) -> list[Value]:
-    return [first_unknown(results) or site.unknown("backward")] * len(results) if wrong else results
+def _results_unless(site: Site, results: list[Relation], wrong: bool) -> list[Relation]:
+    return unknown_results(site, results, "backward") if wrong else results
 
 
-def _dual(site: Site, value: Value, shapes: Shapes) -> Value | None:
-    """Return the relation of the derivative of a mean over pieces; None if it is not known."""
-    if isinstance(value, Split) and differing(shapes) == (value.dim,) and value.order is None:
-        return Split(value.dim, value.blocks, SCALE / value.ratio)
-    if isinstance(value, Same) and not differing(shapes):
-        return Total(SCALE / value.ratio, site.op)
-    if isinstance(value, Total) and not differing(shapes):
-        return Same(SCALE / value.ratio)
+def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Relation | None:
+    """Return the relation of the loss's derivative with respect to a value, see `follow_vjp`; None if it is not known."""
+    if isinstance(relation, Split) and differing_dims(shapes) == (relation.dim,) and relation.order is None:
+        return Split(relation.dim, relation.blocks, SCALE / relation.ratio)
+    if isinstance(relation, Same) and not differing_dims(shapes):
+        return Total(SCALE / relation.ratio, site.op)
+    if isinstance(relation, Total) and not differing_dims(shapes):
+        return Same(SCALE / relation.ratio)
     return None
 
 
-def _agree(site: Site, a: Value, b: Value) -> bool:
-    """Return whether two relations are the same, up to rounding; numbers agree with what follows from them."""
+def _agree(site: Site, a: Relation, b: Relation) -> bool:
+    """Return whether relation `a` implies relation `b`, up to rounding of the ratios."""
     if isinstance(b, Known):
         return isinstance(a, Known)
     if isinstance(a, Known):
-        a = Same() if a.equal else Unknown("count")
-    if isinstance(a, Same) and isinstance(b, Total):  # what is the same everywhere is a share of its sum
-        a = Total(a.ratio / site.pieces)
+        a = a.as_same()
+    if isinstance(a, Same) and isinstance(b, Total):  # W = r P_i in all pieces is W = (r/n) (P_0 + ...)
+        a = Total(a.ratio / site.num_pieces)
     if isinstance(a, Same | Split | Total) and isinstance(b, type(a)):
-        places = [one.place if isinstance(one, Split) else None for one in (a, b)]
-        return places[0] == places[1] and site.equal(a.ratio, b.ratio)  # pyright: ignore[reportAttributeAccessIssue]
+        places = [relation.place if isinstance(relation, Split) else None for relation in (a, b)]
+        return places[0] == places[1] and site.equal_ratios(a.ratio, b.ratio)  # pyright: ignore[reportAttributeAccessIssue]
     return a == b and not isinstance(a, Unknown)
 
 
-def _followed(
-    scope: Scope, site: Site, trace: Callable[[JaxprEqn], ClosedJaxpr], values: Sequence[Value]
-) -> list[Value] | None:
-    """Return the relations of what a rule gives; None if it cannot be traced by itself."""
-    at = id(site.whole), id(site.piece)
-    if at not in scope.rules:
+def _follow_rule(
+    proof: Proof, site: Site, trace: Callable[[JaxprEqn], ClosedJaxpr], relations: Sequence[Relation]
+) -> list[Relation] | None:
+    """Return the relations of the results of a derivative rule; None if the rule cannot be traced outside of the loss.
+
+    Args:
+      proof: the settings of the proof.
+      site: the call of the function.
+      trace: a function that traces the rule of an equation.
+      relations: the relations of the rule's operands.
+    """
+    key = id(site.whole_eqn), id(site.piece_eqn)
+    if key not in proof.rule_traces:
         try:
-            scope.rules[at] = trace(site.whole), trace(site.piece)
-        except Exception:  # a rule that works only inside the loss: it closes over its tracers, or names mesh axes
-            scope.rules[at] = None
-    if scope.rules[at] is None:
+            proof.rule_traces[key] = trace(site.whole_eqn), trace(site.piece_eqn)
+        except (
+            Exception
+        ):  # a rule that works only inside the loss: it closes over tracers of the loss, or names mesh axes
+            proof.rule_traces[key] = None
+    if proof.rule_traces[key] is None:
         return None
     try:
-        # a rule is not differentiated again, so rules within it do not count
-        return dataclasses.replace(scope, training=False).relate(site, scope.rules[at][0], scope.rules[at][1], values)
+        # a rule is not differentiated, so derivative rules inside it do not count
+        return dataclasses.replace(proof, training=False).relate(
+            site, proof.rule_traces[key][0], proof.rule_traces[key][1], relations
+        )
     except DifferentTracesError:
         return None
 
 
-def _called(eqn: JaxprEqn) -> Callable[..., Any]:
+def _bound(eqn: JaxprEqn) -> Callable[..., Any]:
+    """Return the function that an equation calls."""
+
     def call(*operands: jax.Array) -> Any:
-        with source_info_util.user_context(eqn.source_info.traceback):  # or messages would name this line
+        with source_info_util.user_context(eqn.source_info.traceback):  # without it, messages would name this line
             return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
 
     return call
@@ -161,9 +196,10 @@ def _no_tangent(operand: Any) -> Any:
     return jnp.zeros(jnp.shape(operand), jax.dtypes.float0)
 
 
-def _like(var: Any) -> jax.ShapeDtypeStruct:
+def _abstract_value(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 
 def _floating(variables: Sequence[Any]) -> list[int]:
+    """Return the indices of the variables that have a floating or complex dtype."""
     return [i for i, var in enumerate(variables) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]

@@ -1,301 +1,343 @@
-"""Rules of equations that look up entries, or write them, by indices that are values."""
+"""Rules of gathers, scatters and dynamic slices, whose indices are operands."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from shardopt.separability.elementwise import first_unknown, is_zero, join, not_linear, related, unify
-from shardopt.separability.moves import take
-from shardopt.separability.numbers import source_rows
+from shardopt.separability.elementwise import first_unknown, is_zero, join, not_linear, resolve_numbers, unify
+from shardopt.separability.moves import take_along_split
+from shardopt.separability.numbers import row_numbers
 from shardopt.separability.relations import (
     Columns,
     Known,
-    OfOperand,
+    OperandSite,
+    Relation,
     Same,
     Site,
     Split,
     Total,
     Unknown,
-    Value,
-    differing,
+    differing_dims,
+    sizes_of_dim,
 )
 
 
-def gather(site: Site, values: Sequence[Value]) -> list[Value]:
+def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Look up entries.
 
-    - Of what is the same everywhere: rows of indices give rows of entries.
-    - Of rows, by indices that are the same: each piece looks up in its own rows, if their dim is taken whole.
-    - Of rows, by the row's own number: the number that each entry of the result asks for is compared.
+    The rule knows three cases:
+
+    - The operand is the same in all pieces: rows of indices give rows of entries.
+    - The operand has rows, and the indices are the same in all pieces: each piece looks up in its rows, if slices take the
+      whole dim of rows.
+    - The operand has rows, and the indices are known row numbers: `take_along_split` compares the numbers.
     """
-    if unknown := first_unknown(values):
+    if unknown := first_unknown(relations):
         return [unknown]
-    operand, indices = related(site, values)[0], values[1]
-    numbers, sizes = site.params["dimension_numbers"], site.params_of("slice_sizes")
-    shapes = site.operand(0)
-    kept = [
+    operand, indices = resolve_numbers(site, relations)[0], relations[1]
+    numbers, sizes = site.params["dimension_numbers"], site.both_params("slice_sizes")
+    shapes = site.operand_shapes(0)
+    slice_dims = [
         dim
         for dim in range(len(shapes[0]))
         if dim not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     ]
-    batch = [dim for dim in range(len(site.result()[0])) if dim not in numbers.offset_dims]
-    whole_dims = [
+    batch_dims = [dim for dim in range(len(site.result_shapes()[0])) if dim not in numbers.offset_dims]
+    fully_taken_dims = [
         dim
         for dim in range(len(shapes[0]))
         if all(size[dim] == shape[dim] for size, shape in zip(sizes, shapes, strict=True))
     ]
     if not isinstance(operand, Same | Split | Total):
         return [not_linear(site, operand)]
-    # along dims that are looked up in, and those of which a part is taken, whole and pieces must be equally long
-    uneven = [dim for dim in differing(shapes) if dim not in whole_dims or dim not in kept]
-    changed = [dim for dim in range(len(shapes[0])) if sizes[0][dim] != sizes[1][dim] and dim not in differing(shapes)]
-    if changed:
+    # a dim that is indexed, or only partly taken, must have one size in the whole trace and in the piece trace
+    uneven_dims = [dim for dim in differing_dims(shapes) if dim not in fully_taken_dims or dim not in slice_dims]
+    resized_dims = [
+        dim for dim in range(len(shapes[0])) if sizes[0][dim] != sizes[1][dim] and dim not in differing_dims(shapes)
+    ]
+    if resized_dims:
         return [site.unknown("position")]
-    plain = indices if isinstance(indices, Columns) else related(site, values)[1]
-    if isinstance(operand, Split) and uneven == [operand.dim] and operand.dim in numbers.collapsed_slice_dims:
-        return [_own_rows(site, operand, indices, batch)]
-    if isinstance(plain, Columns):
-        plain = join(site, [_as_relation(site, one) for one in plain.columns])
-    if _scales_filling(site, operand):
+    if isinstance(operand, Split) and uneven_dims == [operand.dim] and operand.dim in numbers.collapsed_slice_dims:
+        return [_gather_known_rows(site, operand, indices, batch_dims)]
+    index_relation = _resolve_indices(site, relations)
+    if _fill_breaks_ratio(site, operand):
         return [site.unknown("count")]
-    if isinstance(operand, Split) and uneven == [operand.dim] and operand.dim in numbers.operand_batching_dims:
-        return [_paired(site, operand, plain, batch)]
-    if uneven:
+    if isinstance(operand, Split) and uneven_dims == [operand.dim] and operand.dim in numbers.operand_batching_dims:
+        return [_gather_paired_dims(site, operand, index_relation, batch_dims)]
+    if uneven_dims:
         return [site.unknown("mixes")]
-    if not isinstance(plain, Same | Split):
-        return [first_unknown([plain]) or not_linear(site, plain)]
-    if not site.equal(plain.ratio, 1.0):
+    if not isinstance(index_relation, Same | Split):
+        return [first_unknown([index_relation]) or not_linear(site, index_relation)]
+    if not site.is_unscaled(index_relation):
         return [site.unknown("count")]
-    if isinstance(plain, Split):
-        if not isinstance(operand, Same) or plain.dim == len(site.operand(1)[0]) - 1:
+    if isinstance(index_relation, Split):
+        if not isinstance(operand, Same) or index_relation.dim == len(site.operand_shapes(1)[0]) - 1:
             return [site.unknown("mixes")]
-        return [Split(batch[plain.dim], plain.blocks, operand.ratio, plain.order)]
+        return [Split(batch_dims[index_relation.dim], index_relation.blocks, operand.ratio, index_relation.order)]
     if isinstance(operand, Split):
-        return [operand.at(numbers.offset_dims[kept.index(operand.dim)])]
+        return [operand.moved_to(numbers.offset_dims[slice_dims.index(operand.dim)])]
     if isinstance(operand, Same):
-        return [Same(operand.ratio, operand.drawn or plain.drawn)]
+        return [Same(operand.ratio, operand.drawn or index_relation.drawn)]
     return [operand if isinstance(operand, Total) else site.unknown("shape")]
 
 
-def _scales_filling(site: Site, operand: Value) -> bool:
-    """Return whether indices outside give a number that has not the operand's ratio."""
+def _fill_breaks_ratio(site: Site, operand: Relation) -> bool:
+    """Return whether an index out of bounds gives a number that does not have the operand's ratio."""
     if isinstance(operand, Same | Split) and operand.ratio == 1.0:
         return False
-    filling = site.params.get("fill_value")
-    given = filling is not None and filling != 0
-    return "FILL" in str(site.params.get("mode")) and (given or not np.issubdtype(site.dtype, np.inexact))
+    fill_value = site.params.get("fill_value")
+    has_fill_value = fill_value is not None and fill_value != 0
+    return "FILL" in str(site.params.get("mode")) and (has_fill_value or not np.issubdtype(site.dtype, np.inexact))
 
 
-def _as_relation(site: Site, column: Value) -> Value:
+def _resolve_column(site: Site, column: Relation) -> Relation:
+    """Return the relation of a column of the indices; known numbers are replaced by the relation that follows from them."""
     if not isinstance(column, Known):
         return column
-    whole, piece = site.operand(1)
-    return related(OfOperand(site, shapes=((*whole[:-1], 1), (*piece[:-1], 1))), [column])[0]
+    whole_shape, piece_shape = site.operand_shapes(1)
+    return resolve_numbers(OperandSite(site, shapes=((*whole_shape[:-1], 1), (*piece_shape[:-1], 1))), [column])[0]
 
 
-def _paired(site: Site, operand: Split, indices: Value, batch: Sequence[int]) -> Value:
-    """Look up in each row by indices of that row: dims of operand and indices that are counted together."""
+def _resolve_indices(site: Site, relations: Sequence[Relation]) -> Relation:
+    """Return one relation for all columns of the indices."""
+    if isinstance(relations[1], Columns):
+        return join(site, [_resolve_column(site, column) for column in relations[1].columns])
+    return resolve_numbers(site, relations)[1]
+
+
+def _gather_paired_dims(site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]) -> Relation:
+    """Look up in each row by the indices of this row: the rows are a batching dim of the operand and of the indices."""
     numbers = site.params["dimension_numbers"]
-    paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
-    fine = isinstance(indices, Same | Split) and site.equal(indices.ratio, 1.0)
-    if isinstance(indices, Split):
-        fine = fine and (paired, *operand.place[1:]) == indices.place
-    return operand.at(batch[paired]) if fine else site.unknown("mixes")
+    dim = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
+    same_rows = _belong_to_rows(site, [indices], (dim, *operand.place[1:]))
+    return operand.moved_to(batch_dims[dim]) if same_rows else site.unknown("mixes")
 
 
-def _own_rows(site: Site, operand: Split, indices: Value, batch: Sequence[int]) -> Value:
-    """Look up entries of rows by numbers of rows that the trace knows."""
-    numbers = site.params["dimension_numbers"]
-    columns = indices.columns if isinstance(indices, Columns) else (indices,)
-    if len(columns) != len(numbers.start_index_map) or operand.dim not in numbers.start_index_map:
+def _belong_to_rows(site: Site, indices: Sequence[Relation], place: tuple[Any, ...]) -> bool:
+    """Return whether indices are the same in all pieces, or split like rows at a place; their ratio must be 1."""
+    return all(site.is_unscaled(index) and (isinstance(index, Same) or index.place == place) for index in indices)
+
+
+def _gather_known_rows(site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]) -> Relation:
+    """Look up entries of rows by row numbers that the trace knows."""
+    row_indices = _known_row_indices(site, indices, site.params["dimension_numbers"].start_index_map, operand.dim)
+    if row_indices is None:
         return site.unknown("mixes")
-    own = columns[numbers.start_index_map.index(operand.dim)]
-    others = [_as_relation(site, one) for k, one in enumerate(columns) if numbers.start_index_map[k] != operand.dim]
-    row_dim = _row_dim(site, own)
-    if row_dim is None or not isinstance(own, Known):
-        return site.unknown("mixes")
-    sizes = site.operand(0)[0][operand.dim], site.operand(0)[1][operand.dim]
-    rows = source_rows(own.whole, sizes[0]), source_rows(own.piece, sizes[1])
+    column, row_dim, other_columns = row_indices
+    sizes = sizes_of_dim(site.operand_shapes(0), operand.dim)
+    rows = row_numbers(column.whole_values, sizes[0]), row_numbers(column.piece_values, sizes[1])
     if rows[0] is None or rows[1] is None:
         return site.unknown("mixes")
-    taken = take(site, operand.at(row_dim), rows[0], rows[1], sizes)
+    taken = take_along_split(site, operand.moved_to(row_dim), rows[0], rows[1], sizes)
     if not isinstance(taken, Split):
         return taken
-    for other in others:  # what is looked up in further dims is that of the row at the same place
-        fine = isinstance(other, Same | Split) and site.equal(other.ratio, 1.0)
-        if not fine or (isinstance(other, Split) and other.place != taken.place):
-            return site.unknown("mixes")
-    return taken.at(batch[row_dim])
+    # the indices of the other dims must belong to the row that is looked up
+    same_rows = _belong_to_rows(site, other_columns, taken.place)
+    return taken.moved_to(batch_dims[row_dim]) if same_rows else site.unknown("mixes")
 
 
-def _row_dim(site: Site, column: Value) -> int | None:
-    """Return the dim along which a column of indices goes from row to row; None if there is no one such dim."""
+def _known_row_indices(
+    site: Site, indices: Relation, index_map: Sequence[int], operand_dim: int
+) -> tuple[Known, int, list[Relation]] | None:
+    """Return the column of the indices with known row numbers, its dim of rows, and the other columns; None if not known.
+
+    Args:
+      site: the equation.
+      indices: the relation of the indices.
+      index_map: the operand's dim for each column of the indices.
+      operand_dim: the operand's dim of rows.
+    """
+    columns = indices.columns if isinstance(indices, Columns) else (indices,)
+    if len(columns) != len(index_map) or operand_dim not in index_map:
+        return None
+    position = index_map.index(operand_dim)
+    column, row_dim = columns[position], _row_dim(site, columns[position])
+    if row_dim is None or not isinstance(column, Known):
+        return None
+    return column, row_dim, [_resolve_column(site, other) for i, other in enumerate(columns) if i != position]
+
+
+def _row_dim(site: Site, column: Relation) -> int | None:
+    """Return the only dim of the indices along which a column of row numbers varies; None if it is not the only one."""
     if not isinstance(column, Known):
         return None
-    shapes = site.operand(1)
-    dims = [dim for dim in range(column.whole.ndim - 1) if column.whole.shape[dim] > 1 or column.piece.shape[dim] > 1]
+    shapes = site.operand_shapes(1)
+    dims = [
+        dim
+        for dim in range(column.whole_values.ndim - 1)
+        if column.whole_values.shape[dim] > 1 or column.piece_values.shape[dim] > 1
+    ]
     if len(dims) != 1 or any(
-        one.shape[dims[0]] != shape[dims[0]] for one, shape in zip((column.whole, column.piece), shapes, strict=True)
+        values.shape[dims[0]] != shape[dims[0]]
+        for values, shape in zip((column.whole_values, column.piece_values), shapes, strict=True)
     ):
-        # a piece of one row has one number, 0
-        rows = [dim for dim in differing(shapes) if column.whole.shape[dim] == shapes[0][dim]]
+        # a piece of one row has only the row number 0
+        row_dims = [dim for dim in differing_dims(shapes) if column.whole_values.shape[dim] == shapes[0][dim]]
         if (
-            len(rows) == 1
-            and shapes[1][rows[0]] == 1
-            and column.piece.size == 1
-            and column.whole.size == shapes[0][rows[0]]
+            len(row_dims) == 1
+            and shapes[1][row_dims[0]] == 1
+            and column.piece_values.size == 1
+            and column.whole_values.size == shapes[0][row_dims[0]]
         ):
-            return rows[0]
+            return row_dims[0]
         return None
-    return dims[0] if differing(shapes) == (dims[0],) else None
+    return dims[0] if differing_dims(shapes) == (dims[0],) else None
 
 
 ADDING = frozenset(["scatter-add", "scatter_add", "scatter_sub"])
 
 
-def scatter(site: Site, values: Sequence[Value]) -> list[Value]:
+def scatter(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Write or add entries.
 
-    - Along a dim of rows that updates fill whole, each piece writes into its own rows.
-    - By the row's own number, or by dims that are counted together, each row writes into itself.
-    - Rows that are added to what all share are a sum over rows.
+    The rule knows three cases:
+
+    - The updates fill the whole dim of rows: each piece writes into its rows.
+    - The index is the number of the row, or rows are a batching dim: each row writes into itself.
+    - The operand is the same in all pieces, and rows are added to it: the result is a sum over rows.
     """
-    operand, indices, updates = related(site, values)
-    if isinstance(values[1], Columns):
-        indices = join(site, [_as_relation(site, column) for column in values[1].columns])
-    own = _writes_own_rows(site, values[1])
-    if unknown := first_unknown([operand, updates] if own else [operand, updates, indices]):
+    operand, _, updates = resolve_numbers(site, relations)
+    indices = _resolve_indices(site, relations)
+    own_rows = _own_row_place(site, relations[1])
+    if unknown := first_unknown([operand, updates] if own_rows else [operand, updates, indices]):
         return [unknown]
-    if not own and not (isinstance(indices, Same | Split) and site.equal(indices.ratio, 1.0)):
+    if not own_rows and not site.is_unscaled(indices):
         return [site.unknown("mixes")]
-    rows = differing(site.operand(0))
-    if len(rows) > 1 or len(differing(site.operand(2))) > 1:
+    row_dims = differing_dims(site.operand_shapes(0))
+    if len(row_dims) > 1 or len(differing_dims(site.operand_shapes(2))) > 1:
         return [site.unknown("shape")]
-    zeros = [is_zero(values[0]), is_zero(values[2])]
-    if not rows:
-        return [_into_shared(site, operand, indices, updates, zeros)]
-    written = _into_rows(site, rows[0], operand, own or indices, updates, zeros, by_number=own is not None)
-    return [written]
+    zeros = [is_zero(relations[0]), is_zero(relations[2])]
+    if not row_dims:
+        return [_scatter_into_shared(site, operand, indices, updates, zeros)]
+    by_row_number, indices = own_rows is not None, own_rows or indices
+    return [_scatter_into_rows(site, row_dims[0], operand, indices, updates, zeros, by_row_number=by_row_number)]
 
 
 def _batch_dims(site: Site) -> list[int]:
-    """Return the dims of the updates that belong to dims of the indices."""
-    windows = site.params["dimension_numbers"].update_window_dims
-    return [dim for dim in range(len(site.operand(2)[0])) if dim not in windows]
+    """Return the dims of the updates that correspond to the dims of the indices, in order."""
+    window_dims = site.params["dimension_numbers"].update_window_dims
+    return [dim for dim in range(len(site.operand_shapes(2)[0])) if dim not in window_dims]
 
 
-def _into_rows(
-    site: Site, dim: int, operand: Value, indices: Value, updates: Value, zeros: list[bool], *, by_number: bool
-) -> Value:
-    """Write into what has rows along `dim`."""
-    numbers, shapes = site.params["dimension_numbers"], site.operand(0)
-    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    windows = [one for one in range(len(shapes[0])) if one not in inserted]
-    if by_number:
+def _scatter_into_rows(
+    site: Site,
+    dim: int,
+    operand: Relation,
+    indices: Relation,
+    updates: Relation,
+    zeros: list[bool],
+    *,
+    by_row_number: bool,
+) -> Relation:
+    """Return the relation of a scatter into an operand that has rows along `dim`."""
+    numbers, shapes = site.params["dimension_numbers"], site.operand_shapes(0)
+    missing_dims = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window_dims = [operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in missing_dims]
+    if by_row_number:
         assert isinstance(indices, Split)
-        at = indices.dim
-        place = _batch_dims(site)[at]
+        index_dim = indices.dim
+        update_dim = _batch_dims(site)[index_dim]
     elif dim in numbers.operand_batching_dims:
-        at = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-        place = _batch_dims(site)[at]
-    elif dim in windows and dim not in numbers.scatter_dims_to_operand_dims:
-        at, place = None, numbers.update_window_dims[windows.index(dim)]
-        if any(shape[dim] != update[place] for shape, update in zip(shapes, site.operand(2), strict=True)):
+        index_dim = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+        update_dim = _batch_dims(site)[index_dim]
+    elif dim in window_dims and dim not in numbers.scatter_dims_to_operand_dims:
+        index_dim, update_dim = None, numbers.update_window_dims[window_dims.index(dim)]
+        if any(shape[dim] != update[update_dim] for shape, update in zip(shapes, site.operand_shapes(2), strict=True)):
             return site.unknown("mixes")
     else:
         return site.unknown("mixes")
-    if isinstance(indices, Split) and indices.dim != at:
+    if isinstance(indices, Split) and indices.dim != index_dim:
         return site.unknown("mixes")
-    if any(one != place for one in differing(site.operand(2))):
+    if any(differing_dim != update_dim for differing_dim in differing_dims(site.operand_shapes(2))):
         return site.unknown("shape")
-    # all of them along the dim of the result
-    splits = [one.at(dim) for one in (operand, indices, updates) if isinstance(one, Split)]
-    if len({one.place for one in splits}) > 1:
+    # express all of them along the dim of the result
+    splits = [relation.moved_to(dim) for relation in (operand, indices, updates) if isinstance(relation, Split)]
+    if len({split.place for split in splits}) > 1:
         return site.unknown("mixes")
-    joined = _combined(site, operand, updates, zeros)
-    if not splits or not isinstance(joined, Same | Split):
-        return joined if isinstance(joined, Same | Unknown) else site.unknown("mixes")
-    return Split(dim, splits[0].blocks, joined.ratio, splits[0].order)
+    combined = _combine_entries(site, operand, updates, zeros)
+    if not splits or not isinstance(combined, Same | Split):
+        return combined if isinstance(combined, Same | Unknown) else site.unknown("mixes")
+    return Split(dim, splits[0].blocks, combined.ratio, splits[0].order)
 
 
-def _combined(site: Site, operand: Value, updates: Value, zeros: list[bool]) -> Value:
-    """Return what holds of entries that are the operand's, the updates', or both combined, wherever rows are."""
-    ones = [
-        Same(one.ratio, isinstance(one, Same) and one.drawn) if isinstance(one, Same | Split) else one
-        for one in (operand, updates)
+def _combine_entries(site: Site, operand: Relation, updates: Relation, zeros: list[bool]) -> Relation:
+    """Return the relation of entries that come from the operand, from the updates, or from both, whatever their place."""
+    entries = [
+        Same(relation.ratio, isinstance(relation, Same) and relation.drawn)
+        if isinstance(relation, Same | Split)
+        else relation
+        for relation in (operand, updates)
     ]
-    if site.name not in ADDING and site.name != "scatter":  # a product, the larger, the smaller
-        fine = all(isinstance(one, Same) and site.equal(one.ratio, 1.0) for one in ones)
-        return Same(1.0) if fine else site.unknown("count")
-    return unify(site, ones, zeros)
+    if site.name not in ADDING and site.name != "scatter":  # scatter_mul, scatter_max, scatter_min
+        return Same(1.0) if all(map(site.is_unscaled, entries)) else site.unknown("count")
+    return unify(site, entries, zeros)
 
 
-def _into_shared(site: Site, operand: Value, indices: Value, updates: Value, zeros: list[bool]) -> Value:
-    """Write into what has no dim of rows."""
-    repeated, batch = differing(site.operand(2)), _batch_dims(site)
-    if isinstance(indices, Same) and not repeated:
-        return _combined(site, operand, updates, zeros)
-    # updates of rows, which are added up, wherever their indices say
-    if site.name not in ADDING or not repeated or repeated[0] not in batch:
+def _scatter_into_shared(
+    site: Site, operand: Relation, indices: Relation, updates: Relation, zeros: list[bool]
+) -> Relation:
+    """Return the relation of a scatter into an operand without a dim of rows."""
+    row_dims, batch_dims = differing_dims(site.operand_shapes(2)), _batch_dims(site)
+    if isinstance(indices, Same) and not row_dims:
+        return _combine_entries(site, operand, updates, zeros)
+    # rows are added up, so it does not matter where their indices point
+    if site.name not in ADDING or not row_dims or row_dims[0] not in batch_dims:
         return site.unknown("mixes")
-    at = batch.index(repeated[0])
-    where = {(at, *updates.place[1:])} if isinstance(updates, Split) else set()
-    where |= {indices.place} if isinstance(indices, Split) else set()
-    if len(where) != 1 or where.pop()[0] != at or not isinstance(updates, Same | Split):
+    index_dim = batch_dims.index(row_dims[0])
+    places = {(index_dim, *updates.place[1:])} if isinstance(updates, Split) else set()
+    places |= {indices.place} if isinstance(indices, Split) else set()
+    if len(places) != 1 or places.pop()[0] != index_dim or not isinstance(updates, Same | Split):
         return site.unknown("mixes")
     return unify(site, [operand, Total(updates.ratio, site.op)], [zeros[0], False])
 
 
-def _writes_own_rows(site: Site, indices: Value) -> Split | None:
-    """Return where rows are among the indices, if each row is written into itself; None if that is not known."""
-    numbers = site.params["dimension_numbers"]
-    columns = indices.columns if isinstance(indices, Columns) else (indices,)
-    rows = [dim for dim in differing(site.operand(0)) if dim in numbers.scatter_dims_to_operand_dims]
-    if len(columns) != len(numbers.scatter_dims_to_operand_dims) or len(rows) != 1:
+def _own_row_place(site: Site, indices: Relation) -> Split | None:
+    """Return the place of rows in the indices if each row is written into itself; None if this is not known."""
+    index_map, shapes = site.params["dimension_numbers"].scatter_dims_to_operand_dims, site.operand_shapes(0)
+    row_dims = [dim for dim in differing_dims(shapes) if dim in index_map]
+    row_indices = _known_row_indices(site, indices, index_map, row_dims[0]) if len(row_dims) == 1 else None
+    if row_indices is None:
         return None
-    at = numbers.scatter_dims_to_operand_dims.index(rows[0])
-    own, others = columns[at], [_as_relation(site, one) for k, one in enumerate(columns) if k != at]
-    row_dim = _row_dim(site, own)
-    if row_dim is None or not isinstance(own, Known):
-        return None
-    for known, shape in zip((own.whole, own.piece), site.operand(0), strict=True):
-        if not np.array_equal(known.reshape(-1), np.arange(shape[rows[0]])):
+    column, row_dim, other_columns = row_indices
+    for values, size in zip((column.whole_values, column.piece_values), sizes_of_dim(shapes, row_dims[0]), strict=True):
+        if not np.array_equal(values.reshape(-1), np.arange(size)):
             return None
-    place = Split(row_dim).place
-    for other in others:
-        if not isinstance(other, Same | Split) or not site.equal(other.ratio, 1.0):
-            return None
-        if isinstance(other, Split) and other.place != place:
-            return None
-    return Split(row_dim)
+    place = Split(row_dim)
+    return place if _belong_to_rows(site, other_columns, place.place) else None
 
 
-def dynamic_slice(site: Site, values: Sequence[Value]) -> list[Value]:
-    """Take a slice that begins at a value: along the dims of rows it must be all of them."""
-    operand, starts = related(site, values)[0], related(site, values)[1:]
+def dynamic_slice(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Take a slice with a start that is an operand: it must take all entries along dims of rows."""
+    operand, starts = resolve_numbers(site, relations)[0], resolve_numbers(site, relations)[1:]
     if unknown := first_unknown([operand, *starts]):
         return [unknown]
-    if not all(isinstance(start, Same) and site.equal(start.ratio, 1.0) for start in starts):
+    if not all(isinstance(start, Same) and site.equal_ratios(start.ratio, 1.0) for start in starts):
         return [site.unknown("mixes")]
-    shapes, results = site.operand(), site.result()
+    shapes, result_shapes = site.operand_shapes(), site.result_shapes()
     for dim in range(len(shapes[0])):
         if shapes[0][dim] == shapes[1][dim]:
-            if results[0][dim] != results[1][dim]:
+            if result_shapes[0][dim] != result_shapes[1][dim]:
                 return [site.unknown("position")]
-        elif not all(shape[dim] == result[dim] for shape, result in zip(shapes, results, strict=True)):
+        elif not all(
+            shape[dim] == result_shape[dim] for shape, result_shape in zip(shapes, result_shapes, strict=True)
+        ):
             return [site.unknown("mixes")]
     return [operand if isinstance(operand, Same | Split | Total) else site.unknown("shape")]
 
 
-def dynamic_update_slice(site: Site, values: Sequence[Value]) -> list[Value]:
-    """Write a slice that begins at a value: along the dims of rows it must be all of them."""
-    operand, updates, *starts = related(site, values)
+def dynamic_update_slice(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Write a slice with a start that is an operand: it must fill all entries along dims of rows."""
+    operand, updates, *starts = resolve_numbers(site, relations)
     if unknown := first_unknown([operand, updates, *starts]):
         return [unknown]
-    if not all(isinstance(start, Same) and site.equal(start.ratio, 1.0) for start in starts):
+    if not all(isinstance(start, Same) and site.equal_ratios(start.ratio, 1.0) for start in starts):
         return [site.unknown("mixes")]
-    for shapes in zip(*site.operand(0), *site.operand(1), strict=True):
-        whole, piece, of_whole, of_piece = shapes
-        if (whole != piece or of_whole != of_piece) and (whole, piece) != (of_whole, of_piece):
+    for sizes in zip(*site.operand_shapes(0), *site.operand_shapes(1), strict=True):
+        whole_size, piece_size, whole_update_size, piece_update_size = sizes
+        if (whole_size != piece_size or whole_update_size != piece_update_size) and (whole_size, piece_size) != (
+            whole_update_size,
+            piece_update_size,
+        ):
             return [site.unknown("mixes")]
-    return [unify(site, [operand, updates], [is_zero(values[0]), is_zero(values[1])])]
+    return [unify(site, [operand, updates], [is_zero(relations[0]), is_zero(relations[1])])]

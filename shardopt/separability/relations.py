@@ -1,41 +1,41 @@
-"""How a value of the whole batch is made of the values of its pieces: the lattice of the proof.
+"""Relations between a value of the whole batch and the values of its pieces: the lattice of the proof.
 
-A loss is traced on the whole batch and on one of n equal pieces of it. The two traces are the same equations at other
-sizes. For each variable, W is its value in the whole trace and P_i its value in the trace of piece i. A relation says how W
-follows from P_0, ..., P_{n-1}, for all parameters and all rows:
+A loss is traced twice: on the whole batch (the whole trace), and on one of n equal pieces of it (the piece trace). Both
+traces have the same equations, with other sizes. A variable has the value W in the whole trace, and P_i in the trace of
+piece i. A relation says how W follows from P_0, ..., P_{n-1}, for all parameters and all rows:
 
     Same(r)       W = r P_i for every i
     Split(d, k)   W = r concat(P_0, ..., P_{n-1}) along dim d (k times, for each of k blocks)
     Total(c)      W = c (P_0 + ... + P_{n-1})
     Shifted       W = r concat(Q_0, ..., Q_{n-1}) + c (T_0 + ... + T_{n-1}) where P_i = Q_i + T_i
     Extreme(max)  W = max(P_0, ..., P_{n-1})
-    Known         the numbers of W and P_i are computed in the trace itself: no row and no parameter goes into them
-    Columns       the entries along the last dim have a relation each
+    Known         the proof has computed the numbers of W and P_i: they follow from no row and no parameter
+    Columns       each entry along the last dim has its own relation
     Unknown       nothing is known
 
-One rule holds for all of them but Known: **along a dim that differs in size between W and P, other than the split one, all
-entries are equal.** So a broadcast number is the Same for any number of rows.
+All relations but Known share one rule. A dim may have another size in W than in P, although it is not the split dim.
+**Then all entries along this dim are equal.** So a number that is broadcast is the Same for any number of rows.
 """
 
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, Shape]
-"""Of a value in the whole, and in a piece."""
+"""The shapes of a value in the whole trace and in the piece trace."""
 
 
-class Op(NamedTuple):
-    """An equation of the loss, to be named in a message.
+class Operation(NamedTuple):
+    """An equation of the loss, for an error message to name.
 
     Attributes:
       eqn: the equation.
-      callers: the calls around it, from outside: traces that jax keeps of its own functions do not say who called.
+      callers: the calls around it, the outermost first. jax caches traces of its own functions, which then do not hold their caller.
     """
 
     eqn: JaxprEqn
@@ -47,15 +47,15 @@ class Same:
     """W = ratio * P_i, for every piece.
 
     Attributes:
-      ratio: how much larger the whole's value is.
-      drawn: whether it follows from the random key, of which each piece has its own.
+      ratio: W / P_i.
+      drawn: whether the value follows from the random key. Each piece has another key.
     """
 
     ratio: float = 1.0
     drawn: bool = False
 
     def scaled(self, factor: float) -> "Same":
-        """Return the relation of the value times a number that is `factor` larger in the whole."""
+        """Return the relation of this value times a number which is `factor` times as large in the whole trace."""
         return dataclasses.replace(self, ratio=self.ratio * factor)
 
 
@@ -65,9 +65,9 @@ class Split:
 
     Attributes:
       dim: the dim along which they are concatenated.
-      blocks: how many blocks this dim has, each a concatenation of its own: entry [block, j] of P_i is [block, i, j] of W.
-      ratio: how much larger the whole's entries are.
-      order: None if the pieces come in order; else what permuted the entries of the whole.
+      blocks: how many blocks this dim has. Each block is a concatenation: entry [block, j] of P_i is entry [block, i, j] of W.
+      ratio: the ratio of an entry of W to its entry of P_i.
+      order: None if the pieces come in order; else an identifier of the permutation of the entries of W.
     """
 
     dim: int
@@ -77,15 +77,15 @@ class Split:
 
     @property
     def place(self) -> tuple[int, int, Hashable]:
-        """Return what must agree between values that are combined entry by entry."""
+        """The fields that must be equal for two values to be combined entry by entry."""
         return self.dim, self.blocks, self.order
 
-    def at(self, dim: int) -> "Split":
+    def moved_to(self, dim: int) -> "Split":
         """Return the same relation along another dim."""
         return dataclasses.replace(self, dim=dim)
 
     def scaled(self, factor: float) -> "Split":
-        """Return the relation of the value times a number that is `factor` larger in the whole."""
+        """Return the relation of this value times a number which is `factor` times as large in the whole trace."""
         return dataclasses.replace(self, ratio=self.ratio * factor)
 
 
@@ -95,24 +95,24 @@ class Total:
 
     Attributes:
       ratio: 1 for a sum over rows, 1/n for a mean.
-      op: what sums over the pieces.
+      op: the operation that sums over rows.
     """
 
     ratio: float
-    op: Op | None = dataclasses.field(default=None, compare=False)
+    op: Operation | None = dataclasses.field(default=None, compare=False)
 
     def scaled(self, factor: float) -> "Total":
-        """Return the relation of the value times a number that is `factor` larger in the whole."""
+        """Return the relation of this value times a number which is `factor` times as large in the whole trace."""
         return dataclasses.replace(self, ratio=self.ratio * factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shifted:
-    """A split value plus a total, as in `mean(errors + penalty)`: only what is linear keeps it.
+    """A split value plus a total, as in `mean(errors + penalty)`. Only linear operations keep this relation.
 
     Attributes:
-      split: the relation of the first part.
-      total: that of the second.
+      split: the relation of the split value.
+      total: the relation of the total.
     """
 
     split: Split
@@ -125,43 +125,47 @@ class Extreme:
 
     Attributes:
       kind: "max" or "min".
-      op: what compares the pieces.
+      op: the operation that compares rows.
     """
 
     kind: str
-    op: Op | None = dataclasses.field(default=None, compare=False)
+    op: Operation | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """The numbers themselves, in the whole and in each piece; a dim along which they are equal may have size 1.
+    """The numbers of W and P_i. A dim along which all numbers are equal may have size 1.
 
     Attributes:
-      whole: W.
-      piece: P_i, the same for every piece.
-      op: what made them.
+      whole_values: the numbers of W.
+      piece_values: the numbers of P_i, which are the same for every piece.
+      op: the operation that made them.
     """
 
-    whole: np.ndarray
-    piece: np.ndarray
-    op: Op | None = None
+    whole_values: np.ndarray
+    piece_values: np.ndarray
+    op: Operation | None = None
 
     @property
-    def zero(self) -> bool:
+    def all_zero(self) -> bool:
         """Whether all numbers are 0."""
-        return not (self.whole.any() or self.piece.any())
+        return not (self.whole_values.any() or self.piece_values.any())
 
     @property
-    def equal(self) -> bool:
-        """Whether the whole has the numbers of the piece."""
-        return _equal(self.whole, self.piece)
+    def same_numbers(self) -> bool:
+        """Whether W has the numbers of P_i."""
+        return _equal(self.whole_values, self.piece_values)
+
+    def as_same(self) -> "Same | Unknown":
+        """Return the relation of a value that has these numbers only sometimes, such as in one turn of a loop."""
+        return Same() if self.same_numbers else Unknown("count", self.op)
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Indices of several dims: each entry along the last dim has a relation of its own, as in `x[arange(rows), labels]`."""
+    """Indices of several dims, as in `x[arange(rows), labels]`. Each entry along the last dim has its own relation."""
 
-    columns: "tuple[Value, ...]"
+    columns: "tuple[Relation, ...]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,19 +173,19 @@ class Unknown:
     """Nothing is known.
 
     Attributes:
-      why: a key of `WHY`.
-      op: the first operation of which nothing is known.
-      use: what was done with a total or an extreme at `op`, if that is what is wrong.
+      reason: a key of `REASONS`.
+      op: the first operation whose result is unknown; or the sum or extreme that `use` cannot take.
+      use: the operation that cannot take the total or extreme of `op`; None if `op` itself is the problem.
     """
 
-    why: str
-    op: Op | None = dataclasses.field(default=None, compare=False)
-    use: Op | None = dataclasses.field(default=None, compare=False)
+    reason: str
+    op: Operation | None = dataclasses.field(default=None, compare=False)
+    use: Operation | None = dataclasses.field(default=None, compare=False)
 
 
-Value = Same | Split | Total | Shifted | Extreme | Known | Columns | Unknown
+Relation = Same | Split | Total | Shifted | Extreme | Known | Columns | Unknown
 
-WHY = {
+REASONS = {
     "mixes": "rows are mixed.",
     "position": "a row's part depends on its position in the batch.",
     "count": "it depends on the number of rows otherwise than a mean over them.",
@@ -191,15 +195,18 @@ WHY = {
     "loop": "no rule says what this loop does to rows.",
     "traces": "it does other things on the whole batch than on a piece of it.",
 }
-"""What a message says of an `Unknown`."""
+"""The sentence of an error message for each reason of an `Unknown`."""
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.array_equal(*np.broadcast_arrays(a, b), equal_nan=a.dtype.kind in "fc")) if fits(a, b) else False
+    return (
+        bool(np.array_equal(*np.broadcast_arrays(a, b), equal_nan=a.dtype.kind in "fc"))
+        if _broadcastable(a, b)
+        else False
+    )
 
 
-def fits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return whether two arrays broadcast to one shape."""
+def _broadcastable(a: np.ndarray, b: np.ndarray) -> bool:
     try:
         np.broadcast_shapes(a.shape, b.shape)
     except ValueError:
@@ -207,13 +214,18 @@ def fits(a: np.ndarray, b: np.ndarray) -> bool:
     return True
 
 
+def is_exactly_same(relation: Relation) -> bool:
+    """Return whether W = P_i, without any rounding: a relation `Same` with ratio 1."""
+    return isinstance(relation, Same) and relation.ratio == 1.0
+
+
 def close(a: float, b: float, tolerance: float) -> bool:
-    """Return whether two ratios are equal up to the rounding of the numbers that they come from."""
+    """Return whether two ratios are equal up to rounding, `tolerance` being relative."""
     return a == b or math.isclose(a, b, rel_tol=tolerance)
 
 
-def tolerance_of(dtype: Any) -> float:
-    """Return how far the ratio of two numbers may be off that were rounded to a dtype."""
+def ratio_tolerance(dtype: Any) -> float:
+    """Return the largest relative rounding error of the ratio of two numbers of a dtype."""
     name = getattr(dtype, "name", "")
     return {"float64": 2.0**-49, "complex128": 2.0**-49, "bfloat16": 2.0**-6, "float16": 2.0**-9}.get(name, 2.0**-20)
 
@@ -222,84 +234,108 @@ class Site:
     """One equation in both traces.
 
     Attributes:
-      whole: the equation on the whole batch.
-      piece: the equation on a piece.
-      pieces: n.
-      callers: the calls around it.
+      whole_eqn: the equation in the whole trace.
+      piece_eqn: the equation in the piece trace.
+      num_pieces: n.
+      callers: the calls around it, the outermost first.
+      name: the name of the primitive.
+      params: the parameters in the whole trace.
+      op: the equation, for an error message to name.
     """
 
-    def __init__(self, whole: JaxprEqn, piece: JaxprEqn, pieces: int, callers: tuple[JaxprEqn, ...] = ()):
-        self.whole, self.piece, self.pieces, self.callers = whole, piece, pieces, callers
-        self.name, self.params = whole.primitive.name, whole.params
-        self.op = Op(whole, callers)
+    def __init__(self, whole_eqn: JaxprEqn, piece_eqn: JaxprEqn, num_pieces: int, callers: tuple[JaxprEqn, ...] = ()):
+        self.whole_eqn, self.piece_eqn, self.num_pieces, self.callers = whole_eqn, piece_eqn, num_pieces, callers
+        self.name, self.params = whole_eqn.primitive.name, whole_eqn.params
+        self.op = Operation(whole_eqn, callers)
 
-    def operand(self, i: int = 0) -> Shapes:
-        """Return the shapes of an operand, in the whole and in a piece."""
-        return shape_of(self.whole.invars[i]), shape_of(self.piece.invars[i])
+    def operand_shapes(self, i: int = 0) -> Shapes:
+        """Return the shapes of an operand in the whole trace and in the piece trace."""
+        return shape_of(self.whole_eqn.invars[i]), shape_of(self.piece_eqn.invars[i])
 
-    def result(self, i: int = 0) -> Shapes:
-        """Return the shapes of a result, in the whole and in a piece."""
-        return shape_of(self.whole.outvars[i]), shape_of(self.piece.outvars[i])
+    def result_shapes(self, i: int = 0) -> Shapes:
+        """Return the shapes of a result in the whole trace and in the piece trace."""
+        return shape_of(self.whole_eqn.outvars[i]), shape_of(self.piece_eqn.outvars[i])
+
+    @property
+    def differing_operand_dims(self) -> set[int]:
+        """The dims that have another size in the whole trace than in the piece trace, in any operand."""
+        return {dim for i in range(len(self.whole_eqn.invars)) for dim in differing_dims(self.operand_shapes(i))}
 
     @property
     def num_results(self) -> int:
-        """How many results it has."""
-        return len(self.whole.outvars)
+        """The number of results."""
+        return len(self.whole_eqn.outvars)
 
     @property
     def dtype(self) -> Any:
         """The dtype of the first result."""
-        return getattr(self.whole.outvars[0].aval, "dtype", np.dtype(np.float32))
+        return getattr(self.whole_eqn.outvars[0].aval, "dtype", np.dtype(np.float32))
 
     @property
     def tolerance(self) -> float:
-        """How far two ratios may differ and count as equal."""
-        dtypes = [getattr(var.aval, "dtype", None) for var in (*self.whole.invars, *self.whole.outvars)]
-        floating = [tolerance_of(dtype) for dtype in dtypes if getattr(dtype, "kind", "") in "fcV"]
-        return min(floating, default=tolerance_of(np.dtype(np.float64)))
+        """The largest relative difference of two ratios that count as equal."""
+        dtypes = [getattr(var.aval, "dtype", None) for var in (*self.whole_eqn.invars, *self.whole_eqn.outvars)]
+        floating = [ratio_tolerance(dtype) for dtype in dtypes if getattr(dtype, "kind", "") in "fcV"]
+        return min(floating, default=ratio_tolerance(np.dtype(np.float64)))
 
-    def equal(self, a: float, b: float) -> bool:
-        """Return whether two ratios are equal."""
+    def equal_ratios(self, a: float, b: float) -> bool:
+        """Return whether two ratios are equal up to rounding."""
         return close(a, b, self.tolerance)
 
-    def unknown(self, why: str = "mixes") -> Unknown:
-        """Return that nothing is known from here on."""
-        return Unknown(why, self.op)
+    def is_unscaled(self, relation: "Relation") -> TypeGuard[Same | Split]:
+        """Return whether a relation is `Same` or `Split` with ratio 1, up to rounding."""
+        return isinstance(relation, Same | Split) and self.equal_ratios(relation.ratio, 1.0)
 
-    def params_of(self, name: str) -> tuple[Any, Any]:
-        """Return a parameter, in the whole and in a piece."""
-        return self.whole.params[name], self.piece.params[name]
+    def unknown(self, reason: str = "mixes") -> Unknown:
+        """Return `Unknown`, with this equation as the first operation whose result is unknown."""
+        return Unknown(reason, self.op)
+
+    def both_params(self, name: str) -> tuple[Any, Any]:
+        """Return a parameter of the equation in the whole trace and in the piece trace."""
+        return self.whole_eqn.params[name], self.piece_eqn.params[name]
 
 
 def shape_of(var: Any) -> Shape:
-    """Return the shape of a variable; tokens have none."""
+    """Return the shape of a variable; () for a token."""
     return tuple(getattr(var.aval, "shape", ()))
 
 
-class OfOperand(Site):
-    """The equation, as one that has an operand in another place, or of other shapes.
+class OperandSite(Site):
+    """An equation whose operands are counted from another one, or are taken to have other shapes.
 
     Args:
       site: the equation.
-      first: which operand counts as the first.
-      shapes: what counts as the shapes of all operands; None for what they are.
+      first: the index of the operand that counts as operand 0.
+      shapes: the shapes to return for every operand; None for the real shapes.
     """
 
     def __init__(self, site: Site, first: int = 0, shapes: Shapes | None = None):
-        super().__init__(site.whole, site.piece, site.pieces, site.callers)
+        super().__init__(site.whole_eqn, site.piece_eqn, site.num_pieces, site.callers)
         self._first, self._shapes = first, shapes
 
-    def operand(self, i: int = 0) -> Shapes:
-        """Return the shapes of an operand, in the whole and in a piece."""
-        return super().operand(self._first + i) if self._shapes is None else self._shapes
+    def operand_shapes(self, i: int = 0) -> Shapes:
+        """Return the shapes of an operand in the whole trace and in the piece trace."""
+        return super().operand_shapes(self._first + i) if self._shapes is None else self._shapes
 
 
-def differing(shapes: Shapes) -> tuple[int, ...]:
-    """Return the dims that differ in size between the whole and a piece."""
-    return tuple(dim for dim, (whole, piece) in enumerate(zip(*shapes, strict=True)) if whole != piece)
+def differing_dims(shapes: Shapes) -> tuple[int, ...]:
+    """Return the dims that have another size in the whole trace than in the piece trace."""
+    return tuple(
+        dim for dim, (whole_size, piece_size) in enumerate(zip(*shapes, strict=True)) if whole_size != piece_size
+    )
+
+
+def sizes_of_dim(shapes: Shapes, dim: int) -> tuple[int, int]:
+    """Return the size of a dim in the whole trace and in the piece trace."""
+    return shapes[0][dim], shapes[1][dim]
+
+
+def dim_after_removal(dim: int, removed_dims: Sequence[int]) -> int:
+    """Return the new number of a dim after other dims are removed."""
+    return dim - sum(removed_dim < dim for removed_dim in removed_dims)
 
 
 def growth(shapes: Shapes, dims: Sequence[int]) -> float:
-    """Return how many times as many entries the whole has along dims."""
-    whole, piece = (math.prod(shape[dim] for dim in dims) for shape in shapes)
-    return whole / piece if piece else math.nan
+    """Return the number of entries along dims in the whole trace, divided by their number in the piece trace."""
+    whole_size, piece_size = (math.prod(shape[dim] for dim in dims) for shape in shapes)
+    return whole_size / piece_size if piece_size else math.nan

@@ -76,7 +76,7 @@ def test_mean_over_rows_is_shown_to_be_one(name, rows):
     expected = NOT_PROVED.get(name, NOT_PROVED_OF_ONE.get(name) if rows == 1 else None)
     for key in (KEY, None) if takes_rng(loss_fn) else (None,):
         mixing = find_mixing(loss_fn, abstract(params), abstract(BATCH), pieces=pieces, key=key)
-        assert (mixing and mixing.why) == expected
+        assert (mixing and mixing.reason) == expected
 
 
 @jax.custom_vjp
@@ -156,7 +156,7 @@ RULE = "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or
 def test_derivative_rules_are_followed(rule):
     loss_fn = lambda params, batch: jnp.mean(jax.checkpoint(rule)(batch["x"] @ params["up"]) ** 2)  # noqa: E731
     mixing = find_mixing(loss_fn, PARAMS, ROWS, pieces=4)
-    assert mixing.why == RULE
+    assert mixing.reason == RULE
     assert re.fullmatch(
         r"custom_[jv][vj]p_call at tests/strategies/test_separable.py:\d+ \(.*<lambda>\)", mixing.operation
     )
@@ -167,7 +167,7 @@ def test_derivative_rules_of_what_all_rows_share():
     of_shared = find_mixing(
         lambda params, batch: jnp.mean(batch["x"] @ normalised(params["up"])), PARAMS, ROWS, pieces=4
     )
-    assert of_shared.why == RULE
+    assert of_shared.reason == RULE
     fine = lambda params, batch: jnp.mean(reversed_gradient(batch["x"], params["up"]))  # noqa: E731
     assert find_mixing(fine, PARAMS, ROWS, pieces=4) is None
 

@@ -1,7 +1,7 @@
-"""Whether a loss of a whole batch is that of its pieces put together: plain jax on one device, in float64.
+"""The oracle of the proof: compares a loss on the whole batch with its pieces, in plain jax on one device, in float64.
 
-The pieces are equal, contiguous cuts of the rows. Values and gradients are compared at the given numbers and at others
-around them, so that zeros, masks of ones and equal labels hide nothing. `proved` is the judge that this is held against.
+The pieces are equal, contiguous cuts of the rows. Values and gradients are compared at several points: the given numbers,
+and numbers with noise. So zeros, masks of ones and equal labels hide nothing. The tests compare `proved` with this oracle.
 """
 
 import contextlib
@@ -18,26 +18,27 @@ from shardopt.core.types import abstract
 from shardopt.engine.separable import find_mixing
 
 TOLERANCE = 1e-9
-"""Relative difference up to which results are equal."""
+"""The largest relative difference of results that count as equal."""
 SINGLE = 16 * np.finfo(np.float32).eps
-"""The same of results in single precision."""
+"""The same for results in single precision."""
 PIECE_SCALE = 0.25
-"""Strategies differentiate a share of a piece's loss: its part of the mean, or of a weight that only all pieces know.
+"""The factor on a piece's loss when it is differentiated.
 
-A power of two does not change how numbers are rounded.
+Strategies also scale the loss of a piece: by its share of the mean, or by a weight that only all pieces together know. A
+power of two does not change how numbers are rounded.
 """
 POINTS = 8
-"""Points at which results are compared: the given one, and those with noise."""
+"""The number of points at which results are compared: the given numbers, and numbers with noise."""
 SMALL = 1e-3
-"""Scale of results that are smaller: a gradient of zero is rounding."""
+"""The smallest scale of a relative difference: a gradient of zero holds only rounding errors."""
 KINDS = {so.Sum: "sum", so.Max: "max", so.Min: "min"}
 
 
 class Comparison(NamedTuple):
-    """The whole batch beside its pieces.
+    """The differences between the whole batch and its pieces.
 
     Attributes:
-      differences: result -> largest relative difference over all points; NaN where no point is finite.
+      differences: result -> largest relative difference over all points; NaN if no point is finite.
       error: why the loss cannot be traced on a piece, or None.
     """
 
@@ -46,45 +47,50 @@ class Comparison(NamedTuple):
 
     @property
     def separable(self) -> bool:
-        """Whether the loss of the whole is that of the pieces."""
+        """Whether the whole batch gives the same as its pieces together."""
         return self.error is None and all(one <= TOLERANCE for one in self.differences.values())
 
     @property
     def undecided(self) -> bool:
-        """Whether nothing differs, but some result is finite nowhere."""
-        worst = [one for one in self.differences.values() if not np.isnan(one)]
-        return self.error is None and len(worst) < len(self.differences) and all(one <= TOLERANCE for one in worst)
+        """Whether no result differs, but a result is finite at no point."""
+        decided = [difference for difference in self.differences.values() if not np.isnan(difference)]
+        return (
+            self.error is None
+            and len(decided) < len(self.differences)
+            and all(difference <= TOLERANCE for difference in decided)
+        )
 
 
 @contextlib.contextmanager
 def as_users_have_it():
-    """Double precision, and broadcasting over ranks as it is outside tests."""
+    """Use double precision, and allow broadcasting over ranks as outside of tests."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def proved(loss_fn: Callable, params: Any, batch: Any, pieces: int) -> bool:
-    """Whether shardopt takes the loss for a (weighted) mean over rows, from its trace."""
+    """Return whether shardopt proves that a loss is a (weighted) mean over rows."""
     with as_users_have_it():
         params, batch = abstract(doubled((params, batch)))
         return find_mixing(loss_fn, params, batch, pieces=pieces) is None
 
 
 def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: int = 0, jit: bool = True) -> Comparison:
-    """Compare a loss, its metrics and its gradient on the whole batch with those of its pieces together.
+    """Compare a loss, its metrics and its gradient on the whole batch with the results of its pieces together.
 
-    With pieces b_i: a scalar is mean_i f(b_i), `Weighted` is sum_i total(b_i) / sum_i weight(b_i), `Sum`, `Max` and
-    `Min` are what they say. The gradient is that of total / weight, the gradient of the weight included. Each piece is
-    differentiated by itself, at another scale than the whole: so a backward rule meets other cotangents, as on a device.
+    With pieces b_i, the pieces together give mean_i f(b_i) for a scalar, and sum_i total(b_i) / sum_i weight(b_i) for
+    `Weighted`. `Sum`, `Max` and `Min` are the sum and the extremes over pieces. The gradient is the gradient of
+    total / weight, the gradient of the weight included. Each piece is differentiated separately, at another scale than the
+    whole batch. So a backward rule gets other cotangents, as on a device.
 
     Args:
       loss_fn: `loss_fn(params, batch)`.
       params: a tree of arrays.
       batch: a tree of arrays, rows along dim 0; scalars are the same for all pieces.
-      pieces: how many.
-      seed: of the noise.
-      jit: whether to compile, which is fast. Operation by operation, nothing is fused: without optimisation XLA:CPU computes
-        a fused operand of a maximum twice, with other roundings, so its gradient finds no maximum and is NaN.
+      pieces: the number of pieces.
+      seed: the seed of the noise.
+      jit: whether to compile, which is fast. If False, XLA fuses no operations. Without optimisation XLA:CPU computes a fused
+        operand of a maximum twice, with other roundings. Then the gradient finds no maximum and is NaN.
     """
     with as_users_have_it():
         run = functools.partial(_parts, loss_fn)
@@ -97,29 +103,34 @@ def compare(loss_fn: Callable, params: Any, batch: Any, pieces: int, *, seed: in
             except Exception as error:
                 return Comparison({}, f"{type(error).__name__}: {error}".splitlines()[0])
             pairs.append((_together([run(params_at, batch_at)]), _together(parts)))
-    return Comparison({name: _difference([(whole[name], cut[name]) for whole, cut in pairs]) for name in pairs[0][0]})
+    return Comparison(
+        {
+            name: _difference([(whole_result[name], pieces_result[name]) for whole_result, pieces_result in pairs])
+            for name in pairs[0][0]
+        }
+    )
 
 
 def points(params: Any, batch: Any, seed: int) -> list[tuple[Any, Any]]:
-    """Return (params, batch) as given, and others around them.
+    """Return (params, batch), and versions of them with noise.
 
-    Floating leaves get additive noise, other leaves of the batch their rows in another order, each leaf its own.
+    Floating leaves get additive noise. Other leaves of the batch get their rows in another order, which differs by leaf.
     """
     draw = np.random.default_rng(seed)
 
     def noisy(leaf: Any) -> np.ndarray:
         return leaf + 0.5 * draw.normal(size=leaf.shape) if leaf.dtype == np.float64 else leaf
 
-    def moved(leaf: Any) -> np.ndarray:
+    def permuted(leaf: Any) -> np.ndarray:
         return draw.permutation(leaf) if leaf.dtype != np.float64 and leaf.ndim else noisy(leaf)
 
     params, batch = doubled((params, batch))
-    others = [(jax.tree.map(noisy, params), jax.tree.map(moved, batch)) for _ in range(POINTS - 1)]
-    return [(params, batch), *others]
+    noisy_points = [(jax.tree.map(noisy, params), jax.tree.map(permuted, batch)) for _ in range(POINTS - 1)]
+    return [(params, batch), *noisy_points]
 
 
 def doubled(tree: Any) -> Any:
-    """Return numpy arrays, floating ones in float64."""
+    """Return a tree as numpy arrays, with floating leaves in float64."""
     arrays = jax.tree.map(np.asarray, tree)
     return jax.tree.map(lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
 
@@ -129,31 +140,33 @@ def _piece(batch: Any, size: int, number: int) -> Any:
 
 
 def _parts(loss_fn: Callable, params: Any, batch: Any, scale: float = 1.0) -> dict[str, Any]:
-    """Return of every result its kind's sums; of the loss, (totals, weights, their gradients).
+    """Return the results of a loss on a batch: the metrics by kind, and for the loss its terms and their gradients.
 
-    The gradients are those of total * scale and weight * scale, divided by the scale.
+    The terms are pairs (total, weight). They are differentiated times `scale`, and the gradients are divided by it.
     """
 
-    def of_loss(params: Any) -> tuple[Any, Any]:
+    def loss_and_metrics(params: Any) -> tuple[Any, Any]:
         returned = loss_fn(params, batch)
         loss, metrics = returned if type(returned) is tuple else (returned, {})
         return _terms(loss), {f"metric {name}": _metric(value) for name, value in metrics.items()}
 
-    terms, pull, metrics = jax.vjp(of_loss, params, has_aux=True)
+    terms, pull_back, metrics = jax.vjp(loss_and_metrics, params, has_aux=True)
     leaves, treedef = jax.tree.flatten(terms)
-    slopes = [
-        pull(treedef.unflatten([(i == j) * scale * jnp.ones_like(x) for j, x in enumerate(leaves)]))
+    gradients = [
+        pull_back(treedef.unflatten([(i == j) * scale * jnp.ones_like(x) for j, x in enumerate(leaves)]))
         for i in range(len(leaves))
     ]
-    slopes = treedef.unflatten([jax.tree.map(lambda x: x / scale, slope[0]) for slope in slopes])
-    return {"loss": (terms, slopes), **metrics}
+    gradients = treedef.unflatten(
+        [jax.tree.map(lambda x: x / scale, params_gradient) for (params_gradient,) in gradients]
+    )
+    return {"loss": (terms, gradients), **metrics}
 
 
 def _terms(loss: Any) -> list[tuple[Any, Any]]:
     if not isinstance(loss, so.Weighted):
         return [(jnp.asarray(loss, float), jnp.ones(()))]
-    several = type(loss.total) is tuple
-    pairs = zip(loss.total, loss.weight, strict=True) if several else [(loss.total, loss.weight)]
+    has_several_terms = type(loss.total) is tuple
+    pairs = zip(loss.total, loss.weight, strict=True) if has_several_terms else [(loss.total, loss.weight)]
     return [(jnp.asarray(total, float), jnp.asarray(weight, float)) for total, weight in pairs]
 
 
@@ -165,18 +178,18 @@ def _metric(value: Any) -> dict[str, Any]:
 
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of all rows from the parts of pieces."""
+    """Return the results of all rows, computed from the results of pieces."""
     stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *parts)
-    how = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
+    reductions = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
     with np.errstate(all="ignore"):
-        results = _of_terms(*stacked.pop("loss"))
+        results = _loss_and_gradient(*stacked.pop("loss"))
         for name, part in stacked.items():
             ((kind, value),) = part.items()
-            results[name] = _quotients(value) if kind == "ratio" else how[kind](value, axis=0)
+            results[name] = _quotients(value) if kind == "ratio" else reductions[kind](value, axis=0)
     return results
 
 
-def _of_terms(terms: list[tuple[Any, Any]], slopes: list[tuple[Any, Any]]) -> dict[str, Any]:
+def _loss_and_gradient(terms: list[tuple[Any, Any]], slopes: list[tuple[Any, Any]]) -> dict[str, Any]:
     gradient: Any = 0.0
     for (total, weight), (total_slope, weight_slope) in zip(terms, slopes, strict=True):
         value, weight = np.sum(total) / np.sum(weight), np.sum(weight)
@@ -191,20 +204,20 @@ def _quotients(terms: list[tuple[Any, Any]]) -> Any:
 
 
 def _difference(pairs: list[tuple[Any, Any]]) -> float:
-    """Return the largest difference over points, relative to the largest entry at that point.
+    """Return the largest difference over points, relative to the largest entry at the point.
 
-    Some results are float32 in double precision too, such as the mean of booleans: there its rounding is no difference.
+    Some results are float32 even in double precision, such as the mean of booleans. Rounding in float32 counts as equal.
     """
-    worst = []
-    for expected, found in pairs:
-        single = np.result_type(expected) == np.float32
-        expected, found = np.asarray(expected, float), np.asarray(found, float)
-        if not (np.isfinite(expected).any() or np.isfinite(found).any()):
+    differences = []
+    for expected, actual in pairs:
+        is_float32 = np.result_type(expected) == np.float32
+        expected, actual = np.asarray(expected, float), np.asarray(actual, float)
+        if not (np.isfinite(expected).any() or np.isfinite(actual).any()):
             continue
-        same = (expected == found) | (np.isnan(expected) & np.isnan(found))
+        equal = (expected == actual) | (np.isnan(expected) & np.isnan(actual))
         scale = np.abs(expected[np.isfinite(expected)]).max(initial=SMALL)
         with np.errstate(invalid="ignore"):
-            relative = np.where(same, 0.0, np.abs(expected - found) / scale)
-            relative = np.where(single & (relative < SINGLE), 0.0, relative)
-        worst.append(np.where(np.isnan(relative), np.inf, relative).max(initial=0.0))
-    return float(max(worst, default=np.nan))
+            relative_difference = np.where(equal, 0.0, np.abs(expected - actual) / scale)
+            relative_difference = np.where(is_float32 & (relative_difference < SINGLE), 0.0, relative_difference)
+        differences.append(np.where(np.isnan(relative_difference), np.inf, relative_difference).max(initial=0.0))
+    return float(max(differences, default=np.nan))

@@ -1,12 +1,23 @@
 """Random losses over the primitives that people use, drawn from a seed, with their source.
 
-A program is a list of statements. Each is a template whose placeholders are filled with what was computed before, of a
-shape that fits. About half of the templates keep rows apart; one or two of the others come into every second program.
+A program is a list of statements. A statement is a template with placeholders, which are filled with earlier values of a
+shape that fits. About half of the templates keep rows apart. Every second program has one or two of the other templates.
 
-Placeholders: {r} rows of any shape, {r1} {r2} {r3} of so many dims, {s} of the shape of the last rows, {q} one number
-per row that broadcasts against them, {i} an integer per row, {m} a mean over rows, {o} anything, {F} the last dim of the
-last rows, {v} a parameter of that dim, {w} a matrix from it, {c} a number, {n} a small integer, {j} an index of the last dim,
-{rest} the dims after rows.
+Placeholders ("picked" is the value that the last {r} was filled with):
+
+    {r}             rows of any shape
+    {r1} {r2} {r3}  rows with 1, 2 or 3 dims
+    {s}             a value with the shape of the picked value
+    {q}             one number per row, which broadcasts against the picked value
+    {i}             an integer per row
+    {m}             a mean over rows
+    {o}             any value but a mean
+    {F}             the size of the last dim of the picked value
+    {v}             a parameter of this size
+    {w}             a matrix parameter with this number of rows
+    {j}             an index of this dim
+    {c} {n}         a number, a small integer
+    {rest}          the sizes of the dims after rows
 """
 
 import functools
@@ -25,19 +36,19 @@ from support import random_templates
 from support.piecewise import as_users_have_it
 
 LONGEST = 12
-"""The largest batch, and the length of tables."""
+"""The number of rows of the largest batch, and the length of tables."""
 
 
 class Program(NamedTuple):
     """A random loss.
 
     Attributes:
-      seed: which one.
-      source: of the function, as Python.
+      seed: the seed that it was drawn from.
+      source: the Python source of the loss.
       loss_fn: `loss_fn(params, batch)`.
-      params: of the loss.
+      params: the parameters of the loss.
       batch: the whole batch.
-      pieces: into how many pieces it is cut.
+      pieces: the number of pieces that the batch is cut into.
     """
 
     seed: int
@@ -53,12 +64,12 @@ class Program(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What a statement computes.
+    """The value that a statement computes.
 
     Attributes:
-      name: in the source.
-      shapes: of the whole batch, and of a piece.
-      kind: "rows" where dim 0 is that of the rows, "mean" of a mean over them, "odd" of anything else.
+      name: its name in the source.
+      shapes: its shapes for the whole batch and for a piece.
+      kind: "rows" if dim 0 holds the rows, "mean" for a mean over rows, "odd" for anything else.
       is_float: whether it can be differentiated.
     """
 
@@ -73,7 +84,7 @@ class Value(NamedTuple):
 
 
 def random_loss(seed: int) -> Program:
-    """Return the program of a seed: the same one each time."""
+    """Return the program of a seed, which is the same each time."""
     draw = random.Random(seed)
     rows, pieces = draw.choice([(8, 2), (8, 4), (12, 2), (12, 4)])
     F, G, T = (draw.choice([2, 3, 4]) for _ in range(3))
@@ -95,7 +106,7 @@ def random_loss(seed: int) -> Program:
 
 
 class _Writer:
-    """Writes one program, statement by statement; what cannot be traced is left out."""
+    """Writes one program, statement by statement. It leaves out statements that jax cannot trace."""
 
     def __init__(self, draw: random.Random, params: dict, batch: dict, pieces: int):
         self.draw, self.lines, self.values = draw, [], []
@@ -132,7 +143,7 @@ class _Writer:
         return "\n".join([*head, *(f"    {line}" for line in self.needed(loss)), f"    return {loss}", ""])
 
     def needed(self, loss: str) -> list[str]:
-        """Return the statements that the result follows from."""
+        """Return the statements that the loss follows from."""
         names, lines = _names(loss), []
         for line in reversed(self.lines):
             name, expression = line.split(" = ", 1)
@@ -174,18 +185,18 @@ class _Writer:
         return "rows" if is_rows and sizes[0][1:] == sizes[1][1:] else "odd"
 
     def shapes(self, expression: str, as_result: bool = False) -> Any:
-        """Return the shapes of an expression for the whole and for a piece; None where it cannot be traced."""
+        """Return the shapes of an expression for the whole batch and for a piece; None if jax cannot trace it."""
         code = compile(expression, "<template>", "eval")
         shapes = []
         for i, rows in enumerate(self.rows):
-            given = {value.name: value.shapes[i] for value in self.values if value.name in _names(expression)}
+            inputs = {value.name: value.shapes[i] for value in self.values if value.name in _names(expression)}
 
-            def run(params, given, rows=rows):
-                scope = SCOPE | given | {"params": params, "B": rows}
+            def run(params, inputs, rows=rows):
+                scope = SCOPE | inputs | {"params": params, "B": rows}
                 return eval(code, scope)
 
             try:
-                shape = jax.eval_shape(run, self.params, given)
+                shape = jax.eval_shape(run, self.params, inputs)
             except Exception:
                 return None
             leaves = jax.tree.leaves(shape)
@@ -213,22 +224,22 @@ class _Writer:
         draw, picked = self.draw, self.picked
         floats = [value for value in self.values if value.is_float]
         rows = [value for value in floats if value.kind == "rows"]
-        others = [value for value in floats if value.kind == "odd" and value.shape]
+        odd_values = [value for value in floats if value.kind == "odd" and value.shape]
         if token in ("c", "n"):
             return str(round(draw.uniform(-2, 2), 2)) if token == "c" else str(draw.choice([1, 2, 3, 4]))
         if token == "i":
             return draw.choice(["label", "label", "(label + 1) % 3", "jnp.arange(B) % 3", "jnp.argmax(x, -1)"])
         if token == "m":
-            return self.one_of([value for value in floats if value.kind == "mean" and not value.shape])
+            return self.choose_name([value for value in floats if value.kind == "mean" and not value.shape])
         if token == "o":
-            return self.one_of([value for value in floats if value.kind != "mean"])
+            return self.choose_name([value for value in floats if value.kind != "mean"])
         if token in ("r", "r1", "r2", "r3"):
-            fits = [value for value in rows + others if token == "r" or len(value.shape) == int(token[1])]
-            return self.one_of(fits, becomes_last=True)
+            fits = [value for value in rows + odd_values if token == "r" or len(value.shape) == int(token[1])]
+            return self.choose_name(fits, becomes_last=True)
         if picked is None:
             return None
         if token == "s":
-            return self.one_of([value for value in rows + others if value.shape == picked.shape])
+            return self.choose_name([value for value in rows + odd_values if value.shape == picked.shape])
         if token == "q":
             per_row = draw.choice([value.name for value in rows if len(value.shape) == 1])
             return per_row + f"[:, {', '.join(['None'] * (len(picked.shape) - 1))}]" * (len(picked.shape) > 1)
@@ -241,8 +252,8 @@ class _Writer:
         texts["w"] = f'params["w"][:{last}, :{draw.choice([2, 3, 4])}]'
         return texts[token]
 
-    def one_of(self, values: list[Value], *, becomes_last: bool = False) -> str | None:
-        """Return the name of a value, the latest one more often than not."""
+    def choose_name(self, values: list[Value], *, becomes_last: bool = False) -> str | None:
+        """Return the name of one of several values: the last value of the program in most cases."""
         if not values:
             return None
         value = self.last if self.last in values and self.draw.random() < 0.75 else self.draw.choice(values)
