@@ -96,9 +96,9 @@ def compile_shardopt(row: Row) -> dict[str, Any]:
     import optax
 
     import shardopt as so
-    from shardopt.models import transformer
+    from shardopt.models import _transformer as transformer
     from shardopt.planning import find_model
-    from shardopt.planning.models import RULES
+    from shardopt.planning._models import RULES
 
     shape = dataclasses.replace(find_model("beside_maxtext", row.model), length=row.length)
     adamw = optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
@@ -228,7 +228,7 @@ def maxtext_child(folder: Path, words: list[str]) -> None:
 def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
     """Return what the text of a compiled program tells, the same of both."""
     import shardopt as so
-    from shardopt.audit import inner_product_flops
+    from shardopt.hlo import inner_product_flops
 
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
     step = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip)

@@ -137,9 +137,9 @@ def compile_row(row: Row) -> dict[str, Any]:
 
 def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
     """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and the most they could be."""
-    from shardopt.audit.hlo_text import operands, parse
-    from shardopt.audit.walk import callees, trip_count
-    from shardopt.planning.schedule_actions import kernel_flops
+    from shardopt.hlo._hlo_text import operands, parse
+    from shardopt.hlo._walk import callees, trip_count
+    from shardopt.planning._schedule_actions import kernel_flops
 
     shape, module, found = shape_of(row), parse(text), {}
     tokens = min(LENGTH, shape.expert_chunk or LENGTH)
@@ -171,8 +171,8 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from shardopt.planning import Layout, parse_topology, predict, tile_overlap
-    from shardopt.planning.costs import step_flops
-    from shardopt.planning.layout import stored_bytes
+    from shardopt.planning._costs import step_flops
+    from shardopt.planning._layout import stored_bytes
 
     chips = row.beside.chips
     half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}

@@ -34,7 +34,7 @@ def compiled(topology: str, length: int, context: int, rows: int) -> dict:
     import optax
 
     import shardopt as so
-    from shardopt.models.transformer import abstract_batch, model
+    from shardopt.models._transformer import abstract_batch, model
     from shardopt.planning import find_model
 
     shape = dataclasses.replace(find_model("long_context", "llama3-8b"), length=length)

@@ -31,7 +31,7 @@ def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -
     import shardopt as so
     from shardopt import data
     from shardopt.models import gpt
-    from shardopt.nn.low_precision import Precision
+    from shardopt.nn._low_precision import Precision
 
     windows, held_out = data.split(data.open_corpus(None), LENGTH)
     eight: Precision | None = None if precision == "float32" else precision
@@ -51,7 +51,7 @@ def compile_llama(topology: str, length: int, precision: str | None) -> dict[str
     import optax
 
     import shardopt as so
-    from shardopt.models import transformer
+    from shardopt.models import _transformer as transformer
     from shardopt.planning import find_model, parse_topology
 
     shape = dataclasses.replace(find_model("low_precision", "llama3-8b"), length=length)

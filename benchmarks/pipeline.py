@@ -41,7 +41,7 @@ from rich.table import Table
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.remat.split_backward import split_backward
+from shardopt.remat._split_backward import split_backward
 
 STAGES, ROWS = 4, 2
 SCHEDULES = {

@@ -64,8 +64,8 @@ def compiled(layout, topology):
     import optax
 
     import shardopt as so
-    from shardopt.models import transformer
-    from shardopt.planning.models import RULES
+    from shardopt.models import _transformer as transformer
+    from shardopt.planning._models import RULES
 
     report = so.aot(
         lambda mesh: so.hybrid(optax.adamw(1e-3), mesh, transformer.model(shape()), **layout.strategy(RULES)),
@@ -93,7 +93,7 @@ def compiled(layout, topology):
 def predicted(layout, topology):
     """Return what the planner says of it."""
     from shardopt.planning import parse_topology, predict
-    from shardopt.planning.costs import step_flops
+    from shardopt.planning._costs import step_flops
 
     told = predict(shape().workload(), layout, hardware=parse_topology(topology)[0], batch_size=ROWS)
     return {

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 
 import shardopt as so
-from shardopt.models import transformer
+from shardopt.models import _transformer as transformer
 from shardopt.planning import Layout, find_model, parse_topology, predict
-from shardopt.planning.costs import step_flops
-from shardopt.planning.layout import stored_bytes
-from shardopt.planning.models import RULES
+from shardopt.planning._costs import step_flops
+from shardopt.planning._layout import stored_bytes
+from shardopt.planning._models import RULES
 
 # model, topology, slices, replica, tensor, rows a chip of the data axes
 CASES = [

@@ -10,11 +10,11 @@ import optax
 from common import spearman
 
 import shardopt as so
-from shardopt.audit import inner_product_flops, memory
-from shardopt.models import transformer
+from shardopt.hlo import inner_product_flops, memory
+from shardopt.models import _transformer as transformer
 from shardopt.planning import Hardware, Layout, Transformer, predict, trace
-from shardopt.planning.costs import step_flops
-from shardopt.planning.models import RULES
+from shardopt.planning._costs import step_flops
+from shardopt.planning._models import RULES
 
 TX = optax.adamw(1e-3)
 SIZES = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 512, "dtype": jnp.float32}

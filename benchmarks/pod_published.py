@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from shardopt.planning import Layout, Transformer, find_hardware, find_model, predict
-from shardopt.planning.diloco import bandwidth_for
-from shardopt.planning.hardware import Hardware
+from shardopt.planning._diloco import bandwidth_for
+from shardopt.planning._hardware import Hardware
 
 # Google's figures for a v3 chip: 123 Tflop/s, 32 GiB, 900 GB/s, four links of 70 GB/s; its pod is a torus of two axes
 V3 = Hardware("v3", 123e12, 32 * 2**30, 900e9, 140e9, 2, 1024, 6.25e9, "docs.cloud.google.com/tpu/docs/v3")

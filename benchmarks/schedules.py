@@ -53,7 +53,7 @@ def compiled(make, blocks=2):
     import optax
 
     import shardopt as so
-    from shardopt.models import transformer
+    from shardopt.models import _transformer as transformer
     from shardopt.planning import find_model
 
     found = find_model("schedules", "llama3-8b")
@@ -75,10 +75,10 @@ def compiled(make, blocks=2):
 
 def passes(text, schedule):
     """Return seconds and flops of each pass of a compiled step, and what comes beside them."""
-    from shardopt.audit.program import read_program
-    from shardopt.audit.walk import callees
-    from shardopt.planning.hardware import HARDWARE
-    from shardopt.planning.schedule_actions import Done, Loop, Reader, Start
+    from shardopt.hlo._program import read_program
+    from shardopt.hlo._walk import callees
+    from shardopt.planning._hardware import HARDWARE
+    from shardopt.planning._schedule_actions import Done, Loop, Reader, Start
 
     chip = HARDWARE["v5p"]
     program = read_program("schedules", text, (), mesh={"pipeline": STAGES})
@@ -130,8 +130,8 @@ def _beside_passes(actions, start, done):
 
 def flops(text, computation):
     """The flops of inner products of a computation; conditionals in it, which are the ends of the model, left out."""
-    from shardopt.audit import program as audit
-    from shardopt.audit.hlo_text import parse
+    from shardopt.hlo import _program as audit
+    from shardopt.hlo._hlo_text import parse
 
     module = parse(text)
     count = functools.cache(lambda name, inside: audit._computation(module, name, count, None))

@@ -30,10 +30,10 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server.optimizer import make_run
-from shardopt.parameter_server.run import Compute, RunSpec
-from shardopt.parameter_server.updates import finiteness
-from shardopt.parameter_server.worker import WorkerCompressors, codec_header
+from shardopt.parameter_server._optimizer import make_run
+from shardopt.parameter_server._run import Compute, RunSpec
+from shardopt.parameter_server._updates import finiteness
+from shardopt.parameter_server._worker import WorkerCompressors, codec_header
 
 WIDTH, LAYERS = 512, 8
 TX = optax.sgd(1e-3, momentum=0.9)
@@ -115,8 +115,10 @@ def watch(path, places):
 
 def watch_server(folder):
     """Where the seconds go where the server is."""
-    from shardopt.parameter_server import apply, coordinator, server
-    from shardopt.parameter_server import ray as ray_processes
+    from shardopt.parameter_server import _apply as apply
+    from shardopt.parameter_server import _coordinator as coordinator
+    from shardopt.parameter_server import _ray as ray_processes
+    from shardopt.parameter_server import _server as server
 
     places = [
         (coordinator.Coordinator, "push", "server: push, with the wait for the lock"),
@@ -129,7 +131,7 @@ def watch_server(folder):
 
 def watch_worker(folder):
     """Where the seconds go in a worker's process on Ray."""
-    from shardopt.parameter_server import ray as ray_processes
+    from shardopt.parameter_server import _ray as ray_processes
 
     places = [
         (ray_processes.RemoteCoordinator, "pull", "worker: pull, parameters read"),

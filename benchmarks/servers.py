@@ -23,8 +23,8 @@ from common import write_json
 from server import TX, idle_compute, size_of, start
 
 import shardopt as so
-from shardopt.parameter_server.optimizer import make_run
-from shardopt.parameter_server.run import RunSpec
+from shardopt.parameter_server._optimizer import make_run
+from shardopt.parameter_server._run import RunSpec
 
 COUNTS = (1, 2, 4)
 

@@ -27,9 +27,9 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server.async_sgd import worker_meshes
-from shardopt.parameter_server.optimizer import make_run
-from shardopt.parameter_server.worker import sgd_spec
+from shardopt.parameter_server._async_sgd import worker_meshes
+from shardopt.parameter_server._optimizer import make_run
+from shardopt.parameter_server._worker import sgd_spec
 
 WORKERS, SLOWER, DIM, ROWS = 4, 4, 64, 16
 BOUNDS = [0, 1, 2, 4, None]

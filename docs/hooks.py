@@ -30,7 +30,7 @@ def definition(name: str) -> str:
 def _room(path: str) -> Any:
     room, *parts = path.split(".")
     thing = importlib.import_module(room)
-    for part in parts:  # `so.audit` is a function, `shardopt.audit` the room it is in
+    for part in parts:  # `so.audit` is a function, `shardopt.hlo` the room it is in
         found = getattr(thing, part, None)
         thing = found if inspect.ismodule(found) else importlib.import_module(f"{thing.__name__}.{part}")
     return thing

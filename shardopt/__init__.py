@@ -1,62 +1,52 @@
 """shardopt: turn any optax optimizer into a distributed one.
 
-Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`; keep what you have with `Checkpoints`.
-Over slow links `local_sgd` and `diloco` combine replicas of any of these; `async_sgd` and `async_local_sgd` do without barriers.
+Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`; save the state with `Checkpoints`.
+For slow links, `local_sgd` and `diloco` combine replicas of these strategies. `async_sgd` and `async_local_sgd` train
+without barriers.
+
+`import shardopt` loads the core. Asynchronous training, planning and the models of other libraries are wings: each loads
+when one of its names is used for the first time.
 """
 
-from shardopt import checkpoint, interop, nn, optimizers, parameter_server, planning, reducers, training, transforms
-from shardopt.audit import audit
-from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes
-from shardopt.core import (
-    BlockModel,
-    CheckpointError,
-    CheckpointInUseError,
-    DamagedCheckpointError,
-    Max,
-    Min,
-    NonFiniteLossError,
-    NotSeparableError,
-    StepNotFoundError,
-    Sum,
-    TrainState,
-    Updated,
-    Weighted,
-)
-from shardopt.engine.adopt import adopt
-from shardopt.engine.check import check
-from shardopt.engine.compiler_options import compiler_options
-from shardopt.engine.optimizer import ShardedOptimizer
-from shardopt.engine.rows import batch_mean, batch_sum, gather_batch
-from shardopt.engine.user_mesh import Axes
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shardopt import checkpoint, errors, hlo, nn, optimizers, reducers, runtime, training, transforms
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save
+from shardopt.core import BlockModel, Max, Min, Sum, TrainState, Updated, Weighted
+from shardopt.engine._adopt import adopt
+from shardopt.engine._check import check
+from shardopt.engine._compiler_options import compiler_options
+from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.engine._rows import batch_mean, batch_sum, gather_batch
+from shardopt.engine._user_mesh import Axes
+from shardopt.hlo._program import audit
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server import async_local_sgd, async_sgd, should_sync
-from shardopt.partition import rules_from_logical_axes
 from shardopt.pipeline import schedules
-from shardopt.planning import aot, plan
-from shardopt.runtime.probe import probe_devices
-from shardopt.runtime.processes import initialize
-from shardopt.runtime.progress import report_progress
-from shardopt.runtime.watchdog import watchdog
+from shardopt.runtime._processes import initialize
 from shardopt.strategies import ddp, fsdp, hybrid, zero
-from shardopt.training import DeferredInit, EarlyStopping, FitResult, fit, hyperparams, with_hyperparams, with_params
+from shardopt.training._fit import fit
+from shardopt.training._params import with_params
+from shardopt.training._resume import DeferredInit
+
+if TYPE_CHECKING:
+    from shardopt import interop, parameter_server, planning
+    from shardopt.parameter_server._async_local_sgd import async_local_sgd
+    from shardopt.parameter_server._async_sgd import async_sgd
+    from shardopt.planning._aot import aot
+    from shardopt.planning._search import plan
 
 __all__ = [
     "Axes",
     "BlockModel",
-    "CheckpointError",
-    "CheckpointInUseError",
     "Checkpoints",
-    "DamagedCheckpointError",
     "DeferredInit",
-    "EarlyStopping",
-    "FitResult",
     "Max",
     "Min",
-    "NonFiniteLossError",
-    "NotSeparableError",
     "ShardedOptimizer",
-    "StepNotFoundError",
     "Sum",
     "TrainState",
     "Updated",
@@ -73,12 +63,12 @@ __all__ = [
     "compiler_options",
     "ddp",
     "diloco",
+    "errors",
     "fit",
-    "from_bytes",
     "fsdp",
     "gather_batch",
+    "hlo",
     "hybrid",
-    "hyperparams",
     "initialize",
     "interop",
     "local_sgd",
@@ -88,19 +78,38 @@ __all__ = [
     "parameter_server",
     "plan",
     "planning",
-    "probe_devices",
     "reducers",
-    "report_progress",
     "restore",
-    "rules_from_logical_axes",
+    "runtime",
     "save",
     "schedules",
-    "should_sync",
-    "to_bytes",
     "training",
     "transforms",
-    "watchdog",
-    "with_hyperparams",
     "with_params",
     "zero",
 ]
+
+_WINGS = {
+    "interop": "shardopt.interop",
+    "parameter_server": "shardopt.parameter_server",
+    "async_sgd": "shardopt.parameter_server._async_sgd",
+    "async_local_sgd": "shardopt.parameter_server._async_local_sgd",
+    "planning": "shardopt.planning",
+    "plan": "shardopt.planning._search",
+    "aot": "shardopt.planning._aot",
+}
+"""Name -> the module of a wing that is, or has, this name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Load the wing of a name when the name is used for the first time."""
+    if name not in _WINGS:
+        raise AttributeError(f"module 'shardopt' has no attribute {name!r}")
+    module = importlib.import_module(_WINGS[name])
+    loaded = module if _WINGS[name] == f"shardopt.{name}" else getattr(module, name)
+    globals()[name] = loaded
+    return loaded
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardopt.core.arguments import is_integer
-from shardopt.core.errors import format_error
+from shardopt.core._arguments import is_integer
+from shardopt.core._errors import format_error
 
 AXES = ("replica", "data", "pipeline", "expert", "context", "tensor")
 """All mesh axes, outermost first: tensor neighbours are adjacent devices."""

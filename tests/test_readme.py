@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.cli.options import optimizers
-from shardopt.cli.strategy import parse_mesh
+from shardopt.cli._options import optimizers
+from shardopt.cli._strategy import parse_mesh
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

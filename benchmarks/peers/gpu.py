@@ -102,7 +102,7 @@ def flops_per_token(config: Config) -> float:
 
 def peak_flops(device_kind: str) -> float | None:
     """Return the dense bf16 peak of a device, which holds the known name, such as "NVIDIA H200"; None where none is."""
-    from shardopt.planning.hardware import HARDWARE
+    from shardopt.planning._hardware import HARDWARE
 
     return next((each.flops for name, each in HARDWARE.items() if name in device_kind.lower()), None)
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from shardopt.core.extras import require
+from shardopt.core._extras import require
 
 __all__ = ["main"]
 
@@ -16,6 +16,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from shardopt.cli.commands import run
+    from shardopt.cli._commands import run
 
     return run(arguments)

@@ -1,7 +1,7 @@
 """Types, errors and argument checks that every other package uses."""
 
-from shardopt.core.block_model import BlockModel
-from shardopt.core.errors import (
+from shardopt.core._block_model import BlockModel
+from shardopt.core._errors import (
     CheckpointError,
     CheckpointInUseError,
     DamagedCheckpointError,
@@ -9,7 +9,7 @@ from shardopt.core.errors import (
     NotSeparableError,
     StepNotFoundError,
 )
-from shardopt.core.types import Max, Min, Sum, TrainState, Updated, Weighted
+from shardopt.core._types import Max, Min, Sum, TrainState, Updated, Weighted
 
 __all__ = [
     "BlockModel",

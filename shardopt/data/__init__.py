@@ -3,7 +3,7 @@
 No other package of shardopt imports this one, except the command line.
 """
 
-from shardopt.data.corpus import (
+from shardopt.data._corpus import (
     Corpus,
     Documents,
     Windows,
@@ -15,7 +15,7 @@ from shardopt.data.corpus import (
     split,
     spread_batches,
 )
-from shardopt.data.packing import pack, padding_share
+from shardopt.data._packing import pack, padding_share
 
 __all__ = [
     "Corpus",

@@ -11,14 +11,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt import nn
-from shardopt.core.block_model import BlockModel
-from shardopt.core.block_remat import Remat
-from shardopt.core.errors import format_error, plural
-from shardopt.core.types import PyTree, Weighted
-from shardopt.models import layers
-from shardopt.models.inputs import attach_marks, make_block, mean_loss, plain_activations, read_inputs
-from shardopt.models.sampling import check_sampling, draw
-from shardopt.nn.low_precision import Precision, check_precision
+from shardopt.core._block_model import BlockModel
+from shardopt.core._block_remat import Remat
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, Weighted
+from shardopt.models import _layers as layers
+from shardopt.models._inputs import attach_marks, make_block, mean_loss, plain_activations, read_inputs
+from shardopt.models._sampling import check_sampling, draw
+from shardopt.nn._low_precision import Precision, check_precision
 from shardopt.optimizers import Matrix
 
 Params = dict[str, PyTree]

@@ -16,17 +16,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt import nn
-from shardopt.core.block_model import BlockModel
-from shardopt.core.block_remat import Remat
-from shardopt.core.errors import format_error, plural
-from shardopt.core.types import Loss, PyTree, Updated, Weighted
-from shardopt.engine.rows import batch_mean
-from shardopt.models import layers
+from shardopt.core._block_model import BlockModel
+from shardopt.core._block_remat import Remat
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import Loss, PyTree, Updated, Weighted
+from shardopt.engine._rows import batch_mean
+from shardopt.models import _layers as layers
+from shardopt.models._inputs import mean_loss, read_inputs
+from shardopt.models._latent_attention import Latent, latent_attention
+from shardopt.models._sampling import check_sampling, draw
 from shardopt.models.gpt import Batch, Params, Tokens
-from shardopt.models.inputs import mean_loss, read_inputs
-from shardopt.models.latent_attention import Latent, latent_attention
-from shardopt.models.sampling import check_sampling, draw
-from shardopt.nn.router import Score
+from shardopt.nn._router import Score
 
 rules = (
     ("^blocks/(attention/(q|kv)|shared/(gate|up))$", P(None, "tensor")),

@@ -3,9 +3,9 @@
 Rules select the leaves that are matrices, and the dims that are rows and columns.
 """
 
-from shardopt.optimizers.matrices import Matrix
-from shardopt.optimizers.muon import muon_dimension_numbers
-from shardopt.optimizers.shampoo import shampoo
-from shardopt.optimizers.soap import soap
+from shardopt.optimizers._matrices import Matrix
+from shardopt.optimizers._muon import muon_dimension_numbers
+from shardopt.optimizers._shampoo import shampoo
+from shardopt.optimizers._soap import soap
 
 __all__ = ["Matrix", "muon_dimension_numbers", "shampoo", "soap"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardopt.core.arguments import check_number
+from shardopt.core._arguments import check_number
 
 Duration = float | Callable[[np.random.Generator], float]
 """Seconds, or a function that draws them."""

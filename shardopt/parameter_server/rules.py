@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from shardopt.core.arguments import check_count, check_number
-from shardopt.core.types import PyTree, wide_dtype
+from shardopt.core._arguments import check_count, check_number
+from shardopt.core._types import PyTree, wide_dtype
 
 __all__ = [
     "Rule",

@@ -1,6 +1,6 @@
 """Pipelines: a schedule is a table of ticks that says when each stage runs which pass, and which slot stores the result."""
 
 from shardopt.pipeline import schedules
-from shardopt.pipeline.schedule import Schedule
+from shardopt.pipeline._schedule import Schedule
 
 __all__ = ["Schedule", "schedules"]

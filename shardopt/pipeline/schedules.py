@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from shardopt.pipeline.ahead import send_ahead
-from shardopt.pipeline.bent import dual_pipe_v, zero_bubble_v
-from shardopt.pipeline.check import check_groups, check_sizes
-from shardopt.pipeline.construct import from_order, from_ticks
-from shardopt.pipeline.cut import balance
-from shardopt.pipeline.orders import lockstep_ticks, stage_order
-from shardopt.pipeline.schedule import Schedule
-from shardopt.pipeline.search import search
-from shardopt.pipeline.zero_bubbles import zero_bubble, zero_bubble_2, zero_bubble_lockstep
+from shardopt.pipeline._ahead import send_ahead
+from shardopt.pipeline._bent import dual_pipe_v, zero_bubble_v
+from shardopt.pipeline._check import check_groups, check_sizes
+from shardopt.pipeline._construct import from_order, from_ticks
+from shardopt.pipeline._cut import balance
+from shardopt.pipeline._orders import lockstep_ticks, stage_order
+from shardopt.pipeline._schedule import Schedule
+from shardopt.pipeline._search import search
+from shardopt.pipeline._zero_bubbles import zero_bubble, zero_bubble_2, zero_bubble_lockstep
 
 __all__ = [
     "Schedule",

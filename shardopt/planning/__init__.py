@@ -1,17 +1,17 @@
 """Plan a run before renting the machine: predict traffic and memory, rank layouts, and compile without a device."""
 
-from shardopt.planning.aot import AotReport, aot
-from shardopt.planning.compiled_time import Operation, Span, StepSeconds, step_seconds
-from shardopt.planning.costs import Footprint, StepTime, Transfer
-from shardopt.planning.diloco import Utilisation, bandwidth_for, diloco_utilisation
-from shardopt.planning.expert_loads import Imbalance, expected_imbalance, imbalance, plot_expert_loads, tile_overlap
-from shardopt.planning.hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning.layout import Layout
-from shardopt.planning.models import MODELS, Transformer, find_model
-from shardopt.planning.plots import plot_memory, plot_placement, plot_plans, plot_timeline, plot_traffic
-from shardopt.planning.search import Dropped, Plans, Prediction, plan, predict
-from shardopt.planning.topologies import parse_topology, topology_devices
-from shardopt.planning.workload import Bytes, NamedValue, Recompute, Workload, count_flops, trace
+from shardopt.planning._aot import AotReport
+from shardopt.planning._compiled_time import Operation, Span, StepSeconds, step_seconds
+from shardopt.planning._costs import Footprint, StepTime, Transfer
+from shardopt.planning._diloco import Utilisation, bandwidth_for, diloco_utilisation
+from shardopt.planning._expert_loads import Imbalance, expected_imbalance, imbalance, plot_expert_loads, tile_overlap
+from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
+from shardopt.planning._layout import Layout
+from shardopt.planning._models import MODELS, Transformer, find_model
+from shardopt.planning._plots import plot_memory, plot_placement, plot_plans, plot_timeline, plot_traffic
+from shardopt.planning._search import Dropped, Plans, Prediction, predict
+from shardopt.planning._topologies import parse_topology, topology_devices
+from shardopt.planning._workload import Bytes, NamedValue, Recompute, Workload, count_flops, trace
 
 __all__ = [
     "HARDWARE",
@@ -35,7 +35,6 @@ __all__ = [
     "Transformer",
     "Utilisation",
     "Workload",
-    "aot",
     "bandwidth_for",
     "count_flops",
     "diloco_utilisation",
@@ -44,7 +43,6 @@ __all__ = [
     "find_model",
     "imbalance",
     "parse_topology",
-    "plan",
     "plot_expert_loads",
     "plot_memory",
     "plot_placement",

@@ -1,8 +1,8 @@
 """How gradients are averaged over an axis: exactly, or compressed to fewer bytes than fp32, with error feedback."""
 
-from shardopt.reducers.blockwise import int8, sign
-from shardopt.reducers.compressor import Compressor, CompressorState, compressor
-from shardopt.reducers.device_state import (
+from shardopt.reducers._blockwise import int8, sign
+from shardopt.reducers._compressor import Compressor, CompressorState, compressor
+from shardopt.reducers._device_state import (
     ErrorFeedback,
     PerDevice,
     init_state,
@@ -12,11 +12,11 @@ from shardopt.reducers.device_state import (
     state_specs,
     stored_state,
 )
-from shardopt.reducers.error_feedback import error_feedback, warm_up
-from shardopt.reducers.mean import exact
-from shardopt.reducers.power_sgd import power_sgd
-from shardopt.reducers.reducer import Reducer
-from shardopt.reducers.top_k import top_k
+from shardopt.reducers._error_feedback import error_feedback, warm_up
+from shardopt.reducers._mean import exact
+from shardopt.reducers._power_sgd import power_sgd
+from shardopt.reducers._reducer import Reducer
+from shardopt.reducers._top_k import top_k
 
 __all__ = [
     "Compressor",

@@ -1,13 +1,13 @@
 """The parts of distributed training as optax transformations, for an `optax.chain` under shard_map, pmap or vmap."""
 
-from shardopt.transforms.accumulate import accumulate
-from shardopt.transforms.average_gradients import average_gradients
-from shardopt.transforms.clip_by_global_norm import clip_by_global_norm
-from shardopt.transforms.delay_gradients import DelayRule, delay_compensation, delay_gradients, staleness_learning_rate
-from shardopt.transforms.eight_bit import eight_bit
-from shardopt.transforms.local_updates import local_updates
-from shardopt.transforms.shard_updates import shard_updates
-from shardopt.transforms.stochastic_round import stochastic_round
+from shardopt.transforms._accumulate import accumulate
+from shardopt.transforms._average_gradients import average_gradients
+from shardopt.transforms._clip_by_global_norm import clip_by_global_norm
+from shardopt.transforms._delay_gradients import DelayRule, delay_compensation, delay_gradients, staleness_learning_rate
+from shardopt.transforms._eight_bit import eight_bit
+from shardopt.transforms._local_updates import local_updates
+from shardopt.transforms._shard_updates import shard_updates
+from shardopt.transforms._stochastic_round import stochastic_round
 
 __all__ = [
     "DelayRule",

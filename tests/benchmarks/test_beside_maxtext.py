@@ -35,7 +35,7 @@ def test_rows_have_names_of_their_own(script):
 
 
 def test_both_are_told_the_same_of_vmem(script):
-    from shardopt.engine import compiler_options
+    from shardopt.engine import _compiler_options as compiler_options
 
     assert script.VMEM_KIB == compiler_options._VMEM_KIB
 

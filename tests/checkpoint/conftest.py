@@ -85,7 +85,7 @@ def same():
 def complaint_of():
     """Return a function that calls what must fail, and returns the whole message."""
 
-    def call(action, kind=so.CheckpointError):
+    def call(action, kind=so.errors.CheckpointError):
         with pytest.raises(kind) as caught:
             action()
         assert type(caught.value) is kind

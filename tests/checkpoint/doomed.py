@@ -8,8 +8,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from shardopt.checkpoint import Checkpoints, run_folder, write
-from shardopt.core.errors import CheckpointError
+from shardopt.checkpoint import _run_folder as run_folder
+from shardopt.checkpoint import _write as write
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.core._errors import CheckpointError
 
 
 def die(*_, **__):

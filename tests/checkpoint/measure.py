@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import shardopt as so
-from shardopt.checkpoint import restore
+from shardopt.checkpoint._read import restore
 
 SHAPE = (4096, 16384)
 

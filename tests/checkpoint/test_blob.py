@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.checkpoint import from_bytes, restore, save, to_bytes
+from shardopt.checkpoint import from_bytes, to_bytes
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save
 
 COPY = "Fix: read the data again from where it came from, or use another copy."
 
@@ -105,7 +107,7 @@ def test_two_hundred_corruptions_are_refused(packed, trained):
                 first, second = data[at : at + length], data[other : other + length]
                 data[at : at + length], data[other : other + length] = second, first
         assert data != packed
-        with pytest.raises(so.CheckpointError, match=r"^from_bytes: "):
+        with pytest.raises(so.errors.CheckpointError, match=r"^from_bytes: "):
             from_bytes(opt, bytes(data))
         seen.add(kind)
     assert seen == {"flip", "cut", "extend", "swap"}
@@ -165,7 +167,7 @@ def test_rewriting_alone_changes_nothing(packed):
 )
 def test_what_is_not_a_blob(spoil, message, packed, trained, complaint_of):
     expected = message.format(len(packed), len(packed) + 1)
-    said = complaint_of(lambda: from_bytes(trained[0], spoil(packed)), so.DamagedCheckpointError)
+    said = complaint_of(lambda: from_bytes(trained[0], spoil(packed)), so.errors.DamagedCheckpointError)
     assert said == f"{expected}\n{COPY}"
 
 
@@ -182,7 +184,7 @@ def test_dtypes_that_are_none_are_refused(dtype, packed, trained, complaint_of):
     def change(header):
         header["state"]["leaves"]["params/layer/0"]["dtype"] = dtype
 
-    message = complaint_of(lambda: from_bytes(trained[0], rewritten(packed, change)), so.DamagedCheckpointError)
+    message = complaint_of(lambda: from_bytes(trained[0], rewritten(packed, change)), so.errors.DamagedCheckpointError)
     assert message.startswith("from_bytes: the header is not a record of a checkpoint (ValueError: ")
 
 

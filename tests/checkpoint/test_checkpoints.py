@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints, restore, save
-from shardopt.checkpoint.checkpoints import surplus
-from shardopt.checkpoint.write import write_error
+from shardopt.checkpoint._checkpoints import Checkpoints, surplus
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save, write_error
 
 UNTOUCHED = "Fix: make room, then save again; checkpoints that were committed before are untouched."
 
@@ -94,7 +94,7 @@ def test_the_best_is_not_guessed_where_a_record_cannot_be_read(damage, tmp_path,
             checkpoints.wait()
         whole = file.read_text()
         file.unlink() if text is None else file.write_text(text)
-        assert complaint_of(checkpoints.best_step, so.DamagedCheckpointError) == (
+        assert complaint_of(checkpoints.best_step, so.errors.DamagedCheckpointError) == (
             f"Checkpoints: the best step in {tmp_path} by 'val' cannot be determined.\n"
             f"  2/shardopt.json cannot be read ({reason.format(file=file)}).\n"
             "Fix: bring the file back from a copy, or delete the folder of its step."
@@ -199,7 +199,7 @@ def test_a_fork_of_the_job_neither_saves_nor_waits(tmp_path, monkeypatch, compla
         checkpoints._pending = pending  # which never ends
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: 7)
-            assert complaint_of(lambda: checkpoints.save(small(1), step=1), so.CheckpointInUseError) == (
+            assert complaint_of(lambda: checkpoints.save(small(1), step=1), so.errors.CheckpointInUseError) == (
                 f"Checkpoints: {tmp_path} is written to by process {own}, and this one, 7, is a fork of it.\n"
                 "Fix: write in the process that began to."
             )
@@ -226,7 +226,7 @@ def full_disk():
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardopt.checkpoint.write.digest", no_room)
+        patch.setattr("shardopt.checkpoint._write.digest", no_room)
         yield
 
 
@@ -306,7 +306,7 @@ def test_a_step_that_cannot_be_deleted_is_reported(tmp_path, complaint_of, monke
     with Checkpoints(tmp_path, 1, 1) as checkpoints:
         checkpoints.save(small(1), step=1)
         checkpoints.wait()
-        monkeypatch.setattr("shardopt.checkpoint.checkpoints.discard", refuse)
+        monkeypatch.setattr("shardopt.checkpoint._checkpoints.discard", refuse)
         checkpoints.save(small(2), step=2)
         assert complaint_of(checkpoints.wait) == (
             f"Checkpoints: step 2 was written, but step 1 in {tmp_path} could not be deleted "
@@ -378,7 +378,7 @@ def test_bad_things_to_save(tmp_path, complaint_of):
 
 
 def test_it_is_a_value_error():
-    assert issubclass(so.CheckpointError, ValueError)
+    assert issubclass(so.errors.CheckpointError, ValueError)
 
 
 def test_leaving_on_an_error_asks_no_other_process(tmp_path, monkeypatch):
@@ -387,7 +387,7 @@ def test_leaving_on_an_error_asks_no_other_process(tmp_path, monkeypatch):
     def run():
         with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
             checkpoints.save({"w": jnp.ones((4,))}, step=1)
-            monkeypatch.setattr("shardopt.checkpoint.checkpoints.raise_together", lambda _: pytest.fail("asked"))
+            monkeypatch.setattr("shardopt.checkpoint._checkpoints.raise_together", lambda _: pytest.fail("asked"))
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints, restore
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._read import restore
 
 pytestmark = pytest.mark.slow  # processes that are killed
 
@@ -107,9 +108,9 @@ def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path, complaint_
             rf"Checkpoints: {tmp_path} is already being written to by process {pid} on {os.uname().nodename}, "
             r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\nFix: stop that job, or use another directory\."
         )
-        message = complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.CheckpointInUseError)
+        message = complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.errors.CheckpointInUseError)
         assert re.fullmatch(refused, message)
-        message = complaint_of(lambda: so.save(tmp_path, {"a": jnp.ones(2)}, step=5), so.CheckpointInUseError)
+        message = complaint_of(lambda: so.save(tmp_path, {"a": jnp.ones(2)}, step=5), so.errors.CheckpointInUseError)
         assert re.fullmatch(refused.replace("Checkpoints", "save"), message)
         assert read(tmp_path) == 1  # who only reads is never refused
     finally:
@@ -124,7 +125,7 @@ def test_a_writer_in_the_same_process_is_refused_until_the_first_is_closed(tmp_p
     assert re.fullmatch(
         rf"Checkpoints: {tmp_path} is already being written to by this very process, since [\d: -]+\.\n"
         r"Fix: close\(\) the other Checkpoints first, or use another directory\.",
-        complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.CheckpointInUseError),
+        complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.errors.CheckpointInUseError),
     )
     first.close()
     Checkpoints(tmp_path, every=1, keep=1)  # never closed, only forgotten: gone with the object

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint.memory import MemorySnapshot, assemble, complete_steps, pack, place_snapshot, unpack
-from shardopt.runtime import vault
-from shardopt.runtime.messages import connect
+from shardopt.checkpoint._memory import MemorySnapshot, assemble, complete_steps, pack, place_snapshot, unpack
+from shardopt.runtime import _vault as vault
+from shardopt.runtime._messages import connect
 
 
 def loss_fn(params, batch):

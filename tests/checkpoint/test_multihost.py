@@ -8,7 +8,9 @@ import pytest
 from checkpoint import worker
 from support.processes import run_processes
 
-from shardopt.checkpoint import from_bytes, restore, save
+from shardopt.checkpoint import from_bytes
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save
 
 pytestmark = pytest.mark.slow  # two processes
 

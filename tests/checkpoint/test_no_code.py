@@ -105,7 +105,7 @@ def everything():
         checkpoints.save(state, step=2, metrics={"loss": 1.0}, extra={"position": [1, 2]})
         checkpoints.wait()
         checkpoints.restore(opt)
-    return so.from_bytes(opt, so.to_bytes(opt, state))
+    return so.checkpoint.from_bytes(opt, so.checkpoint.to_bytes(opt, state))
 
 def refuse(*_, **__):
     raise AssertionError("something is pickled")
@@ -137,7 +137,7 @@ OFFERS = """
 import contextlib, os, pathlib, pickle, sys
 import jax.numpy as jnp, optax
 import shardopt as so
-from shardopt.checkpoint.record import digest, file_sizes, write_manifest
+from shardopt.checkpoint._record import digest, file_sizes, write_manifest
 
 here = pathlib.Path(sys.argv[1])
 

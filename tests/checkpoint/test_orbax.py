@@ -36,7 +36,7 @@ def test_it_is_called_what_it_is(written):
     message = (
         f"restore: {arrays} was written by orbax, not by shardopt: it has no record of what a train state is.\nFix: "
     )
-    with pytest.raises(so.CheckpointError, match=f"^{re.escape(message)}"):
+    with pytest.raises(so.errors.CheckpointError, match=f"^{re.escape(message)}"):
         so.restore(directory, opt)
 
 
@@ -54,5 +54,7 @@ def test_its_arrays_are_read(written):
         jax.tree.map(np.testing.assert_array_equal, found, {name: TREE[name] for name in wanted})
         assert found["params"]["w"].sharding == sharding
     wrong = {"params": {"w": jax.ShapeDtypeStruct((8, 5), jnp.float32, sharding=sharding)}}
-    with pytest.raises(so.CheckpointError, match=r"^restore: .*, written by orbax, does not fit the abstract tree: "):
+    with pytest.raises(
+        so.errors.CheckpointError, match=r"^restore: .*, written by orbax, does not fit the abstract tree: "
+    ):
         so.restore(written[0], wrong)

@@ -14,7 +14,8 @@ from support.compilations import compilations
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.checkpoint import restore, save
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save
 
 PLACES = {
     "fsdp-8": (so.fsdp, {"data": 8}),
@@ -227,7 +228,7 @@ def test_another_model_is_named(saved, make_opt, new_params, complaint_of, monke
     params["layer"]["0"] = np.ones((3, 6), np.float32)
     del params["layer.0"]["b"]
     opt = make_opt(tx=optax.sgd(0.1))
-    monkeypatch.setattr("shardopt.checkpoint.store.read_arrays", None)  # nothing may be read
+    monkeypatch.setattr("shardopt.checkpoint._store.read_arrays", None)  # nothing may be read
     other = make_opt(so.ddp, tx=optax.sgd(0.1))
     save(folder / "plain", other.init(new_params()), step=0)
     message = complaint_of(lambda: restore(folder / "plain", opt, abstract_params=jax.eval_shape(lambda: params)))
@@ -295,7 +296,9 @@ def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_o
         "sharding=jax.sharding.NamedSharding(mesh, spec))."
     )
     assert complaint_of(lambda: restore(tmp_path, target), TypeError) == f"restore: {what}\n{listed}{fix}"
-    assert complaint_of(lambda: so.from_bytes(target, b""), TypeError) == f"from_bytes: {what}\n{listed}{fix}"
+    assert (
+        complaint_of(lambda: so.checkpoint.from_bytes(target, b""), TypeError) == f"from_bytes: {what}\n{listed}{fix}"
+    )
 
 
 @pytest.mark.parametrize("how", ["file", "folder", "named"])
@@ -309,7 +312,7 @@ def test_what_flax_wrote_is_named_and_its_remedy_works(how, tmp_path, complaint_
         file = tmp_path / (f"step{step}.msgpack" if how == "named" else f"checkpoint_{step}")
         file.write_bytes(serialization.to_bytes(jax.device_get(state._asdict())))
     (tmp_path / "notes").mkdir()
-    assert complaint_of(lambda: restore(file if how == "file" else tmp_path, opt), so.StepNotFoundError) == (
+    assert complaint_of(lambda: restore(file if how == "file" else tmp_path, opt), so.errors.StepNotFoundError) == (
         f"restore: {file} was written by flax (msgpack), not by shardopt.\n"
         "Fix: read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then "
         "so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
@@ -323,9 +326,9 @@ def test_a_file_is_no_folder(tmp_path, trained, complaint_of):
     for name in ("model.safetensors", "checkpoint_3", "state.msgpack", "empty_1"):
         file = tmp_path / name
         file.write_bytes(b"" if name == "empty_1" else b"text")
-        assert complaint_of(lambda file=file: restore(file, trained[0]), so.StepNotFoundError) == (
+        assert complaint_of(lambda file=file: restore(file, trained[0]), so.errors.StepNotFoundError) == (
             f"restore: {file} is a file, and checkpoints are folders.\n"
-            "Fix: pass the folder that was given to save or Checkpoints; so.from_bytes reads what so.to_bytes returned."
+            "Fix: pass the folder that was given to save or Checkpoints; so.checkpoint.from_bytes reads what so.checkpoint.to_bytes returned."
         )
 
 
@@ -337,7 +340,7 @@ def test_an_abstract_state_has_its_parameters_already(tmp_path, trained, complai
 
 def test_what_is_not_there(tmp_path, trained, complaint_of):
     opt, state = trained
-    missing = lambda *args, **how: complaint_of(lambda: restore(*args, **how), so.StepNotFoundError)  # noqa: E731
+    missing = lambda *args, **how: complaint_of(lambda: restore(*args, **how), so.errors.StepNotFoundError)  # noqa: E731
     nowhere = tmp_path / "nowhere"
     assert missing(nowhere, opt) == (
         f"restore: there is no checkpoint in {nowhere}, which does not exist.\n"

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints, restore, save
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save
 
 
 @pytest.fixture
 def damage_of(complaint_of):
     """Return a function that calls what must find damage, and returns the whole message."""
-    return lambda action: complaint_of(action, so.DamagedCheckpointError)
+    return lambda action: complaint_of(action, so.errors.DamagedCheckpointError)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +132,8 @@ def test_an_explicit_step_is_checked_as_well(run, trained, damage_of):
 
 def test_nothing_is_read_from_a_damaged_checkpoint(run, trained, damage_of, monkeypatch):
     flip(find(run / "3", "data"))
-    monkeypatch.setattr("shardopt.checkpoint.store.read_arrays", None)
-    monkeypatch.setattr("shardopt.checkpoint.read.read_meta", None)
+    monkeypatch.setattr("shardopt.checkpoint._store.read_arrays", None)
+    monkeypatch.setattr("shardopt.checkpoint._read.read_meta", None)
     assert damage_of(lambda: restore(run, trained[0])).startswith(f"restore: step 3 in {run} is damaged.\n")
 
 
@@ -153,7 +155,7 @@ def test_files_that_others_put_there_do_no_harm(run, trained, same):
 
 
 def test_a_checkpoint_of_a_newer_format_says_so(run, trained, complaint_of):
-    from shardopt.checkpoint.record import digest, file_sizes, write_manifest
+    from shardopt.checkpoint._record import digest, file_sizes, write_manifest
 
     record = find(run / "3", "record")
     record.write_text(record.read_text().replace('"format": 1', '"format": 2'))

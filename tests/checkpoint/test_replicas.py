@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardopt as so
-from shardopt.core.types import merge_replicas
-from shardopt.local_updates.state import PerReplica
-from shardopt.transforms.eight_bit import EightBitState
+from shardopt.core._types import merge_replicas
+from shardopt.local_updates._state import PerReplica
+from shardopt.transforms._eight_bit import EightBitState
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 KEYS = jax.random.split(jax.random.key(3), 2)
@@ -46,7 +46,7 @@ def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
         so.save(tmp_path, state)
         found = so.restore(tmp_path, wanted)
     else:
-        found = so.from_bytes(wanted, so.to_bytes(make_opt(), state))
+        found = so.checkpoint.from_bytes(wanted, so.checkpoint.to_bytes(make_opt(), state))
     for name, leaf in found.opt_state.value.items():
         merged = merge_replicas(own.value[name])
         assert leaf.shape == (new, *merged.shape)
@@ -60,11 +60,11 @@ def test_there_is_no_mean_of_codes(how, tmp_path, make_opt):
     state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, PerReplica(codes), jnp.zeros(2, jnp.uint32))
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state)
     wanted = placed._replace(opt_state=jax.tree.map(lambda x: x.update(shape=(3, *x.shape[1:])), placed.opt_state))
-    restore = lambda into: so.restore(tmp_path, into) if how == "folder" else so.from_bytes(into, blob)  # noqa: E731
+    restore = lambda into: so.restore(tmp_path, into) if how == "folder" else so.checkpoint.from_bytes(into, blob)  # noqa: E731
     so.save(tmp_path, state)
-    blob = so.to_bytes(make_opt(), state)
+    blob = so.checkpoint.to_bytes(make_opt(), state)
     with pytest.raises(
-        so.CheckpointError, match="moments in 8 bits of each replica, and there is no mean of codes"
+        so.errors.CheckpointError, match="moments in 8 bits of each replica, and there is no mean of codes"
     ) as error:
         restore(wanted)
     assert "opt_state/value/state/mu: the checkpoint holds uint8[2, 4], " in str(error.value)

@@ -8,8 +8,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from shardopt.checkpoint import Checkpoints, save, write
-from shardopt.checkpoint.run_folder import FilesGoneError
+from shardopt.checkpoint import _write as write
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._run_folder import FilesGoneError
+from shardopt.checkpoint._write import save
 from shardopt.core import CheckpointError, CheckpointInUseError
 
 STALE = OSError(errno.ESTALE, "Stale file handle")
@@ -189,7 +191,7 @@ def test_files_that_vanish_before_the_lock_does_are_a_deletion_too(tmp_path, mon
 
 @pytest.mark.parametrize(("kind", "tries"), [(FilesGoneError, 5), (CheckpointError, 1)])
 def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(kind, tries, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardopt.checkpoint.checkpoints._RETRY_SECONDS", 0)
+    monkeypatch.setattr("shardopt.checkpoint._checkpoints._RETRY_SECONDS", 0)
     tried = []
 
     def fail(step):

@@ -9,7 +9,7 @@ from checkpoint import measure
 from support.processes import run_processes
 
 import shardopt as so
-from shardopt.checkpoint import save
+from shardopt.checkpoint._write import save
 
 
 def test_an_array_saved_whole_lies_in_chunks(tmp_path):
@@ -26,7 +26,7 @@ def test_an_array_saved_whole_lies_in_chunks(tmp_path):
 def test_orbax_is_asked_for_shards(tmp_path, trained, make_opt, monkeypatch):
     import orbax.checkpoint as ocp
 
-    from shardopt.checkpoint import restore
+    from shardopt.checkpoint._read import restore
 
     asked = []
 

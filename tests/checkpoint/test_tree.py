@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.checkpoint.tree import (
+from shardopt.checkpoint._tree import (
     check_structure,
     describe_structure,
     escape,

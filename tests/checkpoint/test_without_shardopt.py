@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint.tree import leaves_by_path
+from shardopt.checkpoint._tree import leaves_by_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 

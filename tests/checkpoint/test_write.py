@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from shardopt.checkpoint import record as meta
-from shardopt.checkpoint import restore, save
+from shardopt.checkpoint import _record as meta
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save
 
 
 def test_the_step_is_that_of_the_state_or_the_one_given(tmp_path, trained):

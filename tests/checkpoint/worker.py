@@ -15,8 +15,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints, from_bytes, restore, save, to_bytes, write
-from shardopt.checkpoint.multihost import exchange
+from shardopt.checkpoint import _write as write
+from shardopt.checkpoint import from_bytes, to_bytes
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._multihost import exchange
+from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._write import save
 
 
 def loss_fn(params, batch):
@@ -43,7 +47,7 @@ def run(opt, state, begin, end):
 def complaint_of(action):
     try:
         action()
-    except so.CheckpointError as error:
+    except so.errors.CheckpointError as error:
         return type(error).__name__, str(error)
     return None
 

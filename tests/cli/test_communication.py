@@ -14,7 +14,7 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.communication import (
+from shardopt.cli._communication import (
     Traffic,
     as_sent,
     combined,
@@ -25,9 +25,9 @@ from shardopt.cli.communication import (
     traffic_text,
     with_meaning,
 )
-from shardopt.cli.options import Communication, Devices, Pipeline, TrainOptions, make_optimizer
-from shardopt.cli.run_folder import read_options
-from shardopt.cli.strategy import check_strategy, make_strategy, mesh_of
+from shardopt.cli._options import Communication, Devices, Pipeline, TrainOptions, make_optimizer
+from shardopt.cli._run_folder import read_options
+from shardopt.cli._strategy import check_strategy, make_strategy, mesh_of
 from shardopt.models import gpt
 
 
@@ -45,7 +45,7 @@ def quiet():
     writers = []
     with pytest.MonkeyPatch.context() as patch:
         write = lambda params, *_, **__: writers.append(jax.device_get(params)) or ""  # noqa: E731
-        patch.setattr("shardopt.cli.train.continue_text", write)
+        patch.setattr("shardopt.cli._train.continue_text", write)
         yield writers
 
 

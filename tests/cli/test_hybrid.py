@@ -15,11 +15,11 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.commands import saved_defaults
-from shardopt.cli.options import Devices, Model, Pipeline, ScheduleName, Training, TrainOptions
-from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
-from shardopt.cli.train import write_schedule
-from shardopt.engine.config import PLACEMENTS
+from shardopt.cli._commands import saved_defaults
+from shardopt.cli._options import Devices, Model, Pipeline, ScheduleName, Training, TrainOptions
+from shardopt.cli._strategy import check_strategy, fitted, make_strategy, mesh_of
+from shardopt.cli._train import write_schedule
+from shardopt.engine._config import PLACEMENTS
 from shardopt.models import gpt
 
 HYBRID = Devices(strategy="hybrid")
@@ -76,7 +76,7 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
 @pytest.mark.slow
 def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp_path, monkeypatch):
     """Its last steps are those that fsdp takes from the same checkpoint."""
-    monkeypatch.setattr("shardopt.cli.train.continue_text", lambda *_, **__: "")  # the run above has shown it
+    monkeypatch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")  # the run above has shown it
     folder = shutil.copytree(finished[0], tmp_path / "run")
     resume = ["train", "--resume", "--run-dir", folder, "--steps", 12, "--checkpoint-every", 4]
     out = run(*resume, "--strategy", "fsdp", "--mesh", "data=4,tensor=2")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.checkpoint.run_folder import committed
+from shardopt.checkpoint._run_folder import committed
 from shardopt.cli import main
-from shardopt.cli.commands import child_command, parse_processes, split_words
+from shardopt.cli._commands import child_command, parse_processes, split_words
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_
     ],
 )
 def test_train_is_resumed_where_there_is_something_to_go_on_with(words, attempt, saved, command, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardopt.cli.commands.committed", lambda folder: [4] if saved else [])
+    monkeypatch.setattr("shardopt.cli._commands.committed", lambda folder: [4] if saved else [])
     folder = tmp_path if words[0] == "train" else None
     assert child_command(words, folder, attempt) == (words if command is None else [sys.executable, *command])
 

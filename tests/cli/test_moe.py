@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from shardopt.cli import main
-from shardopt.cli.models import model_of
-from shardopt.cli.options import Model
+from shardopt.cli._models import model_of
+from shardopt.cli._options import Model
 from shardopt.models import gpt
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli.commands import parse
-from shardopt.cli.options import (
+from shardopt.cli._commands import parse
+from shardopt.cli._options import (
     TrainOptions,
     find_optimizer,
     from_json,
@@ -23,7 +23,7 @@ from shardopt.cli.options import (
     optimizers,
     to_json,
 )
-from shardopt.cli.strategy import mesh_of, parse_mesh, start_devices
+from shardopt.cli._strategy import mesh_of, parse_mesh, start_devices
 
 
 def exit_of(capsys, *words):
@@ -220,7 +220,7 @@ def test_an_optimizer_follows_the_schedule_clips_and_shows_its_rate():
     state = tx.init(params)
     updates, state = tx.update({"w": jnp.full(4, 10.0)}, state, params)
     np.testing.assert_allclose(updates["w"], -0.1 * 1.0, rtol=1e-5)  # rate 0.1, gradient clipped to norm 2
-    assert so.hyperparams(so.TrainState(0, params, state, None)) == {"learning_rate": pytest.approx(0.1)}
+    assert so.training.hyperparams(so.TrainState(0, params, state, None)) == {"learning_rate": pytest.approx(0.1)}
 
 
 @pytest.mark.parametrize("name", ["adamw", "rprop", "sm3", "contrib.muon", "lbfgs"])

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import shardopt as so
-from shardopt.audit import inner_product_flops
 from shardopt.cli import main
-from shardopt.cli.plan import _builder_text
+from shardopt.cli._plan import _builder_text
+from shardopt.hlo import inner_product_flops
 from shardopt.planning import Layout, find_model
-from shardopt.planning.layout import SearchArguments
+from shardopt.planning._layout import SearchArguments
 
 GPT2 = ["plan", "--model", "gpt2", "--hardware", "a100", "--chips", "4"]
 

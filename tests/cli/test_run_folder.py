@@ -11,7 +11,7 @@ import pytest
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.cli.run_folder import ConvertingCheckpoints
+from shardopt.cli._run_folder import ConvertingCheckpoints
 
 PARAMS = {"a/b%": jnp.arange(8.0), "w": jnp.ones((4, 2))}
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.1)))
@@ -143,7 +143,7 @@ def test_another_optimizer_is_refused_in_the_words_of_the_strategy_by_itself(sto
         ConvertingCheckpoints(
             folder, 1, None, base=opt, abstract_params=jax.eval_shape(lambda: PARAMS), say=print
         ) as checkpoints,
-        pytest.raises(so.CheckpointError, match=f"^{re.escape(message)}$"),
+        pytest.raises(so.errors.CheckpointError, match=f"^{re.escape(message)}$"),
     ):
         checkpoints.restore(opt)
 
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_not_converted(stored, tmp_path):
             tmp_path, 1, None, base=plain(mesh), abstract_params=jax.eval_shape(lambda: PARAMS), say=pytest.fail
         ) as checkpoints,
         pytest.raises(
-            so.CheckpointError, match=r"^Checkpoints: step 1 in .* is damaged|^train: step 1 in .* is damaged"
+            so.errors.CheckpointError, match=r"^Checkpoints: step 1 in .* is damaged|^train: step 1 in .* is damaged"
         ),
     ):
         checkpoints.restore(opt)

@@ -11,11 +11,11 @@ import jax
 import optax
 import pytest
 
-from shardopt.checkpoint.run_folder import committed
+from shardopt.checkpoint._run_folder import committed
 from shardopt.cli import main
-from shardopt.cli.options import Devices, TrainOptions
-from shardopt.cli.strategy import make_strategy, mesh_of
-from shardopt.engine.config import DDP, ZERO_1, ZERO_2, ZERO_3
+from shardopt.cli._options import Devices, TrainOptions
+from shardopt.cli._strategy import make_strategy, mesh_of
+from shardopt.engine._config import DDP, ZERO_1, ZERO_2, ZERO_3
 from shardopt.models import gpt
 
 

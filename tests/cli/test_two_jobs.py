@@ -24,8 +24,8 @@ def test_a_second_run_leaves_the_options_of_the_first_alone(tiny, tmp_path, caps
 
 
 def test_options_that_were_deleted_under_the_run_are_written_again(tmp_path):
-    from shardopt.cli.options import Run, TrainOptions
-    from shardopt.cli.run_folder import keep_options, read_options
+    from shardopt.cli._options import Run, TrainOptions
+    from shardopt.cli._run_folder import keep_options, read_options
 
     options = TrainOptions(run=Run(run_dir=tmp_path / "run"))
     keep_options(options, 7)
@@ -36,8 +36,8 @@ def test_options_that_were_deleted_under_the_run_are_written_again(tmp_path):
 
 
 def test_a_full_disk_leaves_the_options_as_they_were(tmp_path, monkeypatch):
-    from shardopt.cli.options import Run, TrainOptions
-    from shardopt.cli.run_folder import read_options, write_options
+    from shardopt.cli._options import Run, TrainOptions
+    from shardopt.cli._run_folder import read_options, write_options
 
     options = TrainOptions(run=Run(run_dir=tmp_path))
     write_options(options, 7)

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.collectives import per_device, shards
-from shardopt.runtime.launch import launch
+from shardopt.collectives import _shards as shards
+from shardopt.collectives import per_device
+from shardopt.runtime._launch import launch
 
 SUMS = """
 import os
@@ -18,7 +19,7 @@ os.environ.pop("XLA_FLAGS", None)  # one device a process
 import jax, jax.numpy as jnp, numpy as np
 import shardopt as so
 from jax.sharding import Mesh, PartitionSpec as P
-from shardopt.collectives.shards import psum_scatter
+from shardopt.collectives._shards import psum_scatter
 
 so.initialize()
 n = 6_000_000

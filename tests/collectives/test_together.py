@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather, all_reduce, per_device, reduce_scatter
-from shardopt.collectives import buckets as together
-from shardopt.collectives.shards import psum_scatter
+from shardopt.collectives import _buckets as together
+from shardopt.collectives._shards import psum_scatter
 
 SHAPES = [((8, 3), 0), ((5, 12), 1), ((4,), 0), ((2, 8, 4), 2), ((3, 5), None), ((16, 2), 0)]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16]

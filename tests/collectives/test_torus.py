@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.models import transformer
+from shardopt.models import _transformer as transformer
 from shardopt.planning import Transformer
 
 

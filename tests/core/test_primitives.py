@@ -8,9 +8,9 @@ import jax.extend.core.primitives as jax_primitives
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core.primitives import ARITHMETIC, DECOMPOSITIONS, ELEMENTWISE, IDENTITIES, SPECIAL
-from shardopt.separability import elementwise
-from shardopt.transforms import primitives as shard_primitives
+from shardopt.core._primitives import ARITHMETIC, DECOMPOSITIONS, ELEMENTWISE, IDENTITIES, SPECIAL
+from shardopt.separability import _elementwise as elementwise
+from shardopt.transforms import _primitives as shard_primitives
 
 lax = jax.lax
 LATER = {"log2", "one_minus_square", "polynomial"}

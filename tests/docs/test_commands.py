@@ -11,10 +11,10 @@ import optax
 import pytest
 import yaml
 
-from shardopt.cli.commands import LaunchOptions, parse, split_words
-from shardopt.cli.models import model_of
-from shardopt.cli.options import TrainOptions
-from shardopt.cli.strategy import check_strategy, fitted, make_strategy, mesh_of
+from shardopt.cli._commands import LaunchOptions, parse, split_words
+from shardopt.cli._models import model_of
+from shardopt.cli._options import TrainOptions
+from shardopt.cli._strategy import check_strategy, fitted, make_strategy, mesh_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

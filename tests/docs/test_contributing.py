@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.audit import audit
+from shardopt.hlo import audit
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 

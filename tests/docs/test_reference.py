@@ -1,6 +1,5 @@
 """The reference has every public name once, each with a docstring that tells its arguments; and the pages build."""
 
-import importlib
 import inspect
 import os
 import re
@@ -14,6 +13,8 @@ import shardopt
 from shardopt import (
     checkpoint,
     data,
+    errors,
+    hlo,
     interop,
     models,
     nn,
@@ -21,19 +22,19 @@ from shardopt import (
     parameter_server,
     planning,
     reducers,
+    runtime,
     training,
     transforms,
 )
 from shardopt.models import gpt, moe
 
-audit = importlib.import_module("shardopt.audit")  # `shardopt.audit` as an attribute is the function
-
 ROOT = Path(__file__).parents[2]
 ROOMS = {
     "": (shardopt, shardopt.__all__),
-    "audit.": (audit, audit.__all__),
     "checkpoint.": (checkpoint, checkpoint.__all__),
     "data.": (data, data.__all__),
+    "errors.": (errors, errors.__all__),
+    "hlo.": (hlo, hlo.__all__),
     "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
     "models.gpt.": (gpt, ["GPTConfig", "init", "matrices", "model", "num_parameters", "rules"]),
@@ -59,6 +60,7 @@ ROOMS = {
     "parameter_server.rules.": (parameter_server.rules, parameter_server.rules.__all__),
     "planning.": (planning, planning.__all__),
     "reducers.": (reducers, reducers.__all__),
+    "runtime.": (runtime, runtime.__all__),
     "schedules.": (shardopt.schedules, shardopt.schedules.__all__),
     "training.": (training, training.__all__),
     "transforms.": (transforms, transforms.__all__),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from support.fuzz import COUNTS, fuzz, outcome
 
-from shardopt.cli.strategy import mesh_of, parse_mesh
+from shardopt.cli._strategy import mesh_of, parse_mesh
 
 sizes = st.sampled_from(
     ["-1", "0", "1", "2", "4", "8", "-2", "--1", "+2", "1_0", " 2 ", "2.0", "٤", "²", "1e1", "9" * 5000, ""]

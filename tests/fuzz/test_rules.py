@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.fuzz import COUNTS, fuzz, outcome
 
 import shardopt as so
-from shardopt.partition.rules import match_rules
+from shardopt.partition._rules import match_rules
 
 LEAVES = [
     ("blocks/attention/qkv", (4, 8)),

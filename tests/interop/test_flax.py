@@ -48,7 +48,7 @@ def nnx_model():
 @pytest.mark.parametrize("make", [linen_model, nnx_model])
 def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
     params, specs, apply = make()
-    rules = so.rules_from_logical_axes(specs, AXES)
+    rules = so.interop.rules_from_logical_axes(specs, AXES)
     found = {pattern.removesuffix("/value$").strip("^$"): spec for pattern, spec in rules}  # nnx has a level more
     found = {path.removeprefix("params/"): spec for path, spec in found.items()}
     assert found == {"up/kernel": P(None, "tensor"), "down/kernel": P("tensor")}
@@ -78,11 +78,11 @@ def test_stacked_blocks_the_order_of_names_and_several_names_a_dim():
         "both": P("heads", "mlp"),
     }
     names = [("mlp", "tensor"), ("heads", "tensor"), ("embed", None), ("layers", None), ("width", None)]
-    assert so.rules_from_logical_axes(specs, names, stacked="^blocks/") == [
+    assert so.interop.rules_from_logical_axes(specs, names, stacked="^blocks/") == [
         ("^blocks/w$", P(None, "tensor")),
         ("^both$", P(None, "tensor")),  # mlp comes first
     ]
-    assert so.rules_from_logical_axes(specs, names)[0] == ("^blocks/w$", P(None, None, "tensor"))
+    assert so.interop.rules_from_logical_axes(specs, names)[0] == ("^blocks/w$", P(None, None, "tensor"))
 
 
 @pytest.mark.parametrize(
@@ -113,5 +113,5 @@ def test_stacked_blocks_the_order_of_names_and_several_names_a_dim():
 )
 def test_what_is_refused(specs, axes, error, message):
     with pytest.raises(error) as caught:
-        so.rules_from_logical_axes(specs, axes)
+        so.interop.rules_from_logical_axes(specs, axes)
     assert str(caught.value) == message

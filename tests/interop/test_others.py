@@ -10,8 +10,8 @@ from support.others import MODELS, Case, gan
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.core.block_model import takes_rng
-from shardopt.core.types import leaves_with_paths
+from shardopt.core._block_model import takes_rng
+from shardopt.core._types import leaves_with_paths
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_in_the_per_device_view_it_is_refused_if_rows_mix_and_else_not(name, mes
     opt = so.ddp(TX, mesh_of(data=8), case.loss_fn, frozen=case.frozen, view="per_device")
     state, batch = opt.init(case.params, jax.random.key(KEY)), case.batches(1)[0]
     if case.mixing:
-        with pytest.raises(so.NotSeparableError, match=re.escape("support/others.py")):
+        with pytest.raises(so.errors.NotSeparableError, match=re.escape("support/others.py")):
             opt.step.lower(state, batch)
     elif name == "linen_transformer":
         with pytest.raises(ValueError, match=r"Fix: use view='global'"):

@@ -28,7 +28,7 @@ def trip(tmp_path, steps_on, new_params, new_batches):
         state, _ = steps_on(source, source.init(new_params()), new_batches(steps, rows=16))
         values = jax.device_get(state)
         if how == "bytes":
-            return values, so.from_bytes(target, so.to_bytes(source, state))
+            return values, so.checkpoint.from_bytes(target, so.checkpoint.to_bytes(source, state))
         so.save(tmp_path / "run", state)
         return values, so.restore(tmp_path / "run", target)
 
@@ -122,7 +122,7 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(old, new, mesh_of, mod
     source, target = make(old), make(new)
     state, _ = source.step(source.init(new_params()), batch)
     saved = jax.device_get(state)
-    restored = so.from_bytes(target, so.to_bytes(source, state))
+    restored = so.checkpoint.from_bytes(target, so.checkpoint.to_bytes(source, state))
     assert same((restored.params, restored.opt_state.optimizer), (saved.params, saved.opt_state.optimizer))
     memory, found = saved.opt_state.reducer[0].memory, restored.opt_state.reducer[0].memory
     for a, b in zip(jax.tree.leaves(R.resize_state(memory, new)), jax.tree.leaves(found), strict=True):
@@ -154,9 +154,9 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
     def make(data):
         return so.ddp(optax.sgd(0.1), mesh_of(data=data), model_of(), reducer=tied)
 
-    data = so.to_bytes(make(2), make(2).init(new_params()))
-    with pytest.raises(so.CheckpointError) as caught:
-        so.from_bytes(make(4), data)
+    data = so.checkpoint.to_bytes(make(2), make(2).init(new_params()))
+    with pytest.raises(so.errors.CheckpointError) as caught:
+        so.checkpoint.from_bytes(make(4), data)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         "from_bytes: the state of step 0 has state that belongs to its device, which cannot be carried to another "
@@ -171,7 +171,7 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
         "Fix: restore on as many devices as it was saved from; or start the optimizer again on its parameters: "
         "new_opt.init(restore(directory, old_opt).params)."
     )
-    assert same(so.from_bytes(make(2), data), make(2).init(new_params()))
+    assert same(so.checkpoint.from_bytes(make(2), data), make(2).init(new_params()))
 
 
 def test_whatever_else_differs_is_named(strategy_of, new_params, tmp_path):
@@ -179,7 +179,7 @@ def test_whatever_else_differs_is_named(strategy_of, new_params, tmp_path):
     source = so.diloco(strategy_of("fsdp"), sync_every=4, reducer=INT8)
     so.save(tmp_path / "run", source.init(new_params()))
     target = so.diloco(strategy_of("fsdp", replica=2, data=4), sync_every=4, reducer=INT8)
-    with pytest.raises(so.CheckpointError) as caught:
+    with pytest.raises(so.errors.CheckpointError) as caught:
         so.restore(tmp_path / "run", target)
     lines = str(caught.value).splitlines()
     assert "does not fit opt: 0 leaves missing, 0 left over, 4 different." in lines[0]
@@ -188,10 +188,10 @@ def test_whatever_else_differs_is_named(strategy_of, new_params, tmp_path):
         "opt wants float32[2, 4, 1, 1, 4, 2, 4]"
     )
     other = so.diloco(strategy_of("fsdp", replica=4), sync_every=4, reducer=INT8)
-    with pytest.raises(so.CheckpointError, match="different") as caught:
+    with pytest.raises(so.errors.CheckpointError, match="different") as caught:
         so.restore(tmp_path / "run", other, abstract_params=jax.eval_shape(lambda: new_params(8)))
     assert "params/blocks/up: the checkpoint holds float32[4, 4, 8], opt wants float32[8, 4, 8]" in str(caught.value)
-    with pytest.raises(so.CheckpointError, match="missing"):
+    with pytest.raises(so.errors.CheckpointError, match="missing"):
         so.restore(tmp_path / "run", so.diloco(strategy_of("fsdp", replica=4), sync_every=4, fragments=2, reducer=INT8))
 
 
@@ -235,7 +235,7 @@ def test_fit_stops_early_on_the_shared_parameters(strategy_of, new_params, new_b
         num_steps=20,
         evaluate=lambda state: {"held_out": float(opt.evaluate(state, held_out)["loss"])},
         evaluate_every=2,
-        early_stopping=so.EarlyStopping("held_out", patience=2),
+        early_stopping=so.training.EarlyStopping("held_out", patience=2),
         progress=False,
     )
     assert (result.stopped, result.step) == ("early", 6)

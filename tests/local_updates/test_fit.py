@@ -91,7 +91,7 @@ def test_a_run_in_which_they_never_agree_is_refused(how, first, said, strategy_o
 
 def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_batches):
     opt = so.local_sgd(strategy_of("ddp"), sync_every=50, warmup_steps=2)
-    rule = so.EarlyStopping("val_loss", patience=30)
+    rule = so.training.EarlyStopping("val_loss", patience=30)
     evaluate = so.training.evaluation(opt, new_batches(1))
     how = {"evaluate": evaluate, "evaluate_every": 2, "early_stopping": rule, "progress": False}
     assert so.fit(opt, opt.init(new_params()), new_batches(3), num_steps=3, **how).step == 3
@@ -114,7 +114,7 @@ def test_early_stopping_that_ends_any_run_is_refused(
     of_shared = so.training.evaluation(opt, new_batches(1))
 
     def run(patience, metric="val_loss", evaluate=of_shared):
-        rule, state = so.EarlyStopping(metric, patience=patience), opt.init(new_params())
+        rule, state = so.training.EarlyStopping(metric, patience=patience), opt.init(new_params())
         options = {"evaluate": evaluate, "early_stopping": rule, "num_steps": 40, "progress": False}
         if scheduled_by == "evaluate_every":
             return so.fit(opt, state, [], evaluate_every=every, **options)
@@ -145,7 +145,7 @@ def test_a_run_that_is_just_not_refused_sees_an_agreement(strategy_of, new_param
         num_steps=8,
         evaluate=so.training.evaluation(opt, [held_out]),
         evaluate_every=2,
-        early_stopping=so.EarlyStopping("val_loss", patience=2),
+        early_stopping=so.training.EarlyStopping("val_loss", patience=2),
         progress=False,
     )
     values = [one["val_loss"] for one in result.history]

@@ -6,7 +6,8 @@ import pytest
 from local_updates import reference
 
 import shardopt as so
-from shardopt.local_updates import outer_step, step
+from shardopt.local_updates import _outer_step as outer_step
+from shardopt.local_updates import _step as step
 
 TX = optax.sgd(0.05, momentum=0.9)
 HOW = {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.25}

@@ -43,7 +43,7 @@ def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=2, reducer=reducer)
     batches = new_batches(6)
     state, _ = steps_on(opt, opt.init(new_params()), batches[:5])  # sent with step 5, due after step 6
-    state = so.with_hyperparams(opt.synchronize(state), learning_rate=0.0)
+    state = so.training.with_hyperparams(opt.synchronize(state), learning_rate=0.0)
     mean = jax.device_get(state.params)
     for _ in range(4):
         state, _ = steps_on(opt, state, batches)
@@ -74,7 +74,7 @@ def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     assert equal(found.now, left if in_flight else now)
     assert equal(found.before, found.now)
     mean = jax.device_get(state.params)
-    state = so.with_hyperparams(state, learning_rate=0.0)
+    state = so.training.with_hyperparams(state, learning_rate=0.0)
     for _ in range(10):
         state, _ = steps_on(opt, state, batches[:8])
     assert apart(rows_of(state), [jax.device_get(state.params)] * 2) < 1e-12
@@ -157,15 +157,15 @@ def test_hyperparameters_are_one_number_for_all_replicas(strategy_of, new_params
     opt = so.diloco(strategy_of("fsdp", tx), outer=outer, sync_every=2)
     state = opt.init(new_params())
     inside, outside = "optimizer/value/learning_rate", "outer/0/learning_rate"
-    assert so.hyperparams(state) == {inside: 0.5, outside: 1.0, "momentum": 0.25}
-    state = so.with_hyperparams(state, **{inside: 0.0, outside: 0.5})
-    assert so.hyperparams(state) == {inside: 0.0, outside: 0.5, "momentum": 0.25}
+    assert so.training.hyperparams(state) == {inside: 0.5, outside: 1.0, "momentum": 0.25}
+    state = so.training.with_hyperparams(state, **{inside: 0.0, outside: 0.5})
+    assert so.training.hyperparams(state) == {inside: 0.0, outside: 0.5, "momentum": 0.25}
     state, _ = steps_on(opt, state, new_batches(3))
     assert all(equal(one, new_params()) for one in rows_of(state))  # a rate of 0 reaches every replica
-    state = so.with_hyperparams(state, **{inside: np.array([0.0, 0.25])})
-    assert so.hyperparams(state)[inside].tolist() == [0.0, 0.25]
+    state = so.training.with_hyperparams(state, **{inside: np.array([0.0, 0.25])})
+    assert so.training.hyperparams(state)[inside].tolist() == [0.0, 0.25]
     state, _ = steps_on(opt, state, new_batches(1))  # the agreement follows, so look at what was shared: half a step
     assert not equal(jax.device_get(state.params), new_params())
     message = r"^with_hyperparams: optimizer/value/learning_rate has shape \(2,\), got \(3,\)\.$"
     with pytest.raises(ValueError, match=message):
-        so.with_hyperparams(state, **{inside: np.ones(3)})
+        so.training.with_hyperparams(state, **{inside: np.ones(3)})

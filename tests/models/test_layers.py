@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.models import gpt, layers
+from shardopt.models import _layers as layers
+from shardopt.models import gpt
 
 
 def draw(seed, *shape):

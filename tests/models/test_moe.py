@@ -14,7 +14,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import moe
-from shardopt.models.latent_attention import latent_attention
+from shardopt.models._latent_attention import latent_attention
 from shardopt.planning import find_model
 
 SMALL = moe.MoEConfig(

@@ -15,8 +15,9 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt import data
-from shardopt.core.jaxprs import equations
-from shardopt.models import gpt, transformer
+from shardopt.core._jaxprs import equations
+from shardopt.models import _transformer as transformer
+from shardopt.models import gpt
 from shardopt.planning import Transformer
 
 COUNTED, VOCABULARY = 12, 20
@@ -173,7 +174,9 @@ def test_marks_that_are_dropped_on_the_way_are_noticed(monkeypatch, mesh_of, x64
         assert relative_difference(gradient(name, without), one_by_one(name)[1]) > 1e-3
     with monkeypatch.context() as patch:
         patch.setattr(so.nn, "positions", jnp.arange)
-        with pytest.raises(so.NotSeparableError, match="its index on its device, which is not that in the sequence"):
+        with pytest.raises(
+            so.errors.NotSeparableError, match="its index on its device, which is not that in the sequence"
+        ):
             test_rows_in_natural_order_know_their_positions_on_a_context_axis("gpt", mesh_of, None)
 
 

@@ -12,9 +12,9 @@ from support.layouts import SHAPE
 from support.reference import relative_difference, train
 
 import shardopt as so
-from shardopt.audit import audit
-from shardopt.models import transformer
-from shardopt.planning.models import RULES
+from shardopt.hlo import audit
+from shardopt.models import _transformer as transformer
+from shardopt.planning._models import RULES
 
 TX = optax.sgd(0.1, momentum=0.9)
 SMALL = dataclasses.replace(SHAPE, num_layers=2, length=8, dtype=jnp.float64, param_dtype=jnp.float64)

@@ -13,12 +13,13 @@ from support.pairwise import all_pairs, few
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.core.jaxprs import equations
+from shardopt.core._jaxprs import equations
 from shardopt.mesh import analysis
-from shardopt.nn import flash, ring
-from shardopt.nn.flash import Rule
+from shardopt.nn import _flash as flash
+from shardopt.nn import _ring as ring
+from shardopt.nn._flash import Rule
 
-attention = importlib.import_module("shardopt.nn.attention")
+attention = importlib.import_module("shardopt.nn._attention")
 
 FACTORS = {
     "method": ["ring", "all_to_all", "all_gather"],

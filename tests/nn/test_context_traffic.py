@@ -11,7 +11,7 @@ from support.contexts import drawn, mesh_of, results
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.remat.split_backward import split_backward
+from shardopt.remat._split_backward import split_backward
 
 B, T, H, K = 2, 32, 8, 4
 

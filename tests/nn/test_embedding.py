@@ -12,8 +12,8 @@ from support.reference import relative_difference, train
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import Expected, audit
-from shardopt.nn.embedding import exchange_bytes
+from shardopt.hlo import Expected, audit
+from shardopt.nn._embedding import exchange_bytes
 
 VOCAB, DIM, ROWS, LENGTH = 256, 16, 16, 3
 TX = optax.sgd(0.1, momentum=0.9)

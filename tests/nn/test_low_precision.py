@@ -12,10 +12,11 @@ from support.reference import relative_difference
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.models import gpt, transformer
-from shardopt.nn.low_precision import check_precision
+from shardopt.models import _transformer as transformer
+from shardopt.models import gpt
+from shardopt.nn._low_precision import check_precision
 from shardopt.planning import Transformer
-from shardopt.planning.models import RULES
+from shardopt.planning._models import RULES
 
 SUBSCRIPTS = "btd,dcf->cbtf"
 MAX = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}

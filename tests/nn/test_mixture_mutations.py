@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import pytest
 from support.experts import difference, drawn, mesh_of, on_one_device, program
 
-from shardopt.nn import dispatch, grouped_product, router
+from shardopt.nn import _dispatch as dispatch
+from shardopt.nn import _grouped_product as grouped_product
+from shardopt.nn import _router as router
 
 pytestmark = pytest.mark.slow
 
-mixture = importlib.import_module("shardopt.nn.mixture_of_experts")
+mixture = importlib.import_module("shardopt.nn._mixture_of_experts")
 
 
 def weights_of_experts_dropped(patch):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardopt as so
 from shardopt.models import moe
-from shardopt.nn.grouped_product import _tiles
+from shardopt.nn._grouped_product import _tiles
 from shardopt.planning import topology_devices
 
 pytestmark = pytest.mark.slow

@@ -5,11 +5,13 @@ import importlib
 import pytest
 from support.contexts import difference, drawn, mesh_of
 
-from shardopt.nn import exchange, flash, ring
+from shardopt.nn import _exchange as exchange
+from shardopt.nn import _flash as flash
+from shardopt.nn import _ring as ring
 
 pytestmark = pytest.mark.slow
 
-attention = importlib.import_module("shardopt.nn.attention")
+attention = importlib.import_module("shardopt.nn._attention")
 
 
 def masked_one_hop_off(patch):

@@ -10,10 +10,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.nn import splash_backward
-from shardopt.nn.attention import masked_attention, visible
-from shardopt.nn.flash import Rule
-from shardopt.nn.splash_backward import KeyOperands, QueryOperands
+from shardopt.nn import _splash_backward as splash_backward
+from shardopt.nn._attention import masked_attention, visible
+from shardopt.nn._flash import Rule
+from shardopt.nn._splash_backward import KeyOperands, QueryOperands
 from shardopt.planning import topology_devices
 
 

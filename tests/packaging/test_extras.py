@@ -39,7 +39,7 @@ def refused(call):
 
 from shardopt import data, models
 from shardopt.cli import main
-from shardopt.planning.plots import plot_placement, plot_plans
+from shardopt.planning._plots import plot_placement, plot_plans
 gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
 refused(schedule.plot)
 refused(lambda: plot_placement(opt))

@@ -10,8 +10,8 @@ from support.reference import same_bits
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.parameter_server import _worker as compute
 from shardopt.parameter_server import replay, rules
-from shardopt.parameter_server import worker as compute
 
 
 class BrokenOffError(Exception):
@@ -124,7 +124,10 @@ def test_a_checkpoint_is_one_like_any_other(regression, tmp_path):
     record = json.loads((tmp_path / "8" / "shardopt.json").read_text())
     assert {"params/w", "params/b", "step"} <= set(record["leaves"])
     (tmp_path / "8" / "shardopt.json").write_text("{}")
-    with so.Checkpoints(tmp_path, every=4, keep=None) as checkpoints, pytest.raises(so.CheckpointError) as caught:
+    with (
+        so.Checkpoints(tmp_path, every=4, keep=None) as checkpoints,
+        pytest.raises(so.errors.CheckpointError) as caught,
+    ):
         optimizer(regression, 1).run(
             regression.params, regression.batches_of(3), num_updates=9, checkpoints=checkpoints
         )
@@ -168,7 +171,7 @@ def test_early_stopping_watches_the_evaluation(max_staleness, regression):
         seen.append(params)
         return {"val_loss": [3.0, 1.0, 2.0, 2.0][min(len(seen), 4) - 1]}
 
-    rule = so.EarlyStopping("val_loss", patience=2)
+    rule = so.training.EarlyStopping("val_loss", patience=2)
     opt = optimizer(regression, max_staleness)
     result = opt.run(
         regression.params,
@@ -187,7 +190,7 @@ def test_early_stopping_watches_the_evaluation(max_staleness, regression):
 
 
 def test_a_resumed_run_keeps_its_patience(regression, tmp_path):
-    rule, opt = so.EarlyStopping("score", patience=3, mode="max"), optimizer(regression, 0)
+    rule, opt = so.training.EarlyStopping("score", patience=3, mode="max"), optimizer(regression, 0)
     arguments = {"early_stopping": rule, "evaluate": lambda params: {"score": 1.0}, "evaluate_every": 1}
     for total, stopped in ((3, "completed"), (10**6, "early")):
         with so.Checkpoints(tmp_path, every=1, keep=None) as checkpoints:
@@ -216,14 +219,14 @@ def test_refusals(regression, message_of):
     )
     assert run(early_stopping="loss") == (
         "async_sgd: early_stopping must be a shardopt.EarlyStopping, got str.\n"
-        'Fix: pass so.EarlyStopping("loss", patience=5).'
+        'Fix: pass so.training.EarlyStopping("loss", patience=5).'
     )
     assert run(evaluate=3) == "async_sgd: evaluate must be a function (params) -> metrics, got int."
     assert run(evaluate_every=0) == "async_sgd: evaluate_every must be at least 1, got 0."
     assert run(evaluate=lambda params: 3.0, evaluate_every=1) == (
         'async_sgd: evaluate must return a dict of metrics, got float.\nFix: return {"val_loss": loss}.'
     )
-    assert run(early_stopping=so.EarlyStopping("val", patience=1), evaluate_every=1) == (
+    assert run(early_stopping=so.training.EarlyStopping("val", patience=1), evaluate_every=1) == (
         "async_sgd: early_stopping watches 'val', which is not among the metrics of this run:\n"
         "  loss\nFix: watch one of these, or return it from evaluate and give evaluate_every."
     )

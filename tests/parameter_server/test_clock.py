@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardopt as so
-from shardopt.parameter_server import clock as clocks
+from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server import make_server
-from shardopt.parameter_server.clock import PersistentMap
+from shardopt.parameter_server._clock import PersistentMap
 
 BOUNDS = [0, 1, 2, 8]
 
@@ -204,8 +204,10 @@ def test_persistent_map_is_a_dict_that_does_not_change(changes):
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_should_sync(max_staleness):
     every = max_staleness + 1
-    assert [so.should_sync(step, max_staleness) for step in range(3 * every)] == ([True] + [False] * max_staleness) * 3
-    assert so.should_sync(np.int64(0), np.int32(max_staleness)) is True
+    assert [so.parameter_server.should_sync(step, max_staleness) for step in range(3 * every)] == (
+        [True] + [False] * max_staleness
+    ) * 3
+    assert so.parameter_server.should_sync(np.int64(0), np.int32(max_staleness)) is True
 
 
 @pytest.mark.parametrize(
@@ -220,5 +222,5 @@ def test_should_sync(max_staleness):
 )
 def test_should_sync_refuses(arguments, error, message):
     with pytest.raises(error) as caught:
-        so.should_sync(*arguments)
+        so.parameter_server.should_sync(*arguments)
     assert str(caught.value) == message

@@ -7,11 +7,13 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.core.types import Weighted
-from shardopt.parameter_server import SimulatedWorker, apply, durations, server, simulate
-from shardopt.parameter_server import clock as clocks
-from shardopt.parameter_server import worker as gradients
-from shardopt.parameter_server.log import Event
+from shardopt.core._types import Weighted
+from shardopt.parameter_server import SimulatedWorker, durations, simulate
+from shardopt.parameter_server import _apply as apply
+from shardopt.parameter_server import _clock as clocks
+from shardopt.parameter_server import _server as server
+from shardopt.parameter_server import _worker as gradients
+from shardopt.parameter_server._log import Event
 
 pytestmark = pytest.mark.slow  # the contract is broken on purpose
 

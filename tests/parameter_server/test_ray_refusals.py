@@ -10,8 +10,8 @@ import pytest
 import ray
 
 import shardopt as so
-from shardopt.parameter_server.ray import RayDriver
-from shardopt.parameter_server.views import WorkerStatus
+from shardopt.parameter_server._ray import RayDriver
+from shardopt.parameter_server._views import WorkerStatus
 
 
 def mean(params, batch):
@@ -81,7 +81,7 @@ def test_strategies_cannot_cross(message_of):
 def test_who_hangs(monkeypatch):
     """Neither those that wait, nor those that compile, nor any while the caller evaluates; and each once."""
     now = [0.0]
-    monkeypatch.setattr("shardopt.parameter_server.ray.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("shardopt.parameter_server._ray.time.monotonic", lambda: now[0])
     workers = [
         WorkerStatus(worker, doing, 0.0, 3, 0, 3, 0.0, is_new)
         for worker, (doing, is_new) in enumerate(

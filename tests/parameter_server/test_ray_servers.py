@@ -11,8 +11,8 @@ import ray
 from support.reference import same_bits
 
 import shardopt as so
-from shardopt.parameter_server.ray import ServerProcess, begin_process
-from shardopt.parameter_server.ray_servers import SNAPSHOT_EVERY, ShardProcess
+from shardopt.parameter_server._ray import ServerProcess, begin_process
+from shardopt.parameter_server._ray_servers import SNAPSHOT_EVERY, ShardProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
 

@@ -9,7 +9,7 @@ from support.reference import same_bits
 
 import shardopt as so
 from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update, replay
-from shardopt.parameter_server import worker as worker_side
+from shardopt.parameter_server import _worker as worker_side
 
 R = so.reducers
 INT8 = R.error_feedback(R.int8(block_size=4))

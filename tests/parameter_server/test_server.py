@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardopt.core.types import TrainState
+from shardopt.core._types import TrainState
 from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update, rules
 
 

@@ -8,9 +8,9 @@ import pytest
 from support.reference import relative_difference, same_bits
 
 import shardopt as so
-from shardopt.core.errors import CheckpointError
+from shardopt.core._errors import CheckpointError
 from shardopt.parameter_server import SparseRows, make_server, make_update, replay, rules
-from shardopt.parameter_server.sharded import shard, unshard
+from shardopt.parameter_server._sharded import shard, unshard
 
 SHARDED_CLIP = so.transforms.clip_by_global_norm(0.5, "servers", split=True)
 

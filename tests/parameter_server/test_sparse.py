@@ -197,7 +197,7 @@ def test_what_mixes_rows_is_refused(name, message_of):
 @pytest.mark.parametrize("name", NOT_BY_ROW)
 def test_refused_for_a_reason(name, monkeypatch):
     """Let through, the rows that are pushed would move otherwise than among all."""
-    monkeypatch.setattr("shardopt.parameter_server.sparse._check_by_row", lambda *args: None)
+    monkeypatch.setattr("shardopt.parameter_server._sparse._check_by_row", lambda *args: None)
     found, dense = (after(NOT_BY_ROW[name][0], sparse=sparse) for sparse in (True, False))
     moved, expected = (np.asarray(x["table"] - start()["table"]) for x in (found, dense))
     assert np.abs(moved - expected).max() / np.abs(moved).max() > 1e-4

@@ -11,14 +11,14 @@ import pytest
 from support.reference import relative_difference, same_bits
 
 import shardopt as so
-from shardopt.core.types import TrainState
+from shardopt.core._types import TrainState
 from shardopt.parameter_server import make_server, make_update, rules
-from shardopt.parameter_server.async_local_sgd import _streaming_compute
-from shardopt.parameter_server.coordinator import WorkerTask
-from shardopt.parameter_server.fragments import Fragment, FragmentPlan
-from shardopt.parameter_server.run import Compute
-from shardopt.parameter_server.streaming import Island, Streaming
-from shardopt.parameter_server.worker import Streams, WorkerCompressors, run_worker
+from shardopt.parameter_server._async_local_sgd import _streaming_compute
+from shardopt.parameter_server._coordinator import WorkerTask
+from shardopt.parameter_server._fragments import Fragment, FragmentPlan
+from shardopt.parameter_server._run import Compute
+from shardopt.parameter_server._streaming import Island, Streaming
+from shardopt.parameter_server._worker import Streams, WorkerCompressors, run_worker
 
 P, H = 2, 4
 STREAMING = {"fragments": P, "delay": 1, "mix": 0.25}

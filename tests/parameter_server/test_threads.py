@@ -14,12 +14,12 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.parameter_server import Log, NonFiniteUpdateError, make_server, rules
-from shardopt.parameter_server import worker as compute
-from shardopt.parameter_server.coordinator import Coordinator, SavePolicy
-from shardopt.parameter_server.run import Run
-from shardopt.parameter_server.settings import capture_settings
-from shardopt.parameter_server.threads import run_threads
-from shardopt.parameter_server.worker import no_compute
+from shardopt.parameter_server import _worker as compute
+from shardopt.parameter_server._coordinator import Coordinator, SavePolicy
+from shardopt.parameter_server._run import Run
+from shardopt.parameter_server._settings import capture_settings
+from shardopt.parameter_server._threads import run_threads
+from shardopt.parameter_server._worker import no_compute
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 
 import shardopt as so
-from shardopt.parameter_server import SimulatedWorker, plot_timeline, simulate, timeline, views
-from shardopt.parameter_server.log import Event
-from shardopt.parameter_server.views import _COLORS, Status, WorkerStats, WorkerStatus
+from shardopt.parameter_server import SimulatedWorker, plot_timeline, simulate, timeline
+from shardopt.parameter_server import _views as views
+from shardopt.parameter_server._log import Event
+from shardopt.parameter_server._views import _COLORS, Status, WorkerStats, WorkerStatus
 
 DRAWN = [SimulatedWorker(), SimulatedWorker(3.0), SimulatedWorker(1.0, availability=((0.0, 4.5), (8.0, math.inf)))]
 

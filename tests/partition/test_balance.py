@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardopt.partition.balance import busiest, share_out
+from shardopt.partition._balance import busiest, share_out
 
 
 @pytest.mark.parametrize(

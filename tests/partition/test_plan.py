@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.partition import plan_leaves, shard_axes, state_specs
-from shardopt.partition.plan import LeafPlan, largest_divisible_dim
+from shardopt.partition._plan import LeafPlan, largest_divisible_dim
 
 
 def plan(shapes, mesh, rules=(), *, stacked=False, least=1):

@@ -7,7 +7,7 @@ from support.pipelines import SCHEDULES, micro_batches
 
 import shardopt as so
 from shardopt.pipeline import schedules
-from shardopt.pipeline.timing import in_order
+from shardopt.pipeline._timing import in_order
 
 
 def orders(schedule):

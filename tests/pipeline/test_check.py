@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardopt.pipeline import schedules
-from shardopt.pipeline.ticks import as_table
+from shardopt.pipeline._ticks import as_table
 
 TICKS = "Fix: run each pass once, when its inputs are there; what is sent on a tick arrives on the next."
 SLOTS = "Fix: keep apart what is live at the same tick, or leave the slots to from_ticks."

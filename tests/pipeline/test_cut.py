@@ -7,7 +7,7 @@ import pytest
 from support.pipelines import SCHEDULES
 
 import shardopt as so
-from shardopt.pipeline.cut import cut_blocks, first_blocks, is_even, stage_rows
+from shardopt.pipeline._cut import cut_blocks, first_blocks, is_even, stage_rows
 
 
 def busiest(counts, embedding, head):

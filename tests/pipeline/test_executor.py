@@ -13,8 +13,8 @@ from support.pipelines import IN_GROUPS, SCHEDULES, block_problem
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.engine import pipelined
-from shardopt.pipeline.executor import execute
+from shardopt.engine import _pipelined as pipelined
+from shardopt.pipeline._executor import execute
 
 
 def train(schedule, mesh, case, micro_batches, **options):

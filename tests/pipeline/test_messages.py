@@ -16,7 +16,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.collectives import per_device
-from shardopt.pipeline import messages
+from shardopt.pipeline import _messages as messages
 
 PLACES = {
     "ring": lambda stages, chunks: [*range(stages)] * chunks,
@@ -94,7 +94,7 @@ def test_rounds_are_permutations_and_hold_every_move_once(stages, chunks, draw):
 @pytest.mark.slow
 def test_optimised_python_finds_the_rounds_too():
     """Under `python -O` assertions are not run, so nothing may depend on what they do."""
-    code = "from shardopt.pipeline import messages as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
+    code = "from shardopt.pipeline import _messages as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
     ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "2\n"
 

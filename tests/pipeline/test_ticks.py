@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.pipelines import searched, v_shaped
 
 from shardopt.pipeline import schedules
-from shardopt.pipeline.ticks import as_table
+from shardopt.pipeline._ticks import as_table
 
 GARBAGE = "garbage"
 

@@ -11,15 +11,15 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.audit import Audit, Memory
-from shardopt.core.extras import is_installed
-from shardopt.models import transformer
+from shardopt.core._extras import is_installed
+from shardopt.hlo import Audit, Memory
+from shardopt.models import _transformer as transformer
 from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
-from shardopt.planning.aot import AotReport, _compile
-from shardopt.planning.compiled_time import StepSeconds
-from shardopt.planning.layout import stored_bytes
-from shardopt.planning.models import RULES
-from shardopt.planning.topologies import _without_a_tpu
+from shardopt.planning._aot import AotReport, _compile
+from shardopt.planning._compiled_time import StepSeconds
+from shardopt.planning._layout import stored_bytes
+from shardopt.planning._models import RULES
+from shardopt.planning._topologies import _without_a_tpu
 
 SHAPE = Transformer("t", 256, 2, 8, 512, 1024, 64, num_kv_heads=4)
 FORMS = "a100:8, h100:8, h200:8, b200:8, v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4"

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardopt as so
-from shardopt.audit import audit
+from shardopt.hlo import audit
 from shardopt.planning import HARDWARE, Hardware, Operation, step_seconds
-from shardopt.planning.compiled_time import StepSeconds
-from shardopt.planning.hardware import hardware_of
-from shardopt.planning.plots import plot_timeline
+from shardopt.planning._compiled_time import StepSeconds
+from shardopt.planning._hardware import hardware_of
+from shardopt.planning._plots import plot_timeline
 
 CHIP = Hardware("t", 1e9, 10**9, 1e9, 1e9, torus_dims=2, pod_chips=64, network_bandwidth=1e8, source="", clock=1e9)
 MESH = {"data": 8}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.audit.hlo_text import tiled_nbytes
-from shardopt.audit.program import argument_padding
+from shardopt.hlo._hlo_text import tiled_nbytes
+from shardopt.hlo._program import argument_padding
 from shardopt.planning import HARDWARE, Layout, find_model, predict
-from shardopt.planning.layout import stored_bytes
+from shardopt.planning._layout import stored_bytes
 
 PROGRAM = (Path(__file__).parents[1] / "audit" / "programs" / "v5e_fsdp.hlo").read_text()
 

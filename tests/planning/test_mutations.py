@@ -3,8 +3,12 @@
 import pytest
 from support.layouts import LAYOUTS, disagreements
 
-from shardopt.audit import collective, program, walk
-from shardopt.planning import costs, layout, workload
+from shardopt.hlo import _collective as collective
+from shardopt.hlo import _program as program
+from shardopt.hlo import _walk as walk
+from shardopt.planning import _costs as costs
+from shardopt.planning import _layout as layout
+from shardopt.planning import _workload as workload
 
 pytestmark = pytest.mark.slow  # the contract is broken on purpose
 

@@ -6,7 +6,7 @@ import pytest
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.planning import plots
+from shardopt.planning import _plots as plots
 
 
 @pytest.fixture(scope="module")

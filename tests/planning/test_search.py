@@ -10,11 +10,11 @@ import pytest
 from support.layouts import SHAPE
 
 import shardopt as so
-from shardopt.models import transformer
+from shardopt.models import _transformer as transformer
 from shardopt.planning import HARDWARE, Hardware, Layout, Transfer, find_hardware, predict
-from shardopt.planning.costs import seconds, torus_axes, traffic
-from shardopt.planning.layout import place
-from shardopt.planning.models import find_model
+from shardopt.planning._costs import seconds, torus_axes, traffic
+from shardopt.planning._layout import place
+from shardopt.planning._models import find_model
 
 CHIP = Hardware("toy", 1e12, 10**9, 1e11, 1e10, 0, 8, 1e9, "made up")
 WORK = SHAPE.workload()

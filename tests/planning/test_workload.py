@@ -10,10 +10,11 @@ import pytest
 from support.layouts import SHAPE
 
 import shardopt as so
-from shardopt.models import gpt, transformer
+from shardopt.models import _transformer as transformer
+from shardopt.models import gpt
 from shardopt.planning import HARDWARE, MODELS, Layout, Transformer, count_flops, find_model, trace
-from shardopt.planning.costs import step_flops
-from shardopt.planning.models import RULES
+from shardopt.planning._costs import step_flops
+from shardopt.planning._models import RULES
 
 
 def refused(kind, message):

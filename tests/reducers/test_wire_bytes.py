@@ -8,7 +8,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.reducers import mean
+from shardopt.reducers import _mean as mean
 
 R = so.reducers
 REDUCERS = [

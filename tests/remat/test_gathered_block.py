@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.audit.hlo_text import parse
-from shardopt.audit.source_lines import read_frames, source_of
-from shardopt.core.block_model import BlockModel
+from shardopt.core._block_model import BlockModel
+from shardopt.hlo._hlo_text import parse
+from shardopt.hlo._source_lines import read_frames, source_of
 from shardopt.models import gpt
 
 DIM, HIDDEN, ROWS = 32, 512, 16

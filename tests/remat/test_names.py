@@ -11,11 +11,12 @@ from support.reference import relative_difference, train
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.core.block_remat import checkpointed
-from shardopt.models import gpt, transformer
+from shardopt.core._block_remat import checkpointed
+from shardopt.models import _transformer as transformer
+from shardopt.models import gpt
 from shardopt.planning import Transformer
-from shardopt.planning.models import RULES
-from shardopt.remat.split_backward import split_backward
+from shardopt.planning._models import RULES
+from shardopt.remat._split_backward import split_backward
 
 DIM, HIDDEN, ROWS = 8, 24, 8
 TX = optax.sgd(0.05, momentum=0.9)

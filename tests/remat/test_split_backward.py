@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.tiers import tiered
 
-from shardopt.remat.split_backward import rematerialised, split_backward
+from shardopt.remat._split_backward import rematerialised, split_backward
 
 ROWS, WIDTH = 3, 4
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardopt.runtime.compiled import share_compiled_programs
+from shardopt.runtime._compiled import share_compiled_programs
 
 ROOT = Path(__file__).parents[2]
 

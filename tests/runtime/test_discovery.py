@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardopt.runtime.discovery import Discovery
+from shardopt.runtime._discovery import Discovery
 
 
 @pytest.mark.parametrize(

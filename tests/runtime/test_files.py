@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.runtime.files import write_atomic
+from shardopt.runtime._files import write_atomic
 
 
 def test_a_file_is_replaced(tmp_path):

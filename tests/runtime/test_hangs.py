@@ -73,15 +73,15 @@ def test_a_rank_that_hangs_is_named_and_the_outcome_is_that_of_an_undisturbed_ru
 CLUSTER = """
 import time, jax, shardopt as so
 so.initialize()
-so.watchdog(4)
+so.runtime.watchdog(4)
 
 def spin():
     while True: pass
 
 for step in range(9):
-    so.report_progress(step, "data")
+    so.runtime.report_progress(step, "data")
     if step == 4 and jax.process_index() == 1: spin()
-    so.report_progress(step, "wait")
+    so.runtime.report_progress(step, "wait")
     if step > 4: time.sleep(1000)
 """
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardopt.runtime import discovery
-from shardopt.runtime.launch import _first_failure, launch
+from shardopt.runtime import _discovery as discovery
+from shardopt.runtime._launch import _first_failure, launch
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import os, sys, time, signal, pathlib\nrank = int(os.environ['JAX_PROCESS_ID'])\n"
@@ -104,7 +104,7 @@ def test_when_one_fails_the_others_are_ended_and_its_words_are_shown(job):
 
 
 def test_who_does_not_listen_is_killed_with_its_children(job, monkeypatch):
-    monkeypatch.setattr(sys.modules["shardopt.runtime.launch"], "_GRACE", 0.2)
+    monkeypatch.setattr(sys.modules["shardopt.runtime._launch"], "_GRACE", 0.2)
     script = (
         "import subprocess\n"
         "if rank == 1:\n"
@@ -145,7 +145,7 @@ def test_the_one_that_was_killed_is_named_not_those_that_miss_it(job):
 def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
     """As the kernel closes connections before it reports an end."""
     script = (
-        "from shardopt.runtime.processes import _follow_launcher; _follow_launcher()\n"
+        "from shardopt.runtime._processes import _follow_launcher; _follow_launcher()\n"
         "class Slow(Exception):\n"
         "    def __str__(self): (here / 'gone').touch(); time.sleep(0.3); return 'the disk is full'\n"
         "if rank == 1:\n"
@@ -202,7 +202,7 @@ def test_it_is_started_anew_as_often_as_it_may_be(job):
 )
 def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatch, options, counts):
     ready = options.get("spares", 0)
-    monkeypatch.setattr(sys.modules["shardopt.runtime.launch"]._Spares, "ready", lambda self: ready)
+    monkeypatch.setattr(sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready)
     options = {name: value for name, value in options.items() if name != "spares"}
     script = (
         "print(os.environ['JAX_NUM_PROCESSES'], flush=True)\n"
@@ -250,7 +250,7 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
     answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if polite else ""
     script = HEAD + answer + "print('up', flush=True)\n" + FOREVER
     program = (
-        "import pathlib, sys\nfrom shardopt.runtime.launch import launch\n"
+        "import pathlib, sys\nfrom shardopt.runtime._launch import launch\n"
         f"command = [sys.executable, '-c', {script!r}]\n"
         f"sys.exit(launch(lambda attempt: command, processes=2, max_restarts=3, log_dir=pathlib.Path({str(tmp_path)!r})))"
     )
@@ -274,11 +274,11 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
 @pytest.mark.slow
 def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
     script = (
-        "from shardopt.runtime.processes import _follow_launcher; import os, time\n"
+        "from shardopt.runtime._processes import _follow_launcher; import os, time\n"
         "_follow_launcher(); print(os.getpid(), flush=True)\n" + FOREVER
     )
     program = (
-        "import pathlib, sys\nfrom shardopt.runtime.launch import launch\n"
+        "import pathlib, sys\nfrom shardopt.runtime._launch import launch\n"
         f"command = [sys.executable, '-c', {script!r}]\n"
         f"launch(lambda attempt: command, processes=1, log_dir=pathlib.Path({str(tmp_path)!r}))"
     )
@@ -293,7 +293,7 @@ def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
 
 LAUNCHER = """
 import pathlib, sys
-from shardopt.runtime.launch import launch
+from shardopt.runtime._launch import launch
 sys.exit(launch(lambda attempt: sys.argv[2:], processes=2, log_dir=pathlib.Path(sys.argv[1])))
 """
 
@@ -435,7 +435,7 @@ def test_spares_are_for_what_they_can_become(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_stands_by_takes_the_place_of_one_that_died(job, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules["shardopt.runtime.launch"], "_SPARES_AFTER", 0.0)
+    monkeypatch.setattr(sys.modules["shardopt.runtime._launch"], "_SPARES_AFTER", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "mine.py").write_text(
         HEAD
@@ -498,5 +498,7 @@ def test_sigterm_ends_a_process_that_does_not_train_yet(job, monkeypatch):
 
 
 def test_a_job_may_have_its_checkpoints_beside_its_logs(job):
-    script = "from shardopt.runtime import files\nif rank == 0: files.acquire_lock('Checkpoints', here / 'logs')\n"
+    script = (
+        "from shardopt.runtime import _files as files\nif rank == 0: files.acquire_lock('Checkpoints', here / 'logs')\n"
+    )
     assert job(script, processes=2)[:2] == (0, [])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardopt.core import CheckpointError
-from shardopt.runtime import files as lock
+from shardopt.runtime import _files as lock
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import shardopt as so
-from shardopt.runtime import processes
+from shardopt.runtime import _processes as processes
 
 
 def test_initialize_wants_all_or_nothing():

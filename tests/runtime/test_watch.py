@@ -14,11 +14,12 @@ from pathlib import Path
 import jax
 import pytest
 
-import shardopt.runtime.watch as watch_module
-from shardopt.runtime import probe, progress
-from shardopt.runtime.launch import launch
-from shardopt.runtime.progress import MAIN, SAVING, START, Mark
-from shardopt.runtime.watch import Hang, RankReport, Watch, describe, find_hang, find_slow, main_frames
+import shardopt.runtime._watch as watch_module
+from shardopt.runtime import _probe as probe
+from shardopt.runtime import _progress as progress
+from shardopt.runtime._launch import launch
+from shardopt.runtime._progress import MAIN, SAVING, START, Mark
+from shardopt.runtime._watch import Hang, RankReport, Watch, describe, find_hang, find_slow, main_frames
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,10 +152,10 @@ burn = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in ra
 import time, shardopt as so
 so.initialize()
 for step in range(6):
-    so.report_progress(step)
-    so.probe_devices()
+    so.runtime.report_progress(step)
+    so.runtime.probe_devices()
     time.sleep(1)
-so.report_progress(6, "")
+so.runtime.report_progress(6, "")
 for one in burn: one.kill()
 """
 
@@ -254,7 +255,7 @@ def test_marks_of_waiting_end_where_they_began(monkeypatch):
 HEAD = f"""
 import os, pathlib, re, signal, sys, time
 sys.path.insert(0, {str(ROOT / "shardopt" / "runtime")!r})
-import progress
+import _progress as progress
 rank = int(os.environ["JAX_PROCESS_ID"])
 first = "SHARDOPT_RESTART" not in os.environ
 progress.start_reports(rank)

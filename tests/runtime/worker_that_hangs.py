@@ -17,7 +17,7 @@ import jax
 import small_job
 
 import shardopt as so
-import shardopt.checkpoint.write as write
+import shardopt.checkpoint._write as write
 
 folder, fault, victim, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 steps, kept = 60, []

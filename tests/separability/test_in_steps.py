@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.core.types import abstract
+from shardopt.core._types import abstract
 
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": DRAW.normal(size=(4,)).astype(np.float32)}
@@ -47,9 +47,9 @@ def test_slices_of_all_rows_are_refused(row, mesh_of):
     assert abs(loss - jax.jit(loss_fn)(PARAMS, BATCH)) > 1e-4 * abs(loss)  # or the row shows nothing
     opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device")
     state = opt.init(PARAMS)
-    with pytest.raises(so.NotSeparableError):
+    with pytest.raises(so.errors.NotSeparableError):
         opt.step(state, BATCH)
-    with pytest.raises(so.NotSeparableError):
+    with pytest.raises(so.errors.NotSeparableError):
         opt.step.lower(*abstract((state, BATCH)))
 
 
@@ -85,7 +85,7 @@ def test_a_weight_that_is_trained_is_refused_or_differentiated(weight, terms, vi
     opt = so.ddp(optax.sgd(1.0), mesh_of(data=2), loss_fn, view=view, micro_batches=micro_batches)
     state = opt.init(PARAMS)
     if view == "per_device":
-        with pytest.raises(so.NotSeparableError, match=r"weight( 2)? of so\.Weighted depends on the parameters"):
+        with pytest.raises(so.errors.NotSeparableError, match=r"weight( 2)? of so\.Weighted depends on the parameters"):
             opt.step(state, BATCH)
         return
     with pytest.warns(UserWarning, match="micro_batches=2") if micro_batches == 2 else contextlib.nullcontext():

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.engine import compile as ahead
+from shardopt.engine import _compile as ahead
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_giving_back_lowers_what_the_process_holds():
     code = """
 import ctypes
 from pathlib import Path
-from shardopt.runtime.processes import trim_malloc
+from shardopt.runtime._processes import trim_malloc
 
 def held():
     return 1024 * next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in l)
@@ -83,7 +83,7 @@ def test_without_malloc_trim_nothing_happens(monkeypatch):
     def none(_):
         raise OSError("no such library")
 
-    from shardopt.runtime import processes as host_memory
+    from shardopt.runtime import _processes as host_memory
 
     monkeypatch.setattr(host_memory.ctypes, "CDLL", none)
     host_memory._trim.cache_clear()

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support.table import STRATEGIES
 
 import shardopt as so
-from shardopt.engine import aliases
+from shardopt.engine import _aliases as aliases
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 PARAMS = {"policy": np.full((8, 8), 0.5, np.float32), "ref": np.full((8, 8), 0.25, np.float32)}

@@ -15,7 +15,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.engine.inputs import place_batch
+from shardopt.engine._inputs import place_batch
 
 LENGTH, ROWS, WIDTH = 5, 16, 4
 TX = optax.sgd(0.05, momentum=0.9)
@@ -292,9 +292,9 @@ def test_a_loss_that_mixes_rows_is_refused_wherever_they_are(micro_batches, mesh
     opt = so.ddp(TX, mesh_of(data=2), mean_over_time, batch_dims=DIMS, micro_batches=micro_batches, view="per_device")
     state, message = opt.init(params()), r"a \(weighted\) mean over rows"
     for call in (opt.step, opt.evaluate):
-        with pytest.raises(so.NotSeparableError, match=message):
+        with pytest.raises(so.errors.NotSeparableError, match=message):
             call(state, batches()[0])
-    with pytest.raises(so.NotSeparableError, match=message):
+    with pytest.raises(so.errors.NotSeparableError, match=message):
         so.training.evaluation(opt, batches(1))(state)
 
 

@@ -17,7 +17,8 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.engine import build, config
+from shardopt.engine import _build as build
+from shardopt.engine import _config as config
 
 ROWS, LENGTH, WIDTH = 8, 12, 8
 TX = optax.sgd(0.05, momentum=0.9)
@@ -208,7 +209,9 @@ def counts_rows(params, batch):
 )
 def test_a_loss_that_mixes_positions_is_refused_before_anything_compiles(loss, operation, mesh_of):
     opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device")
-    with pytest.raises(so.NotSeparableError, match=r"is not shown to be a \(weighted\) mean over positions") as error:
+    with pytest.raises(
+        so.errors.NotSeparableError, match=r"is not shown to be a \(weighted\) mean over positions"
+    ) as error:
         opt.step(opt.init(params()), batches()[0])
     assert re.match(operation, error.value.operation)
     opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="global")
@@ -233,7 +236,7 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
 
     whole = batches()[0] | {"whole": batches()[0]["x"]}
     opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device", sequence_dims=[("^whole$", None)])
-    with pytest.raises(so.NotSeparableError, match=r"not shown to be a .* mean over positions"):
+    with pytest.raises(so.errors.NotSeparableError, match=r"not shown to be a .* mean over positions"):
         opt.step(opt.init(params()), whole)
 
 

@@ -12,7 +12,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import Expected, audit
+from shardopt.hlo import Expected, audit
 from shardopt.models import gpt
 
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 64, 256, 32

@@ -13,7 +13,7 @@ from support.table import MESHES, STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.engine import build as engine_build
+from shardopt.engine import _build as engine_build
 from shardopt.models import gpt
 
 CASES = [

@@ -12,7 +12,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import memory
+from shardopt.hlo import memory
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 PARAMS = {"w": jnp.full((8, 8), 0.5), "b": jnp.zeros((8,))}
@@ -267,7 +267,7 @@ def test_a_state_of_another_strategy_is_refused(mesh_of):
     assert lines[0] == "fsdp: the state does not live where this strategy keeps it (2 leaves)."
     assert lines[1].startswith("  params/b: placed as ")
     assert lines[-1] == (
-        "Fix: move a state between strategies and meshes with so.save and so.restore, or so.to_bytes and so.from_bytes."
+        "Fix: move a state between strategies and meshes with so.save and so.restore, or so.checkpoint.to_bytes and so.checkpoint.from_bytes."
     )
     with pytest.raises(ValueError, match="its structure differs"):
         so.fsdp(optax.sgd(0.1), mesh_of(data=4), square, min_shard_elements=1).step(fsdp.init(PARAMS), X)

@@ -16,7 +16,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.engine import axes
+from shardopt.engine import _axes as axes
 
 EXPERTS, WIDTH, HIDDEN = 8, 4, 6
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
@@ -186,7 +186,7 @@ def penalised(params, batch):
 def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
     """A penalty on weights would be that of one device's experts."""
     opt = strategy("ddp", mesh_of(expert=2), penalised, view="per_device")
-    with pytest.raises(so.NotSeparableError) as caught:
+    with pytest.raises(so.errors.NotSeparableError) as caught:
         opt.step(opt.init(params(penalised)), batches(1)[0])
     said = str(caught.value)
     assert said.startswith(
@@ -200,7 +200,7 @@ def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
     block = lambda block, x: MODEL.block(block, x) + block["experts"]["down"].sum()  # noqa: E731
     opt = strategy("fsdp", mesh_of(expert=2), MODEL._replace(block=block), view="per_device")
     with pytest.raises(
-        so.NotSeparableError, match=r"blocks/experts/down: reduce_sum at tests/strategies/test_experts\.py"
+        so.errors.NotSeparableError, match=r"blocks/experts/down: reduce_sum at tests/strategies/test_experts\.py"
     ):
         opt.step(opt.init(params(MODEL)), batches(1)[0])
     opt = strategy("fsdp", mesh_of(expert=2), MODEL)

@@ -66,13 +66,13 @@ def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
     first = hybrid(mesh_of(data=2, pipeline=4), case, "interleaved")
     state = train(first, first.init(case.params, jax.random.key(1)), case.batches[:2])
     so.save(tmp_path, state)
-    data = so.to_bytes(first, state)
+    data = so.checkpoint.to_bytes(first, state)
     whole = train(first, state, case.batches[2:])
     for name, opt in others(mesh_of, case).items():
         restored = so.restore(tmp_path, opt)
         for leaf, promised in zip(*map(jax.tree.leaves, (restored, opt.abstract_state(case.params))), strict=True):
             assert leaf.sharding == promised.sharding, name
-        for leaf, other in zip(*map(jax.tree.leaves, (restored, so.from_bytes(opt, data))), strict=True):
+        for leaf, other in zip(*map(jax.tree.leaves, (restored, so.checkpoint.from_bytes(opt, data))), strict=True):
             np.testing.assert_array_equal(leaf, other)
         same(train(opt, restored, case.batches[2:]), whole)
 
@@ -82,7 +82,7 @@ def test_a_run_comes_into_a_pipeline_from_anywhere(source, case, mesh_of):
     opt = others(mesh_of, case)[source]
     state = train(opt, opt.init(case.params, jax.random.key(1)), case.batches[:2])
     pipeline = hybrid(mesh_of(data=2, pipeline=4), case, "interleaved")
-    moved = so.from_bytes(pipeline, so.to_bytes(opt, state))
+    moved = so.checkpoint.from_bytes(pipeline, so.checkpoint.to_bytes(opt, state))
     same(train(pipeline, moved, case.batches[2:]), train(opt, state, case.batches[2:]))
 
 

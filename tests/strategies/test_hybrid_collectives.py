@@ -13,7 +13,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import Expected, audit
+from shardopt.hlo import Expected, audit
 from shardopt.models import gpt
 
 LAYERS, WIDTH, HIDDEN, ROWS, INPUTS, OUTPUTS = 8, 32, 128, 32, 32, 40

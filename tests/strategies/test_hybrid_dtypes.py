@@ -10,7 +10,7 @@ from support.pipelines import SCHEDULES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import audit
+from shardopt.hlo import audit
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(16, 4)).astype(np.float32) * np.linspace(0.2, 2.0, 16, dtype=np.float32)[:, None]

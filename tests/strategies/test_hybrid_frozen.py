@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.audit import inner_product_flops
+from shardopt.hlo import inner_product_flops
 
 WIDTH, BLOCKS, ROWS, MICRO_BATCHES, STAGES = 64, 8, 64, 8, 4
 MODEL = so.BlockModel(

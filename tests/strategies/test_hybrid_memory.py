@@ -8,7 +8,7 @@ import pytest
 from support.pipelines import SCHEDULES
 
 import shardopt as so
-from shardopt.audit import inner_product_flops
+from shardopt.hlo import inner_product_flops
 
 STAGES, BLOCKS, WIDTH, ROWS = 4, 8, 64, 8  # rows of a micro-batch
 MODEL = so.BlockModel(

@@ -8,9 +8,13 @@ from support.pipelines import SCHEDULES, block_problem
 from support.reference import relative_difference, train
 
 import shardopt as so
-from shardopt.core.types import Weighted
-from shardopt.engine import gradients, pipelined
-from shardopt.pipeline import executor, messages, stage, uneven
+from shardopt.core._types import Weighted
+from shardopt.engine import _gradients as gradients
+from shardopt.engine import _pipelined as pipelined
+from shardopt.pipeline import _executor as executor
+from shardopt.pipeline import _messages as messages
+from shardopt.pipeline import _stage as stage
+from shardopt.pipeline import _uneven as uneven
 
 pytestmark = pytest.mark.slow  # the contract is broken on purpose
 

@@ -10,7 +10,7 @@ from support.reference import OPTIMIZERS, relative_difference, train
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import Expected, audit
+from shardopt.hlo import Expected, audit
 
 LAYERS, WIDTH, ROWS, MICRO_BATCHES = 8, 64, 32, 4
 MODEL = so.BlockModel(

@@ -9,7 +9,7 @@ from support.pipelines import SCHEDULES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import audit
+from shardopt.hlo import audit
 
 SHAPES = {"blocks": {"up": (4, 8, 16), "down": (4, 8, 8), "wide": (4, 16, 8)}, "in": (8, 8)}
 PARAMS = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
@@ -34,7 +34,7 @@ def rolled(w, x):
 MESSAGE = """hybrid: the partitioner moves data over tensor by permutes inside of stages, which other stages never come to.
   {place}
 Fix: do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a weight \
-of their own (as shardopt/models/layers.py does), or change the rule."""
+of their own (as shardopt/models/_layers.py does), or change the rule."""
 
 
 def hybrid(block, mesh):

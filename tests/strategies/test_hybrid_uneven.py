@@ -12,7 +12,7 @@ from support.reference import OPTIMIZERS, relative_difference, trains_as_one_dev
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import audit
+from shardopt.hlo import audit
 
 ROWS = [
     # model, blocks, schedule, blocks_per_stage, mesh, placement, optimizer, options

@@ -13,8 +13,10 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import audit, inner_product_flops
-from shardopt.engine import layout, owned_stage, owners
+from shardopt.engine import _layout as layout
+from shardopt.engine import _owned_stage as owned_stage
+from shardopt.engine import _owners as owners
+from shardopt.hlo import audit, inner_product_flops
 
 LAYERS, WIDTH, INPUTS = 8, 16, 8
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]

@@ -8,10 +8,16 @@ from support.problems import problem
 from support.reference import relative_difference, train
 from support.table import STRATEGIES
 
-from shardopt.collectives import buckets as together
-from shardopt.collectives import shards
-from shardopt.core.types import Weighted
-from shardopt.engine import axes, build, config, gradients, inputs, loss, step
+from shardopt.collectives import _buckets as together
+from shardopt.collectives import _shards as shards
+from shardopt.core._types import Weighted
+from shardopt.engine import _axes as axes
+from shardopt.engine import _build as build
+from shardopt.engine import _config as config
+from shardopt.engine import _gradients as gradients
+from shardopt.engine import _inputs as inputs
+from shardopt.engine import _loss as loss
+from shardopt.engine import _step as step
 
 pytestmark = pytest.mark.slow  # the contract is broken on purpose
 

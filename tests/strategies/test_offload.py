@@ -11,7 +11,7 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.engine import streamed_update
+from shardopt.engine import _streamed_update as streamed_update
 
 CASE = problem("odd", weighted=True, steps=3, dtype=jnp.float32)
 

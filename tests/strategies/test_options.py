@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.engine.config import PLACEMENTS, PlacementName, StrategyConfig
-from shardopt.engine.options import (
+from shardopt.engine._config import PLACEMENTS, PlacementName, StrategyConfig
+from shardopt.engine._options import (
     ARGUMENTS,
     OPTIONS,
     DdpOptions,
@@ -21,7 +21,7 @@ from shardopt.engine.options import (
     ZeroOptions,
     records,
 )
-from shardopt.strategies.keywords import with_options
+from shardopt.strategies._keywords import with_options
 
 GROUPS = {so.ddp: DdpOptions, so.zero: ZeroOptions, so.fsdp: FsdpOptions, so.hybrid: HybridOptions}
 BY_NAME = [pytest.param(strategy, group, id=strategy.__name__) for strategy, group in GROUPS.items()]

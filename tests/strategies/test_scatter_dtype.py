@@ -11,8 +11,8 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.audit import audit
 from shardopt.collectives import per_device, reduce_scatter
+from shardopt.hlo import audit
 
 DIM, HIDDEN, LAYERS, ROWS = 16, 32, 2, 16
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]

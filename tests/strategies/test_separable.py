@@ -15,9 +15,9 @@ from support.separable_losses import BATCH, SEPARABLE
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.core.block_model import takes_rng
-from shardopt.core.types import abstract
-from shardopt.engine.separable import find_mixing
+from shardopt.core._block_model import takes_rng
+from shardopt.core._types import abstract
+from shardopt.engine._separable import find_mixing
 from shardopt.models import gpt
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -45,11 +45,13 @@ def test_loss_that_mixes_rows_is_refused(name, cut, no_compile):
     )
     opt = so.ddp(optax.sgd(0.1), mesh, loss.loss_fn, view="per_device", **sizes)
     state = abstract_state(opt, params)
-    with pytest.raises(so.NotSeparableError, match="is not shown to be a \\(weighted\\) mean over rows") as caught:
+    with pytest.raises(
+        so.errors.NotSeparableError, match="is not shown to be a \\(weighted\\) mean over rows"
+    ) as caught:
         opt.step.lower(state, abstract(batch))
     assert re.search(r"tests/support/losses.py:\d+ \(", caught.value.operation)
     assert "separable=True" in str(caught.value)
-    with pytest.raises(so.NotSeparableError):
+    with pytest.raises(so.errors.NotSeparableError):
         opt.evaluate.lower(state, abstract(batch))
     trusted = so.ddp(optax.sgd(0.1), mesh, loss.loss_fn, separable=True, **sizes)
     trusted.evaluate.lower(state, abstract(batch))
@@ -214,7 +216,7 @@ def test_the_message_of_a_refusal(loss_fn, cut, why, uses):
         view="per_device",
     )
     state = abstract_state(opt, {"up": np.ones((12, 16), np.float32)})
-    with pytest.raises(so.NotSeparableError) as caught:
+    with pytest.raises(so.errors.NotSeparableError) as caught:
         opt.step.lower(state, {"x": jax.ShapeDtypeStruct((8, 12), np.float32)})
     what = f"ddp: the loss is not shown to be a (weighted) mean over rows, so {cut} could train on another: {why}"
     assert str(caught.value) == "\n".join([what, *named(loss_fn, uses), f"Fix: {FIX}"])
@@ -256,7 +258,7 @@ def test_the_verdict_is_that_of_the_shapes(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), first_rows, view="per_device")
     state = abstract_state(opt, {"up": np.ones((12, 16), np.float32)})
     opt.step.lower(state, {"x": jax.ShapeDtypeStruct((8, 12), np.float32)})
-    with pytest.raises(so.NotSeparableError, match="mean over rows"):
+    with pytest.raises(so.errors.NotSeparableError, match="mean over rows"):
         opt.step.lower(state, {"x": jax.ShapeDtypeStruct((16, 12), np.float32)})
 
 
@@ -270,7 +272,7 @@ def test_a_step_within_a_trace_gets_the_same_verdict(how, mesh_of):
         "scan": lambda state, batch: jax.lax.scan(lambda state, _: step(state, batch), state, None, 2),
         "eval_shape": lambda *args: jax.eval_shape(step, *args),
     }
-    with pytest.raises(so.NotSeparableError, match="rows are mixed"):
+    with pytest.raises(so.errors.NotSeparableError, match="rows are mixed"):
         calls[how](state, batch)
 
 
@@ -300,7 +302,7 @@ def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
         own = optax.apply_updates(own, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), state.params, own)
     refusing = strategy(tx, mesh_of(data=4), trained_weight, view="per_device")
-    with pytest.raises(so.NotSeparableError, match=r"the weight of so\.Weighted depends on the parameters"):
+    with pytest.raises(so.errors.NotSeparableError, match=r"the weight of so\.Weighted depends on the parameters"):
         refusing.step(refusing.init(params), batches[0])
 
 
@@ -312,7 +314,9 @@ def trusting(**options):
 
 def test_check_prints_what_differs_and_raises(capsys):
     opt, state, batch = trusting(separable=True)
-    with pytest.raises(so.NotSeparableError, match="fsdp: the step is not that of one device on this batch") as caught:
+    with pytest.raises(
+        so.errors.NotSeparableError, match="fsdp: the step is not that of one device on this batch"
+    ) as caught:
         so.check(opt, state, batch)
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in printed] == [

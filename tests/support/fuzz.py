@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from shardopt.core.errors import CheckpointError
+from shardopt.core._errors import CheckpointError
 
 LONGEST = 20
 """Seconds after which an input counts as one that hangs."""

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 
 import shardopt as so
-from shardopt.audit import inner_product_flops, memory
-from shardopt.models import transformer
+from shardopt.hlo import inner_product_flops, memory
+from shardopt.models import _transformer as transformer
 from shardopt.planning import Layout, Transformer, trace
-from shardopt.planning.costs import by_axis, footprint, step_flops, traffic
-from shardopt.planning.layout import abstract_opt_state, place
-from shardopt.planning.models import RULES
+from shardopt.planning._costs import by_axis, footprint, step_flops, traffic
+from shardopt.planning._layout import abstract_opt_state, place
+from shardopt.planning._models import RULES
 
 SIZES = {"dim": 128, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "hidden": 384, "vocab_size": 512}
 SHAPE = Transformer("small", **SIZES, length=64, dtype=jnp.float32, fused_attention=False)

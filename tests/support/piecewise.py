@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardopt as so
-from shardopt.core.types import abstract
-from shardopt.engine.separable import find_mixing
+from shardopt.core._types import abstract
+from shardopt.engine._separable import find_mixing
 
 TOLERANCE = 1e-9
 """The largest relative difference of results that count as equal."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-ROOMS = ["audit", "collectives", "data", "mesh", "partition"]
+ROOMS = ["collectives", "data", "hlo", "mesh", "partition"]
 FILES = {
     "": ["tiers"],
     "checkpoint": ["record", "run_folder", "tree"],

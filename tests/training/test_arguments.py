@@ -5,7 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from shardopt.training import EarlyStopping, fit
+from shardopt.training import EarlyStopping
+from shardopt.training._fit import fit
 
 GOOD = {
     "num_steps": 3,
@@ -45,8 +46,8 @@ ITERABLE = "Fix: pass a grain dataset, an iterator or a list; for one batch over
         (
             {"early_stopping": ("loss", 3)},
             TypeError,
-            "fit: early_stopping must be a so.EarlyStopping, got tuple.\n"
-            'Fix: pass so.EarlyStopping("val_loss", patience=5).',
+            "fit: early_stopping must be a so.training.EarlyStopping, got tuple.\n"
+            'Fix: pass so.training.EarlyStopping("val_loss", patience=5).',
         ),
         (
             {"checkpoints": "runs/a"},

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from shardopt.checkpoint import Checkpoints, restore
-from shardopt.training import fit
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._read import restore
+from shardopt.training._fit import fit
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's, of writes that it gives up

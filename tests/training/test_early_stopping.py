@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from shardopt.core.early_stopping import StoppingState, best, from_json, out_of_patience, to_json, update
-from shardopt.training import EarlyStopping, fit
+from shardopt.core._early_stopping import StoppingState, best, from_json, out_of_patience, to_json, update
+from shardopt.training import EarlyStopping
+from shardopt.training._fit import fit
 
 
 def observe(rule, values):

@@ -165,7 +165,7 @@ def test_a_loss_that_mixes_rows_is_refused_or_evaluated_whole():
         if view == "per_device":
             evaluate = evaluation(opt, [rows_of(3)], evaluate_fn=perplexity)  # one row alone is a mean of one
             with pytest.raises(
-                so.NotSeparableError, match=r"^ddp: the loss is not shown to be a \(weighted\) mean over rows"
+                so.errors.NotSeparableError, match=r"^ddp: the loss is not shown to be a \(weighted\) mean over rows"
             ):
                 evaluate(state)
         else:

@@ -7,7 +7,8 @@ import pytest
 from support.compilations import compilations
 
 from shardopt.core import NonFiniteLossError
-from shardopt.training import evaluation, fit
+from shardopt.training import evaluation
+from shardopt.training._fit import fit
 
 SPEED = {"steps_per_second", "examples_per_second", "goodput"}
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints
+from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core import CheckpointError, NonFiniteLossError
-from shardopt.training import EarlyStopping, fit
+from shardopt.training import EarlyStopping
+from shardopt.training._fit import fit
 
 
 @pytest.mark.parametrize(

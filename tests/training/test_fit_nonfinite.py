@@ -10,7 +10,7 @@ import pytest
 
 import shardopt as so
 from shardopt.core import NonFiniteLossError
-from shardopt.training import fit
+from shardopt.training._fit import fit
 
 
 def spoiled(batches, at, value=np.nan):

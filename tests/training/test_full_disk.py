@@ -16,7 +16,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from shardopt.checkpoint import Checkpoints
+from shardopt.checkpoint._checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow  # processes on disks of their own
 
@@ -96,7 +96,7 @@ def test_a_full_disk_does_not_keep_the_next_job_from_making_room(tmp_path):
     """What a killed job left behind fills the disk to the last byte; whoever takes the folder deletes it first."""
     words = on_a_small_disk(tmp_path)
     program = (
-        "import pathlib, sys, jax.numpy as jnp; from shardopt.checkpoint import Checkpoints\n"
+        "import pathlib, sys, jax.numpy as jnp; from shardopt.checkpoint._checkpoints import Checkpoints\n"
         f"folder = pathlib.Path({str(tmp_path)!r}, 'run'); (folder / '.saving-3').mkdir(parents=True)\n"
         "(folder / '.lock').touch()\n"
         "file = (folder / '.saving-3' / 'data').open('wb', buffering=0)\n"

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from shardopt.runtime import progress
-from shardopt.training import Goodput, fit, goodput
-from shardopt.training.goodput import FILE, Ledger
+from shardopt.runtime import _progress as progress
+from shardopt.training import Goodput
+from shardopt.training import _goodput as goodput
+from shardopt.training._fit import fit
+from shardopt.training._goodput import FILE, Ledger
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from support.compilations import compilations
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.training import fit, hyperparams, with_hyperparams
+from shardopt.training import hyperparams, with_hyperparams
+from shardopt.training._fit import fit
 
 ADAMW = {"learning_rate": 0.05, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "eps_root": 0.0, "weight_decay": 1e-4}
 KINDS = ("ddp", "zero", "fsdp")

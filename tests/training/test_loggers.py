@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from shardopt.training import evaluation, fit, jsonl, tensorboard
-from shardopt.training.loggers import as_loggers, metrics_text, show_progress
+from shardopt.training import evaluation, jsonl, tensorboard
+from shardopt.training._fit import fit
+from shardopt.training._loggers import as_loggers, metrics_text, show_progress
 
 
 def lines(path):
@@ -218,7 +219,7 @@ def test_a_bar_on_a_terminal():
 def test_a_bar_of_the_batches_of_an_evaluation(total, opt, new_state, batches, monkeypatch):
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None)
-    module = importlib.import_module("shardopt.training.fit")
+    module = importlib.import_module("shardopt.training._fit")
     monkeypatch.setattr(module, "show_progress", functools.partial(show_progress, console=console))
     monkeypatch.setattr(Progress, "update", functools.partialmethod(Progress.update, refresh=True))
 

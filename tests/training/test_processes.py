@@ -11,7 +11,7 @@ import pytest
 from support.processes import run_processes
 
 import shardopt as so
-from shardopt.training import fit
+from shardopt.training._fit import fit
 
 WORKER = Path(__file__).with_name("worker_processes.py")
 

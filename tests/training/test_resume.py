@@ -11,8 +11,10 @@ import pytest
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.training import EarlyStopping, fit, resume
-from shardopt.training.resume import END, Stream
+from shardopt.training import EarlyStopping
+from shardopt.training import _resume as resume
+from shardopt.training._fit import fit
+from shardopt.training._resume import END, Stream
 
 
 def draw(stream, count):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from support.tiers import tiered
 
-from shardopt.checkpoint import Checkpoints
-from shardopt.training import EarlyStopping, fit
-from shardopt.training.resume import VERDICTS, catch_signals, common_verdict
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.training import EarlyStopping
+from shardopt.training._fit import fit
+from shardopt.training._resume import VERDICTS, catch_signals, common_verdict
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.training import fit, jsonl
+from shardopt.training import jsonl
+from shardopt.training._fit import fit
 
 STEPS, EVERY = 30, 5
 WIDTH = 40_000
@@ -79,7 +80,7 @@ def meet(how, disk, rng, unbroken):
             log = jsonl(run / "metrics.jsonl")
             fit(opt, fresh(), batches(at, fill), num_steps=STEPS, checkpoints=checkpoints, log=log, progress=False)
         error = None
-    except (so.CheckpointError, OSError) as caught:
+    except (so.errors.CheckpointError, OSError) as caught:
         error = caught
     left = [shutil.disk_usage(disk).free] if free else []
     whole = checkpoints.steps()

@@ -14,8 +14,9 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints
-from shardopt.training import fit, jsonl
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.training import jsonl
+from shardopt.training._fit import fit
 
 folder = Path(sys.argv[1])
 rows = np.random.default_rng(0).normal(size=(640, 5)).astype(np.float32)

@@ -16,9 +16,10 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.checkpoint import Checkpoints
+from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core import NonFiniteLossError
-from shardopt.training import EarlyStopping, evaluation, fit, hyperparams, with_hyperparams
+from shardopt.training import EarlyStopping, evaluation, hyperparams, with_hyperparams
+from shardopt.training._fit import fit
 
 rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 2)

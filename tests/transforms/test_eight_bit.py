@@ -12,8 +12,8 @@ from support.table import STRATEGIES
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.transforms.dynamic_map import decode, encode
-from shardopt.transforms.eight_bit import tile_of
+from shardopt.transforms._dynamic_map import decode, encode
+from shardopt.transforms._eight_bit import tile_of
 
 
 def dynamic_map(*, signed):

@@ -257,7 +257,7 @@ def test_an_array_that_fits_shards_by_accident(ways):
 @pytest.mark.parametrize("name", PLACES)
 def test_refused_for_a_reason(name, ways, x64, monkeypatch):
     """Let through, it would compute something else than on one device, where an axis of size 1 is bound."""
-    module = importlib.import_module("shardopt.transforms.shard_updates")
+    module = importlib.import_module("shardopt.transforms._shard_updates")
     monkeypatch.setattr(module, "check_elementwise", lambda *args: None)
     inner = PLACES[name][0]
     means = jax.tree.map(lambda g: jnp.asarray(g.mean(0))[None], GRADS)

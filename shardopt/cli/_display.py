@@ -1,0 +1,269 @@
+"""The output of `shardopt train` for people: the run, the placement of every leaf, the result, and the loss curve."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+from jax.sharding import PartitionSpec
+
+import shardopt as so
+from shardopt.cli._communication import Traffic, describe, size, traffic_text
+from shardopt.cli._options import TrainOptions
+from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
+from shardopt.core._errors import plural
+from shardopt.data import Windows
+from shardopt.pipeline import Schedule
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_COLOURS = {
+    "data": "cyan",
+    "tensor": "magenta",
+    "pipeline": "green",
+    "replica": "yellow",
+    "context": "blue",
+    "expert": "bright_magenta",
+}
+
+
+def open_screen() -> "Console":
+    """Return a console on standard output; it prints only on the first process."""
+    from rich.console import Console
+
+    return Console(quiet=jax.process_index() != 0, highlight=False)
+
+
+def show_run(
+    screen: "Console",
+    options: TrainOptions,
+    opt: so.ShardedOptimizer,
+    model_size: str,
+    windows: Windows,
+    held_out: Windows,
+) -> None:
+    """Show the options of the run before it starts."""
+    from rich.table import Table
+
+    training, model, config = options.training, options.model, opt.config
+    text = "Python's standard library" if training.data is None else str(training.data)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_row(
+        "model",
+        model_size,
+    )
+    table.add_row("text", f"{size(windows.end)} of {text}, {size(held_out.end - held_out.begin)} held out")
+    table.add_row(
+        "step",
+        f"{training.batch_size} x {model.length} bytes"
+        + (f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""),
+    )
+    table.add_row("optimizer", f"{training.optimizer}, learning rate up to {training.learning_rate:g}")
+    table.add_row("devices", describe_devices(opt.mesh.devices.size))
+    table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
+    for label, line in [*schedule_lines(options, config.schedule), *describe(options.communication)]:
+        table.add_row(label, line)
+    screen.print()
+    screen.print(table)
+
+
+def describe_devices(count: int) -> str:
+    """Return a text such as "8 CPU devices, simulated on 2 cores" or "8 NVIDIA H200, which are there; ..."."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return f"{plural(count, 'CPU device')}, simulated on {plural(_cores(), 'core')}"
+    return f"{count} {device.device_kind}, which are there; --devices counts simulated ones only"
+
+
+def schedule_lines(options: TrainOptions, schedule: Schedule | None) -> list[tuple[str, str]]:
+    """Return (label, line) pairs that describe the schedule of a hybrid run."""
+    if not options.is_hybrid:
+        return []
+    if schedule is None:
+        return [("schedule", "none, as pipeline=1: micro-batches run one after another")]
+    peaks = ", ".join(map(str, schedule.peak_activations))
+    bubbles = (
+        f"{schedule.bubble_fraction:.1%} of the table, {schedule.program_bubble_fraction:.1%} of the lockstep program"
+    )
+    return [
+        ("schedule", repr(schedule).removeprefix("Schedule(").removesuffix(")")),
+        ("ticks", str(schedule.num_ticks)),
+        ("bubble", bubbles),
+        ("activations", f"at most {max(schedule.peak_activations)} kept on a stage ({peaks})"),
+    ]
+
+
+def show_placement(screen: "Console", options: TrainOptions, opt: so.ShardedOptimizer) -> None:
+    """Show how each leaf is sharded, and the bytes per device."""
+    from rich import box
+    from rich.table import Table
+
+    report = opt.config.report()
+    is_one_column = all(row.params == row.opt_state for row in report.rows)
+    table = Table(
+        title=f"{_strategy_text(options)}: what each device holds",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("leaf", no_wrap=True)
+    table.add_column("parameters and optimizer state" if is_one_column else "parameters")
+    if not is_one_column:
+        table.add_column("optimizer state")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("of", justify="right", style="dim", no_wrap=True)
+    for row in report.rows:
+        splits = [split_text(row.shape, row.params)] + ([] if is_one_column else [split_text(row.shape, row.opt_state)])
+        table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_total:,}")
+    table.add_section()
+    blanks = [""] * (1 if is_one_column else 2)
+    table.add_row(
+        "all parameters",
+        *blanks,
+        f"{report.params_bytes:,}",
+        f"{sum(row.bytes_total for row in report.rows):,}",
+        style="bold",
+    )
+    table.add_row("optimizer state", *blanks, f"{report.opt_state_bytes:,}", "", style="bold")
+    screen.print()
+    screen.print(table)
+    for reason in dict.fromkeys(row.replicated_because for row in report.replicated):
+        paths = ", ".join(row.path for row in report.replicated if row.replicated_because == reason)
+        screen.print(f"replicated over data: {paths} ({reason})", style="dim", markup=False)
+    if options.communication.sync_every is not None:
+        say(screen, "these are of one replica; the shared parameters and the outer optimizer state come on top")
+    screen.print()
+
+
+def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> "Text":
+    """Return a shape with the axes that shard its dims: `2 x 192/data x 3 x 4/tensor x 48`."""
+    from rich.text import Text
+
+    entries = list(spec) + [None] * (len(shape) - len(spec))
+    parts = []
+    for dim, entry in zip(shape, entries, strict=True):
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        part = Text(str(dim))
+        for axis in axes:
+            part.append(f"/{axis}", style=_COLOURS.get(axis, "bold"))
+        parts.append(part)
+    return Text(" x ", style="dim").join(parts) if parts else Text("one number")
+
+
+def show_order_changes(screen: "Console", changes: list[str]) -> None:
+    """Show why a resumed run does not continue at the same place in its text, if there are such reasons."""
+    if changes:
+        screen.print(f"The batches come in a new order: {'; '.join(changes)}.\n", markup=False, soft_wrap=True)
+
+
+def show_stopped(screen: "Console", options: TrainOptions, result: so.training.FitResult) -> None:
+    """Show that a signal ended the run, and the command that continues it."""
+    say(screen, f"\n{result.goodput}")
+    screen.print(f"Stopped at step {result.step} of {options.training.steps}; everything is saved. Go on with")
+    screen.print(f"  {resume_command(options)}", style="bold", soft_wrap=True, markup=False)
+
+
+def resume_command(options: TrainOptions) -> str:
+    """Return the command that continues this run."""
+    return f"shardopt train --resume --run-dir {shlex.quote(str(options.run.run_dir))}"
+
+
+def say(screen: "Console", line: str) -> None:
+    """Print a line without markup."""
+    screen.print(line, markup=False, soft_wrap=True)
+
+
+def show_result(
+    screen: "Console",
+    options: TrainOptions,
+    result: so.training.FitResult,
+    prompt: str,
+    text: str,
+    traffic: Traffic | None,
+) -> None:
+    """Show the validation loss, the bytes sent, a sample of text, and the files of the run."""
+    from rich.text import Text
+
+    losses = [line["val_loss"] for line in result.history if "val_loss" in line]
+    if losses:
+        bits = losses[-1] / 0.6931471805599453
+        line = Text.assemble(
+            "\nvalidation loss ",
+            (f"{losses[-1]:.3f}", "bold green"),
+            f" nats a byte ({bits:.2f} bits) after {plural(result.step, 'step')}",
+        )
+    else:
+        line = Text(f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
+    screen.print(line)
+    if traffic is not None and traffic.ddp:
+        say(screen, traffic_text(traffic))
+    screen.print("\nWhat it writes (given the dimmed beginning):\n")
+    screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
+    say(screen, f"\n{result.goodput}")
+    folder = options.run.run_dir
+    files = [CHECKPOINTS, METRICS, CONFIG, CURVE] + ([SCHEDULE] if (folder / SCHEDULE).is_file() else [])
+    screen.print(f"\nin {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
+
+
+def indented(text: str) -> str:
+    r"""Return the text with indented lines; a dot replaces characters that would disturb a terminal.
+
+    Example:
+      >>> indented("def f():\n    pass\x1b")
+      'def f():\n      pass·'
+    """
+    printable = "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
+    return printable.replace("\n", "\n  ")
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # some systems do not have it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _strategy_text(options: TrainOptions) -> str:
+    return f"hybrid, {options.placement} over data" if options.is_hybrid else options.where.strategy
+
+
+def _mesh_text(sizes: dict[str, int]) -> "Text":
+    from rich.text import Text
+
+    parts = [Text(f"{axis}={count}", style=_COLOURS.get(axis, "")) for axis, count in sizes.items() if count > 1]
+    return Text(" x ").join(parts) if parts else Text("one device")
+
+
+_BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
+
+
+def draw_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
+    """Draw training and validation loss over the steps as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # pyplot would choose a backend for the process, so it is not used.
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, label, style in (
+        ("loss", "training", {"color": _BLUE, "linewidth": 1.4, "alpha": 0.85}),
+        ("val_loss", "validation", {"color": _ORANGE, "linewidth": 1.8, "marker": "o", "markersize": 4}),
+    ):
+        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+        if points:
+            steps, losses = zip(*points, strict=True)
+            axes.plot(steps, losses, label=f"{label}, {losses[-1]:.3f} at the end", **style)
+    axes.set_xlabel("step", color=_GREY)
+    axes.set_ylabel("loss (nats a byte)", color=_GREY)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.tick_params(colors=_GREY, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#d1d5db")
+    if axes.lines:
+        axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path)

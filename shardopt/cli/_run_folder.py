@@ -1,0 +1,258 @@
+"""The folder of a run: its files, when it may be used, and checkpoints that fit other replicas or reducers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import shardopt as so
+from shardopt.checkpoint._read import check_match, load
+from shardopt.checkpoint._record import Meta, read_meta
+from shardopt.checkpoint._run_folder import committed, step_folder
+from shardopt.checkpoint._store import Leaf, describe, dtype_of
+from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, nest, unescape
+from shardopt.cli._options import TrainOptions, from_json, to_json
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, TrainState, merge_replicas
+from shardopt.engine._compression import CompressedOptState
+from shardopt.local_updates._state import PerReplica, Replicas
+from shardopt.runtime._files import write_atomic
+
+CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
+CURVE, SCHEDULE = "loss.png", "schedule.png"
+
+_FIXED = ("model", "dim", "layers", "heads", "experts", "top_k", "balance")
+"""The options of the model that determine the shapes of its parameters."""
+
+
+def check_run_folder(options: TrainOptions) -> None:
+    """Refuse a folder that already holds a run, unless it is resumed; refuse to resume a run with another model."""
+    folder = options.run.run_dir
+    if not options.run.resume:
+        if steps := committed(folder / CHECKPOINTS):
+            problem = f"there is a run in {str(folder)!r} already, saved at step {steps[-1]}."
+            fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
+            raise ValueError(format_error("train", problem, fix=fix))
+        return
+    saved_model, current_model = read_options(folder).model, options.model
+    changes = [
+        f"--{name.replace('_', '-')} was {getattr(saved_model, name)}, is now {getattr(current_model, name)}"
+        for name in _FIXED
+        if getattr(saved_model, name) != getattr(current_model, name)
+    ]
+    if changes:
+        problem = f"the run in {str(folder)!r} trains another model."
+        raise ValueError(format_error("train", problem, changes, "leave these out, or choose another --run-dir."))
+
+
+def read_options(folder: Path) -> TrainOptions:
+    """Return the options of the run in a folder."""
+    return from_json(_read_config(folder))
+
+
+def order_changes(options: TrainOptions, text_bytes: int) -> list[str]:
+    """Return, for a resumed run, the changes that give its batches another order than before."""
+    config = _read_config(options.run.run_dir)
+    saved_options = from_json(config)
+    pairs = {
+        "--length": (saved_options.model.length, options.model.length),
+        "--batch-size": (saved_options.training.batch_size, options.training.batch_size),
+        "--seed": (saved_options.training.seed, options.training.seed),
+        "--data": (saved_options.training.data, options.training.data),
+        "the size of the text": (config.get("text_bytes", text_bytes), text_bytes),
+    }
+    return [f"{name} was {old}, is now {new}" for name, (old, new) in pairs.items() if old != new]
+
+
+def write_options(options: TrainOptions, text_bytes: int) -> None:
+    """Write the options of a run and the size of its text into its folder; make the folder if needed."""
+    options.run.run_dir.mkdir(parents=True, exist_ok=True)
+    saved = to_json(options) | {"text_bytes": text_bytes}
+    write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
+
+
+def keep_options(options: TrainOptions, text_bytes: int) -> None:
+    """Write the options again if somebody deleted the folder: without them the run could not be resumed."""
+    if not (options.run.run_dir / CONFIG).exists():
+        write_options(options, text_bytes)
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """Return the metrics that the run has logged, `{"step": n, "loss": ..., ...}` each."""
+    path = folder / METRICS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _read_config(folder: Path) -> dict[str, Json]:
+    path = folder / CONFIG
+    if not path.is_file():
+        fix = "leave out --resume to start one, or name its folder with --run-dir."
+        raise ValueError(format_error("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix))
+    try:
+        config = json.loads(path.read_text())
+        from_json(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        problem = f"{str(path)!r} is damaged: {error}."
+        fix = "bring it back, or start again in another --run-dir."
+        raise ValueError(format_error("train", problem, fix=fix)) from error
+    return config
+
+
+_REPLICA_PARAMS, _REPLICA_STATE = ("opt_state", "params", "value"), ("opt_state", "optimizer", "value")
+_REDUCERS = (("opt_state", "reducer"), ("opt_state", "inner_reducer"))
+
+
+class ConvertingCheckpoints(so.Checkpoints):
+    """Checkpoints that can be restored with other replicas, local updates and reducers than the saved ones.
+
+    If the stored state fits, it is restored unchanged. Otherwise only parameters and optimizer state are restored:
+
+    - stored replicas are merged by `merge_replicas`;
+    - new replicas with local updates get a copy each;
+    - the state of outer optimizers and reducers is reset.
+
+    Attributes:
+      base: the strategy without local updates and reducers, on the same mesh.
+      abstract_params: the parameters, as `jax.ShapeDtypeStruct`.
+      say: prints a message about the restored parts.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        every: int,
+        keep: int | None,
+        *,
+        base: so.ShardedOptimizer,
+        abstract_params: PyTree,
+        say: Callable[[str], None],
+        best: str | None = None,
+        resume: bool = True,
+        memory_every: int | None = None,
+    ):
+        """Become the writer of a folder, like `so.Checkpoints`."""
+        super().__init__(directory, every, keep, best=best, resume=resume, memory_every=memory_every)
+        self.base, self.abstract_params, self.say = base, abstract_params, say
+
+    def restore(self, target: so.ShardedOptimizer, *, step: int | None = None) -> tuple[TrainState, dict[str, Json]]:
+        """Return the state of a checkpoint in the form of `target`, and its `extra`."""
+        self.wait()
+        chosen_step = self.latest() if step is None else step
+        if chosen_step not in self.steps():
+            return super().restore(target, step=step)
+        meta = read_meta("train", step_folder(self.directory, chosen_step))
+        wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
+        if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
+            return super().restore(target, step=step)
+        try:
+            return super().restore(target, step=step)
+        except so.errors.DamagedCheckpointError:
+            raise
+        except so.errors.CheckpointError:  # the state has another form: restore the parts that fit
+            base, extra = _read_base(self, target.mesh, meta)
+        state, note = _convert(target, base)
+        replicas = _num_replicas(meta.leaves)
+        mean_text = f", the mean of {plural(replicas, 'replica')}" if replicas else ""
+        self.say(f"Kept of step {chosen_step}: parameters and optimizer state{mean_text}{note}.")
+        return state, extra
+
+
+def _is_combined(leaves: dict[LeafPath, Leaf]) -> bool:
+    return bool(_num_replicas(leaves)) or any(path[:2] in _REDUCERS for path in leaves)
+
+
+def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
+    """Return the number of replicas with local updates; 0 without local updates."""
+    return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _REPLICA_PARAMS), 0)
+
+
+def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tuple[TrainState, dict[str, Json]]:
+    """Return the stored state in the form of `checkpoints.base`, and its `extra`."""
+    replicas, abstract_state = _num_replicas(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
+    wrapped = any(path[:2] in _REDUCERS for path in meta.leaves)
+    wanted_leaves = leaves_by_path(abstract_state)
+    stored_paths = {path: _stored_path(path, replicas=replicas, wrapped=wrapped) for path in wanted_leaves}
+    stored_leaves = {
+        path: meta.leaves[stored_path] for path, stored_path in stored_paths.items() if stored_path in meta.leaves
+    }
+    stacked_paths = {
+        path
+        for path, stored_path in stored_paths.items()
+        if stored_path[:3] in (_REPLICA_PARAMS, _REPLICA_STATE) and replicas
+    }
+    unstacked_leaves = {
+        path: leaf._replace(shape=leaf.shape[1:]) if path in stacked_paths else leaf
+        for path, leaf in stored_leaves.items()
+    }
+    check_match("train", f"step {meta.step} in {checkpoints.directory}", unstacked_leaves, abstract_state)
+
+    shardings = {stored_paths[path]: leaf.sharding for path, leaf in wanted_leaves.items()}
+    stacked_stored_paths = {stored_paths[path] for path in stacked_paths}
+    target = nest(
+        {
+            tuple(map(unescape, path)): _abstract(leaf, path in stacked_stored_paths, shardings.get(path), mesh)
+            for path, leaf in meta.leaves.items()
+        }
+    )
+    state, meta = load("train", checkpoints.directory, target, step=meta.step)  # exactly the stored form
+    arrays = leaves_by_path(state)
+
+    def merge(leaves: dict[LeafPath, jax.Array]) -> list[jax.Array]:
+        return [merge_replicas(leaf) if path in stacked_paths else leaf for path, leaf in leaves.items()]
+
+    base_arrays = [arrays[stored_path] for stored_path in stored_paths.values()]
+    merged = jax.jit(
+        lambda leaves: merge(dict(zip(wanted_leaves, leaves, strict=True))),
+        out_shardings=[leaf.sharding for leaf in wanted_leaves.values()],
+    )(base_arrays)
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), merged), meta.extra
+
+
+def _stored_path(path: LeafPath, *, replicas: int, wrapped: bool) -> LeafPath:
+    """Return the path under which a leaf of the base strategy is stored."""
+    if replicas and path[0] == "params":
+        return (*_REPLICA_PARAMS, *path[1:])
+    if path[0] == "opt_state" and (replicas or wrapped):
+        return (*(_REPLICA_STATE if replicas else _REPLICA_STATE[:2]), *path[1:])
+    return path
+
+
+def _abstract(leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Return the abstract array for reading a leaf.
+
+    It has the sharding of the base strategy, with stacked replicas over the axis `replica`. A leaf that is not
+    restored is sharded over dim 0, if that is divisible.
+    """
+    spec = PartitionSpec() if sharding is None else sharding.spec
+    if stacked:
+        is_divisible = leaf.shape[0] % mesh.shape.get("replica", leaf.shape[0] + 1) == 0
+        spec = PartitionSpec("replica" if is_divisible else None, *spec)
+    elif sharding is None and leaf.shape and leaf.shape[0] % mesh.size == 0:
+        spec = PartitionSpec(mesh.axis_names)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf), sharding=NamedSharding(mesh, spec))
+
+
+def _convert(opt: so.ShardedOptimizer, base: TrainState) -> tuple[TrainState, str]:
+    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and a note for people."""
+    new_state = opt.init(base.params)
+    new_opt_state, note, reset_parts = new_state.opt_state, "", []
+    if isinstance(new_opt_state, Replicas):
+        replicas = opt.mesh.shape["replica"]
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, new_opt_state.optimizer.value)
+        repeat = lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape))  # noqa: E731
+        copies = jax.jit(lambda tree: jax.tree.map(repeat, tree), out_shardings=shardings)(base.opt_state)
+        opt_state = new_opt_state._replace(optimizer=PerReplica(copies))
+        note = f", a copy for each of {replicas} replicas"
+        reset_parts = ["the outer optimizer"] if jax.tree.leaves(new_opt_state.outer) else []
+    elif isinstance(new_opt_state, CompressedOptState):
+        opt_state = new_opt_state._replace(optimizer=base.opt_state)
+    else:
+        opt_state = base.opt_state
+    if jax.tree.leaves(getattr(new_opt_state, "reducer", None)):
+        reset_parts.append("the reducer")
+    if reset_parts:
+        note += f"; {' and '.join(reset_parts)} {'is' if len(reset_parts) == 1 else 'are'} reset"
+    return new_state._replace(step=base.step, opt_state=opt_state, rng=base.rng), note

@@ -1,0 +1,270 @@
+"""Devices, mesh and strategy from the options of `shardopt train`; options that cannot be combined are refused."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+import shardopt as so
+from shardopt.cli._communication import check_communication, combined, make_reducer
+from shardopt.cli._models import check_model, strategy_arguments
+from shardopt.cli._options import Pipeline, TrainOptions
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error, plural
+from shardopt.mesh import data_axes
+from shardopt.pipeline import Schedule
+from shardopt.runtime._processes import num_processes
+
+Devices = Sequence[jax.Device]
+_AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
+
+_MAX_DIGITS = 18
+"""Maximum digits of a mesh size: no number of devices has more, and Python refuses to parse thousands of digits."""
+
+_CHUNKS = {"interleaved": 2, "looped_breadth_first": 2, "zero_bubble": 1, "zero_bubble_lockstep": 1}
+"""Schedules that can have several chunks per stage, with their default number of chunks."""
+
+_V_CHUNKS = {"zero_bubble_v": 2, "dual_pipe_v": 2}
+"""Schedules that always have two chunks per stage, placed in a V."""
+
+_GATHERING_PLACEMENTS = ("fsdp", "zero3")
+"""The placements of hybrid that gather weights."""
+
+
+def start_devices(count: int) -> Devices:
+    """Start jax and return its devices: accelerators if there are any, else `count` simulated CPU devices.
+
+    With several processes, each has an equal share of the simulated devices.
+    """
+    check_count("train", "--devices", count)
+    so.initialize()
+    processes = num_processes()
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count // processes, 1))
+    except RuntimeError:  # jax has already started, in a notebook or a test: use its devices
+        return jax.devices()
+    devices = jax.devices()
+    if count % processes and devices[0].platform == "cpu":
+        lower_count = max(count // processes, 1) * processes
+        problem = f"--devices {count} cannot be shared out evenly among {processes} processes."
+        raise ValueError(
+            format_error("train", problem, fix=f"use --devices {lower_count} or {lower_count + processes}.")
+        )
+    return devices
+
+
+def mesh_of(sizes: str, devices: Devices, *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
+    """Return the mesh for "data=4,tensor=2" or "auto".
+
+    Args:
+      sizes: the text of --mesh.
+      devices: the devices.
+      pipelined: whether "auto" makes two pipeline stages.
+      replicas: the size of the axis replica, or None.
+    """
+    if sizes == "auto":
+        num_replicas = replicas or 1
+        if len(devices) % num_replicas:
+            problem = f"{len(devices)} devices cannot be shared evenly by --replicas {num_replicas}."
+            fix = "choose another number of either, or name sizes with --mesh."
+            raise ValueError(format_error("train", problem, fix=fix))
+        pipeline = 2 if pipelined and len(devices) // num_replicas % 2 == 0 else 1
+        num_remaining = len(devices) // num_replicas // pipeline
+        tensor = 2 if num_remaining >= 4 and num_remaining % 2 == 0 else 1
+        return so.make_mesh(replica=num_replicas, tensor=tensor, pipeline=pipeline, devices=devices)
+    named_sizes = parse_mesh(sizes)
+    if replicas is not None and named_sizes.get("replica", replicas) != replicas:
+        problem = f"--mesh {sizes} and --replicas {replicas} disagree."
+        raise ValueError(format_error("train", problem, fix="leave one of them out."))
+    return so.make_mesh(**{"data": 1, "replica": replicas or 1} | named_sizes, devices=devices)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the axis sizes in a text such as "data=4,tensor=2".
+
+    Example:
+      >>> parse_mesh("data=4,tensor=2")
+      {'data': 4, 'tensor': 2}
+    """
+    sizes: dict[str, int] = {}
+    problems = []
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in _AXES:
+            problems.append(f"{part.strip()!r}: there is no axis {axis!r}")
+        elif axis in sizes:
+            problems.append(f"{part.strip()!r}: {axis} is there twice")
+        elif not size.removeprefix("-").isdecimal() or len(size) > _MAX_DIGITS:
+            problems.append(f"{part.strip()!r}: the size must be an integer")
+        else:
+            sizes[axis] = int(size)
+    if problems:
+        fix = f"write --mesh data=4,tensor=2; the axes are {', '.join(_AXES)}, and one size may be -1."
+        raise ValueError(format_error("train", f"--mesh {text} cannot be read.", problems, fix))
+    return sizes
+
+
+def check_strategy(options: TrainOptions) -> None:
+    """Refuse options that cannot be combined, as far as this is known without devices."""
+    device_options, pipeline = options.where, options.pipeline
+    counts = {
+        "--batch-size": options.training.batch_size,
+        "--micro-batches": device_options.micro_batches,
+        "--chunks": pipeline.chunks,
+        "--layers": options.model.layers,
+        "--experts": options.model.experts,
+        "--top-k": options.model.top_k,
+    }
+    for flag, number in counts.items():
+        if number is not None:
+            check_count("train", flag, number)
+    if not options.is_hybrid and (hybrid_flags := _changed_flags(pipeline)):
+        problem = (
+            f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid; {device_options.strategy} was asked for."
+        )
+        raise ValueError(
+            format_error("train", problem, hybrid_flags, "leave out what is listed, or choose --strategy hybrid.")
+        )
+    check_model(options.model)
+    check_communication(options)
+    _check_gather_dtype(options)
+    if not options.pipeline.regather and options.placement not in _GATHERING_PLACEMENTS:
+        problem = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."
+        raise ValueError(format_error("train", problem, fix="leave it out, or choose --placement fsdp."))
+    check_chunks("train", "--schedule", _schedule_name(pipeline), pipeline.chunks)
+
+
+def _check_gather_dtype(options: TrainOptions) -> None:
+    if options.where.gather_dtype is None or options.where.strategy == "fsdp":
+        return
+    if not options.is_hybrid:
+        problem = f"--gather-dtype is for fsdp, which gathers weights; {options.where.strategy} was asked for."
+        raise ValueError(format_error("train", problem, fix="leave it out, or choose --strategy fsdp."))
+    if options.placement not in _GATHERING_PLACEMENTS:
+        problem = f"--gather-dtype is for placements that gather weights; --placement {options.placement} does not."
+        raise ValueError(format_error("train", problem, fix="leave it out, or choose --placement fsdp."))
+
+
+def _changed_flags(pipeline: Pipeline) -> list[str]:
+    """Return the flags whose value differs from the default."""
+    default = dataclasses.asdict(Pipeline())
+    values = {name: value for name, value in dataclasses.asdict(pipeline).items() if value != default[name]}
+    words = {True: "--{}", False: "--no-{}"}
+    flags = {name: name.replace("_", "-") for name in values}
+    return [
+        words[value].format(flags[name]) if isinstance(value, bool) else f"--{name} {value}"
+        for name, value in values.items()
+    ]
+
+
+def check_chunks(caller: str, flag: str, schedule: str, chunks: int | None) -> None:
+    """Refuse a number of chunks that the schedule cannot have."""
+    if chunks not in (None, 2 if schedule in _V_CHUNKS else 1) and schedule not in _CHUNKS:
+        problem = f"--chunks {chunks} is for schedules that have chunks; {schedule} has {'two' if schedule in _V_CHUNKS else 'one'} a stage."
+        *first_names, last_name = _CHUNKS
+        fix = f"leave it out, or choose {flag} {', '.join(first_names)} or {last_name}."
+        raise ValueError(format_error(caller, problem, fix=fix))
+
+
+def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:
+    """Return the function of `so.schedules` from stages and micro-batches to a schedule, with this many chunks."""
+    builder = getattr(so.schedules, name)
+    builder = functools.partial(builder, num_chunks=chunks or _CHUNKS[name]) if name in _CHUNKS else builder
+    return so.schedules.send_ahead(builder) if send_ahead else builder
+
+
+def _schedule_name(pipeline: Pipeline) -> str:
+    return pipeline.schedule or "eager_one_f_one_b"
+
+
+def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
+    """Return the options with a number of layers that can be divided into stages, if none was set."""
+    device_options, stages = options.where, mesh.shape["pipeline"]
+    communication = options.communication
+    if communication.sync_every is not None and mesh.shape.get("replica", 1) < 2:
+        problem = f"--sync-every {communication.sync_every} is for several replicas, and there is one."
+        raise ValueError(format_error("train", problem, fix="add --replicas 2, or leave --sync-every out."))
+    if stages > 1 and not options.is_hybrid:
+        problem = f"pipeline={stages} is for --strategy hybrid; {device_options.strategy} was asked for."
+        raise ValueError(format_error("train", problem, fix="choose --strategy hybrid, or a --mesh without pipeline."))
+    chunks = options.pipeline.chunks or (_CHUNKS | _V_CHUNKS).get(_schedule_name(options.pipeline), 1)
+    num_parts = stages * chunks if stages > 1 else 1
+    layers = options.model.layers or max(2, num_parts)
+    if layers < num_parts:
+        parts_text = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {num_parts}"
+        problem = f"--layers {layers} are too few for {parts_text}."
+        fix = f"use --layers {num_parts} or more, or another --mesh, --schedule or --chunks."
+        raise ValueError(format_error("train", problem, fix=fix))
+    return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
+
+
+def make_strategy(
+    options: TrainOptions, tx: optax.GradientTransformation, mesh: Mesh, model: so.BlockModel
+) -> so.ShardedOptimizer:
+    """Return the strategy for the options; they must have passed `check_strategy` and `fitted`."""
+    communication = options.communication
+    reducer = make_reducer(communication) if communication.sync_every is None else None
+    return combined(communication, make_base(options, tx, mesh, model, reducer=reducer))
+
+
+def make_base(
+    options: TrainOptions,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    model: so.BlockModel,
+    *,
+    reducer: so.reducers.Reducer | None = None,
+) -> so.ShardedOptimizer:
+    """Return the strategy for the options, without local updates."""
+    device_options, pipeline = options.where, options.pipeline
+    arguments = {"micro_batches": num_micro_batches(options, mesh), **strategy_arguments(options.model)}
+    if options.is_hybrid:
+        return so.hybrid(
+            tx,
+            mesh,
+            model,
+            schedule=schedule_builder(_schedule_name(pipeline), pipeline.chunks, send_ahead=pipeline.send_ahead),
+            reducer=reducer,
+            placement=options.placement,
+            gather_dtype=device_options.gather_dtype,
+            remat=pipeline.remat,
+            regather=pipeline.regather,
+            **arguments,
+        )
+    if device_options.strategy == "fsdp":
+        return so.fsdp(tx, mesh, model, gather_dtype=device_options.gather_dtype, **arguments)
+    if device_options.strategy == "ddp":
+        return so.ddp(tx, mesh, model, reducer=reducer, **arguments)
+    return so.zero(tx, mesh, model, stage=int(device_options.strategy.removeprefix("zero")), **arguments)
+
+
+def num_micro_batches(options: TrainOptions, mesh: Mesh) -> int:
+    """Return the number of micro-batches.
+
+    It is the number in the options. By default it is 1, or with a pipeline twice the number of stages, or the number
+    of stages if twice does not divide the batch.
+    """
+    batch_size, requested, stages = options.training.batch_size, options.where.micro_batches, mesh.shape["pipeline"]
+    axes = data_axes(mesh)
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    candidates = [requested] if requested else [2 * stages, stages] if stages > 1 else [1]
+    for count in candidates:
+        if batch_size % (devices * count) == 0:
+            return count
+    pieces = devices * candidates[-1]
+    pieces_text = f"{plural(devices, 'device')} along {' x '.join(axes)}"
+    if candidates[-1] > 1:
+        pieces_text += f" x {candidates[-1]} micro-batches"
+    problem = f"--batch-size {batch_size} is not divisible by {pieces_text} = {pieces}."
+    fix = f"use --batch-size {_nearest(batch_size, pieces)}, or another --mesh or --micro-batches."
+    raise ValueError(format_error("train", problem, fix=fix))
+
+
+def _nearest(count: int, pieces: int) -> str:
+    """Return the multiples of `pieces` below and above `count`, or the first multiple."""
+    below = count // pieces * pieces
+    return f"{below} or {below + pieces}" if below else str(pieces)

@@ -1,0 +1,149 @@
+"""`BlockModel`: a model made of embed, a stack of equal blocks, and a loss. Strategies gather or pipeline it by blocks."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from shardopt.core._block_remat import Remat, checkpointed
+from shardopt.core._types import Loss, PyTree
+
+BLOCKS = "blocks"
+
+
+class BlockModel(NamedTuple):
+    """A model whose blocks are stacked, so that strategies can gather or pipeline them one at a time.
+
+    Parameters are a dict `{"blocks": leaves stacked [L, ...], **outer}`; "outer" below is that dict without "blocks".
+    Any of the three functions may take a keyword `rng`. It then gets a new random key for each step, piece of the batch
+    and block.
+
+    Attributes:
+      embed: `embed(outer, batch) -> x`.
+      block: `block(one_block, x) -> x`, same shape and dtype.
+      loss: `loss(outer, x, batch) -> scalar | Weighted`, or `(loss, aux dict)`. Outer parameters reach both ends, so
+        tied embeddings work.
+      remat: which values of a block the backward pass computes again; the forms are listed below.
+      tables: key paths of outer parameters [V, D] that only `embed` reads, and only through `so.nn.embedding`. If fsdp
+        shards parameters, these are sharded by columns where data divides D. They are not gathered where it takes fewer
+        bytes to exchange the rows of a batch. Only in the per-device view and not in a pipeline.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> model = BlockModel(
+      ...     embed=lambda outer, batch: batch["x"] * outer["scale"],
+      ...     block=lambda w, x: jnp.tanh(x @ w["kernel"]),
+      ...     loss=lambda outer, x, batch: jnp.mean((x - batch["y"]) ** 2),
+      ... )
+      >>> params = {"blocks": {"kernel": jnp.zeros((3, 2, 2))}, "scale": jnp.ones(())}
+      >>> model.loss_fn(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 2))})
+      Array(1., dtype=float32)
+
+    **Forms of `remat`**:
+
+    - None computes only cheap values again: gathered weights, values that follow from weights alone, and elementwise
+      results if weights are sharded.
+    - "full" computes the whole block again from its input.
+    - "save:qkv,attention" computes all again except the values with these names, given by
+      `jax.ad_checkpoint.checkpoint_name`.
+    - "offload:qkv,attention" does the same, and keeps the named values in host memory (CPU has no separate host
+      memory). Not in a pipeline.
+    - "offload" computes the whole block again, as "full", and keeps the inputs of blocks in host memory. Not in a
+      pipeline.
+    - A `jax.checkpoint` policy decides for each value.
+
+    A `jax.checkpoint` within the block works with every form. A name that the blocks do not have raises an error when
+    the first step is traced; the error lists the names that they have.
+    """
+
+    embed: Callable[..., PyTree]
+    block: Callable[..., PyTree]
+    loss: Callable[..., Loss]
+    remat: Remat = None
+    tables: tuple[str, ...] = ()
+
+    def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Loss:
+        """Return the loss of a batch, in the form that `loss` returns."""
+        return run_blocks(self, params, batch, rng)
+
+
+LossFn = Callable[..., Loss] | BlockModel
+"""`(params, batch) -> loss`, or a `BlockModel`; see `shardopt.ddp`."""
+
+
+def as_block_model(loss_fn: LossFn) -> BlockModel | None:
+    """Return the `BlockModel` of a loss, if the loss is a `BlockModel` or its `loss_fn` method; else None."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    return owner if isinstance(owner, BlockModel) else None
+
+
+def run_blocks(
+    model: BlockModel,
+    params: PyTree,
+    batch: PyTree,
+    rng: jax.Array | None,
+    *,
+    gather_outer: Callable[[PyTree], PyTree] = lambda outer: outer,
+    run_block: Callable[..., PyTree] | None = None,
+    before_loss: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None,
+) -> Loss:
+    """Run embed, a scan over the blocks, and loss; hooks of a strategy gather parameters that it keeps sharded.
+
+    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and applies its `remat`.
+    `before_loss(outer, x)` returns the `outer` and `x` that the loss is called with.
+    """
+    blocks = params[BLOCKS]
+    sharded_outer = {name: value for name, value in params.items() if name != BLOCKS}
+    outer = gather_outer(sharded_outer)
+    num_blocks, run = jax.tree.leaves(blocks)[0].shape[0], run_block or plain_block(model)
+
+    def body(x, block_and_index):
+        one_block, index = block_and_index
+        return run(one_block, index, rng, x), None
+
+    x = call(model.embed, rng, num_blocks, outer, batch)
+    x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
+    if before_loss is not None:
+        outer, x = before_loss(sharded_outer, x)
+    return call(model.loss, rng, num_blocks + 1, outer, x, batch)
+
+
+def plain_block(model: BlockModel) -> Callable[..., PyTree]:
+    """Return `run(one_block, index, rng, x) -> x`: the block of a model, with the model's `remat` applied."""
+    return checkpointed(model.remat, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x))
+
+
+def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: PyTree) -> PyTree:
+    """Call `fn(*args)`; if `fn` takes a keyword `rng` and there is a key, pass the key folded with `index`.
+
+    For a `BlockModel`, call its loss.
+
+    Raises:
+      TypeError: if `fn` requires a key and `rng` is None.
+    """
+    if isinstance(fn, BlockModel):
+        fn = fn.loss_fn
+    if not takes_rng(fn):
+        return fn(*args)
+    if rng is not None:
+        return fn(*args, rng=jax.random.fold_in(rng, index))
+    if as_block_model(fn) is None and inspect.signature(fn).parameters["rng"].default is inspect.Parameter.empty:
+        name = getattr(inspect.unwrap(fn), "__name__", type(inspect.unwrap(fn)).__name__)
+        raise TypeError(f"{name}: there is no random key to give outside of training.\nFix: give rng the default None.")
+    return fn(*args)
+
+
+def takes_rng(fn: Any) -> bool:
+    """Return whether a loss or block function takes a keyword `rng` that is not bound yet."""
+    model = as_block_model(fn)
+    if model is not None:
+        return any(takes_rng(function) for function in (model.embed, model.block, model.loss))
+    try:
+        parameter = inspect.signature(fn).parameters.get("rng")
+    except (TypeError, ValueError):  # builtins and some C callables have no signature
+        return False
+    fn = inspect.unwrap(fn)
+    bound = isinstance(fn, functools.partial) and "rng" in fn.keywords
+    return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY and not bound

@@ -1,0 +1,119 @@
+"""Early stopping when a metric has not improved for a while, as a pure update of a small state."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardopt.core._arguments import check_count, check_number
+from shardopt.core._errors import format_error
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop when a metric has not improved for `patience` observations in a row.
+
+    A training metric is observed every `log_every` steps, a metric of `evaluate` at each scheduled evaluation. A
+    value v improves on the best value b if v < b - min_delta ("min") or v > b + min_delta ("max"). NaN is never an
+    improvement. Checkpoints save the best value and the count, so a resumed run stops at the same step.
+
+    Args:
+      metric: the name of a training metric or of a metric that `evaluate` returns.
+      patience: the number of observations without improvement that ends the run; at least 1.
+      min_delta: the smallest change that counts as an improvement, in units of the metric; at least 0.
+      mode: "min" if smaller is better, "max" if larger is.
+
+    Raises:
+      TypeError: if `metric` or `mode` is not a string, `patience` not an integer or `min_delta` not a number.
+      ValueError: if `metric` is empty, `patience` is below 1, `min_delta` is negative or not finite, or `mode` is
+        neither "min" nor "max".
+
+    Example:
+      >>> rule, state = EarlyStopping("val_loss", patience=2), StoppingState()
+      >>> for step, loss in enumerate([1.0, 0.8, 0.9, 0.85]):
+      ...     state = update(rule, state, step, {"val_loss": loss})
+      >>> state, out_of_patience(rule, state)
+      (StoppingState(best=0.8, best_step=1, wait=2), 'early')
+    """
+
+    metric: str
+    patience: int
+    min_delta: float = 0.0
+    mode: str = "min"
+
+    def __post_init__(self):
+        caller = "EarlyStopping"
+        if not isinstance(self.metric, str):
+            raise TypeError(f"{caller}: metric must be the name of a metric, got {type(self.metric).__name__}.")
+        if not isinstance(self.mode, str):
+            raise TypeError(f"{caller}: mode must be 'min' or 'max', got {self.mode!r}.")
+        if not self.metric:
+            raise ValueError(f"{caller}: metric must not be empty.")
+        check_count(caller, "patience", self.patience)
+        check_number(caller, "min_delta", self.min_delta)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"{caller}: mode must be 'min' or 'max', got {self.mode!r}.")
+
+
+class StoppingState(NamedTuple):
+    """The state of early stopping.
+
+    Attributes:
+      best: the best value seen, or None before the first number.
+      best_step: the number of steps taken when the best value was seen.
+      wait: the number of observations since then.
+    """
+
+    best: float | None = None
+    best_step: int | None = None
+    wait: int = 0
+
+
+def update(rule: EarlyStopping | None, state: StoppingState, step: int, metrics: Mapping[str, float]) -> StoppingState:
+    """Return the state after one observation; the same state if there is no rule, or `metrics` lacks its metric."""
+    if rule is None or rule.metric not in metrics:
+        return state
+    value = float(metrics[rule.metric])
+    if math.isnan(value) or (state.best is not None and not _improves(rule, value, state.best)):
+        return state._replace(wait=state.wait + 1)
+    return StoppingState(best=value, best_step=step, wait=0)
+
+
+def out_of_patience(rule: EarlyStopping | None, state: StoppingState) -> str | None:
+    """Return the verdict "early" if the patience of the rule is used up, else None."""
+    return "early" if rule is not None and state.wait >= rule.patience else None
+
+
+def best(rule: EarlyStopping | None, state: StoppingState) -> dict[str, float] | None:
+    """Return `{"step": n, metric: value}` for the best value seen, or None before the first value."""
+    if rule is None or state.best is None or state.best_step is None:
+        return None
+    return {"step": state.best_step, rule.metric: state.best}
+
+
+def check_metric(rule: EarlyStopping | None, known: Collection[str], caller: str = "fit") -> None:
+    """Raise an error if the run does not report the metric of the rule.
+
+    Raises:
+      ValueError: if `rule.metric` is not in `known`.
+    """
+    if rule is not None and rule.metric not in known:
+        problem = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
+        fix = "watch one of these, or return it from evaluate and give evaluate_every."
+        raise ValueError(format_error(caller, problem, sorted(known), fix))
+
+
+def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:
+    """Return the state for a checkpoint, with the metric and mode of the rule."""
+    return {"metric": rule.metric, "mode": rule.mode, **state._asdict()}
+
+
+def from_json(rule: EarlyStopping, saved: Mapping[str, Any]) -> StoppingState | None:
+    """Return the state of a checkpoint, or None if it has another metric or mode."""
+    if (saved["metric"], saved["mode"]) != (rule.metric, rule.mode):
+        return None
+    return StoppingState(saved["best"], saved["best_step"], saved["wait"])
+
+
+def _improves(rule: EarlyStopping, value: float, best: float) -> bool:
+    return value < best - rule.min_delta if rule.mode == "min" else value > best + rule.min_delta

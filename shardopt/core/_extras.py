@@ -1,0 +1,36 @@
+"""Packages of shardopt's extras (`shardopt[plot]`): required when a function uses them, never at import."""
+
+import importlib.util
+
+from shardopt.core._errors import format_error
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a top-level module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # raised by import hooks that block a module
+        return False
+
+
+def require(module: str, *, extra: str, caller: str) -> None:
+    """Raise an error unless a package of an extra is installed; called before that package is imported.
+
+    Args:
+      module: the import name of the package, such as "matplotlib".
+      extra: the extra of shardopt that installs the package, such as "plot".
+      caller: the public function that needs it, for the message.
+
+    Raises:
+      ModuleNotFoundError: if the package is not installed; the message names the extra.
+
+    Example:
+      >>> require("no_such_package", extra="plot", caller="plot_plans")
+      Traceback (most recent call last):
+      ...
+      ModuleNotFoundError: plot_plans: no_such_package is needed, which is not installed.
+      Fix: pip install 'shardopt[plot]'
+    """
+    if not is_installed(module):
+        problem = f"{module} is needed, which is not installed."
+        raise ModuleNotFoundError(format_error(caller, problem, fix=f"pip install 'shardopt[{extra}]'"), name=module)

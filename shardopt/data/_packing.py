@@ -1,0 +1,158 @@
+"""Pack documents of any length into rows of one length; segment ids and positions keep the documents separate."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error
+from shardopt.core._extras import require
+from shardopt.data._corpus import Batch, Corpus, Documents
+
+if TYPE_CHECKING:
+    import grain
+
+_NO_TARGET = -1
+
+
+def pack(
+    documents: "Corpus | Iterable[ArrayLike] | grain.MapDataset | grain.IterDataset",
+    length: int,
+    *,
+    open_rows: int = 64,
+) -> "grain.IterDataset":
+    """Pack documents into rows of `length` positions; a document goes into the first open row with room (first fit).
+
+    A row is a dict of arrays [length]:
+
+    - "tokens", int32: every token of every document is in one row once, in order; 0 on padding.
+    - "targets", int32: the next token of the same document; 0 if there is none.
+    - "weights", float32: 1 where there is a target; 0 on the last token of a document and on padding.
+    - "segment_ids", int32: 1, 2, ... for the documents of the row, in order; 0 on padding.
+    - "positions", int32: 0, 1, ... within each segment; 0 on padding.
+
+    A document longer than `length` is cut into pieces of `length` tokens and a last, shorter piece. Each piece is a
+    segment. The last target of a piece is the first token of the next piece. So a document of n tokens has n - 1
+    targets, however it is cut. Empty documents are skipped.
+
+    Args:
+      documents: 1-D arrays of integers: a sequence of them; a `Corpus`, whose files are the documents; a grain dataset,
+        to shuffle and repeat them (`grain.MapDataset.source(documents).shuffle(seed=0).repeat()`). Any other iterable
+        is read into memory at once.
+      length: T, the number of positions in a row.
+      open_rows: the number of rows that are filled at the same time. More rows leave less padding, and mix documents
+        that are further apart.
+
+    Returns:
+      A grain dataset of rows, the same every time; its method `.batch(B)` makes batches [B, T]. Its iterators have
+      `get_state()` and `set_state(state)`; the state is JSON, and rows continue from it without a break.
+
+    Raises:
+      ModuleNotFoundError: if grain is not installed.
+      TypeError: if `length` or `open_rows` is not an integer. Later, while rows are read, if a document does not hold
+        integers.
+      ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D or has a negative token.
+
+    Example:
+      >>> row = next(iter(pack([[5, 6, 7], [8, 9]], 6)))
+      >>> row["tokens"].tolist(), row["targets"].tolist(), row["segment_ids"].tolist()
+      ([5, 6, 7, 8, 9, 0], [6, 7, 0, 9, 0, 0], [1, 1, 1, 2, 2, 0])
+      >>> row["positions"].tolist(), row["weights"].tolist()
+      ([0, 1, 2, 0, 1, 0], [1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+
+    **Equivalence**: the rows have the same pairs of token and target as the separate documents. Attention within
+    segments computes the same for each document, up to summation order. In a document that is cut, each piece only sees
+    itself.
+
+    **Padding**: `open_rows` rows are filled at a time. If a document fits into none of them, all of them are returned,
+    in order, and new rows are opened. Any two rows that were filled together hold more than `length` tokens, so less
+    than half of their positions are padding, except in one row. With the files of Python's library, padding is 1
+    percent at 1,024 positions and 3 percent at 8,192. `padding_share` measures it.
+
+    References:
+      Johnson, Demers, Ullman, Garey and Graham, "Worst-Case Performance Bounds for Simple One-Dimensional Packing
+      Algorithms", 1974; Krell, Kosec, Perez and Fitzgibbon, "Efficient Sequence Packing without Cross-contamination",
+      2021; grain.experimental.FirstFitPackIterDataset.
+    """
+    require("grain", extra="data", caller="data.pack")
+    import grain
+    from grain import experimental
+
+    check_count("pack", "length", length, minimum=1)
+    check_count("pack", "open_rows", open_rows, minimum=1)
+
+    class Cut(experimental.FlatMapTransform):
+        def flat_map(self, element: ArrayLike) -> list[Batch]:
+            return _cut_document(element, length)
+
+    source = Documents(documents) if isinstance(documents, Corpus) else documents
+    if isinstance(source, grain.MapDataset | grain.IterDataset):
+        dataset = source
+    else:
+        is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        dataset = grain.MapDataset.source(cast("Sequence[ArrayLike]", source) if is_sequence else list(source))
+    if isinstance(dataset, grain.MapDataset):
+        # No reader threads: rows are packed on the thread that asks for them, while devices compute.
+        dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    return experimental.FirstFitPackIterDataset(
+        experimental.FlatMapIterDataset(dataset, Cut()),
+        length_struct={"tokens": length, "targets": length},
+        padding_struct={"tokens": 0, "targets": _NO_TARGET},
+        meta_features=("targets",),
+        num_packing_bins=open_rows,
+        shuffle_bins=False,
+    ).map(_add_weights)
+
+
+def _cut_document(document: ArrayLike, length: int) -> list[Batch]:
+    """Cut a document into pieces of at most `length` tokens, each with its targets."""
+    tokens = np.asarray(document)
+    if not tokens.size:
+        return []
+    if tokens.dtype.kind not in "iu":
+        raise TypeError(f"pack: a document must hold integer token ids, got {tokens.dtype}.")
+    if tokens.ndim != 1 or tokens.min() < 0:
+        received = f"shape {tokens.shape}" if tokens.ndim != 1 else f"token {tokens.min()}"
+        raise ValueError(format_error("pack", f"a document must be 1-D, of token ids from 0 on; got {received}."))
+    tokens = tokens.astype(np.int32)
+    targets = np.append(tokens[1:], np.int32(_NO_TARGET))
+    starts = range(0, len(tokens), length)
+    return [{"tokens": tokens[i : i + length], "targets": targets[i : i + length]} for i in starts]
+
+
+def _add_weights(packed: Batch) -> Batch:
+    targets = packed["targets"]
+    has_target = targets != _NO_TARGET
+    return {
+        "tokens": packed["tokens"],
+        "targets": np.where(has_target, targets, 0),
+        "weights": has_target.astype(np.float32),
+        "segment_ids": packed["tokens_segment_ids"],
+        "positions": packed["tokens_positions"],
+    }
+
+
+def padding_share(rows: Batch | Iterable[Batch]) -> float:
+    """Return the share of padding in packed rows, from 0 to 1.
+
+    Args:
+      rows: a row or a batch from `pack`, or a finite iterable of them.
+
+    Raises:
+      ValueError: if there are no rows.
+
+    Example:
+      >>> padding_share(pack([[5, 6, 7], [8, 9]], 10))
+      0.5
+    """
+    num_tokens, num_positions = 0, 0
+    for row in cast("Iterable[Batch]", [rows] if isinstance(rows, Mapping) else rows):
+        num_tokens, num_positions = (
+            num_tokens + np.count_nonzero(row["segment_ids"]),
+            num_positions + np.size(row["segment_ids"]),
+        )
+    if not num_positions:
+        raise ValueError("padding_share: there are no rows.")
+    return float(1 - num_tokens / num_positions)

@@ -1,0 +1,191 @@
+"""Compile before the first call: free host memory before the program runs, and refuse programs that would deadlock."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh
+
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree, abstract, is_array_like
+from shardopt.engine._aliases import DonatedState
+from shardopt.engine._config import StrategyConfig
+from shardopt.engine._user_mesh import on_auto_axes
+from shardopt.hlo._collective import read_collective
+from shardopt.hlo._hlo_text import parse
+from shardopt.hlo._walk import collectives_of
+from shardopt.mesh import on_mesh
+from shardopt.runtime._processes import trim_malloc
+
+
+class AotCompiled:
+    """A jitted function that compiles before its first call, and frees host memory before it runs.
+
+    A plain call of the jitted function would compile and run at once. The memory of the compiler and the memory of the step
+    would then add up to the peak of the process. A plain call would also trace arguments with the types of the user's
+    mesh, and under `jax.set_mesh`. A program that is compiled ahead takes any arrays with the right placement.
+
+    Args:
+      config: of the strategy.
+      jitted: the function, whose `in_shardings` are on the mesh of our names. Its first argument always has the same shapes.
+      check: refuses a compiled program by its text; called once for each kind of arguments.
+      donated: keeps the buffers of the first argument distinct, if that is a donated state.
+    """
+
+    def __init__(
+        self,
+        config: StrategyConfig,
+        jitted: jax.stages.Wrapped,
+        check: Callable[[str], None] | None = None,
+        donated: DonatedState | None = None,
+    ):
+        self.config, self.jitted, self.check, self.donated = config, jitted, check, donated
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Return the result of the jitted function."""
+        leaves, treedef = jax.tree.flatten(args[1:])
+        state_leaves = jax.tree.leaves(args[0])
+        traced = [leaf for leaf in [*state_leaves, *leaves] if isinstance(leaf, Tracer)]
+        if traced:
+            _check_traced(self.config, traced)
+            return self.jitted(*args)
+        _check_jit(self.config.strategy)
+        signature = (treedef, tuple(map(_leaf_signature, leaves)))
+        if signature not in self._compiled:
+            compiled = self._compile(*args)
+            if self.check is not None:
+                self.check(compiled.as_text() or "")
+            self._compiled[signature] = compiled
+        if self.donated is not None:
+            args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
+        if jax.debug_nans.value or jax.debug_infs.value:  # jit can locate the NaN, a compiled program cannot
+            with jax.set_mesh(None):
+                return self.jitted(*jax.tree.map(_put_on_auto_axes, args))
+        result = self._compiled[signature](*args)
+        if self.donated is not None:
+            self.donated.remember(result[0])
+        return result
+
+    def lower(self, *args: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program, also for abstract arguments."""
+        with jax.set_mesh(None):
+            return self.jitted.lower(abstract(args[0]), *jax.tree.map(_abstract_on_auto_axes, args[1:]))
+
+    def _compile(self, *args: PyTree) -> jax.stages.Compiled:
+        lowered = self.lower(*args)
+        trim_malloc()  # free the memory of initialisation and of smaller programs
+        compiled = lowered.compile()
+        trim_malloc()
+        return compiled
+
+
+def _check_jit(caller: str) -> None:
+    """Refuse, by a ValueError, to run op by op: a single operation has no mesh to be sharded over."""
+    jax_options: Any = jax.config  # type checkers do not know its attributes
+    if jax_options.jax_disable_jit:
+        problem = "jax_disable_jit is set, and what runs on a mesh must be compiled."
+        fix = (
+            "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "
+            "loss_fn(params, batch) by itself, which runs op by op."
+        )
+        raise ValueError(format_error(caller, problem, fix=fix))
+
+
+def _check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
+    """Refuse to be traced into a user's jitted function under another mesh than ours.
+
+    Raises:
+      TypeError: if axes are Explicit, or `jax.set_mesh` was called with other axes.
+    """
+    user_mesh, our_axes = jax.sharding.get_abstract_mesh(), config.mesh.axis_names
+    explicit = any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves)
+    if explicit or not (user_mesh.empty or set(user_mesh.axis_names) >= set(our_axes)):
+        obstacle = "arrays with Explicit axes" if explicit else f"jax.set_mesh of axes {user_mesh.axis_names}"
+        problem = f"this program cannot be traced into another one with {obstacle}."
+        fix = f"call it outside jit, where it is compiled already; or use a mesh with Auto axes {our_axes}."
+        raise TypeError(format_error(config.strategy, problem, fix=fix))
+
+
+def _leaf_signature(leaf: Any) -> Hashable:
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "sharding", None)
+
+
+def _abstract_on_auto_axes(leaf: Any) -> Any:
+    """Return a leaf as its shape, dtype and sharding. A number is returned as it is, because its type is weak."""
+    if not is_array_like(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_auto_axes(getattr(leaf, "sharding", None)))
+
+
+def _put_on_auto_axes(leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    return leaf if on_auto_axes(sharding) is sharding else jax.device_put(leaf, on_auto_axes(sharding))
+
+
+def make_program(
+    config: StrategyConfig,
+    run: Callable[..., PyTree],
+    in_shardings: PyTree,
+    out_shardings: PyTree,
+    *,
+    donated: DonatedState | None = None,
+    keep_unused: bool = False,
+) -> AotCompiled:
+    """Return a function as a program of a strategy: on its mesh, with its compiler options, compiled before its first call.
+
+    Programs that would deadlock are refused. In the branch of a stage, collectives over tensor have groups, so that no other
+    stage is waited for. A permute has no groups: on CPU every device must reach it, and an idle stage, or a stage with another
+    kind of work, does not. The partitioner puts a permute into a block that shifts or cuts a dim sharded over tensor; only
+    the compiled program shows it. On other platforms a permute involves its pairs alone.
+
+    Args:
+      config: of the strategy.
+      run: the function, traced on `config.mesh`.
+      in_shardings: of its arguments, on the mesh of our names; None: where the arguments are.
+      out_shardings: of its results, on the user's mesh.
+      donated: passed if the first argument is a state whose memory the first result, the next state, takes over.
+      keep_unused: whether the program takes arguments that it does not read.
+    """
+    jitted = jax.jit(
+        on_mesh(config.mesh, run),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=() if donated is None else (0,),
+        keep_unused=keep_unused,
+        compiler_options=dict(config.compiler_options or {}),
+    )
+    on_cpu = config.mesh.devices.flat[0].platform == "cpu"
+    if config.schedule is None or config.mesh.shape["tensor"] == 1 or not on_cpu:
+        return AotCompiled(config, jitted, donated=donated)
+    return AotCompiled(config, jitted, functools.partial(_check_permutes, config.strategy, config.mesh), donated)
+
+
+def _check_permutes(caller: str, mesh: Mesh, text: str) -> None:
+    conditional = [collective for collective in collectives_of(parse(text)) if collective.conditional]
+    permutes = [
+        read_collective(collective, mesh.shape, replicas=1, partitions=mesh.size)
+        for collective in conditional
+        if collective.kind == "collective-permute"
+    ]
+    # Permutes over pipeline are ours, in branches that all stages take together (a line search has them).
+    places = {
+        _source_of(permute.op_name)
+        for permute in permutes
+        if permute is not None and (permute.axes is None or "tensor" in permute.axes)
+    }
+    if not places:
+        return
+    problem = "the partitioner moves data over tensor by permutes inside of stages, which other stages never come to."
+    fix = (
+        "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a "
+        "weight of their own (as shardopt/models/_layers.py does), or change the rule."
+    )
+    raise ValueError(format_error(caller, problem, sorted(places), fix))
+
+
+def _source_of(op_name: str) -> str:
+    return op_name.rpartition("closed_call/")[2] or "a collective-permute without a name"

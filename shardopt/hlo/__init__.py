@@ -1,0 +1,21 @@
+"""Read compiled XLA programs from their HLO text: collectives, memory, donated inputs and flops.
+
+`so.audit` is the function `audit` of this package. Import the other names from here, such as
+`from shardopt.hlo import Expected`.
+"""
+
+from shardopt.hlo._collective import Collective
+from shardopt.hlo._program import Memory, audit, donated, inner_product_flops, memory
+from shardopt.hlo._report import Audit, Expected, Traffic
+
+__all__ = [
+    "Audit",
+    "Collective",
+    "Expected",
+    "Memory",
+    "Traffic",
+    "audit",
+    "donated",
+    "inner_product_flops",
+    "memory",
+]

@@ -1,0 +1,207 @@
+"""Parse HLO text into computations and instructions, with only the structure that an audit needs."""
+
+import math
+import re
+from typing import NamedTuple
+
+from shardopt.core._errors import format_error
+
+
+class Instruction(NamedTuple):
+    """One line of HLO: `name = shape opcode(operands), attributes`.
+
+    Attributes:
+      name: name without the percent sign.
+      shape: shape of the result as text, `f32[8,4]{1,0}` or a tuple in parentheses.
+      opcode: `all-reduce`, `while`, ...
+      rest: the text after the opcode's opening parenthesis; `operands` and `attributes` parse it.
+      is_root: whether it is the result of its computation.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    is_root: bool
+
+
+class Module(NamedTuple):
+    """A parsed program: its header line, the name of its entry computation, and all computations by name."""
+
+    header: str
+    entry: str
+    computations: dict[str, tuple[Instruction, ...]]
+
+
+def parse(text: str) -> Module:
+    """Parse the text of an optimised or unoptimised HLO module."""
+    header, entry, name = "", "", None
+    computations: dict[str, list[Instruction]] = {}
+    for line in text.splitlines():
+        if line.startswith("HloModule"):
+            header = line
+        elif name is None:
+            if opening := _OPENING.match(line):
+                name = opening["name"]
+                computations[name] = []
+                entry = name if opening["entry"] else entry
+        elif _CLOSING.match(line):
+            name = None
+        elif instruction := _instruction(line):
+            computations[name].append(instruction)
+        elif computations[name] and line.strip():  # metadata of kernels spans several lines
+            previous = computations[name][-1]
+            computations[name][-1] = previous._replace(rest=previous.rest + line)
+    if not header or not entry:
+        problem = (
+            f"this is not the text of an HLO module: it has no {'entry computation' if header else 'HloModule line'}."
+        )
+        raise ValueError(format_error("audit", problem, fix="pass compiled.as_text(), or the compiled program itself."))
+    return Module(header, entry, {key: tuple(lines) for key, lines in computations.items()})
+
+
+def operands(instruction: Instruction) -> list[str]:
+    """Return the operand names. For a constant or parameter, return its literal."""
+    operand_text = instruction.rest[: _end_of(instruction.rest)]
+    # an operand may carry its shape: `f32[8]{0} %x`
+    return [part.split()[-1].lstrip("%") for part in split(operand_text) if part.strip()]
+
+
+def attributes(instruction: Instruction) -> dict[str, str]:
+    """Return the attributes after the operands as text, `{"channel_id": "1", ...}`."""
+    values: dict[str, str] = {}
+    previous_key = ""
+    for part in split(instruction.rest[_end_of(instruction.rest) + 1 :]):
+        key, equals, value = part.strip().partition("=")
+        if not equals:
+            continue
+        if key == "device_ids" and values.get(previous_key, "").startswith("mesh["):
+            values[previous_key] += (
+                f", {part.strip()}"  # `replica_groups=mesh['a'=2], device_ids=(1,0) {'a'}` is one attribute
+            )
+            continue
+        values[key], previous_key = value, key
+    return values
+
+
+def split(text: str) -> list[str]:
+    """Split at the commas that are outside of brackets and quotes."""
+    parts, start, depth = [], 0, 0
+    for token in _PUNCTUATION.finditer(text):
+        character = token[0]
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [*parts, text[start:]]
+
+
+_OPENING = re.compile(r"^\s*(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
+_CLOSING = re.compile(r'^\s*\}\s*(?:,\s*execution_thread="[^"]*")?\s*(?://.*)?$')
+"""This does not match every line that begins with a brace, because metadata of kernels has such lines."""
+_ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
+_OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
+_PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+_TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
+
+
+def _instruction(line: str) -> Instruction | None:
+    if not (assignment := _ASSIGNMENT.match(line)):
+        return None
+    rest = assignment["rest"]
+    end = _end_of(rest[1:]) + 2 if rest.startswith("(") else rest.find(" ")
+    if not (opcode := _OPCODE.match(rest, end)):
+        return None
+    shape = _TUPLE_INDEX.sub("", rest[:end])
+    return Instruction(assignment["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(assignment["root"]))
+
+
+def _end_of(text: str) -> int:
+    """Return the index of the bracket that closes the one just before `text`."""
+    depth = 1
+    for token in _PUNCTUATION.finditer(text):
+        if token[0] in "([{":
+            depth += 1
+        elif token[0] in ")]}":
+            depth -= 1
+            if depth == 0:
+                return token.start()
+    return len(text)
+
+
+def elements(shape: str) -> list[str]:
+    """Return the elements of a tuple shape, one level deep; for an array, return the array alone."""
+    shape = shape.strip()
+    return [part.strip() for part in split(shape[1:-1]) if part.strip()] if shape.startswith("(") else [shape]
+
+
+def arrays(shape: str) -> list[str]:
+    """Return all arrays of a shape, also in nested tuples, without their layouts: `["f32[8,4]", ...]`."""
+    if shape.strip().startswith("("):
+        return [array for part in elements(shape) for array in arrays(part)]
+    return [shape.split("{")[0].strip()]
+
+
+def nbytes(shape: str) -> int:
+    """Return the bytes of an array or tuple shape without padding. Each array is rounded up to whole bytes.
+
+    Tokens have 0 bytes. A bounded dynamic dim (`<=8`) counts as its bound.
+
+    Example:
+      >>> nbytes("(bf16[8,4]{1,0:T(8,128)(2,1)}, s4[3]{0:E(4)}, pred[])")
+      67
+    """
+    return sum(_array_bytes(array) for array in arrays(shape))
+
+
+def tiled_nbytes(shape: str) -> int:
+    """Return the bytes of an array or tuple shape in its layout: XLA:TPU pads dims to whole tiles.
+
+    Example:
+      >>> tiled_nbytes("f32[100,12]{0,1:T(8,128)}") == 16 * 128 * 4
+      True
+    """
+    if shape.strip().startswith("("):
+        return sum(tiled_nbytes(part) for part in elements(shape))
+    match = _TILED.match(shape.strip())
+    if not match:
+        return nbytes(shape)
+    dims = _dims(match["dims"])
+    order, tile = _dims(match["order"]), _dims(match["tile"])
+    major_to_minor = [dims[dim_index] for dim_index in reversed(order)]
+    padded = [1] * (len(tile) - len(dims)) + major_to_minor
+    padded = [
+        *padded[: -len(tile)],
+        *(-(-dim // tile_size) * tile_size for dim, tile_size in zip(padded[-len(tile) :], tile, strict=True)),
+    ]
+    return -(-math.prod(padded) * _bits(match["dtype"]) // 8)
+
+
+def _dims(text: str) -> list[int]:
+    return [int(dim.replace("<=", "")) for dim in text.split(",") if dim.strip()]
+
+
+_TILED = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]\{(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
+_ARRAY = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]$")
+_BITS = re.compile(r"^(?:bf|f|s|u|c)(\d+)")
+
+
+def _array_bytes(array: str) -> int:
+    match = _ARRAY.match(array)
+    if not match:
+        raise ValueError(f"audit: cannot read the HLO shape {array!r}.")
+    return -(-math.prod(_dims(match["dims"])) * _bits(match["dtype"]) // 8)
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    if dtype in ("token", "opaque"):
+        return 0
+    match = _BITS.match(dtype)  # f8e4m3fn, bf16, s4, c64: the number that follows the letters
+    if not match:
+        raise ValueError(f"audit: unknown HLO element type {dtype!r}.")
+    return int(match[1])

@@ -1,0 +1,431 @@
+"""Read a compiled program: its collectives, its memory, the inputs that it overwrites, and its flops."""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Compiled, Lowered
+
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.hlo._collective import Collective, read_collective
+from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, nbytes, operands, parse, tiled_nbytes
+from shardopt.hlo._report import Audit
+from shardopt.hlo._walk import (
+    MEGASCALE,
+    CollectiveSite,
+    HasTicks,
+    callees,
+    check_schedule,
+    collectives_of,
+    times_taken,
+    trip_count,
+)
+
+Devices = tuple[jax.Device, ...]
+
+
+class CanLower(Protocol):
+    """A jitted function, or any object with the same `lower` method."""
+
+    def lower(self, *args: PyTree) -> Lowered:
+        """Return the program for these arguments."""
+        ...
+
+
+def audit(
+    program: CanLower | Lowered | Compiled | str,
+    *args: PyTree,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    schedule: HasTicks | None = None,
+) -> Audit:
+    """Read the collectives of a program: kind, mesh axes, bytes, calls, inside a loop or not.
+
+    Nothing runs.
+
+    Args:
+      program: a jitted function (or anything with `.lower(*args)`, such as `opt.step`), a `jax.stages.Lowered`, a
+        `jax.stages.Compiled`, or the text of an optimised HLO module.
+      *args: arguments of a function, arrays or `jax.ShapeDtypeStruct`s; empty if the program is lowered already.
+      mesh: names of the axes: a mesh or a mapping from axis to size, last axis fastest. By default the mesh of the
+        `NamedSharding`s of the program or the arguments.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Its passes are branches directly in the
+        outermost loop with as many iterations as the schedule has ticks. A stage takes each branch once per micro-batch
+        and chunk. Without `schedule` they count in every tick.
+
+    Returns:
+      An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`, `.check(expected)`; `print` shows a table.
+
+    Raises:
+      TypeError: if `program` has another type, or arguments are passed with a program that is lowered already.
+      TypeError: if `schedule` is not a `Schedule`.
+      ValueError: if arguments are abstract and have no shardings, so the program would be for one device of several.
+      ValueError: if no mesh is passed and none can be read from the program.
+      ValueError: if the mesh has other devices than the program, or lists them in another order.
+      ValueError: if no loop of the program runs as often as `schedule` has ticks.
+      ValueError: if the text is not the text of an HLO module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> import shardopt as so
+      >>> mesh = so.make_mesh(data=4, tensor=2)
+      >>> mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+      >>> (reduction,) = audit(jax.jit(mean), jnp.ones((8, 16)), mesh=mesh).collectives
+      >>> reduction.kind, reduction.axes, reduction.bytes, reduction.wire_bytes, reduction.calls
+      ('all-reduce', ('data',), 128, 192, 1)
+
+    Note:
+      Collectives in loops count with the trip counts, branches as always taken, a start and its done as one collective.
+      The compiled program may differ from the written one. XLA:CPU widens bfloat16 and float8 before a collective.
+      XLA:TPU narrows gathered weights to the dtype of its matrix units. All compilers merge, hoist and pad collectives.
+    """
+    if schedule is not None and not isinstance(schedule, HasTicks):
+        fix = "pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
+        raise TypeError(format_error("audit", f"schedule must be a Schedule, got {schedule!r}.", fix=fix))
+    parsed = read_program("audit", program, args, mesh=mesh)
+    check_schedule("audit", parsed.module, schedule)
+    name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()
+    collectives = (parsed.collective(site) for site in collectives_of(parsed.module, schedule))
+    return Audit(tuple(collective for collective in collectives if collective is not None), parsed.sizes, name)
+
+
+class Program(NamedTuple):
+    """A parsed program and its devices.
+
+    Attributes:
+      text: text of the HLO module.
+      module: the parsed text.
+      sizes: mesh axis to size, last axis fastest; empty for one device.
+      replicas: number of replicas. A slice has replicas x partitions devices.
+      partitions: number of partitions.
+      slices: number of slices along the outermost axis, joined by the data-centre network.
+      devices: devices of the mesh; empty if the mesh is unknown or abstract.
+    """
+
+    text: str
+    module: Module
+    sizes: dict[str, int]
+    replicas: int
+    partitions: int
+    slices: int
+    devices: Devices
+
+    def collective(self, site: CollectiveSite) -> Collective | None:
+        """Return the collective at a site; None if no device sends to another."""
+        return read_collective(site, self.sizes, replicas=self.replicas, partitions=self.partitions, slices=self.slices)
+
+
+def read_program(
+    caller: str,
+    program: CanLower | Lowered | Compiled | str,
+    args: tuple[PyTree, ...],
+    *,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
+) -> Program:
+    """Compile and parse a program, and find its mesh. Arguments and errors are the same as in `audit`."""
+    text, compiled = _compiled_text(caller, program, args)
+    module = parse(text)
+    replicas, partitions = (
+        _header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions")
+    )
+    known_mesh = mesh if mesh is not None else _known_mesh(compiled, args)
+    if known_mesh is None and replicas * partitions > 1 and any(collectives_of(module)):
+        problem = (
+            f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
+        )
+        raise ValueError(format_error(caller, problem, fix="pass mesh=, the mesh it was compiled for."))
+    sizes = dict(known_mesh.shape if isinstance(known_mesh, Mesh | AbstractMesh) else known_mesh or {})
+    slices = _check_devices(caller, sizes, replicas * partitions, several_slices=MEGASCALE in text)
+    _check_order(caller, mesh, compiled)
+    devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
+    return Program(text, module, sizes, replicas, partitions, slices, devices)
+
+
+def _compiled_text(
+    caller: str, program: CanLower | Lowered | Compiled | str, args: tuple[PyTree, ...]
+) -> tuple[str, Compiled | None]:
+    if not isinstance(program, str | Lowered | Compiled) and hasattr(program, "lower"):
+        program = program.lower(*args)
+        _check_placed(caller, program, args)
+    elif args:
+        problem = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
+        raise TypeError(format_error(caller, problem, fix="leave them out."))
+    if isinstance(program, str):
+        return program, None
+    compiled = program.compile() if isinstance(program, Lowered) else program
+    if not isinstance(compiled, Compiled):
+        problem = f"cannot audit a {type(compiled).__name__}."
+        fix = "pass a jitted function with its arguments, a Lowered, a Compiled, or HLO text."
+        raise TypeError(format_error(caller, problem, fix=fix))
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError(format_error(caller, "this backend does not give the text of its compiled programs."))
+    return text, compiled
+
+
+def _check_placed(caller: str, lowered: Lowered, args: tuple[PyTree, ...]) -> None:
+    """Raise an error for abstract arguments without shardings: jax compiles for one device, without collectives."""
+    leaves = leaves_with_paths(args)
+    unplaced = [
+        f"argument {path}: {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+    ]
+    if not unplaced or jax.device_count() == 1:
+        return
+    # a NamedSharding on a mesh of one device counts as well
+    is_placed = any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for _, leaf in leaves)
+    partitions = re.search(r"mhlo.num_partitions = (\d+)", lowered.as_text())
+    if not is_placed and partitions is not None and int(partitions[1]) == 1:
+        problem = "these arguments have no shardings, so the program would be for one device, and send nothing."
+        fix = (
+            "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or jitted.lower(...), if "
+            "one device is meant."
+        )
+        raise ValueError(format_error(caller, problem, unplaced, fix))
+
+
+def _header_count(header: str, attribute: str) -> int:
+    match = re.search(rf"\b{attribute}=(\d+)", header)
+    return int(match[1]) if match else 1
+
+
+def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | AbstractMesh | None:
+    """Return the mesh of the first `NamedSharding` of a program or its arguments."""
+    shardings = [] if compiled is None else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+
+
+def _check_devices(caller: str, sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
+    """Return the number of slices, which are parts of the mesh's outermost axis; raise an error for another mesh."""
+    total = math.prod(sizes.values())
+    slices = 1
+    if several_slices and sizes:
+        outermost = next((size for size in sizes.values() if size > 1), 1)
+        slices = total // devices
+        if total % devices or slices < 2 or outermost % slices:
+            problem = f"the program runs on {devices} devices of each of several slices, and the mesh has {sizes}."
+            fix = "pass the mesh of all slices, whose outermost axis spans them."
+            raise ValueError(format_error(caller, problem, fix=fix))
+    if sizes and total != devices * slices:
+        listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        problem = f"the mesh ({listed}) has {total} devices, the program {devices}."
+        raise ValueError(format_error(caller, problem, fix="pass the mesh that the program was compiled for."))
+    return slices
+
+
+def _check_order(caller: str, mesh: object, compiled: Compiled | None) -> None:
+    """Raise an error if the mesh has another device order: ids in a program are positions in the program's order."""
+    if not isinstance(mesh, Mesh) or compiled is None:
+        return
+    # a program that was compiled ahead of time for other machines has no such list
+    list_devices = getattr(compiled.runtime_executable(), "local_devices", list)
+    program_order = [device.id for device in list_devices()]
+    mesh_order = [device.id for device in mesh.devices.flat]
+    if program_order and program_order != mesh_order and sorted(program_order) == sorted(mesh_order):
+        problem = f"the mesh lists its devices as {mesh_order}, the program was compiled for the order {program_order}."
+        raise ValueError(format_error(caller, problem, fix="pass the mesh that the program was compiled for."))
+
+
+class Memory(NamedTuple):
+    """The memory that one device needs to run a program, in bytes.
+
+    Attributes:
+      arguments: bytes of the inputs.
+      outputs: bytes of the results, including results that overwrite inputs.
+      temporary: bytes of temporary buffers, at their peak.
+      aliased: the part of the outputs that overwrites donated inputs.
+    """
+
+    arguments: int
+    outputs: int
+    temporary: int
+    aliased: int
+
+    @property
+    def peak(self) -> int:
+        """Inputs, temporaries, and the outputs that have buffers of their own."""
+        return self.arguments + self.temporary + self.outputs - self.aliased
+
+
+def memory(compiled: Compiled) -> Memory:
+    """Return the bytes per device that the compiler planned for a `jax.stages.Compiled`.
+
+    Raises:
+      ValueError: if the backend does not report them.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        problem = "this backend does not tell how much memory a compiled program needs."
+        raise ValueError(format_error("memory", problem, fix="compile for cpu, gpu or tpu."))
+    return Memory(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        temporary=analysis.temp_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+    )
+
+
+def argument_padding(program: Compiled | str) -> int:
+    """Return the bytes of padding in the inputs of a program on one device.
+
+    XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32. Shards that are smaller than a
+    tile are padded. Other platforms add no padding.
+    """
+    inputs = _INDEX.sub("", _header(program).partition("entry_computation_layout={")[2].partition("->")[0])
+    return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0
+
+
+def donated(program: Compiled | str) -> dict[int, int]:
+    """Return the inputs that outputs overwrite: flat input position to flat output position.
+
+    Input positions count the leaves of the compiled program's inputs. jax drops unused arguments from these.
+
+    Args:
+      program: a `jax.stages.Compiled`, or HLO text.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> step = jax.jit(lambda state, batch: state + batch, donate_argnums=0)
+      >>> donated(step.lower(jnp.ones(4), jnp.ones(4)).compile())
+      {0: 0}
+    """
+    aliases = _header(program).partition("input_output_alias={")[2].partition(" }")[0]
+    return {int(source): int(output or 0) for output, source in _ALIAS.findall(aliases)}
+
+
+def _text(program: Compiled | str) -> str:
+    return program if isinstance(program, str) else program.as_text() or ""
+
+
+def _header(program: Compiled | str) -> str:
+    """Return the `HloModule` line. Other lines are not read, because programs are long."""
+    match = _HEADER.search(_text(program))
+    return match[0] if match else ""
+
+
+_HEADER = re.compile(r"^HloModule.*", re.MULTILINE)
+_INDEX = re.compile(r"/\*index=\d+\*/")
+_ALIAS = re.compile(r"\{(\d*)[\d,\s]*\}: \((\d+),")
+
+
+def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = None) -> float | None:
+    """Return the multiplications and additions in inner products of one device in one execution of a program.
+
+    Args:
+      program: a `jax.stages.Compiled`, or HLO text.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Passes are branches in a loop over its ticks,
+        and count once per micro-batch and chunk. Without `schedule` they count in every tick.
+
+    Returns:
+      The flops; None if the trip count of a loop with inner products is unknown.
+
+    Raises:
+      ValueError: if no loop of the program runs as often as the schedule has ticks.
+      ValueError: if the text is not the text of an HLO module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def five(x):
+      ...     return jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=5)[0]
+      >>> inner_product_flops(jax.jit(five).lower(jnp.ones((64, 64))).compile()) == 5 * 2 * 64**3
+      True
+
+    Note:
+      `dot`, `convolution` and the matrix products of cuBLAS are counted. XLA:TPU compiles inner products to
+      convolutions; their positions in padding or dilation are not counted. Loops count with their trip counts, branches
+      as their most expensive one. `compiled.cost_analysis()` counts each loop once.
+    """
+    module = parse(_text(program))
+    check_schedule("inner_product_flops", module, schedule)
+    # the outermost loop over the ticks belongs to the schedule; loops inside it are counted without the schedule
+    flops = functools.cache(lambda name, inside: _computation(module, name, flops, None if inside else schedule))
+    total = flops(module.entry, False).total
+    return None if math.isinf(total) else total
+
+
+class _Flops(NamedTuple):
+    """Flops of a computation: outside of branches, and in the branches directly in it."""
+
+    always: float = 0.0
+    branches: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.always + self.branches
+
+
+def _computation(module: Module, name: str, flops: Callable[[str, bool], _Flops], schedule: HasTicks | None) -> _Flops:
+    lines = module.computations.get(name, ())
+    shapes = {line.name: line.shape for line in lines}
+
+    def line_flops(line: Instruction) -> _Flops:
+        if line.opcode in ("dot", "convolution") or (line.opcode == "custom-call" and "__cublas$" in line.rest):
+            count = _convolution if line.opcode == "convolution" else _dot
+            return _Flops(count(line, shapes))
+        iterations = trip_count(module, name, line) if line.opcode == "while" else None
+        in_tick_loop = schedule is None or iterations == schedule.num_ticks
+        inner = [flops(callee, in_tick_loop) for callee in callees(line)]
+        if line.opcode == "conditional":
+            return _Flops(branches=max((branch.total for branch in inner), default=0.0))
+        body = _sum(inner)
+        if line.opcode != "while" or body.total == 0.0:
+            return body
+        if iterations is None:
+            return _Flops(math.inf)
+        return _Flops(body.always * iterations + body.branches * times_taken(iterations, schedule))
+
+    return _sum(map(line_flops, lines))
+
+
+def _sum(terms: Iterable[_Flops]) -> _Flops:
+    return _Flops(*(math.fsum(column) for column in zip((0.0, 0.0), *terms, strict=True)))
+
+
+def _dot(line: Instruction, shapes: Mapping[str, str]) -> float:
+    """Return 2 x result x contracted dims. Calls of cuBLAS name the contracted dims in their configuration."""
+    lhs = _dims(shapes[operands(line)[0]])
+    contracting = attributes(line).get("lhs_contracting_dims", "")
+    if line.opcode == "custom-call":
+        match = re.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]', line.rest)
+        contracting = match[1] if match else str(len(lhs) - 1)
+    return 2.0 * math.prod(_dims(line.shape)) * math.prod(lhs[dim] for dim in _numbers(contracting))
+
+
+def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
+    """Return 2 x batch x output features x input features x the (output, kernel) positions that read an input."""
+    values = attributes(line)
+    dims = [_dims(shape) for shape in (*(shapes[name] for name in operands(line)[:2]), line.shape)]
+    labels = re.split("_|->", values["dim_labels"])
+    lhs, kernel, out = (dict(zip(names, sizes, strict=True)) for names, sizes in zip(labels, dims, strict=True))
+    window = dict(part.split("=") for part in values.get("window", "").strip("{}").split())
+    total = 2.0 * out["b"] * out["f"] * kernel["i"]
+    for dim in filter(str.isdigit, lhs):
+        dim_window = {key: value.split("x")[int(dim)] for key, value in window.items()}
+        total *= _overlaps(lhs[dim], kernel[dim], out[dim], dim_window)
+    return total
+
+
+def _overlaps(size: int, kernel: int, out: int, window: Mapping[str, str]) -> int:
+    """Return how many pairs of output and kernel positions read an element of the input, along one dim."""
+    stride, dilation, input_dilation = (int(window.get(key, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate"))
+    low = int(window.get("pad", "0_0").split("_")[0])
+    if kernel == 1 and stride == 1 and input_dilation == 1 and low == 0:
+        return out
+    input_positions = range((size - 1) * input_dilation + 1)
+    positions = (i * stride + j * dilation - low for i in range(out) for j in range(kernel))
+    return sum(position in input_positions and position % input_dilation == 0 for position in positions)
+
+
+def _dims(shape: str) -> list[int]:
+    return _numbers(arrays(shape)[0].partition("[")[2].rstrip("]"))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part.strip(' "').replace("<=", "")) for part in text.strip("{}").split(",") if part.strip(' "')]

@@ -1,0 +1,272 @@
+"""The collectives of a program as a table: filters, sums, and a comparison with expected traffic."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from shardopt.core._errors import format_error, plural
+from shardopt.hlo._collective import Collective
+
+_Key = TypeVar("_Key")
+
+
+class Traffic(NamedTuple):
+    """The traffic of some collectives in one execution of the program, per device.
+
+    All attributes are None if the trip count of a loop is unknown.
+
+    Attributes:
+      calls: calls, multiplied by the trip counts of loops.
+      bytes: whole buffers (see `Collective.bytes`) times calls.
+      wire_bytes: bytes that a device sends in ring collectives, times calls.
+    """
+
+    calls: int | None
+    bytes: int | None
+    wire_bytes: int | None
+
+
+class Expected(NamedTuple):
+    """A row of expected traffic: all collectives of one kind over the same axes, in one execution.
+
+    Rows of the same kind, axes and `in_loop` add up. A row with `in_loop=None` counts the collectives that no row with
+    True or False counts.
+
+    Attributes:
+      kind: kind of collective, such as "all-reduce".
+      axes: one mesh axis, or several in any order.
+      bytes: whole buffers (see `Collective.bytes`) times calls, per device.
+      calls: calls, multiplied by the trip counts of loops; None for any number.
+      in_loop: True for collectives in a loop, False for collectives outside of loops, None for both.
+    """
+
+    kind: str
+    axes: str | tuple[str, ...]
+    bytes: int
+    calls: int | None = None
+    in_loop: bool | None = None
+
+
+class Audit(NamedTuple):
+    """The collectives of one compiled program. `print` shows them as a table.
+
+    Attributes:
+      collectives: the collectives in program order, without collectives whose groups have a single member.
+      mesh_shape: mesh axis to size.
+      name: name of the compiled module.
+    """
+
+    collectives: tuple[Collective, ...]
+    mesh_shape: dict[str, int]
+    name: str
+
+    @property
+    def total(self) -> Traffic:
+        """The traffic of all collectives together."""
+        return _traffic(self.collectives)
+
+    @property
+    def total_wire_bytes(self) -> int | None:
+        """The bytes that a device sends in one execution; None if the trip count of a loop is unknown."""
+        return self.total.wire_bytes
+
+    def of(
+        self, kind: str | None = None, axis: str | None = None, in_loop: bool | None = None, min_bytes: int = 0
+    ) -> "Audit":
+        """Return an audit of the collectives that match all arguments.
+
+        Args:
+          kind: kind of collective, such as "all-reduce".
+          axis: a mesh axis among the collective's axes.
+          in_loop: True for collectives in a loop, False for collectives outside of loops.
+          min_bytes: skip collectives with smaller buffers, such as the reduction of the loss.
+        """
+        matching = tuple(
+            collective
+            for collective in self.collectives
+            if kind in (None, collective.kind)
+            and (axis is None or axis in (collective.axes or ()))
+            and in_loop in (None, collective.in_loop)
+            and collective.bytes >= min_bytes
+        )
+        return self._replace(collectives=matching)
+
+    def by_axis(self) -> dict[tuple[str, ...] | None, Traffic]:
+        """Return the traffic by the mesh axes that the collectives span."""
+        return _grouped(self.collectives, lambda collective: collective.axes)
+
+    def by_kind(self) -> dict[str, Traffic]:
+        """Return the traffic by kind of collective."""
+        return _grouped(self.collectives, lambda collective: collective.kind)
+
+    def check(self, expected: Iterable[Expected], *, min_bytes: int = 0, rtol: float = 0.0) -> None:
+        """Raise an error if the program sends other traffic than expected.
+
+        The compiler may merge or split collectives, so sums are compared. All collectives of one kind over the same
+        axes count together, unless rows distinguish collectives in loops from collectives outside.
+
+        Args:
+          expected: one row per kind and axes. Axes of size 1 are removed from rows, and rows without axes are ignored.
+          min_bytes: collectives with smaller buffers are ignored.
+          rtol: allowed difference of bytes, relative to the expected bytes.
+
+        Raises:
+          AssertionError: if bytes or calls differ, a row matches no collective, or a collective matches no row.
+          ValueError: if a row names an axis that the mesh does not have.
+        """
+        compared = self.of(min_bytes=min_bytes)
+        if differences := _differences(compared.collectives, expected, self.mesh_shape, rtol):
+            problem = (
+                f"the compiled program does not send what it was meant to ({plural(len(differences), 'difference')})."
+            )
+            raise AssertionError(f"{format_error('audit', problem, differences)}\n{compared}")
+
+    def __str__(self) -> str:
+        """Return the table: one line per instruction, then the sums by axes."""
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
+        title = f"{self.name}: {len(self.collectives)} collectives on {mesh or 'one device'}"
+        return "\n".join([title, *_lines(self.collectives), *_sums(self.by_axis())])
+
+
+def _traffic(collectives: Iterable[Collective]) -> Traffic:
+    calls, size, wire = 0, 0, 0
+    for collective in collectives:
+        if collective.calls is None:
+            return Traffic(None, None, None)
+        calls, size, wire = (
+            calls + collective.calls,
+            size + collective.bytes * collective.calls,
+            wire + collective.wire_bytes * collective.calls,
+        )
+    return Traffic(calls, size, wire)
+
+
+def _grouped(collectives: Iterable[Collective], key: Callable[[Collective], _Key]) -> dict[_Key, Traffic]:
+    members: dict[_Key, list[Collective]] = {}
+    for collective in collectives:
+        members.setdefault(key(collective), []).append(collective)
+    return {name: _traffic(group) for name, group in members.items()}
+
+
+def _differences(
+    collectives: Iterable[Collective], expected: Iterable[Expected], mesh_shape: Mapping[str, int], rtol: float
+) -> list[str]:
+    """Return a line for every row that differs, and for every collective that no row expects."""
+    rows = _merged(row for row in (_without_single_axes(row, mesh_shape) for row in expected) if row.axes)
+    members: dict[Expected, list[Collective]] = {row: [] for row in rows}
+    unexpected = []
+    for collective in collectives:
+        matching = [row for row in rows if _matches(row, collective)]
+        # a row with in_loop is more specific than a row without
+        matching.sort(key=lambda row: row.in_loop is None)
+        (members[matching[0]] if matching else unexpected).append(collective)
+    differences = [line for row, group in members.items() if (line := _difference(row, group, rtol))]
+    for collective in unexpected:
+        part = f" in steps of {collective.group_size}" if collective.part else ""
+        name = _name(collective.kind, collective.axes, collective.in_loop)
+        differences.append(f"{name}{part}: not expected, found {_traffic_text([collective])}")
+    return differences
+
+
+def _without_single_axes(row: Expected, mesh_shape: Mapping[str, int]) -> Expected:
+    axes = (row.axes,) if isinstance(row.axes, str) else tuple(row.axes)
+    if unknown := [axis for axis in axes if axis not in mesh_shape]:
+        problem = f"the expected {row.kind} is over {', '.join(map(repr, unknown))}, which the mesh does not have."
+        raise ValueError(format_error("audit", problem, fix=f"name axes among {', '.join(mesh_shape)}."))
+    return row._replace(axes=tuple(axis for axis in mesh_shape if axis in axes and mesh_shape[axis] > 1))
+
+
+def _merged(rows: Iterable[Expected]) -> list[Expected]:
+    """Add up the rows of the same kind, axes and `in_loop`."""
+    merged: dict[tuple[str, str | tuple[str, ...], bool | None], Expected] = {}
+    for row in rows:
+        key = (row.kind, row.axes, row.in_loop)
+        if (previous := merged.get(key)) is not None:
+            calls = None if previous.calls is None or row.calls is None else previous.calls + row.calls
+            row = previous._replace(bytes=previous.bytes + row.bytes, calls=calls)
+        merged[key] = row
+    return list(merged.values())
+
+
+def _matches(row: Expected, collective: Collective) -> bool:
+    # a row names whole axes
+    same = (row.kind, row.axes) == (collective.kind, collective.axes) and not collective.part
+    return same and row.in_loop in (None, collective.in_loop)
+
+
+def _difference(row: Expected, collectives: list[Collective], rtol: float) -> str:
+    total = _traffic(collectives)
+    same_bytes = total.bytes is not None and math.isclose(total.bytes, row.bytes, rel_tol=rtol, abs_tol=0.0)
+    if same_bytes and row.calls in (None, total.calls):
+        return ""
+    wanted = f"{row.bytes:,} bytes" + ("" if row.calls is None else f" in {plural(row.calls, 'call')}")
+    return f"{_name(row.kind, row.axes, row.in_loop)}: expected {wanted}, found {_traffic_text(collectives)}"
+
+
+def _traffic_text(collectives: list[Collective]) -> str:
+    total = _traffic(collectives)
+    if total.calls is None:
+        return f"{plural(len(collectives), 'instruction')} in a loop of unknown trip count"
+    return f"{total.bytes:,} bytes in {plural(total.calls, 'call')}" if collectives else "none"
+
+
+def _name(kind: str, axes: str | tuple[str, ...] | None, in_loop: bool | None) -> str:
+    over = "mixed groups" if axes is None else _axes_text((axes,) if isinstance(axes, str) else axes)
+    return f"{kind} over {over}" + {None: "", True: " in a loop", False: " outside of loops"}[in_loop]
+
+
+def _axes_text(axes: tuple[str, ...] | None) -> str:
+    """Return `replica x data`, or `mixed` if the groups are neither a product of axes nor parts of one axis."""
+    return "mixed" if axes is None else " x ".join(axes)
+
+
+def _lines(collectives: tuple[Collective, ...]) -> list[str]:
+    """Return the lines of the table, with numbers aligned to the right."""
+    if not collectives:
+        return []
+    rows = [
+        ["kind", "axes", "bytes a call", "calls", "wire bytes", "loops", "notes", "where"],
+        *map(_row, collectives),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(_align, row, widths)).rstrip() for row in rows]
+
+
+def _row(collective: Collective) -> list[str]:
+    notes = {
+        "branch": collective.conditional,
+        "async": collective.asynchronous,
+        f"a step of {collective.group_size} along it": collective.part,
+        f"groups {collective.groups}": collective.groups and not collective.part,
+    }
+    origin = collective.op_name or collective.name
+    return [
+        collective.kind,
+        _axes_text(collective.axes),
+        _number(collective.bytes),
+        _number(collective.calls),
+        _number(_traffic([collective]).wire_bytes),
+        "x".join(map(_number, collective.loops)) or "-",
+        ", ".join(note for note, applies in notes.items() if applies) or "-",
+        origin
+        if len(origin) <= 60
+        else f"...{origin[-57:]}",  # the end of a jax name is more specific than its beginning
+    ]
+
+
+def _align(cell: str, width: int) -> str:
+    return cell.rjust(width) if cell.replace(",", "").isdigit() or cell == "?" else cell.ljust(width)
+
+
+def _sums(by_axis: Mapping[tuple[str, ...] | None, Traffic]) -> list[str]:
+    lines = []
+    for axes, traffic in by_axis.items():
+        calls = "? calls" if traffic.calls is None else plural(traffic.calls, "call")
+        lines.append(f"{_axes_text(axes)}: {_number(traffic.wire_bytes)} bytes sent per device in {calls}")
+    if any(traffic.calls is None for traffic in by_axis.values()):
+        lines.append("?: in a loop whose trip count the program does not tell")
+    return lines
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"

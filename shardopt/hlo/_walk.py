@@ -1,0 +1,349 @@
+"""Find all collectives of a program, through loops, branches and calls, and how often each runs."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from shardopt.core._errors import format_error
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+
+@runtime_checkable
+class HasTicks(Protocol):
+    """The sizes of a pipeline's schedule: its program is a loop of `num_ticks`, with a branch for each pass."""
+
+    @property
+    def num_ticks(self) -> int:
+        """The trip count of the loop."""
+        ...
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches that pass through each chunk."""
+        ...
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks per stage."""
+        ...
+
+
+class CollectiveSite(NamedTuple):
+    """A collective instruction, and the loops and branches around it.
+
+    Attributes:
+      instruction: the instruction that has the operands of the collective (`-start`, if it is asynchronous).
+      kind: the opcode without `-start`. A fusion of all-reduce and slice by XLA:TPU is a reduce-scatter.
+      loops: trip counts of the loops around it, outermost first; None for an unknown trip count.
+      branches: whether it is in a branch: first outside of all loops, then directly in the outermost loop, and so on.
+      asynchronous: whether other instructions may run between its start and its end.
+    """
+
+    instruction: Instruction
+    kind: str
+    loops: tuple[int | None, ...] = ()
+    branches: tuple[bool, ...] = (False,)
+    asynchronous: bool = False
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it is in a branch."""
+        return any(self.branches)
+
+
+def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator[CollectiveSite]:
+    """Yield the collectives that the entry computation reaches. A collective that two calls reach is yielded twice.
+
+    The outermost loop with as many iterations as the schedule has ticks is the loop over ticks. Branches directly in it
+    count as often as a stage takes them.
+    """
+    for site in _walk(module, module.entry, computations_with_collectives(module)):
+        yield site if schedule is None else _with_scheduled_count(site, schedule)
+
+
+def times_taken(trip_count: int, schedule: HasTicks | None) -> int:
+    """Return how often a branch directly in a loop counts.
+
+    In the loop over ticks it counts once per micro-batch and chunk, in other loops in every iteration.
+    """
+    if schedule is None or trip_count != schedule.num_ticks:
+        return trip_count
+    return schedule.num_micro_batches * schedule.num_chunks
+
+
+def check_schedule(caller: str, module: Module, schedule: HasTicks | None) -> None:
+    """Raise an error if no loop of the program can be the loop over the schedule's ticks."""
+    if schedule is None or schedule.num_ticks == 1:  # XLA removes a loop of one iteration
+        return
+    trip_counts = [
+        trip_count(module, name, line)
+        for name, lines in module.computations.items()
+        for line in lines
+        if line.opcode == "while"
+    ]
+    if schedule.num_ticks in trip_counts:
+        return
+    known = sorted({count for count in trip_counts if count is not None})
+    listed = [*map(str, known), *(["unknown"] if None in trip_counts else [])]
+    description = f"its loops turn {', '.join(listed)} times" if trip_counts else "it has no loop"
+    problem = f"the schedule has {schedule.num_ticks} ticks, and no loop of the program turns so often: {description}."
+    fix = "pass the schedule that the program was made with, such as opt.config.schedule, or none."
+    raise ValueError(format_error(caller, problem, fix=fix))
+
+
+def _with_scheduled_count(site: CollectiveSite, schedule: HasTicks) -> CollectiveSite:
+    if schedule.num_ticks not in site.loops:
+        return site
+    tick_loop = site.loops.index(schedule.num_ticks)
+    if not site.branches[tick_loop + 1]:
+        return site
+    count = times_taken(schedule.num_ticks, schedule)
+    return site._replace(loops=(*site.loops[:tick_loop], count, *site.loops[tick_loop + 1 :]))
+
+
+def _walk(module: Module, name: str, reaching: set[str]) -> Iterator[CollectiveSite]:
+    chains: set[str] = set()
+    for instruction in module.computations.get(name, ()):
+        for site in collectives_under(module, name, instruction, reaching):
+            # XLA:TPU spreads a collective over several fusions, each with a copy of the instruction
+            chain = chain_of(site.instruction)
+            if chain is None or chain not in chains:
+                yield site
+            chains |= {chain} if chain else set()
+
+
+def collectives_under(
+    module: Module, name: str, instruction: Instruction, reaching: set[str]
+) -> Iterator[CollectiveSite]:
+    """Yield the collectives of an instruction in computation `name`: the instruction itself, or those it calls."""
+    if kind := kind_of(instruction):
+        started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
+        yield CollectiveSite(instruction, kind, asynchronous=started or crosses_slices(instruction))
+        return
+    for callee in callees(instruction):
+        if callee in reaching:
+            for site in _walk(module, callee, reaching):
+                yield _with_caller(module, name, instruction, callee, site)
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """Return the kind of a collective; None for other instructions, and for `-done` and `-update` of a collective."""
+    if crosses_slices(instruction):
+        match = _TRANSFER.search(instruction.rest)
+        return match[1].lower().replace("_", "-") if match else "collective-permute"
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def crosses_slices(instruction: Instruction) -> bool:
+    """Return whether it is a collective between slices, which XLA:TPU compiles to a send to the Megascale runtime."""
+    return instruction.opcode == "send" and MEGASCALE in instruction.rest
+
+
+MEGASCALE = "xla_megascale_runtime"
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+
+
+def callees(instruction: Instruction) -> list[str]:
+    """Return the computations that it calls, without the scalar `to_apply` of collectives and reductions."""
+    opcode = instruction.opcode
+    if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.rest):
+        return []
+    values = attributes(instruction)
+    keys = ["calls", "body", "condition", "branch_computations", "true_computation", "false_computation"]
+    keys += ["called_computations", *(["to_apply"] if opcode == "call" else [])]
+    return [name.strip(" %") for key in keys if key in values for name in values[key].strip("{}").split(",")]
+
+
+_CALLS = re.compile(r"\b(calls|body|branch_computations|true_computation|called_computations|to_apply)=")
+
+
+def computations_with_collectives(module: Module) -> set[str]:
+    """Return the computations from which a collective can be reached; the walk skips all others."""
+    callers: dict[str, set[str]] = {}
+    unvisited = []
+    for name, instructions in module.computations.items():
+        for instruction in instructions:
+            for callee in callees(instruction):
+                callers.setdefault(callee, set()).add(name)
+            if kind_of(instruction):
+                unvisited.append(name)
+    reaching: set[str] = set()
+    while unvisited:
+        name = unvisited.pop()
+        if name not in reaching:
+            reaching.add(name)
+            unvisited += callers.get(name, ())
+    return reaching
+
+
+def _with_caller(module: Module, name: str, caller: Instruction, callee: str, site: CollectiveSite) -> CollectiveSite:
+    """Return a site in `callee` with the loop, branch or fusion of the `caller`, an instruction in `name`."""
+    if caller.opcode == "while":
+        iterations = trip_count(module, name, caller)
+        return site._replace(loops=(iterations, *site.loops), branches=(False, *site.branches))
+    if caller.opcode == "conditional":
+        return site._replace(branches=(True, *site.branches[1:]))
+    if caller.opcode in ("async-start", "call-start", "custom-call-start"):  # the last two are on a TPU's SparseCore
+        return site._replace(asynchronous=True)
+    if caller.opcode == "fusion":
+        is_scatter = site.kind == "all-reduce" and _returns_a_slice(module, callee, site.instruction)
+        return site._replace(
+            kind="reduce-scatter" if is_scatter else site.kind,
+            asynchronous=site.asynchronous or chain_of(site.instruction) is not None,
+        )
+    return site
+
+
+def _returns_a_slice(module: Module, name: str, instruction: Instruction) -> bool:
+    return any(
+        line.is_root and line.opcode == "dynamic-slice" and operands(line)[0] == instruction.name
+        for line in module.computations[name]
+    )
+
+
+def chain_of(instruction: Instruction) -> str | None:
+    """Return the id that XLA:TPU writes on all pieces of one collective that it fuses with computation."""
+    match = _CHAIN.search(instruction.rest) if "async_collective_fusion_config" in instruction.rest else None
+    return match[1] if match else None
+
+
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+
+
+def _is_sync(instruction: Instruction) -> bool:
+    """Return whether XLA:GPU's scheduler runs a start and done pair synchronously."""
+    config = attributes(instruction).get("backend_config", "")
+    try:
+        return json.loads(config).get("collective_backend_config", {}).get("is_sync", False)
+    except (json.JSONDecodeError, AttributeError):
+        return False
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """Return the number of iterations of a `while`; None if the text does not contain it as a constant.
+
+    XLA:CPU and XLA:GPU write it on the loop. XLA:TPU does not, so it is computed from the loop's counter: its start,
+    its increment and the bound of the comparison. A loop named `ONE_TURN` hides the constant from XLA, and has one
+    iteration.
+    """
+    if known := _KNOWN.search(loop.rest):
+        return int(known[1])
+    if _NAMED.search(loop.rest):
+        return 1
+    loop_attributes = attributes(loop)
+    condition, body = (loop_attributes.get(key, "").lstrip("%") for key in ("condition", "body"))
+    comparison = _value(module, _root(module, condition))
+    if (
+        not isinstance(comparison, _Compare)
+        or comparison.left.slot is None
+        or comparison.left.plus
+        or comparison.right.slot is not None
+    ):
+        return None
+    counter = comparison.left.slot
+    start = _value(module, _tuple_element(module, _Reference(computation, operands(loop)[0]), counter))
+    step = _value(module, _tuple_element(module, _root(module, body), counter))
+    if not isinstance(start, _Linear) or start.slot is not None:
+        return None
+    if not isinstance(step, _Linear) or step.slot != counter or step.plus == 0:
+        return None
+    end = comparison.right.plus + {"LE": 1, "GE": -1}.get(comparison.direction, 0)
+    upwards = comparison.direction in ("LT", "LE")
+    return len(range(start.plus, end, step.plus)) if upwards == (step.plus > 0) else None
+
+
+ONE_TURN = "one_turn"
+"""The `jax.named_scope` of a loop of one iteration. XLA must not know this, because it would remove the loop."""
+_NAMED = re.compile(rf'op_name="[^"]*/{ONE_TURN}/while"')
+_KNOWN = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
+_TRANSPARENT = ("bitcast", "convert", "copy")
+
+
+class _Reference(NamedTuple):
+    """An instruction by name, and the arguments of its computation (None: its parameter is the loop's state)."""
+
+    computation: str
+    name: str
+    arguments: "tuple[_Reference, ...] | None" = None
+
+
+class _Linear(NamedTuple):
+    """Element `slot` of the loop's state (None: zero) plus the constant `plus`."""
+
+    slot: int | None
+    plus: int
+
+
+class _Compare(NamedTuple):
+    direction: str
+    left: _Linear
+    right: _Linear
+
+
+def _value(module: Module, reference: _Reference | None) -> _Linear | _Compare | None:
+    """Evaluate the arithmetic of loop counters: constants, additions and comparisons; return None for other values."""
+    instruction = _instruction_at(module, reference)
+    if reference is None or instruction is None:
+        return None
+    opcode, literal = instruction.opcode, instruction.rest.partition(")")[0]
+    if opcode == "constant":
+        return _Linear(None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
+    if opcode == "parameter":
+        return _value(module, reference.arguments[int(literal)]) if reference.arguments else None
+    inputs = tuple(_Reference(reference.computation, name, reference.arguments) for name in operands(instruction))
+    if opcode in _TRANSPARENT:
+        return _value(module, inputs[0])
+    values = attributes(instruction)
+    if opcode in ("fusion", "call"):
+        root = _root(module, values.get("calls", values.get("to_apply", "")).lstrip("%"))
+        return _value(module, root and root._replace(arguments=inputs))
+    if opcode == "get-tuple-element":
+        source = _instruction_at(module, inputs[0])
+        is_state = source is not None and source.opcode == "parameter" and reference.arguments is None
+        return _Linear(int(values["index"]), 0) if is_state else None
+    if opcode not in ("add", "compare"):
+        return None
+    left, right = (_value(module, operand) for operand in inputs)
+    if not isinstance(left, _Linear) or not isinstance(right, _Linear):
+        return None
+    if right.slot is not None:  # put the counter on the left
+        left, right = right, left
+        values = {"direction": _MIRRORED.get(values.get("direction", ""), "")}
+    if right.slot is not None:
+        return None
+    if opcode == "add":
+        return _Linear(left.slot, left.plus + right.plus)
+    return _Compare(values["direction"], left, right) if values["direction"] in _MIRRORED else None
+
+
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
+
+
+def _instruction_at(module: Module, reference: _Reference | None) -> Instruction | None:
+    lines = module.computations.get(reference.computation, ()) if reference else ()
+    return next((line for line in lines if reference and line.name == reference.name), None)
+
+
+def _root(module: Module, computation: str) -> _Reference | None:
+    lines = module.computations.get(computation, ())
+    return next((_Reference(computation, line.name) for line in lines if line.is_root), None)
+
+
+def _tuple_element(module: Module, reference: _Reference | None, index: int) -> _Reference | None:
+    """Return element `index` of the tuple that an instruction builds; None if it builds no tuple."""
+    instruction = _instruction_at(module, reference)
+    if reference is None or instruction is None or instruction.opcode != "tuple":
+        return None
+    return _Reference(reference.computation, operands(instruction)[index])

@@ -1,0 +1,296 @@
+"""The steps of replicas that train independently: one program for each variant of a step, compiled at its first use."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from shardopt.core._errors import format_error
+from shardopt.core._types import Max, Min, PyTree, Sum, TrainState
+from shardopt.engine._aliases import DonatedState
+from shardopt.engine._compile import AotCompiled, make_program
+from shardopt.engine._config import StrategyConfig, SyncConfig
+from shardopt.engine._gradients import make_gradients
+from shardopt.engine._inputs import copied
+from shardopt.engine._layout import Layout, shardings
+from shardopt.engine._metrics import combined, value_of, values
+from shardopt.engine._optimizer import Metrics
+from shardopt.engine._step import CompiledStep, compile_evaluate, init_opt_state
+from shardopt.engine._update import all_gather_params, apply_update, gradient_norm
+from shardopt.local_updates._outer_step import OuterStep, average, average_updated, unstack_equal_replicas
+from shardopt.local_updates._state import (
+    REPLICA,
+    Delayed,
+    LocalLayout,
+    PerReplica,
+    Replicas,
+    abstract_state,
+    first_opt_state,
+    make_local_layout,
+)
+
+
+def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
+    """Return the programs of replicas that train independently; `layout` is the layout of one replica."""
+    local_layout = make_local_layout(config, layout)
+    abstract, specs = abstract_state(local_layout)
+
+    def init_replicas(params: PyTree) -> Replicas:
+        leaves = layout.treedef.flatten_up_to(params)
+        parts = [OuterStep(local_layout, fragment).take_fragment(leaves) for fragment in local_layout.fragments]
+        return first_opt_state(local_layout, params, init_opt_state(config, layout, params), parts)
+
+    return CompiledStep(
+        layout=layout,
+        abstract=abstract,
+        specs=config.home.specs(specs),
+        shardings=config.home.shardings(specs),
+        init_opt_state=init_replicas,
+        step=LocalStep(local_layout, specs),
+        evaluate=compile_evaluate(config, layout),
+        synchronize=make_average(local_layout, specs),
+    )
+
+
+class LocalStep:
+    """`(state, batch) -> (state, metrics)`: runs the program of the variant for `state.step`.
+
+    It keeps the number of the last returned step on the host. Reading the number from the device would wait for the step.
+    """
+
+    def __init__(self, local_layout: LocalLayout, specs: TrainState):
+        self.local_layout, self.specs = local_layout, specs
+        self._programs: dict[StepVariant, AotCompiled] = {}
+        self._last_step: tuple[jax.Array | None, int] = (None, 0)
+        self._donated = DonatedState(
+            local_layout.config.mesh
+        )  # shared by all variants: each gets states that others returned
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Run a step; metrics are the mean, sum, maximum or minimum over the replicas of this process."""
+        step = self._step_of(state)
+        state, metrics = self._program(step)(state, batch)
+        self._last_step = (state.step, step + 1)
+        return state, {name: _reduce_local_replicas(value) for name, value in metrics.items()}
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Return the lowered program; for an abstract state, of the first step after the warm-up."""
+        return self._program(self._step_of(state)).lower(state, batch)
+
+    def _program(self, step: int) -> AotCompiled:
+        variant = variant_of(self.local_layout.sync, step)
+        if variant not in self._programs:
+            self._programs[variant] = make_step(self.local_layout, self.specs, variant, self._donated)
+        return self._programs[variant]
+
+    def _step_of(self, state: TrainState) -> int:
+        if isinstance(state.step, Tracer):
+            problem = "which program a step runs depends on state.step, which is traced here."
+            fix = "call step outside jit: it is compiled already."
+            raise TypeError(format_error(self.local_layout.config.strategy, problem, fix=fix))
+        if isinstance(state.step, jax.ShapeDtypeStruct):
+            return self.local_layout.sync.warmup_steps
+        last_array, last_step = self._last_step
+        if state.step is last_array:
+            return last_step
+        with jax.transfer_guard("allow"):
+            return int(state.step)
+
+
+class StepVariant(NamedTuple):
+    """The actions of a step besides training each replica.
+
+    Attributes:
+      warm: whether gradients are averaged over replicas.
+      send: the fragment whose outer gradient is sent, or None. With a delay it is sent before the step, otherwise after.
+      apply: the fragment whose outer update is applied after the step, or None.
+    """
+
+    warm: bool = False
+    send: int | None = None
+    apply: int | None = None
+
+
+def variant_of(sync: SyncConfig, step: int) -> StepVariant:
+    """Return the variant of the step from `step` to `step + 1`.
+
+    Fragment f is due after (f + 1) H / P steps, and then every H steps, counted from the end of the warm-up. Its outer
+    gradient is computed from the parameters after that step, and applied `delay` steps later. With a delay, sending is
+    part of the next step's program, so that it can overlap with training.
+    """
+    local_steps = step + 1 - sync.warmup_steps
+    if local_steps <= 0:
+        return StepVariant(warm=True)
+    stride = sync.stride
+
+    def due_fragment(num_steps):
+        step_in_cycle = num_steps % sync.sync_every or sync.sync_every
+        return step_in_cycle // stride - 1 if num_steps > 0 and step_in_cycle % stride == 0 else None
+
+    if not sync.delay:
+        return StepVariant(send=due_fragment(local_steps), apply=due_fragment(local_steps))
+    return StepVariant(send=due_fragment(local_steps - 1), apply=due_fragment(local_steps - sync.delay))
+
+
+def make_step(
+    local_layout: LocalLayout, specs: TrainState, variant: StepVariant, donated: DonatedState | None = None
+) -> AotCompiled:
+    """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one for each replica."""
+    donated = donated or DonatedState(local_layout.config.mesh)
+    config, layout, delay = (
+        local_layout.config._replace(sync_gradients=variant.warm),
+        local_layout.layout,
+        local_layout.sync.delay,
+    )
+    # In the warm-up all replicas are equal, so the global view can compute one loss of the whole batch.
+    one_global_loss = variant.warm and config.view == "global"
+    gradients = make_gradients(config._replace(local_updates=None) if one_global_loss else config, layout)
+    outer_steps = [OuterStep(local_layout, fragment) for fragment in local_layout.fragments]
+    sent_before_step, sent_after_step = (variant.send, None) if delay else (None, variant.send)
+
+    def value_fn(_):
+        problem = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
+        raise ValueError(format_error(config.strategy, problem, fix="use an optimizer without value_fn."))
+
+    def update(params, opt_state, gradient_results):
+        return apply_update(config, layout, params, opt_state, gradient_results, value_fn)
+
+    def send(number, shared_leaves, replica_leaves, replicas):
+        reducer_state = replicas.reducer[number] if replicas.reducer else None
+        old_state = reducer_state.now if isinstance(reducer_state, Delayed) else reducer_state
+        delta, reducer_state = outer_steps[number].send(shared_leaves, replica_leaves, old_state)
+        if replicas.reducer:
+            reducer_state = Delayed(reducer_state, old_state) if delay else reducer_state
+            replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, reducer_state))
+        return delta, replicas
+
+    def confirm_send(number, replicas):
+        """Return the replicas after the pending mean was applied: the send cannot be undone any more."""
+        reducer_state = replicas.reducer[number] if replicas.reducer else None
+        if not isinstance(reducer_state, Delayed):
+            return replicas
+        return replicas._replace(
+            reducer=_replaced(replicas.reducer, number, Delayed(reducer_state.now, copied(reducer_state.now)))
+        )
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        replicas: Replicas = state.opt_state
+        flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
+        shared_leaves = flatten(state.params)
+        if sent_before_step is not None:
+            delta, replicas = send(sent_before_step, shared_leaves, flatten(replicas.params.value), replicas)
+            replicas = replicas._replace(pending=_replaced(replicas.pending, sent_before_step, delta))
+        loss_params = state.params if one_global_loss else replicas.params.value
+        results = gradients(loss_params, batch, state.step, state.rng, replicas.inner_reducer)
+        if one_global_loss:
+            results = results._replace(metrics=values(results.metrics))  # metrics are over all replicas already
+            results = jax.tree.map(lambda x: jnp.broadcast_to(x, (local_layout.replicas, *x.shape)), results)
+        inner_reducer, results = results.reducer, results._replace(reducer=None)
+        update_replicas = jax.vmap(update, spmd_axis_name=REPLICA)
+        params, optimizer = update_replicas(replicas.params.value, replicas.optimizer.value, results)
+        replica_leaves = flatten(all_gather_params(config, layout, params))
+        if variant.warm:
+            shared_leaves = unstack_equal_replicas(config, layout, replica_leaves)
+        if variant.apply is not None:
+            if sent_after_step is not None:
+                delta, replicas = send(sent_after_step, shared_leaves, replica_leaves, replicas)
+            else:
+                delta = replicas.pending[variant.apply]
+            shared_leaves, replica_leaves, outer_state = outer_steps[variant.apply].apply(
+                shared_leaves, replica_leaves, delta, replicas.outer[variant.apply]
+            )
+            replicas = confirm_send(
+                variant.apply, replicas._replace(outer=_replaced(replicas.outer, variant.apply, outer_state))
+            )
+        if variant.send is not None:
+            shared_leaves, replica_leaves = average_updated(
+                config, layout, shared_leaves, replica_leaves, results.updates
+            )
+        replicas = replicas._replace(
+            params=PerReplica(unflatten(replica_leaves)), optimizer=PerReplica(optimizer), inner_reducer=inner_reducer
+        )
+        metrics = {"loss": results.loss, "grad_norm": gradient_norm(config, layout, results.grads), **results.metrics}
+        return TrainState(state.step + 1, unflatten(shared_leaves), replicas, state.rng), metrics
+
+    in_shardings, out_shardings = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
+    # keep_unused also donates the memory of arrays that the step overwrites without reading, such as pending means.
+    return make_program(config, step, (in_shardings, None), out_shardings, donated=donated, keep_unused=True)
+
+
+def make_average(local_layout: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:
+    """Return a function `state -> state` that sets all parameters to the mean of the replicas.
+
+    Pending outer gradients are dropped: the mean contains them, and applying them later would count them twice. So the
+    reducer returns to its state before they were sent. Its residual of the dropped gradients is in the mean too. Its
+    residual of earlier sends is in no replica's parameters, and is sent later as usual.
+
+    Nothing is donated, and unchanged leaves are returned without a copy, so the state of the optimizer is not copied.
+    """
+    replica_specs: Replicas = specs.opt_state
+    config, layout = local_layout.config, local_layout.layout
+
+    def run(
+        replica_params: PerReplica, pending: PyTree, reducer_states: PyTree
+    ) -> tuple[PyTree, PerReplica, PyTree, PyTree]:
+        shared_leaves, replica_leaves = average(
+            config, layout.plans, layout.treedef.flatten_up_to(replica_params.value)
+        )
+        unflatten = layout.treedef.unflatten
+        no_pending = jax.tree.map(jnp.zeros_like, pending)
+        return unflatten(shared_leaves), PerReplica(unflatten(replica_leaves)), no_pending, copied(reducer_states)
+
+    in_shardings = shardings(
+        config.mesh, (replica_specs.params, replica_specs.pending, _states_before_send(replica_specs))
+    )
+    out_shardings = config.home.shardings(
+        (specs.params, replica_specs.params, replica_specs.pending, _states_before_send(replica_specs))
+    )
+    average_program = make_program(config, run, in_shardings, out_shardings)
+
+    def synchronize(state: TrainState) -> TrainState:
+        replicas: Replicas = state.opt_state
+        before = _states_before_send(replicas)
+        shared_params, replica_params, pending, now = average_program(replicas.params, replicas.pending, before)
+        if before:
+            replicas = replicas._replace(reducer=tuple(Delayed(*states) for states in zip(now, before, strict=True)))
+        return state._replace(params=shared_params, opt_state=replicas._replace(params=replica_params, pending=pending))
+
+    return synchronize
+
+
+def _states_before_send(replicas: Replicas) -> list[PyTree]:
+    """Return the reducer states before the pending sends; an empty list without a delay."""
+    return [reducer_state.before for reducer_state in replicas.reducer or () if isinstance(reducer_state, Delayed)]
+
+
+def _replaced(elements: tuple[PyTree, ...], index: int, new_element: PyTree) -> tuple[PyTree, ...]:
+    return (*elements[:index], new_element, *elements[index + 1 :])
+
+
+def _reduce_local_replicas(metric: PyTree) -> jax.Array:
+    """Return the mean of a metric over this process's replicas; for `Sum`, `Max` and `Min` the sum, maximum or minimum.
+
+    Replicas of other processes are left out, because the step would have to wait for them.
+    """
+    if isinstance(metric, jax.Array):
+        return _reduce_local_shards(metric, jnp.mean)
+    if not isinstance(metric, Sum | Max | Min):
+        return metric
+    add, largest, smallest = (
+        functools.partial(_reduce_local_shards, reduce=reduce) for reduce in (jnp.sum, jnp.max, jnp.min)
+    )
+    return value_of(combined(metric, add, largest, smallest))
+
+
+def _reduce_local_shards(values: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
+    shards = {shard.index[0].start or 0: shard.data for shard in values.addressable_shards}
+    first_shard = next(iter(shards.values()))
+    if len(shards) == 1:
+        return first_shard[0]
+    device = next(iter(first_shard.devices()))
+    with jax.set_mesh(None):  # the mesh of the user's program would require the result on all devices
+        return reduce(jnp.concatenate([jax.device_put(shard, device) for shard in shards.values()]), axis=0)

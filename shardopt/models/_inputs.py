@@ -1,0 +1,112 @@
+"""Read and check a batch of tokens, and pass the marks of its tokens with the activations from block to block."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree, Weighted
+
+
+class Inputs(NamedTuple):
+    """The arrays of a batch.
+
+    Attributes:
+      tokens: [B, T], int32, the input tokens.
+      targets: [B, T], int32, the next token of each.
+      weights: [B, T], the weight of each target in the loss; None is 1 for all.
+      segment_ids: [B, T], int32, the document of each token; None is one document per row.
+      positions: [B, T], int32, the position of each token in its document, for position embeddings; None uses `order`.
+      order: [B, T], int32, the position of each token in its row; None is natural order.
+    """
+
+    tokens: Array
+    targets: Array
+    weights: Array | np.ndarray | None
+    segment_ids: Array | None
+    positions: Array | None
+    order: Array | None
+
+
+class Activations(NamedTuple):
+    """Activations [B, T, D] with the marks of their tokens. Without marks, blocks get a plain array instead."""
+
+    x: Array
+    segment_ids: Array | None
+    positions: Array | None
+    order: Array | None
+
+
+def read_inputs(caller: str, batch: PyTree) -> Inputs:
+    """Return the checked arrays of a batch: a dict of "tokens" [B, T + 1], or of "tokens" and "targets" [B, T].
+
+    Args:
+      caller: the model, for errors.
+      batch: the dict; optional "weights", "segment_ids", "positions" and "order" are [B, T] in either form.
+
+    Raises:
+      TypeError: if it is not a dict with tokens, or a leaf other than the weights does not hold integers.
+      ValueError: if tokens have another shape, or another leaf does not have the shape of the inputs.
+    """
+    expected = f"{caller}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1"
+    if not isinstance(batch, Mapping) or "tokens" not in batch:
+        actual = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise TypeError(f"{expected}; got {actual}.")
+    tokens, has_targets = batch["tokens"], "targets" in batch
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{expected}; got tokens of {tokens.dtype}.")
+    if tokens.ndim != 2 or tokens.shape[1] < 2 - has_targets:
+        raise ValueError(f"{expected}; got tokens of shape {tokens.shape}.")
+    shape = tokens.shape[0], tokens.shape[1] - (not has_targets)
+    names = "targets", "weights", "segment_ids", "positions", "order"
+    leaves = {name: batch[name] for name in names if name in batch}
+    if bad_leaves := [f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape]:
+        raise ValueError(format_error(caller, f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves))
+    integers = {name: leaf for name, leaf in leaves.items() if name != "weights"}
+    if bad_leaves := [
+        f"{name}: {leaf.dtype}" for name, leaf in integers.items() if not jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]:
+        raise TypeError(format_error(caller, "a leaf of the batch does not hold integers.", bad_leaves))
+    tokens, integers = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), (tokens, integers))
+    return Inputs(
+        tokens if has_targets else tokens[:, :-1],
+        integers["targets"] if has_targets else tokens[:, 1:],
+        leaves.get("weights"),
+        integers.get("segment_ids"),
+        integers.get("positions"),
+        integers.get("order"),
+    )
+
+
+def attach_marks(x: Float[Array, "B T D"], inputs: Inputs) -> Float[Array, "B T D"] | Activations:
+    """Return the input of the first block: the activations, plain unless the batch has marks of its tokens."""
+    marks = inputs.segment_ids, inputs.positions, inputs.order
+    return x if all(mark is None for mark in marks) else Activations(x, *marks)
+
+
+def make_block(
+    run: Callable[[PyTree, Array, Array | None, Array | None, Array | None], Array],
+) -> Callable[..., PyTree]:
+    """Return `block(weights, x)` of a `BlockModel` from `run(weights, x, segment_ids, positions, order)`."""
+
+    def block(weights: PyTree, x: PyTree) -> PyTree:
+        return x._replace(x=run(weights, *x)) if isinstance(x, Activations) else run(weights, x, None, None, None)
+
+    return block
+
+
+def plain_activations(x: PyTree) -> Array:
+    """Return the activations of the last block's output."""
+    return x.x if isinstance(x, Activations) else x
+
+
+def mean_loss(nats: Float[Array, "B T"], inputs: Inputs) -> Float[Array, ""] | Weighted:
+    """Return the mean over targets. If targets have weights, return the weighted mean over the global batch."""
+    if inputs.weights is None:
+        return jnp.mean(nats)
+    weights = jnp.asarray(inputs.weights, nats.dtype)
+    return Weighted(jnp.sum(nats * weights), jnp.sum(weights))

@@ -1,0 +1,89 @@
+"""Multi-head latent attention of DeepSeek-V2 and V3: queries, keys and values come from narrow products.
+
+Suffixes: B sequences, T positions, D width, H heads.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from shardopt import nn
+from shardopt.models._layers import places, rms_norm, rotate
+
+
+class Latent(NamedTuple):
+    """Sizes of latent attention; DeepSeek-V3 has (1536, 512, 128, 64, 128).
+
+    Attributes:
+      query: width of the vectors from which queries are computed, `q_lora_rank` of its configuration.
+      key: width of the vectors from which keys and values are computed, `kv_lora_rank`.
+      nope: dims of a head that do not rotate, `qk_nope_head_dim`.
+      rope: dims of a head that rotate, `qk_rope_head_dim`; even. All heads share the keys of these dims.
+      value: dims of a head's values, `v_head_dim`; at most nope + rope.
+    """
+
+    query: int
+    key: int
+    nope: int
+    rope: int
+    value: int
+
+    def shapes(self, dim: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights of a block of width `dim`; weights with one dim are norms."""
+        return {
+            "q_down": (dim, self.query),
+            "q_norm": (self.query,),
+            "q": (self.query, num_heads, self.nope + self.rope),
+            "kv_down": (dim, self.key + self.rope),
+            "kv_norm": (self.key,),
+            "kv": (self.key, num_heads, self.nope + self.value),
+            "out": (num_heads, self.value, dim),
+        }
+
+
+def latent_attention(
+    weights: dict[str, Array],
+    x: Float[Array, "B T D"],
+    latent: Latent,
+    *,
+    rope_base: float,
+    epsilon: float,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    order: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """Return causal self-attention of queries, keys and values that are computed from narrow, normed vectors.
+
+        [query; rotated query] = norm(x q_down) q          [c; r] = x kv_down          [key; value] = norm(c) kv
+        attention of (query; rotate(rotated query)) to (key; rotate(r)), r the same for all heads, times out
+
+    Scores are divided by sqrt(nope + rope). "q", "kv" and "out" have a dim of heads, which is sharded over tensor. All devices
+    of tensor compute the same narrow products.
+
+    Args:
+      weights: arrays of one block with the shapes of `Latent.shapes`.
+      x: T positions.
+      latent: the sizes.
+      rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
+      epsilon: the number that norms add to the mean square.
+      segment_ids: the document of each token; tokens attend only to their own document. None is one document per row.
+      positions: the rotary position of each token, as in `layers.places`.
+      order: the position of each token in its row, for the causal mask; None is natural order.
+
+    References:
+      DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1, equations 9 to 19; "DeepSeek-V3", 2024, section 2.1.1.
+    """
+    token_positions = places(x.shape[1], positions, order)
+    narrow = rms_norm(jnp.einsum("btd,dq->btq", x, weights["q_down"]), weights["q_norm"], epsilon)
+    query, rotary_query = jnp.split(jnp.einsum("btq,qhk->bthk", narrow, weights["q"]), [latent.nope], axis=-1)
+    query = jnp.concatenate([query, rotate(rotary_query, token_positions, rope_base)], axis=-1)
+    narrow, rotary_key = jnp.split(jnp.einsum("btd,dk->btk", x, weights["kv_down"]), [latent.key], axis=-1)
+    narrow = rms_norm(narrow, weights["kv_norm"], epsilon)
+    key, value = jnp.split(jnp.einsum("btr,rhk->bthk", narrow, weights["kv"]), [latent.nope], axis=-1)
+    rotary_key = rotate(rotary_key[:, :, None], token_positions, rope_base)
+    key = jnp.concatenate([key, jnp.broadcast_to(rotary_key, (*key.shape[:3], latent.rope))], axis=-1)
+    qkv = checkpoint_name((query, key, value), "qkv")
+    mixed = nn.attention(*qkv, segment_ids=segment_ids, positions=order)
+    return checkpoint_name(jnp.einsum("bthk,hkd->btd", mixed, weights["out"]), "attention_out")

@@ -1,0 +1,440 @@
+"""Attention with the fastest kernel of the devices: splash on TPU, cudnn on GPU, otherwise plain XLA.
+
+Over a context axis, keys and values travel by a ring, an exchange of heads, or a gather.
+
+Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys and values, K width of a head, V of its values.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from shardopt.collectives._per_device import TENSOR
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error
+from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace
+from shardopt.nn._exchange import exchanged_attention, gathered_attention
+from shardopt.nn._flash import NAME, Marks, Rule, sees
+from shardopt.nn._order import CONTEXT
+from shardopt.nn._ring import Ring, ring_attention, ring_of
+from shardopt.nn._splash import LANES, splash_attention
+
+Implementation = Literal["splash", "cudnn", "xla"]
+Method = Literal["ring", "all_to_all", "all_gather"]
+_MAX_GATHERED_LENGTH = 4096
+"""The longest row for which one gather is chosen: its bytes take less time than the start of many sends."""
+
+
+def attention(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    value: Float[Array, "B T G V"],
+    *,
+    causal: bool = True,
+    segment_ids: Int[Array, "B T"] | None = None,
+    window: int | None = None,
+    positions: Int[Array, "*B T"] | None = None,
+    implementation: Implementation | None = None,
+    method: Method | None = None,
+) -> Float[Array, "B T H V"]:
+    """Return softmax(query key^T / sqrt(K)) value for each head, over the keys that each query may see.
+
+    Query head h uses key and value head h // (H / G). Softmax and sums are computed in float32 at least. Inside a strategy
+    whose mesh has a context axis, T is the number of positions on this device. Queries see the keys of all devices of the axis.
+
+    Args:
+      query: [B, T, H, K].
+      key: [B, T, G, K], with G a divisor of H: grouped-query attention. Position embeddings are already applied.
+      value: [B, T, G, V], with V up to K. If V is less, cudnn, positions and a context axis pad values with zeros to K.
+      causal: whether a query sees only keys at its own position and before.
+      segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all keys.
+      window: the most positions that a query sees: its own and the ones before it. Needs `causal`. None: no limit.
+      positions: [B, T] or [T], integers: the position of each token in its row, which `causal` and `window` compare. The
+        "order" of `so.nn.zigzag` is such an array. None: natural order: device i of a context axis holds the positions
+        i T, ..., i T + T - 1. Packed documents in natural order need only their segment ids.
+      implementation: "splash", "cudnn", "xla", or None to choose by the devices of the mesh; see **Implementations**.
+      method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses), "all_gather", or None to choose; see
+        **Methods**. It has no effect without a context axis.
+
+    Returns:
+      [B, T, H, V] in the dtype of value.
+
+    Raises:
+      TypeError: if positions are not integers.
+      ValueError: if H is not a multiple of G; if V is above K; if a tensor axis does not divide G; if G (of one tensor shard)
+        and C have no common divisor for "all_to_all"; if `window` is given without `causal` or is below 1; if positions have
+        another shape; if a kernel is asked for that cannot be used; if `implementation` or `method` is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
+      >>> attention(query, key[:, :, :2], value[:, :, :2], window=3).shape
+      (2, 5, 4, 8)
+
+    **Implementations**: None chooses splash on TPU from 128 positions on, cudnn on GPU in half precision, and xla otherwise. It
+    also chooses xla if the kernel cannot be used.
+
+    - "splash": jax's Pallas kernel for TPU. On other devices it runs interpreted, for tests. It needs natural order (no
+      `positions`). Over context it takes whole rows ("all_to_all" with d = C), or the blocks of a ring without a window,
+      each a multiple of 128 positions. It rounds the results of blocks to the dtype of query before they are summed.
+    - "cudnn": flash attention of `jax.nn.dot_product_attention`, for half precision on GPU. It needs natural order. Over
+      context it takes whole rows only.
+    - "xla": plain XLA.
+
+    **Methods**: None chooses the first that applies:
+
+    - "all_gather" for rows of at most 4096 positions, if no kernel is asked for: their bytes take less time than the start
+      of many sends;
+    - "all_to_all" if C divides G (of one tensor shard), and it sends no more bytes than the ring. Causal work is then
+      equal in any order, and the kernels can be used;
+    - "ring".
+
+    **Equivalence**: every implementation and method computes the same result, up to summation order. Below float32 it is the
+    same up to the dtype of the rounded products.
+
+    **Placement**: inside a strategy, rules may shard heads over tensor. Rows are sharded over the axes that carry them, and
+    positions over context. Each device computes its own rows and heads.
+
+    **Communication**: none without a context axis. With C context devices, b bytes a number, T positions a device, and
+    KV = 2 B T G K b the bytes of a device's keys and values, each device sends per layer:
+
+        ring          forward (C-1) KV in C-1 hops; backward the same (C-1) KV, and (C-1) KV w/b for the gradients of keys
+                      and values, which are summed in w = 4 bytes (8 in float64). With a window of W positions in natural
+                      order, ceil((W-1) / T) hops if that is fewer.
+        all_gather    the same bytes, in one gather each of keys and values, and one scatter each of their gradients
+        all_to_all    forward 2 (d-1)/d B T (H + G) K b in four exchanges; backward the same. d is the greatest divisor of C
+                      that divides G. Across the C/d groups of d neighbours runs a ring, with blocks of d T positions and
+                      G/d heads.
+
+    Positions and segment ids are sent only if they are given. On CPU, a ring in a pipeline gathers at every hop.
+
+    **Memory**: "splash" and "cudnn" never hold the T x T scores. "xla" holds them, except with `positions` or over a context
+    axis: then it computes tiles of 512 x 512 scores, and skips tiles that the mask hides. A ring holds two blocks of other
+    devices' keys and values at a time, and stores none of them. "all_gather" holds all C blocks and their gradients while it runs.
+
+    **Remat**: the output has the `checkpoint_name` "attention". If that is saved, the backward pass does not run splash or the
+    tiles again. "xla" recomputes the scores alone. cudnn runs again, for statistics that jax does not name.
+
+    References:
+      Vaswani et al., "Attention Is All You Need", 2017, equation 1; Ainslie et al., "GQA", 2023; Dao et al.,
+      "FlashAttention", 2022; jax.experimental.pallas.ops.tpu.splash_attention; Liu, Zaharia, Abbeel, "Ring Attention with
+      Blockwise Transformers", 2023; Jacobs et al., "DeepSpeed Ulysses", 2023.
+    """
+    _check(query, key, value, causal=causal, window=window, implementation=implementation, method=method)
+    if positions is not None:
+        problem = "works on rows in natural order, not with positions"
+        _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order")
+    rule, marks = Rule(causal, window), Marks(_as_rows(positions, query), segment_ids)
+    if is_analysed():
+        return _analysed_attention(query, key, value, marks, rule)
+    mesh = mesh_under_trace()
+    context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
+    kernel = implementation or _default_implementation(query)
+    if context_axes:
+        run_attention = functools.partial(_attention_over_context, context_axes, rule, implementation, method)
+    elif positions is not None:
+        run_attention = functools.partial(ring_attention, ring_of((), 1, query.shape[1], rule, natural=False))
+    elif kernel == "xla":
+        return _plain_attention(query, key, value, marks, rule)
+    else:
+        run_attention = _kernel(kernel, rule)
+    if context_axes or positions is not None or kernel == "cudnn":
+        run_attention = _pad_values(run_attention)
+    return _on_each_device(run_attention, query, key, value, marks)
+
+
+def _attention_over_context(
+    axes: tuple[str, ...],
+    rule: Rule,
+    implementation: Implementation | None,
+    method: Method | None,
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    value: Float[Array, "B T G K"],
+    marks: Marks,
+) -> Float[Array, "B T H K"]:
+    """Run a method in a region that is manual over every axis: arrays are the shards of one device."""
+    size = math.prod(mesh_under_trace().shape[axis] for axis in axes)
+    natural = marks.positions is None
+    make_ring = functools.partial(_ring_of, axes, size, rule, implementation, natural=natural)
+    hops = ring_of(axes, size, query.shape[1], rule, natural=natural).hops
+    heads = {"heads": query.shape[2], "kv_heads": key.shape[2], "itemsize": query.dtype.itemsize}
+    chosen_method = method or choose_method(
+        size * query.shape[1], size, hops, **heads, kernel=implementation not in (None, "xla")
+    )
+    if chosen_method == "all_gather":
+        problem = "works on whole rows or the blocks of a ring, not by method='all_gather'"
+        _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="use method='all_to_all' or 'ring'")
+        return gathered_attention(axes, rule, query, key, value, marks)
+    if chosen_method == "ring":
+        return ring_attention(make_ring(query), query, key, value, marks)
+    degree = math.gcd(size, key.shape[2])
+    if degree == 1:
+        problem = (
+            f"{key.shape[2]} heads of keys and values on each device cannot be exchanged among {size} context devices."
+        )
+        fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
+        raise ValueError(format_error("attention", problem, fix=fix))
+    kernel = implementation or _default_implementation(query, size * query.shape[1])
+    if natural and degree == size and kernel != "xla":
+        run_attention = _kernel(kernel, rule)
+    else:
+        run_attention = lambda q, k, v, marks: ring_attention(make_ring(q, stride=degree), q, k, v, marks)  # noqa: E731
+    return exchanged_attention(axes, size, degree, query, key, value, marks, run_attention)
+
+
+def _ring_of(
+    axes: tuple[str, ...],
+    size: int,
+    rule: Rule,
+    implementation: Implementation | None,
+    query: Array,
+    *,
+    natural: bool,
+    stride: int = 1,
+) -> Ring:
+    """Return the ring; it uses splash for its blocks if splash is asked for or is the default, and can be used."""
+    length = query.shape[1]
+    _refuse_kernel(implementation, "cudnn", problem="works on whole rows, not in hops", fix="use method='all_to_all'")
+    splash_fits = natural and rule.window is None and length % LANES == 0
+    if not splash_fits:
+        problem = f"takes blocks of a multiple of {LANES} positions without a window, got {length} positions"
+        problem, fix = f"{problem} and window={rule.window}", "use method='all_to_all' where context divides the heads"
+        _refuse_kernel(implementation, "splash", problem=problem, fix=fix)
+    splash = splash_fits and (implementation or _default_implementation(query)) == "splash"
+    return ring_of(axes, size, length, rule, natural=natural, stride=stride, splash=splash)
+
+
+def choose_method(
+    length: int, size: int, hops: int, *, heads: float, kv_heads: float, itemsize: int, kernel: bool = False
+) -> Method:
+    """Return the method that `attention` uses if the caller names none.
+
+    Args:
+      length: positions of a row.
+      size: C, devices of the context axis.
+      hops: the hops of the ring, C - 1 without a window.
+      heads: H, the heads of queries on a device.
+      kv_heads: G, the heads of keys and values on a device.
+      itemsize: bytes of a number.
+      kernel: whether the caller asks for a kernel.
+    """
+    if kernel:
+        return "all_to_all" if kv_heads % size == 0 else "ring"
+    if length <= _MAX_GATHERED_LENGTH:
+        return "all_gather"
+    # bytes per position of a device and component of a head, forward and backward
+    ring = hops * kv_heads * (4 * itemsize + 2 * max(4, itemsize))
+    exchange = 4 * (size - 1) / size * (heads + kv_heads) * itemsize
+    return "all_to_all" if kv_heads % size == 0 and exchange <= ring else "ring"
+
+
+def _pad_values(
+    run_attention: Callable[[Array, Array, Array, Marks], Array],
+) -> Callable[[Array, Array, Array, Marks], Array]:
+    """Return attention for values narrower than keys: pad values with zeros, and cut the result to their width."""
+
+    def padded_attention(query: Array, key: Array, value: Array, marks: Marks) -> Array:
+        value_width, key_width = value.shape[3], query.shape[3]
+        if value_width == key_width:
+            return run_attention(query, key, value, marks)
+        value = jnp.pad(value, ((0, 0),) * 3 + ((0, key_width - value_width),))
+        return run_attention(query, key, value, marks)[..., :value_width]
+
+    return padded_attention
+
+
+def _refuse_kernel(implementation: Implementation | None, *names: str, problem: str, fix: str) -> None:
+    if implementation in names:
+        fix = f"leave implementation out, or {fix}."
+        raise ValueError(format_error("attention", f"{implementation} {problem}.", fix=fix))
+
+
+def _as_rows(positions: Array | None, query: Array) -> Array | None:
+    """Return positions as [1 or B, T]."""
+    if positions is None:
+        return None
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"attention: positions must be integers, got {positions.dtype}.")
+    B, T = query.shape[:2]
+    if positions.shape not in ((T,), (B, T)):
+        problem = f"positions have shape {positions.shape}, for queries {query.shape}."
+        raise ValueError(format_error("attention", problem, fix=f"give [T] = ({T},) or [B, T] = ({B}, {T})."))
+    return positions.reshape(-1, T).astype(jnp.int32)
+
+
+def _analysed_attention(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
+    """Return plain attention in one jitted function; the check of losses recognises attention by the function's name."""
+
+    def shardopt_attention(query: Array, key: Array, value: Array, marks: Marks) -> Array:
+        return _plain_attention(query, key, value, marks, rule)
+
+    return jax.jit(shardopt_attention)(query, key, value, marks)
+
+
+def _plain_attention(query: Array, key: Array, value: Array, marks: Marks, rule: Rule) -> Array:
+    return masked_attention(query, key, value, _mask(marks, rule, query.shape[1]))
+
+
+def _mask(marks: Marks, rule: Rule, length: int) -> Bool[Array, "#B T T"]:
+    if marks.positions is not None:
+        return sees(marks, marks, rule)
+    mask = visible(length, causal=rule.causal, window=rule.window)[None]
+    if marks.segments is None:
+        return mask
+    return mask & (marks.segments[:, :, None] == marks.segments[:, None, :])
+
+
+def masked_attention(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G V"],
+    mask: Bool[Array, "..."],
+) -> Float[Array, "B T H V"]:
+    """Return attention by plain XLA; `mask` [1 or B, T, S] says which keys a query sees.
+
+    The softmax is divided by its sum after the values are mixed. So K numbers per query are divided, not S. Of the arrays of
+    size S, only the exponentials are stored for the backward pass.
+    """
+    B, T, H, K = query.shape
+    wide, query_dims, key_dims = jnp.promote_types(query.dtype, jnp.float32), "h", "h"
+    if (G := key.shape[2]) != H:  # R heads of queries to each of the G heads of keys
+        query, query_dims, key_dims = query.reshape(B, T, G, H // G, K), "gr", "g"
+    mask_bias = jnp.expand_dims(jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(query_dims)))
+    scores = jnp.einsum(f"bt{query_dims}k,bs{key_dims}k->b{query_dims}ts", query, key, preferred_element_type=wide)
+    scores = scores * K**-0.5 + mask_bias
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    mixed = jnp.einsum(
+        f"b{query_dims}ts,bs{key_dims}k->bt{query_dims}k",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=wide,
+    )
+    mixed = checkpoint_name(mixed, NAME)  # before the division, whose gradient reads it
+    mixed = mixed / jnp.einsum(f"b{query_dims}ts->bt{query_dims}", weights)[..., None]
+    return mixed.reshape(B, T, H, value.shape[3]).astype(value.dtype)
+
+
+def visible(length: int, *, causal: bool, window: int | None) -> Bool[Array, "T T"]:
+    """Return [T, T]: whether the query at the first index sees the key at the second."""
+    positions = jnp.arange(length)
+    distance = positions[:, None] - positions[None, :]
+    mask = distance >= 0 if causal else jnp.ones((length, length), bool)
+    return mask if window is None else mask & (distance < window)
+
+
+def _check(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    causal: bool,
+    window: int | None,
+    implementation: str | None,
+    method: str | None,
+) -> None:
+    H, G = query.shape[2], key.shape[2]
+    if H % G:
+        problem = f"{H} heads of queries are not a multiple of {G} heads of keys and values."
+        raise ValueError(
+            format_error("attention", problem, fix="give keys and values a number of heads that divides it.")
+        )
+    if value.shape[3] > query.shape[3]:
+        problem = f"values are {value.shape[3]} wide, wider than the {query.shape[3]} of queries and keys."
+        raise ValueError(
+            format_error("attention", problem, fix="pad queries and keys with zeros, and scale the queries.")
+        )
+    if window is not None:
+        check_count("attention", "window", window, minimum=1)
+        if not causal:
+            problem = "a window looks back from each position, so it needs causal=True."
+            raise ValueError(format_error("attention", problem, fix="pass causal=True, or leave window out."))
+    if implementation is not None and implementation not in get_args(Implementation):
+        problem = f"unknown implementation {implementation!r}."
+        raise ValueError(
+            format_error("attention", problem, fix="use 'splash', 'cudnn', 'xla', or None to choose by device.")
+        )
+    if method is not None and method not in get_args(Method):
+        fix = "use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length."
+        raise ValueError(format_error("attention", f"unknown method {method!r}.", fix=fix))
+
+
+def _default_implementation(query: Array, length: int | None = None) -> Implementation:
+    device_kind = device_kind_or_default()
+    if device_kind.startswith("TPU"):
+        return "splash" if (length or query.shape[1]) >= LANES else "xla"
+    if device_kind == "cpu" or query.dtype not in (jnp.bfloat16, jnp.float16):
+        return "xla"
+    return "cudnn"
+
+
+def _on_each_device(
+    run: Callable[[Array, Array, Array, Marks], Array], query: Array, key: Array, value: Array, marks: Marks
+) -> Array:
+    """Call `run` on local rows, positions and heads, in a region that is manual over every axis that is still automatic."""
+    mesh = mesh_under_trace()
+    axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto_axes = {
+        axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual and mesh.shape[axis] > 1
+    }
+    if not auto_axes:
+        return run(query, key, value, marks)
+    row_axes = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in auto_axes)
+    position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
+    head_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
+    for axes, count, counted, fix in (
+        (
+            head_axes,
+            key.shape[2],
+            "heads of keys and values",
+            "repeat the heads of keys and values, or take a smaller axis.",
+        ),
+        (position_axes, query.shape[1], "positions", "pad the rows, or take a smaller axis."),
+    ):
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        if count % size:
+            axis_names = " x ".join(map(repr, axes))
+            problem = f"{count} {counted} cannot be sharded over mesh axis {axis_names} (size {size})."
+            raise ValueError(format_error("attention", problem, fix=fix))
+    spec = PartitionSpec(row_axes or None, position_axes or None, head_axes or None, None)
+    mark_specs = jax.tree.map(
+        lambda x: PartitionSpec((row_axes or None) if x.shape[0] == query.shape[0] else None, position_axes or None),
+        marks,
+    )
+    region = jax.shard_map(
+        run, in_specs=(spec, spec, spec, mark_specs), out_specs=spec, axis_names=auto_axes, check_vma=False
+    )
+    return region(query, key, value, marks)
+
+
+def _kernel(implementation: Implementation, rule: Rule) -> Callable[[Array, Array, Array, Marks], Array]:
+    """Return the kernel as a function, for rows in natural order."""
+    kernel = splash_attention if implementation == "splash" else _cudnn
+    return lambda query, key, value, marks: kernel(query, key, value, marks.segments, rule)
+
+
+def _cudnn(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+    rule: Rule,
+) -> Array:
+    mixed = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None],
+        is_causal=rule.causal,
+        local_window_size=None if rule.window is None else (rule.window - 1, 0),
+        implementation="cudnn",
+    )
+    return checkpoint_name(mixed, NAME)

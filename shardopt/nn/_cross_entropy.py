@@ -1,0 +1,93 @@
+"""Cross-entropy of the next token, computed for a few positions at a time, so that the logits of all positions are never held."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shardopt.core._arguments import check_count
+from shardopt.mesh import is_analysed
+
+
+def cross_entropy(
+    x: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    chunk: int | None = None,
+    logits_dtype: DTypeLike | None = None,
+) -> Float[Array, "B T"]:
+    """Return -log softmax(x head^T)[target] in nats, for each position.
+
+    Args:
+      x: [B, T, D], the output of the last norm.
+      head: [V, D], the embedding of each token of the vocabulary.
+      targets: [B, T], token ids.
+      chunk: positions at a time; the last chunk may be shorter. None: all at once.
+      logits_dtype: the dtype of the logits; bfloat16 halves the memory, as in MaxText and torch's autocast. None: float32 at
+        least.
+
+    Returns:
+      [B, T], float32 at least.
+
+    Raises:
+      TypeError: if chunk is not an integer.
+      ValueError: if chunk is below 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x, head, targets = jnp.zeros((2, 5, 4)), jnp.ones((8, 4)), jnp.zeros((2, 5), int)
+      >>> bool(jnp.allclose(cross_entropy(x, head, targets, chunk=2), jnp.log(8)))
+      True
+
+    Logits are products in float32 at least, unless `logits_dtype` rounds them. The softmax and its sums are in float32 at
+    least. A mask and a sum pick the target's logit, not an index. So a vocabulary that is sharded over tensor is reduced on
+    its devices, not gathered.
+
+    **Equivalence**: every chunk size gives the same result, up to summation order. `logits_dtype` rounds differently, but in
+    the same way on any number of devices.
+
+    **Memory**: B T V logits, stored for the backward pass, and as many gradients. With `chunk`, B chunk V at a time: in the
+    forward pass, and again in the backward pass, which recomputes them.
+
+    **Communication**: none over data. With the vocabulary sharded over tensor, sums of [B, chunk] over tensor.
+
+    References:
+      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, for why.
+    """
+    if chunk is not None:
+        check_count("cross_entropy", "chunk", chunk, minimum=1)
+    T = x.shape[1]
+    if chunk is None or chunk >= T or is_analysed():
+        return _nats(x, head, targets, logits_dtype)
+    count, num_last = divmod(T, chunk)
+    chunk_nats = jax.checkpoint(functools.partial(_nats, dtype=logits_dtype), prevent_cse=False)
+    split = lambda a: jnp.moveaxis(a[:, : count * chunk].reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0)  # noqa: E731
+    _, nats = jax.lax.scan(
+        lambda _, x_and_targets: (None, chunk_nats(x_and_targets[0], head, x_and_targets[1])),
+        None,
+        (split(x), split(targets)),
+    )
+    nats = jnp.moveaxis(nats, 0, 1).reshape(x.shape[0], count * chunk)
+    if not num_last:
+        return nats
+    return jnp.concatenate([nats, chunk_nats(x[:, -num_last:], head, targets[:, -num_last:])], axis=1)
+
+
+def _nats(
+    x: Float[Array, "B T D"], head: Float[Array, "V D"], targets: Int[Array, "B T"], dtype: DTypeLike | None
+) -> Float[Array, "B T"]:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=dtype or wide)
+    if logits.dtype == wide or is_analysed():
+        return _nats_of_logits(logits, targets, wide)
+    # only the rounded logits are stored; the backward pass recomputes float32 exponentials
+    return jax.checkpoint(_nats_of_logits, prevent_cse=False, static_argnums=2)(logits, targets, wide)
+
+
+def _nats_of_logits(logits: Float[Array, "B T V"], targets: Int[Array, "B T"], wide: DTypeLike) -> Float[Array, "B T"]:
+    logits = logits.astype(wide)
+    is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)

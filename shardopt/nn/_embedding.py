@@ -1,0 +1,177 @@
+"""Look up rows of a table that is whole on each device, or sharded by columns over data.
+
+Each of n devices has R ids and the columns [V, D/n] of a table. An all-gather brings all ids to all devices, and each
+looks up its columns of all n R rows. An all-to-all then brings each device all columns of its own R rows. Backwards, an
+all-to-all sends the gradients of rows to the devices of the columns. Each device then has the complete gradient of its
+columns: no sum over the axis remains.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shardopt.collectives import MeshAxes, all_gather, all_to_all, constrain_tensor, shard_by_shard
+from shardopt.core._errors import format_error
+from shardopt.core._types import wide_dtype
+from shardopt.mesh import mesh_under_trace, spec_axes
+
+Mode = Literal["fill", "clip"]
+NAME = "embedding"
+"""The `checkpoint_name` of the rows."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ColumnTable:
+    """A table [V, D] sharded by columns over a mesh axis; `embed` gets it for a leaf that `BlockModel.tables` names.
+
+    Attributes:
+      shard: [V, D/n], the columns of this device.
+      axis: the mesh axis, or several, of size n.
+      tensor: how the table is sharded over tensor: `PartitionSpec("tensor", None)`, or an empty spec.
+      sums: the dtype of the reduce-scatter of its gradient, if the table were gathered; None for a frozen table.
+    """
+
+    shard: jax.Array
+    axis: MeshAxes = dataclasses.field(metadata={"static": True})
+    tensor: PartitionSpec = dataclasses.field(metadata={"static": True})
+    sums: DTypeLike | None = dataclasses.field(metadata={"static": True})
+
+    def astype(self, dtype: DTypeLike) -> "ColumnTable":
+        """Return the table in another dtype, which is also the dtype of its rows when they are sent."""
+        return dataclasses.replace(self, shard=self.shard.astype(dtype))
+
+    def __jax_array__(self) -> jax.Array:
+        """Refuse to convert the table to an array.
+
+        Raises:
+          TypeError: always.
+        """
+        problem = "a table that BlockModel.tables names was used as an array, and it is sharded by columns."
+        fix = "read it by so.nn.embedding alone, in embed; or take its name out of BlockModel.tables."
+        raise TypeError(format_error("embedding", problem, fix=fix))
+
+    def __getitem__(self, ids: object) -> jax.Array:
+        """Refuse to index the table.
+
+        Raises:
+          TypeError: always.
+        """
+        return self.__jax_array__()
+
+
+def embedding(
+    table: Float[Array, "V D"] | ColumnTable, ids: Int[Array, "*rows"], *, mode: Mode = "fill"
+) -> Float[Array, "*rows D"]:
+    """Return the row of a table that each id names: y[...] = table[ids[...]].
+
+    Args:
+      table: [V, D].
+      ids: integers of any shape.
+      mode: the result of an id outside of the table: "fill" gives NaN, "clip" the nearest row.
+
+    Returns:
+      [*ids.shape, D] in the dtype of the table; it has the `checkpoint_name` "embedding".
+
+    Raises:
+      TypeError: if the ids are not integers.
+      ValueError: if mode is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, shardopt as so
+      >>> print(so.nn.embedding(jnp.eye(3), jnp.array([2, 0])))
+      [[0. 0. 1.]
+       [1. 0. 0.]]
+
+    **Equivalence**: the result does not depend on the placement of the table, up to the order in which gradients of one row
+    are added. If the table is sharded by columns, they are added in fp32 at least.
+
+    **Communication**: none if the device has the whole table, as when fsdp gathers it. If `BlockModel.tables` names the
+    table, fsdp leaves it sharded by columns over the N devices of data. With R ids on a device and b bytes per number, each
+    micro-batch takes the way that sends fewer bytes:
+
+    - an exchange of the rows: an all-gather of 4 N R bytes and two all-to-alls of R D b (one if the table is frozen);
+    - a gather of the table: an all-gather of V D b, and a reduce-scatter of its gradient.
+
+    So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the look-up communicates over tensor.
+    """
+    if mode not in ("fill", "clip"):
+        raise ValueError(format_error("embedding", f"unknown mode {mode!r}.", fix="use 'fill' or 'clip'."))
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
+    if not isinstance(table, ColumnTable):
+        return checkpoint_name(_look_up(table, ids, mode), NAME)
+    if sent_by_exchange(table, ids) < sent_by_gather(table):
+        rows = _look_up_by_exchange(table, ids.reshape(-1), mode)
+        return checkpoint_name(rows.reshape(*ids.shape, rows.shape[-1]), NAME)
+    (full_table,) = all_gather([table.shard], [1], [table.tensor], axes=[table.axis], scatter_dtypes=[table.sums])
+    return checkpoint_name(_look_up(full_table, ids, mode), NAME)
+
+
+def exchange_bytes(
+    ids: float, width: float, *, devices: int, itemsize: int, trained: bool = True
+) -> tuple[float, float]:
+    """Return the buffer bytes of a look-up by exchange on each device: of the all-gather of ids, and of all all-to-alls.
+
+    Buffers are counted as in `so.audit`; (n - 1) / n of their bytes travel.
+
+    Args:
+      ids: R, the number of ids on a device.
+      width: D, numbers in a row.
+      devices: n.
+      itemsize: bytes of a number.
+      trained: whether gradients are sent back.
+    """
+    return 4.0 * devices * ids, (1 + trained) * ids * width * itemsize
+
+
+def sent_by_exchange(table: ColumnTable, ids: jax.Array) -> float:
+    """Return the buffer bytes of the exchange of rows."""
+    devices, columns = jax.lax.axis_size(table.axis), table.shard.shape[1]
+    itemsize = table.shard.dtype.itemsize
+    return sum(
+        exchange_bytes(ids.size, columns * devices, devices=devices, itemsize=itemsize, trained=table.sums is not None)
+    )
+
+
+def sent_by_gather(table: ColumnTable) -> float:
+    """Return the buffer bytes of the gather of the table, and of the reduce-scatter of its gradient."""
+    elements = table.shard.size * jax.lax.axis_size(table.axis)
+    elements /= math.prod(mesh_under_trace().shape[axis] for axis in spec_axes(table.tensor))
+    sums = 0 if table.sums is None else jnp.dtype(table.sums).itemsize
+    return elements * (table.shard.dtype.itemsize + sums)
+
+
+def _look_up(table: jax.Array, ids: jax.Array, mode: Mode) -> jax.Array:
+    return jnp.take(table, ids, axis=0, mode=mode, fill_value=jnp.nan if mode == "fill" else None)
+
+
+def _look_up_by_exchange(table: ColumnTable, ids: jax.Array, mode: Mode) -> jax.Array:
+    """Return the rows [R, D] of a table that is sharded by columns."""
+    shape, dtype, axis = table.shard.shape, table.shard.dtype, table.axis
+
+    def exchange(x: jax.Array, split: int, concat: int) -> jax.Array:
+        return shard_by_shard(lambda xs: [all_to_all(xs[0], axis, split, concat)], [x], [PartitionSpec()])[0]
+
+    def forward(shard: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gather = lambda xs: [jax.lax.all_gather(xs[0], axis, tiled=True)]  # noqa: E731
+        (all_ids,) = shard_by_shard(gather, [ids], [PartitionSpec()])
+        return exchange(_look_up(shard, all_ids, mode), 0, 1), all_ids
+
+    def backward(all_ids: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
+        zeros = jnp.zeros(shape, wide_dtype(dtype))
+        _, pullback = jax.vjp(lambda table: _look_up(table, all_ids, mode), zeros)
+        (d_columns,) = pullback(exchange(grad, 1, 0).astype(zeros.dtype))
+        return constrain_tensor([d_columns.astype(dtype)], [table.tensor])[0], None
+
+    look_up = jax.custom_vjp(lambda shard, ids: forward(shard, ids)[0])
+    look_up.defvjp(forward, backward)
+    return look_up(table.shard, ids)

@@ -1,0 +1,300 @@
+"""Attention tile by tile in plain XLA with an online softmax: it never holds more than one tile of scores.
+
+`absorb` adds one block of keys to the softmax, and `gradients` is its backward pass for one block. The callers decide
+where blocks come from: `ring` gets them from neighbours, `exchange` from a gather.
+
+Suffixes: B sequences, G heads of keys and values, R heads of queries to each of them, T queries, S keys, K width. Heads come
+before positions in these arrays, so that the products need no transposes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from shardopt.core._types import PyTree
+
+NAME = "attention"
+"""The `checkpoint_name` of the mixed values, and of the logarithm of the softmax sum."""
+TILE = 512
+"""The most queries, and the most keys, in one tile of scores."""
+HIDDEN = -1e30
+"""The score of a key that a query does not see; finite, so that a row of hidden keys alone gives no NaN."""
+_PADDING_POSITION = np.iinfo(np.int32).max  # the position of padding keys: after every query
+Carry = TypeVar("Carry")
+
+
+class Rule(NamedTuple):
+    """Which keys a query sees by position; see `so.nn.attention`."""
+
+    causal: bool
+    window: int | None
+
+
+class Marks(NamedTuple):
+    """The properties of each token that the attention mask compares.
+
+    Attributes:
+      positions: [1 or B, T], int32; None: natural order.
+      segments: [B, T]; None: all tokens are of one segment.
+    """
+
+    positions: Int[Array, "#B T"] | None
+    segments: Int[Array, "B T"] | None
+
+
+class State(NamedTuple):
+    """The softmax over the blocks so far.
+
+    Attributes:
+      top: m, the largest score.
+      total: l, the sum of exp(score - m).
+      mixed: o, the sum of exp(score - m) value.
+    """
+
+    top: Float[Array, "B G R T"]
+    total: Float[Array, "B G R T"]
+    mixed: Float[Array, "B G R T K"]
+
+
+def heads_first(
+    query: Float[Array, "B T H K"], key: Float[Array, "B T G K"], value: Float[Array, "B T G K"]
+) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G T K"], Float[Array, "B G T K"]]:
+    """Return the arrays with heads before positions; heads of queries are grouped by the head of keys that they use."""
+    B, T, H, K = query.shape
+    G = key.shape[2]
+    grouped = jnp.transpose(query.reshape(B, T, G, H // G, K), (0, 2, 3, 1, 4))
+    return grouped, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+
+
+def heads_last(mixed: Float[Array, "B G R T K"]) -> Float[Array, "B T H K"]:
+    """Undo `heads_first`."""
+    B, G, R, T, K = mixed.shape
+    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(B, T, G * R, K)
+
+
+def empty_state(query: Float[Array, "B G R T K"]) -> State:
+    """Return the state before the first block of keys."""
+    wide = _wide_dtype(query)
+    return State(
+        jnp.full(query.shape[:-1], HIDDEN, wide), jnp.zeros(query.shape[:-1], wide), jnp.zeros(query.shape, wide)
+    )
+
+
+def absorb(
+    state: State,
+    query: Float[Array, "B G R T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S K"],
+    query_marks: Marks,
+    key_marks: Marks,
+    rule: Rule,
+) -> State:
+    """Return the state after a block of keys: m' = max(m, m_i), l' = l e^(m-m') + l_i e^(m_i-m'), o' likewise.
+
+    The marks must have positions. A query that sees no key of any block has no defined result.
+    """
+    states = State(_split_tiles(state.top, -1), _split_tiles(state.total, -1), _split_tiles(state.mixed, -2))
+    query_tiles = _split_tiles(query, -2), _split_marks(query_marks, -1), states
+    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
+
+    def absorb_into_query_tile(_: None, query_tile: tuple[Array, Marks, State]) -> tuple[None, State]:
+        query, query_marks, state = query_tile
+
+        def absorb_key_tile(state: State, key_tile: tuple[Array, Array, Marks]) -> tuple[State, None]:
+            key, value, key_marks = key_tile
+            update = lambda state: _absorb_tile(state, query, key, value, query_marks, key_marks, rule)  # noqa: E731
+            return _unless_hidden(update, state, query_marks, key_marks, rule), None
+
+        return None, _scan(absorb_key_tile, state, key_tiles)[0]
+
+    _, states = _scan(absorb_into_query_tile, None, query_tiles)
+    join = functools.partial(_join_tiles, length=query.shape[-2])
+    return State(join(states.top, -1), join(states.total, -1), join(states.mixed, -2))
+
+
+def finish(state: State, dtype: DTypeLike) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
+    """Return o / l in a dtype, and m + log l.
+
+    Both have a `checkpoint_name`: if they are saved, the backward pass does not run the forward again.
+    """
+    mixed, logsumexp = state.mixed / state.total[..., None], state.top + jnp.log(state.total)
+    return checkpoint_name(mixed.astype(dtype), NAME), checkpoint_name(logsumexp, NAME)
+
+
+def delta_of(
+    out: Float[Array, "B G R T K"], d_out: Float[Array, "B G R T K"], logsumexp: Float[Array, "B G R T"]
+) -> Float[Array, "B G R T"]:
+    """Return sum_k out dout, an argument of `gradients` for every block."""
+    return jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
+
+
+def gradients(
+    query: Float[Array, "B G R T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S K"],
+    logsumexp: Float[Array, "B G R T"],
+    delta: Float[Array, "B G R T"],
+    d_out: Float[Array, "B G R T K"],
+    query_marks: Marks,
+    key_marks: Marks,
+    rule: Rule,
+) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
+    """Return what one block of keys adds to dQ, and its dK and dV from these queries, in float32 at least.
+
+    With p = exp(score - logsumexp) over all keys, and delta = sum_k out dout: dv = p^T dout, ds = p (dout v^T - delta).
+    """
+    wide = _wide_dtype(query)
+    # a padded query has no weights: exp(score - 1e30) = 0
+    query_tiles = (
+        _split_tiles(query, -2),
+        _split_tiles(d_out, -2),
+        _split_tiles(delta, -1),
+        _split_tiles(logsumexp, -1, -HIDDEN),
+    )
+    query_tiles = *query_tiles, _split_marks(query_marks, -1)
+    key_tiles = _split_tiles(key, -2), _split_tiles(value, -2), _split_marks(key_marks, _PADDING_POSITION)
+    d_key_tiles = jnp.zeros(key_tiles[0].shape, wide), jnp.zeros(key_tiles[1].shape, wide)
+
+    def add_query_tile(
+        sums: tuple[Array, Array], query_tile: tuple[Array, Array, Array, Array, Marks]
+    ) -> tuple[tuple[Array, Array], Array]:
+        query, d_out, delta, logsumexp, query_marks = query_tile
+
+        def add_key_tile(dq: Array, key_tile: tuple) -> tuple[Array, tuple[Array, Array]]:
+            (key, value, key_marks), sums = key_tile
+
+            def update(partial_sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                added = _tile_gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks, rule)
+                return jax.tree.map(jnp.add, partial_sums, added)
+
+            dq, dk, dv = _unless_hidden(update, (dq, *sums), query_marks, key_marks, rule)
+            return dq, (dk, dv)
+
+        dq, sums = _scan(add_key_tile, jnp.zeros(query.shape, wide), (key_tiles, sums))
+        return sums, dq
+
+    (dk, dv), dq = _scan(add_query_tile, d_key_tiles, query_tiles)
+    length = key.shape[-2]
+    return _join_tiles(dq, -2, query.shape[-2]), _join_tiles(dk, -2, length), _join_tiles(dv, -2, length)
+
+
+def _absorb_tile(
+    state: State, query: Array, key: Array, value: Array, query_marks: Marks, key_marks: Marks, rule: Rule
+) -> State:
+    scores = _scores(query, key, query_marks, key_marks, rule)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
+    # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30) = 0.
+    weights = jnp.exp(scores - top[..., None])
+    rescale = jnp.exp(state.top - top)
+    mixed = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(value.dtype), value, preferred_element_type=weights.dtype)
+    return State(top, state.total * rescale + jnp.sum(weights, axis=-1), state.mixed * rescale[..., None] + mixed)
+
+
+def _tile_gradients(
+    query: Array,
+    key: Array,
+    value: Array,
+    logsumexp: Array,
+    delta: Array,
+    d_out: Array,
+    query_marks: Marks,
+    key_marks: Marks,
+    rule: Rule,
+) -> tuple[Array, Array, Array]:
+    product = functools.partial(jnp.einsum, preferred_element_type=_wide_dtype(query))
+    p = jnp.exp(_scores(query, key, query_marks, key_marks, rule) - logsumexp[..., None])
+    dp = product("bgrtk,bgsk->bgrts", d_out, value)
+    ds = (p * (dp - delta[..., None]) * query.shape[-1] ** -0.5).astype(query.dtype)
+    dv = product("bgrts,bgrtk->bgsk", p.astype(value.dtype), d_out)
+    return product("bgrts,bgsk->bgrtk", ds, key), product("bgrts,bgrtk->bgsk", ds, query), dv
+
+
+def _scores(query: Array, key: Array, query_marks: Marks, key_marks: Marks, rule: Rule) -> Float[Array, "B G R T S"]:
+    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, key, preferred_element_type=_wide_dtype(query))
+    mask_bias = jnp.where(sees(query_marks, key_marks, rule), 0, HIDDEN).astype(scores.dtype)
+    return scores * query.shape[-1] ** -0.5 + mask_bias[:, None, None]
+
+
+def sees(query_marks: Marks, key_marks: Marks, rule: Rule) -> Bool[Array, "#B T S"]:
+    """Return [1 or B, T, S], whether each query sees each key."""
+    assert query_marks.positions is not None
+    assert key_marks.positions is not None
+    query, key = query_marks.positions[:, :, None], key_marks.positions[:, None, :]
+    mask = query >= key if rule.causal else jnp.broadcast_to(key < _PADDING_POSITION, (*query.shape[:2], key.shape[2]))
+    if rule.window is not None:
+        mask = mask & (query - key < rule.window)
+    if query_marks.segments is not None and key_marks.segments is not None:
+        mask = mask & (query_marks.segments[:, :, None] == key_marks.segments[:, None, :])
+    return mask
+
+
+def _unless_hidden(
+    update: Callable[[Carry], Carry], carry: Carry, query_marks: Marks, key_marks: Marks, rule: Rule
+) -> Carry:
+    """Skip a tile if no query sees a key, judged by the least and greatest position and segment of the tile."""
+    smallest, largest = functools.partial(jnp.min, axis=-1), functools.partial(jnp.max, axis=-1)
+    assert query_marks.positions is not None
+    assert key_marks.positions is not None
+    needed = None
+    if rule.causal:
+        needed = largest(query_marks.positions) >= smallest(key_marks.positions)
+    if needed is not None and rule.window is not None:
+        needed &= smallest(query_marks.positions) - largest(key_marks.positions) < rule.window
+    if query_marks.segments is not None and key_marks.segments is not None:
+        segments_overlap = (largest(query_marks.segments) >= smallest(key_marks.segments)) & (
+            largest(key_marks.segments) >= smallest(query_marks.segments)
+        )
+        needed = segments_overlap if needed is None else needed & segments_overlap
+    return update(carry) if needed is None else lax.cond(jnp.any(needed), update, lambda carry: carry, carry)
+
+
+def _num_tiles(length: int) -> int:
+    return -(-length // TILE)
+
+
+def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
+    """Cut a dim, counted from the end, into tiles, [tiles, ..., tile, ...]; the last tile may be padded."""
+    length = x.shape[dim]
+    count = _num_tiles(length)
+    if count == 1:
+        return x[None]
+    size = -(-length // count)
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, count * size - length)
+    x = jnp.pad(x, widths, constant_values=fill)
+    dim_index = x.ndim + dim
+    return jnp.moveaxis(x.reshape(*x.shape[:dim_index], count, size, *x.shape[dim_index + 1 :]), dim_index, 0)
+
+
+def _split_marks(marks: Marks, position: int) -> Marks:
+    assert marks.positions is not None
+    segments = None if marks.segments is None else _split_tiles(marks.segments, -1)
+    return Marks(_split_tiles(marks.positions, -1, position), segments)
+
+
+def _join_tiles(x: Array, dim: int, length: int) -> Array:
+    """Undo `_split_tiles`."""
+    x = jnp.moveaxis(x, 0, dim - 1)
+    dim_index = x.ndim + dim
+    x = x.reshape(*x.shape[: dim_index - 1], -1, *x.shape[dim_index + 1 :])
+    return lax.slice_in_dim(x, 0, length, axis=dim_index - 1)
+
+
+def _scan(f: Callable, carry: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
+    """Return `lax.scan(f, carry, xs)`; a single tile needs no loop."""
+    if jax.tree.leaves(xs)[0].shape[0] > 1:
+        return lax.scan(f, carry, xs)
+    carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda y: y[None], y)
+
+
+def _wide_dtype(x: Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)

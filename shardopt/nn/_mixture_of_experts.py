@@ -1,0 +1,382 @@
+"""A mixture of experts: each token goes through the few experts that its router chooses, on any device of the expert axis.
+
+Suffixes: B sequences, T positions, D width, E experts, K experts that a token goes to, F hidden units of an expert.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float
+
+from shardopt.collectives._per_device import TENSOR
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error
+from shardopt.core._types import wide_dtype
+from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
+from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
+from shardopt.nn._grouped_product import grouped_product
+from shardopt.nn._order import CONTEXT
+from shardopt.nn._router import RouterStatistics, Routes, Score, dense_weights, route
+from shardopt.partition._plan import EXPERT
+
+NAME, ARRIVED = "experts", "dispatched"
+"""The `checkpoint_name` of the first products, and of the rows that go into them."""
+
+Weights = Mapping[str, Array]
+Activation = Callable[[Array], Array]
+
+
+def mixture_of_experts(
+    weights: Mapping[str, Float[Array, "E ..."]],
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    *,
+    top_k: int,
+    capacity_factor: float | None = None,
+    score: Score = "softmax",
+    normalize: bool = True,
+    bias: Float[Array, " E"] | None = None,
+    groups: tuple[int, int] | None = None,
+    scale: float = 1.0,
+    shared: Mapping[str, Array] | None = None,
+    activation: Activation = jax.nn.silu,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "B T D"], RouterStatistics]:
+    """Send each token through the K experts with its highest scores, and return the weighted sum of their outputs.
+
+    With s = softmax(x router), or sigmoid, and e_1, ..., e_K the K highest of s + bias (the first of equal scores):
+
+        y = shared(x) + sum_k w_k expert_{e_k}(x)        w_k = scale s_{e_k} / sum_j s_{e_j}
+        expert_e(x) = (activation(x gate_e) * (x up_e)) down_e        without "gate": activation(x up_e) down_e
+
+    Router and scores are computed in float32 at least. No token is dropped unless there is a `capacity_factor`.
+
+    Args:
+      weights: "up" [E, D, F] and "down" [E, F, D], and "gate" [E, D, F] for gated experts, in the dtype of x; dim 0 is E, or E/X
+        on a device of an expert axis of size X.
+      x: [B, T, D].
+      router: [D, E].
+      top_k: K.
+      capacity_factor: c: each expert takes the first ceil(c K T / E) tokens of a row that chose it. It contributes nothing to the
+        other tokens of the row; the weights of their other choices do not change. None: every token is taken.
+      score: "softmax" over the experts (Mixtral), or "sigmoid" of each (DeepSeek-V3).
+      normalize: whether the K weights are divided by their sum.
+      bias: [E], added to the scores for the choice alone, and not differentiated: see `so.nn.update_router_bias`.
+      groups: (number of groups, how many are open): experts are in groups of neighbours. A token may use the groups whose two
+        best scores have the highest sum (DeepSeek-V3). None: all groups.
+      scale: the factor of all weights.
+      shared: an expert [D, F'], [F', D] that every token goes through with weight 1; F' need not be F.
+      activation: the activation of the hidden units.
+      chunk: how many tokens of a device are dispatched at a time. None: all.
+
+    Returns:
+      (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the choices of each row: load and
+      probability [B, E], z_loss and dropped [B].
+
+    Raises:
+      TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
+      ValueError: if a shape does not fit; if top_k is above the number of open experts; if `groups` does not divide E; if the
+        score is unknown; if a number is not positive; if weights have neither E nor E/X experts; if `capacity_factor` is used
+        over a context axis, which splits rows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> keys = jax.random.split(jax.random.key(0), 5)
+      >>> shapes = {"gate": (8, 4, 16), "up": (8, 4, 16), "down": (8, 16, 4)}
+      >>> weights = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys)}
+      >>> x, router = jax.random.normal(keys[3], (2, 5, 4)), jax.random.normal(keys[4], (4, 8))
+      >>> y, statistics = so.nn.mixture_of_experts(weights, x, router, top_k=2)
+      >>> y.shape, statistics.load.shape, bool(jnp.allclose(statistics.load.sum(axis=1), 1))
+      ((2, 5, 4), (2, 8), True)
+
+    **Equivalence**: the result equals sending every token through its experts one by one, up to summation order, on any number
+    of devices. Tokens are sorted by expert, and each expert multiplies its own tokens. With `capacity_factor` places are
+    counted in each row of the batch, so the same tokens are dropped on any number of devices.
+
+    **Placement**: inside a strategy, rows are sharded over the axes that carry them. If the local weights are E/X experts, device
+    i of the X devices of the expert axis has the experts i E/X, ..., (i+1) E/X - 1, and tokens travel. If the local weights are
+    all E experts, no token travels. F is sharded over tensor, if tensor divides it.
+
+    **Communication** over expert, per layer and micro-batch, with N = B T tokens on a device and b bytes a number:
+
+    - Forward, N K rows are sent and returned: 2 N K D b (X-1)/X bytes if loads are equal. N K weights of 4 bytes are sent too.
+      Backward the same. Under remat the rows are sent once more, unless "dispatched" is saved.
+    - An all-gather of 4 X E bytes tells how many rows each device sends.
+    - On TPU and GPU each direction is one `jax.lax.ragged_all_to_all`, which sends only real rows. On TPU a weight is a row
+      of 512 bytes.
+    - XLA:CPU has no ragged all-to-all. There each direction is an all-to-all of X min(K, E/X) N padded rows.
+
+    Over tensor it is a sum of [B, T, D].
+
+    **Memory**: a device may receive all tokens of all devices. With X > 1 the receive buffer has X min(K, E/X) N rows of D
+    numbers, and the hidden units are two such buffers with F numbers a row. `chunk` divides these by N / chunk; a chunk is
+    then computed again in the backward pass. Products multiply only the rows that arrived.
+
+    **Remat**: "router" names the logits, "dispatched" the rows as they arrive, "experts" the products with gate and up.
+
+    References:
+      Shazeer et al., "Outrageously Large Neural Networks", 2017; Lepikhin et al., "GShard", 2020 (capacity by groups);
+      Gale et al., "MegaBlocks", 2022 (dropless); Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024,
+      equations 12 to 16.
+    """
+    E = router.shape[-1]
+    _check(weights, x, router, shared, bias, top_k=top_k, score=score, groups=groups)
+    if chunk is not None:
+        check_count("mixture_of_experts", "chunk", chunk, minimum=1)
+    mesh = mesh_under_trace()
+    context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
+    if capacity_factor is not None:
+        _check_capacity(capacity_factor, context_axes)
+    expert_axes = tuple(axis for axis in axes_of_role(EXPERT) if mesh.shape[axis] > 1)
+    devices = math.prod(mesh.shape[axis] for axis in expert_axes)
+    num_held = weights["up"].shape[0]
+    if num_held not in (E, E / devices):
+        problem = f"the router chooses among {E} experts, the weights here are those of {num_held}."
+        local_shape = f", or [{E // devices}, ...] of this device" if devices > 1 and E % devices == 0 else ""
+        fix = f"give weights [{E}, ...]{local_shape}."
+        raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
+    routing = functools.partial(
+        route,
+        top_k=top_k,
+        score=score,
+        normalize=normalize,
+        groups=groups,
+        scale=scale,
+        capacity_factor=capacity_factor,
+    )
+    if is_analysed():
+        y, statistics = _analysed_experts(dict(weights), x, router, bias, routing, activation, top_k)
+    else:
+        run_experts = functools.partial(_route_and_run, routing, activation, chunk)
+        y, statistics = _on_each_device(run_experts, dict(weights), x, router, bias, expert_axes, travels=num_held < E)
+    if shared is not None:
+        hidden = _hidden_units(shared, lambda name: jnp.einsum("btd,df->btf", x, shared[name]), activation)
+        y = y + jnp.einsum("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
+    return y, statistics
+
+
+def _route_and_run(
+    routing: Callable[..., Routes],
+    activation: Activation,
+    chunk: int | None,
+    axes: tuple[str, ...],
+    weights: Weights,
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    bias: Array | None,
+) -> tuple[Float[Array, "B T D"], RouterStatistics]:
+    """Run in a region that is manual over every axis: arrays are shards of one device, and rows travel over `axes`, if any."""
+    B, T, D = x.shape
+    routes = routing(x, router, bias)
+    E, N, K = router.shape[1], B * T, routes.experts.shape[2]
+    run_experts = functools.partial(_dispatch_and_combine, activation, axes, E, weights)
+    flat_tokens = x.reshape(N, D), routes.experts.reshape(N, K), routes.weights.reshape(N, K)
+    if chunk is None or chunk >= N:
+        return run_experts(*flat_tokens).reshape(B, T, D), routes.statistics
+    padding = -N % chunk
+    fill = 0, E, 0  # the expert number E means that padded tokens have no place
+    chunks = [
+        jnp.pad(array, ((0, padding), (0, 0)), constant_values=value).reshape(-1, chunk, array.shape[1])
+        for array, value in zip(flat_tokens, fill, strict=True)
+    ]
+    recomputed_experts = jax.checkpoint(run_experts, prevent_cse=False)
+    _, y = jax.lax.scan(lambda _, chunk_inputs: (None, recomputed_experts(*chunk_inputs)), None, chunks)
+    return y.reshape(-1, D)[:N].reshape(B, T, D), routes.statistics
+
+
+def _dispatch_and_combine(
+    activation: Activation,
+    axes: tuple[str, ...],
+    num_experts: int,
+    weights: Weights,
+    x: Float[Array, "n D"],
+    experts: Array,
+    scales: Array,
+) -> Float[Array, "n D"]:
+    """Send n tokens to their experts, and return the weighted sum of the outputs."""
+    n, K = experts.shape
+    order, inverse, sizes = sorted_by_expert(experts, num_experts)
+    rows = spread(x, order, inverse)
+    scales = spread(scales.reshape(n * K, 1), order, inverse)
+    if not axes:
+        rows = checkpoint_name(rows, ARRIVED)
+        return combine(_run_experts(activation, weights, rows, scales, sizes), order, inverse, n)
+    exchange = plan_exchange(axes, sizes)
+    devices, num_local = jax.lax.axis_size(axes), weights["up"].shape[0]
+    max_rows = min(K, num_local) * n
+    send_to_experts = lambda a: send(axes, max_rows, devices * max_rows, a, exchange.to_experts, exchange.to_tokens)  # noqa: E731
+    rows, scales = checkpoint_name((send_to_experts(rows), send_to_experts(scales)), ARRIVED)
+    out = _run_experts(activation, weights, rows, scales, exchange.sizes)
+    return combine(send(axes, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts), order, inverse, n)
+
+
+def _run_experts(activation: Activation, weights: Weights, rows: Array, scales: Array, sizes: Array) -> Array:
+    """Return the output of each row's expert, times the row's scale [M, 1]."""
+    first_products = {name: grouped_product(rows, weights[name], sizes) for name in weights if name != "down"}
+    first_products = checkpoint_name(first_products, NAME)
+
+    @jax.checkpoint
+    def down(first_products: Weights, scales: Array, weights: Array) -> Array:
+        # The last product is linear, so scales can multiply its input. Then their gradient does not need its output.
+        hidden = _hidden_units(first_products, lambda name: first_products[name], activation) * scales
+        return grouped_product(hidden.astype(weights.dtype), weights, sizes)
+
+    return down(first_products, scales, weights["down"])
+
+
+def _hidden_units(weights: Weights, product: Callable[[str], Array], activation: Activation) -> Array:
+    up = product("up")
+    widen = lambda array: array.astype(wide_dtype(array.dtype))  # noqa: E731
+    if "gate" not in weights:
+        return activation(widen(up))
+    return activation(widen(product("gate"))) * widen(up)
+
+
+def _analysed_experts(
+    weights: Weights,
+    x: Array,
+    router: Array,
+    bias: Array | None,
+    routing: Callable[..., Routes],
+    activation: Activation,
+    top_k: int,
+) -> tuple[Array, RouterStatistics]:
+    """Return every expert's output for every token times its weight, so that the check of losses sees independent rows.
+
+    The jitted function's name contains K. The check and `so.planning.trace` recognise the experts by this name.
+    """
+
+    def run(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
+        routes = routing(x, router, bias)
+        weights_of_all = dense_weights(routes.experts, routes.weights, router.shape[1])
+        rows = checkpoint_name(x, ARRIVED)  # `BlockModel.remat` finds its names in this trace
+        first_product = lambda name: checkpoint_name(jnp.einsum("btd,edf->btef", rows, weights[name]), NAME)  # noqa: E731
+        hidden = _hidden_units(weights, first_product, activation)
+        hidden = (hidden * weights_of_all[..., None]).astype(x.dtype)
+        return jnp.einsum("btef,efd->btd", hidden, weights["down"]), routes.statistics
+
+    run.__name__ = f"shardopt_experts_{top_k}"
+    return jax.jit(run)(weights, x, router, bias)
+
+
+def _on_each_device(
+    run: Callable[..., tuple[Array, RouterStatistics]],
+    weights: Weights,
+    x: Array,
+    router: Array,
+    bias: Array | None,
+    axes: tuple[str, ...],
+    *,
+    travels: bool,
+) -> tuple[Array, RouterStatistics]:
+    """Call `run` on local rows and hidden units, in a region that is manual over every axis that is still automatic."""
+    mesh = mesh_under_trace()
+    axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto_axes = {
+        axis for axis, axis_type in axis_types.items() if axis_type != AxisType.Manual and mesh.shape[axis] > 1
+    }
+    if not auto_axes:
+        return run(axes if travels else (), weights, x, router, bias)
+    row_axes = tuple(axis for role in ("replica", "data", EXPERT) for axis in axes_of_role(role) if axis in auto_axes)
+    context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
+    tensor_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
+    if weights["up"].shape[2] % math.prod(mesh.shape[axis] for axis in tensor_axes):
+        tensor_axes = ()
+    # replicated experts are split over their axis if its size divides them: slicing a replicated array costs nothing
+    splits_experts = (
+        axes and set(axes) <= auto_axes and router.shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0
+    )
+    expert_spec, hidden_spec = (axes if splits_experts else None), tensor_axes or None
+    inner_spec = PartitionSpec(expert_spec, None, hidden_spec)
+    specs = {name: PartitionSpec(expert_spec, hidden_spec, None) if name == "down" else inner_spec for name in weights}
+    token_spec, row_spec = PartitionSpec(row_axes or None, context_axes or None, None), PartitionSpec(row_axes or None)
+    dispatch_axes = axes if travels or splits_experts else ()
+
+    def region(weights: Weights, x: Array, router: Array, bias: Array | None) -> tuple[Array, RouterStatistics]:
+        y, statistics = run(dispatch_axes, weights, x, router, bias)
+        if context_axes:
+            statistics = jax.tree.map(lambda array: jax.lax.pmean(array, context_axes), statistics)
+        return y[None], statistics
+
+    y, statistics = jax.shard_map(
+        region,
+        in_specs=(specs, token_spec, PartitionSpec(), PartitionSpec()),
+        out_specs=(PartitionSpec(tensor_axes or None, *token_spec), row_spec),
+        axis_names=auto_axes,
+        check_vma=False,
+    )(weights, x, router, bias)
+    # each tensor shard returns the part of its hidden units
+    return jnp.sum(y, axis=0, dtype=wide_dtype(y.dtype)).astype(x.dtype), statistics
+
+
+def _check(
+    weights: Weights,
+    x: Array,
+    router: Array,
+    shared: Weights | None,
+    bias: Array | None,
+    *,
+    top_k: int,
+    score: str,
+    groups: tuple[int, int] | None,
+) -> None:
+    check_count("mixture_of_experts", "top_k", top_k, minimum=1)
+    if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
+        problem = f"x has shape {x.shape}, the router {router.shape}."
+        raise ValueError(format_error("mixture_of_experts", problem, fix="give x [B, T, D] and router [D, E]."))
+    E = router.shape[1]
+    for label, leaves, dims in (("weights", weights, ("E", "D", "F")), ("shared weights", shared, ("D", "F"))):
+        if leaves is not None:
+            _check_weights(label, leaves, dims, x)
+    if bias is not None and bias.shape != (E,):
+        raise ValueError(format_error("mixture_of_experts", f"bias has shape {bias.shape}.", fix=f"give [{E}]."))
+    if score not in get_args(Score):
+        fix = "use 'softmax' or 'sigmoid'."
+        raise ValueError(format_error("mixture_of_experts", f"unknown score {score!r}.", fix=fix))
+    num_open = E
+    if groups is not None:
+        num_groups, num_best = groups
+        check_count("mixture_of_experts", "groups[0]", num_groups, minimum=1)
+        check_count("mixture_of_experts", "groups[1]", num_best, minimum=1)
+        if E % num_groups or num_best > num_groups:
+            problem = f"groups={groups}: {num_groups} groups of {E} experts, {num_best} of them open."
+            fix = "take a number of groups that divides the experts, and open at most as many."
+            raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
+        num_open = E // num_groups * num_best
+    if top_k > num_open:
+        problem = f"top_k={top_k}, but a token can go to {num_open} experts only."
+        raise ValueError(format_error("mixture_of_experts", problem, fix=f"take at most {num_open}."))
+
+
+def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:
+    width = x.shape[2]
+    if other_dtypes := [f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype]:
+        problem = f"the {label} are not of the dtype of x, {x.dtype}."
+        raise TypeError(format_error("mixture_of_experts", problem, other_dtypes, "cast one to the other."))
+    names = {"up", "down"} | ({"gate"} & set(weights))
+    shapes = {name: tuple(leaf.shape) for name, leaf in weights.items()}
+    is_valid = set(weights) == names and len({len(shape) for shape in shapes.values()} | {len(dims)}) == 1
+    if is_valid:
+        *expert_dims, _, hidden_dim = shapes["up"]
+        up_shape, down_shape = (*expert_dims, width, hidden_dim), (*expert_dims, hidden_dim, width)
+        is_valid = all(shape == (down_shape if name == "down" else up_shape) for name, shape in shapes.items())
+    if not is_valid:
+        up_shape, down_shape = ", ".join(dims), ", ".join((*dims[:-2], dims[-1], dims[-2]))
+        fix = f"give 'up' [{up_shape}], 'down' [{down_shape}] and, for gated experts, 'gate' [{up_shape}], with D = {width}."
+        shapes_text = [f"{name}: shape {shape}" for name, shape in shapes.items()]
+        raise ValueError(format_error("mixture_of_experts", f"the {label} do not fit.", shapes_text, fix))
+
+
+def _check_capacity(factor: float, context_axes: tuple[str, ...]) -> None:
+    if not factor > 0:
+        problem = f"capacity_factor must be above 0, got {factor}."
+        raise ValueError(format_error("mixture_of_experts", problem, fix="None takes every token."))
+    if context_axes:
+        problem = f"capacity_factor={factor} counts places in each row, which mesh axis {context_axes[0]!r} splits."
+        raise ValueError(format_error("mixture_of_experts", problem, fix="leave it out (dropless), or take context=1."))

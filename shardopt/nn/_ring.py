@@ -1,0 +1,213 @@
+"""Attention over a ring of devices: keys and values travel, and each device keeps its queries."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from shardopt.core._types import PyTree
+from shardopt.mesh import axes_of_role, device_kind_or_default, mesh_under_trace
+from shardopt.nn import _splash as splash
+from shardopt.nn._flash import (
+    Marks,
+    Rule,
+    State,
+    absorb,
+    delta_of,
+    empty_state,
+    finish,
+    gradients,
+    heads_first,
+    heads_last,
+)
+
+T = TypeVar("T")
+
+
+class Ring(NamedTuple):
+    """Which devices exchange keys and values.
+
+    Attributes:
+      axes: names of the context axis.
+      size: devices on it.
+      stride: the distance between neighbours of a ring; as many rings run in parallel.
+      hops: how often keys are sent on, at most size / stride - 1.
+      rule: which positions see which.
+      splash: whether the Pallas kernel absorbs the blocks; it needs natural order without a window.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    stride: int
+    hops: int
+    rule: Rule
+    splash: bool = False
+
+
+def ring_of(
+    axes: tuple[str, ...],
+    size: int,
+    length: int,
+    rule: Rule,
+    *,
+    natural: bool,
+    stride: int = 1,
+    splash: bool = False,
+) -> Ring:
+    """Return the ring without unneeded hops: with a window of w, keys travel only ceil((w - 1) / T) devices far.
+
+    Args:
+      axes: names of the context axis; empty for attention on one device.
+      size: devices on it.
+      length: T, positions of each device.
+      rule: which positions see which.
+      natural: whether device i holds positions i T, ..., i T + T - 1.
+      stride: as in `Ring`.
+      splash: as in `Ring`.
+    """
+    hops = size // stride - 1
+    if natural and rule.window is not None:
+        hops = min(hops, -(-(rule.window - 1) // length))
+    return Ring(axes, size, stride, hops, rule, splash)
+
+
+def ring_attention(
+    ring: Ring,
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    value: Float[Array, "B T G K"],
+    marks: Marks,
+) -> Float[Array, "B T H K"]:
+    """Return attention of these queries over the keys of all devices of the ring; a ring of one device is allowed.
+
+    In the forward pass, K and V make `hops` hops. In the backward pass they make the same hops, and dK and dV in float32
+    (float64) make as many. dK and dV start at the first neighbour; their own device adds its part at the end. No device stores
+    the keys of another for the backward pass.
+    """
+    return heads_last(_attend(ring, *heads_first(query, key, value), marks))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -> Array:
+    return _forward(ring, query, key, value, marks)[0]
+
+
+def _forward(ring: Ring, query: Array, key: Array, value: Array, marks: Marks) -> tuple[Array, tuple]:
+    key_marks_at = _key_marks(ring, query.shape[-2])
+    query_marks = key_marks_at(0, marks)
+
+    def absorb_block(state: State, hop: Array | int, block: tuple[Array, Array, Marks]) -> State:
+        key, value, marks = block
+        if not ring.splash:
+            return absorb(state, query, key, value, query_marks, key_marks_at(hop, marks), ring.rule)
+        causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
+        update = lambda state: splash.absorb(state, query, key, value, query_marks, marks, causal=causal)  # noqa: E731
+        return _unless_ahead(ring, hop, update, state)
+
+    state, blocks = empty_state(query), (key, value, marks)
+    next_blocks = send(ring, blocks) if ring.hops else blocks  # sent while the product runs, also below
+    state = absorb_block(state, 0, blocks)
+
+    def hop_step(carry: tuple, hop: Array) -> tuple[tuple, None]:
+        state, blocks = carry
+        next_blocks = send(ring, blocks)
+        return (absorb_block(state, hop, blocks), next_blocks), None
+
+    if ring.hops > 1:
+        (state, next_blocks), _ = lax.scan(hop_step, (state, next_blocks), jnp.arange(1, ring.hops))
+    if ring.hops:
+        state = absorb_block(state, jnp.int32(ring.hops), next_blocks)
+    out, logsumexp = finish(state, value.dtype)
+    return out, (query, key, value, marks, out, logsumexp)
+
+
+def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, marks, out, logsumexp = residuals
+    # otherwise XLA may store the keys and values that the forward pass received
+    key, value, d_out = lax.optimization_barrier((key, value, d_out))
+    key_marks_at = _key_marks(ring, query.shape[-2])
+    query_marks = key_marks_at(0, marks)
+    delta = delta_of(out, d_out, logsumexp)
+
+    def block_gradients(hop: Array | int, key: Array, value: Array, marks: Marks) -> list[Array]:
+        if not ring.splash:
+            return list(
+                gradients(query, key, value, logsumexp, delta, d_out, query_marks, key_marks_at(hop, marks), ring.rule)
+            )
+        causal = ring.rule.causal and isinstance(hop, int)  # this device's own block
+        zeros = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, key, value)]
+
+        def kernel_gradients(_: list[Array]) -> list[Array]:
+            return splash.gradients(query, key, value, logsumexp, delta, d_out, query_marks, marks, causal=causal)
+
+        return _unless_ahead(ring, hop, kernel_gradients, zeros)
+
+    blocks = send(ring, (key, value, marks)) if ring.hops else ()
+    dq, *local_key_gradients = block_gradients(0, key, value, marks)
+    if ring.hops:
+        next_blocks = send(ring, blocks) if ring.hops > 1 else blocks
+        dq_part, *sums = block_gradients(jnp.int32(1), *blocks)
+        carry = dq + dq_part, sums, next_blocks
+
+        def hop_step(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
+            dq, sums, blocks = carry
+            sums, next_blocks = send(ring, (sums, () if last else blocks))  # sent while the product runs
+            dq_part, *key_gradients = block_gradients(hop, *blocks)
+            return (dq + dq_part, jax.tree.map(jnp.add, sums, key_gradients), next_blocks), None
+
+        if ring.hops > 2:
+            carry, _ = lax.scan(hop_step, carry, jnp.arange(2, ring.hops))
+        if ring.hops > 1:
+            carry, _ = hop_step(carry, jnp.int32(ring.hops), last=True)
+        dq, sums, _ = carry
+        local_key_gradients = jax.tree.map(jnp.add, local_key_gradients, send(ring, sums, -ring.hops))
+    dk, dv = local_key_gradients
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _unless_ahead(ring: Ring, hop: Array | int, update: Callable[[T], T], unchanged: T) -> T:
+    """Skip a block whose keys are after these queries; in natural order such a block has passed the end of the ring."""
+    if not ring.rule.causal or isinstance(hop, int):
+        return update(unchanged)
+    return lax.cond(_block_number(ring) >= hop, update, lambda unchanged: unchanged, unchanged)
+
+
+def _block_number(ring: Ring) -> Array | int:
+    """Return the number of the block of positions that this device holds."""
+    return lax.axis_index(ring.axes) // ring.stride if ring.size > 1 else 0
+
+
+def _key_marks(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]:
+    """Return a function from a hop, and the marks that came with the keys, to these marks with positions."""
+    block = _block_number(ring)
+    devices = ring.size // ring.stride
+
+    def marks_at(hop: Array | int, marks: Marks) -> Marks:
+        if marks.positions is not None:
+            return marks
+        first_position = (block - hop) % devices * length
+        return marks._replace(positions=(first_position + jnp.arange(length, dtype=jnp.int32)).astype(jnp.int32)[None])
+
+    return marks_at
+
+
+def send(ring: Ring, tree: PyTree, hops: int = 1) -> PyTree:
+    """Return the tree of the device that is `hops` before this one on its ring.
+
+    On XLA:CPU all devices of the mesh must meet at a permute, but devices of other pipeline stages do not. There it is an
+    all-gather of the axis instead.
+    """
+    shift = hops * ring.stride
+    stages = [axis for axis in axes_of_role("pipeline") if mesh_under_trace().shape[axis] > 1]
+    if stages and device_kind_or_default() == "cpu":
+        sender = (lax.axis_index(ring.axes) - shift) % ring.size
+        return jax.tree.map(lambda x: lax.all_gather(x, ring.axes)[sender], tree)
+    pairs = [(i, (i + shift) % ring.size) for i in range(ring.size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, ring.axes, pairs), tree)

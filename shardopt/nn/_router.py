@@ -1,0 +1,123 @@
+"""The router: the experts and weights of each token, and the statistics for balance.
+
+Suffixes: B sequences, T positions, D width, E experts, K experts that a token goes to.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from shardopt.core._types import wide_dtype
+
+Score = Literal["softmax", "sigmoid"]
+NAME = "router"
+"""The `checkpoint_name` of the router's logits."""
+
+
+class RouterStatistics(NamedTuple):
+    """The statistics of a router for each row, for balance and metrics, over the positions on this device.
+
+    Every number is a mean over the positions of a row, so means over rows, devices and micro-batches are exact.
+
+    Attributes:
+      load: [B, E], each expert's share of the row's T K choices, before any choice was dropped; 1/E if balanced.
+      probability: [B, E], the mean probability of each expert: its softmax, or its share of the sum of sigmoids.
+      z_loss: [B], the mean of logsumexp(logits)^2.
+      dropped: [B], the share of the choices without a place; 0 without a capacity factor.
+    """
+
+    load: Array
+    probability: Array
+    z_loss: Array
+    dropped: Array
+
+
+class Routes(NamedTuple):
+    """The experts of each token.
+
+    Attributes:
+      experts: [B, T, K], int32; E for a choice without a place.
+      weights: [B, T, K], in float32 at least; 0 for a choice without a place.
+      statistics: the statistics of the router.
+    """
+
+    experts: Array
+    weights: Array
+    statistics: RouterStatistics
+
+
+def route(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    bias: Float[Array, " E"] | None,
+    *,
+    top_k: int,
+    score: Score = "softmax",
+    normalize: bool = True,
+    groups: tuple[int, int] | None = None,
+    scale: float = 1.0,
+    capacity_factor: float | None = None,
+) -> Routes:
+    """Choose the experts of each token; see `mixture_of_experts` for the arguments. If scores are equal, the lower index wins."""
+    E = router.shape[1]
+    wide = wide_dtype(x.dtype)
+    # without this precision a TPU multiplies float32 as bfloat16
+    logits = jnp.einsum("btd,de->bte", x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+    logits = checkpoint_name(logits, NAME)
+    if score == "softmax":
+        scores = probability = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    ranked_scores = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(wide)[None, None])
+    if groups is not None:
+        ranked_scores = _scores_of_best_groups(ranked_scores, *groups)
+    _, experts = jax.lax.top_k(ranked_scores, top_k)
+    # [B, T, K, E]; a mask, since the gradient of a gather would be a scatter
+    is_chosen = experts[..., None] == jnp.arange(E)[None, None, None]
+    weights = jnp.sum(jnp.where(is_chosen, scores[:, :, None], 0), axis=-1)
+    if normalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    weights = weights * scale
+    count = jnp.sum(is_chosen, axis=2, dtype=wide)  # [B, T, E], 0 or 1
+    dropped = jnp.zeros_like(logits[:, 0, 0])
+    if capacity_factor is not None:
+        places = capacity(x.shape[1], E, top_k, capacity_factor)
+        is_dropped = jnp.cumsum(count, axis=1) > places
+        is_dropped = jnp.any(is_chosen & is_dropped[:, :, None], axis=-1)
+        experts, weights = jnp.where(is_dropped, E, experts), jnp.where(is_dropped, 0, weights)
+        dropped = jnp.mean(is_dropped.astype(wide), axis=(1, 2))
+    statistics = RouterStatistics(
+        load=jnp.mean(count, axis=1) / top_k,
+        probability=jnp.mean(probability, axis=1),
+        z_loss=jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), axis=1),
+        dropped=dropped,
+    )
+    return Routes(experts, weights, statistics)
+
+
+def capacity(length: int, num_experts: int, top_k: int, factor: float) -> int:
+    """Return how many tokens of a row of `length` each expert takes: ceil(factor K T / E)."""
+    return math.ceil(factor * top_k * length / num_experts)
+
+
+def _scores_of_best_groups(scores: Float[Array, "B T E"], num_groups: int, num_best: int) -> Float[Array, "B T E"]:
+    """Return the scores, and -inf outside of the best groups; a group's score is the sum of its two best experts."""
+    B, T, E = scores.shape
+    grouped = scores.reshape(B, T, num_groups, E // num_groups)
+    best_scores, _ = jax.lax.top_k(grouped, min(2, E // num_groups))
+    _, best_groups = jax.lax.top_k(jnp.sum(best_scores, axis=-1), num_best)
+    is_open = jnp.any(best_groups[..., None] == jnp.arange(num_groups)[None, None, None], axis=2)
+    return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(B, T, E)
+
+
+def dense_weights(
+    experts: Int[Array, "B T K"], weights: Float[Array, "B T K"], num_experts: int
+) -> Float[Array, "B T E"]:
+    """Return [B, T, E], the weight of every expert for every token; 0 for experts that the token does not use."""
+    is_chosen = experts[..., None] == jnp.arange(num_experts)[None, None, None]
+    return jnp.sum(jnp.where(is_chosen, weights[..., None], 0), axis=2)

@@ -1,0 +1,149 @@
+"""Splash attention, jax's Pallas kernel for TPU, with a backward pass of shardopt: for whole rows, and for a block of a ring.
+
+On other devices it runs interpreted, for tests.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from shardopt.mesh import device_kind_or_default
+from shardopt.nn._flash import NAME, TILE, Marks, Rule, State, delta_of
+from shardopt.nn._splash_backward import LANES, KeyOperands, QueryOperands
+from shardopt.nn._splash_backward import gradients as backward
+
+
+def splash_attention(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    value: Float[Array, "B T G V"],
+    segments: Array | None,
+    rule: Rule,
+) -> Float[Array, "B T H V"]:
+    """Return attention of whole rows in natural order."""
+    T = query.shape[1]
+    length = -(-T // LANES) * LANES
+    if length != T and not rule.causal and segments is None:
+        segments = jnp.zeros(query.shape[:2], jnp.int32)
+    if segments is not None:  # padding is of no segment
+        segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
+    heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
+    mixed: Any = _whole_rows(heads_first(_scale_query(query)), heads_first(key), heads_first(value), segments, rule)
+    return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _whole_rows(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
+    return _whole_rows_forward(query, key, value, segments, rule)[0]
+
+
+def _whole_rows_forward(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
+) -> tuple[Array, tuple]:
+    mixed, logsumexp = _run_kernel(query, key, value, segments, segments, rule)
+    mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
+    return mixed, (query, key, value, segments, mixed, logsumexp)
+
+
+def _whole_rows_backward(rule: Rule, residuals: tuple, d_mixed: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, segments, mixed, logsumexp = residuals
+    queries = QueryOperands(query, d_mixed, logsumexp, delta_of(mixed, d_mixed, logsumexp), segments)
+    return *backward(queries, KeyOperands(key, value, segments), rule, dtype=query.dtype), None
+
+
+_whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
+
+
+def absorb(
+    state: State,
+    query: Float[Array, "B G R T K"],
+    key: Float[Array, "B G T K"],
+    value: Float[Array, "B G T K"],
+    query_marks: Marks,
+    key_marks: Marks,
+    *,
+    causal: bool,
+) -> State:
+    """Absorb a block of keys as `flash.absorb` does, for a block with as many keys as queries.
+
+    If `causal`, each query sees the keys up to its own index. T is a multiple of 128. The kernel's output is rounded to the
+    dtype of query before blocks are summed.
+    """
+    B, G, R, T, K = query.shape
+    scaled_query = _scale_query(query).reshape(B, G * R, T, K)
+    mixed, logsumexp = _run_kernel(
+        scaled_query, key, value, query_marks.segments, key_marks.segments, Rule(causal, None)
+    )
+    mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
+    top = jnp.maximum(state.top, logsumexp)
+    state_weight, block_weight = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
+    return State(
+        top,
+        state.total * state_weight + block_weight,
+        state.mixed * state_weight[..., None] + mixed * block_weight[..., None],
+    )
+
+
+def gradients(
+    query: Float[Array, "B G R T K"],
+    key: Float[Array, "B G T K"],
+    value: Float[Array, "B G T K"],
+    logsumexp: Float[Array, "B G R T"],
+    delta: Float[Array, "B G R T"],
+    d_out: Float[Array, "B G R T K"],
+    query_marks: Marks,
+    key_marks: Marks,
+    *,
+    causal: bool,
+) -> list[Array]:
+    """Return the gradients of `flash.gradients`, for a block as in `absorb`."""
+    B, G, R, _, K = query.shape
+    merge_heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
+    queries = QueryOperands(
+        merge_heads(_scale_query(query)),
+        merge_heads(d_out),
+        merge_heads(logsumexp),
+        merge_heads(delta),
+        query_marks.segments,
+    )
+    keys = KeyOperands(key, value, key_marks.segments)
+    dq, dk, dv = backward(queries, keys, Rule(causal, None), dtype=logsumexp.dtype)
+    return [dq.reshape(query.shape) * K**-0.5, dk, dv]
+
+
+def _run_kernel(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G T K"],
+    value: Float[Array, "B G T V"],
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B T"] | None,
+    rule: Rule,
+) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
+    """Return the mixed values for scores query key^T, and the logarithm of the sum of their exponentials."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    H, T = query.shape[1:3]
+    block = math.gcd(T, TILE)
+    mask: Any = splash.CausalMask((T, T)) if rule.causal else splash.FullMask((T, T))
+    if rule.window is not None:
+        mask = splash.LocalMask((T, T), (rule.window - 1, 0), 0)
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * H),
+        block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        interpret=not device_kind_or_default().startswith("TPU"),
+    )
+    ids = None if query_segments is None or key_segments is None else splash.SegmentIds(query_segments, key_segments)
+    mixed, (logsumexp,) = jax.vmap(kernel)(query, key, value, ids)
+    return mixed, logsumexp
+
+
+def _scale_query(query: Array) -> Array:
+    return (query * query.shape[-1] ** -0.5).astype(query.dtype)

@@ -1,0 +1,246 @@
+"""The gradients of splash attention by one Pallas kernel for TPU, which computes the scores of a tile once.
+
+jax has two backward kernels, and each computes scores and their gradients: seven products a tile. This kernel needs five.
+It holds the gradients of a head's queries, keys and values in VMEM while it goes through all tiles. On other devices it
+runs interpreted, for tests.
+
+Suffixes: B sequences, H heads of queries, G heads of keys and values, T positions, K width of a head, V of its values.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shardopt.mesh import device_kind_or_default
+from shardopt.nn._flash import HIDDEN, TILE, Rule
+
+LANES = 128
+"""The kernel needs tiles of a multiple of so many positions, and pads heads to a multiple of it."""
+_ALL = Rule(causal=False, window=None)
+Sums = tuple[Array, Array, Array]
+
+
+class QueryOperands(NamedTuple):
+    """The operands of the query side.
+
+    Attributes:
+      query: [B, H, T, K], scaled.
+      d_out: [B, H, T, V].
+      logsumexp: [B, H, T], over the keys of all blocks.
+      delta: [B, H, T], sum_v out d_out.
+      segments: [B, T], or None.
+    """
+
+    query: Float[Array, "B H T K"]
+    d_out: Float[Array, "B H T V"]
+    logsumexp: Float[Array, "B H T"]
+    delta: Float[Array, "B H T"]
+    segments: Int[Array, "B T"] | None
+
+
+class KeyOperands(NamedTuple):
+    """The operands of the key side.
+
+    Attributes:
+      key: [B, G, T, K].
+      value: [B, G, T, V].
+      segments: [B, T], or None.
+    """
+
+    key: Float[Array, "B G T K"]
+    value: Float[Array, "B G T V"]
+    segments: Int[Array, "B T"] | None
+
+
+def gradients(
+    queries: QueryOperands, keys: KeyOperands, rule: Rule, *, dtype: DTypeLike
+) -> tuple[Float[Array, "B H T K"], Float[Array, "B G T K"], Float[Array, "B G T V"]]:
+    """Return what these keys add to dQ, and what these queries add to dK and dV, summed in float32, as `dtype`.
+
+    It computes `flash.gradients` with scores query key^T, where queries and keys begin at the same position. T is a multiple
+    of 128. If the gradients of all rows do not fit into VMEM, it works on pieces of rows. With heads of 128 in half precision
+    this happens beyond 10,752 rows; a piece has about 4096.
+    """
+    T, K, V = *queries.query.shape[2:], keys.value.shape[3]
+    block = math.gcd(T, TILE)
+    padded_width = lambda width: -(-width // LANES) * LANES  # noqa: E731
+    width = padded_width(K) + padded_width(K) + padded_width(V)  # of dQ, dK and dV
+    # per row: the sums in float32, and two output buffers. A third of VMEM is left for input buffers and tiles.
+    blocks_that_fit = lambda dtype: max(2 * _vmem() // 3 // (width * (4 + 2 * np.dtype(dtype).itemsize)) // block, 1)  # noqa: E731
+    if blocks_that_fit(dtype) * block >= T:
+        return _piece_gradients(queries, keys, rule, 0, block, dtype)
+    piece_size = block * max(count for count in range(1, blocks_that_fit(jnp.float32) + 1) if T // block % count == 0)
+    pairs_by_mask: dict[tuple[Rule, int], list[tuple[int, int]]] = {}  # pairs of pieces that have the same mask
+    for query_lead in range(piece_size - T, T, piece_size):
+        if _tiles(piece_size, query_lead, block, rule):
+            mask = (_ALL, 0) if _sees_all(piece_size, query_lead, rule) else (rule, query_lead)
+            pairs = [(i, i - query_lead) for i in range(max(query_lead, 0), T + min(query_lead, 0), piece_size)]
+            pairs_by_mask.setdefault(mask, []).extend(pairs)
+    zeros_like = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
+    sums: Sums = zeros_like(queries.query), zeros_like(keys.key), zeros_like(keys.value)
+    for (mask, query_lead), pairs in pairs_by_mask.items():
+
+        def add_piece(sums: Sums, pair: Array, mask: Rule = mask, query_lead: int = query_lead) -> tuple[Sums, None]:
+            i, j = pair
+            query_piece = jax.tree.map(lambda x: _slice_positions(x, i, piece_size), queries)
+            key_piece = jax.tree.map(lambda x: _slice_positions(x, j, piece_size), keys)
+            piece_gradients = _piece_gradients(query_piece, key_piece, mask, query_lead, block, jnp.float32)
+            dq, dk, dv = (_add_at(x, start, y) for x, start, y in zip(sums, (i, j, j), piece_gradients, strict=True))
+            return (dq, dk, dv), None
+
+        sums = lax.scan(add_piece, sums, jnp.asarray(pairs, jnp.int32))[0]
+    dq, dk, dv = (x.astype(dtype) for x in sums)
+    return dq, dk, dv
+
+
+def _slice_positions(x: Array, start: Array, piece: int) -> Array:
+    """Return `piece` positions from `start` on: of dim 1 for segments [B, T], otherwise of dim 2."""
+    return lax.dynamic_slice_in_dim(x, start, piece, min(x.ndim - 1, 2))
+
+
+def _add_at(x: Array, start: Array, y: Array) -> Array:
+    """Add y to the positions of x from `start` on, dim 2."""
+    return lax.dynamic_update_slice_in_dim(x, _slice_positions(x, start, y.shape[2]) + y, start, 2)
+
+
+def _sees_all(piece: int, query_lead: int, rule: Rule) -> bool:
+    """Return whether every query of a piece sees every key of another piece that begins `query_lead` positions earlier."""
+    return (not rule.causal or query_lead >= piece - 1) and (
+        rule.window is None or query_lead + piece - 1 < rule.window
+    )
+
+
+def _tiles(T: int, query_lead: int, block: int, rule: Rule) -> list[tuple[int, int]]:
+    """Return the tiles, as (number of the query block, number of the key block), in which some query sees some key."""
+
+    def has_visible_key(i: int, j: int) -> bool:
+        largest_gap, smallest_gap = query_lead + (i + 1 - j) * block - 1, query_lead + (i - j - 1) * block + 1
+        return (not rule.causal or largest_gap >= 0) and (rule.window is None or smallest_gap < rule.window)
+
+    return [(i, j) for j in range(T // block) for i in range(T // block) if has_visible_key(i, j)]
+
+
+def _piece_gradients(
+    queries: QueryOperands, keys: KeyOperands, rule: Rule, query_lead: int, block: int, dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
+    from jax.experimental import pallas as pl  # imported late, since the import takes long
+    from jax.experimental.pallas import tpu as pltpu
+
+    (B, H, T, K), (G, V) = queries.query.shape, keys.value.shape[1::2]
+    R, tiles = H // G, _tiles(T, query_lead, block, rule)
+    # index maps get the grid indices, then the query block and the key block of each tile
+    query_spec = lambda width: pl.BlockSpec(  # noqa: E731
+        (None, None, block, width), lambda b, g, r, t, i, _: (b, g * R + r, i[t], 0)
+    )
+    key_spec = lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, r, t, _, j: (b, g, j[t], 0))  # noqa: E731
+    row_spec = pl.BlockSpec((None, None, 1, block), lambda b, g, r, t, i, _: (b, g * R + r, 0, i[t]))
+    inputs = [
+        queries.query,
+        queries.d_out,
+        queries.logsumexp[:, :, None],
+        queries.delta[:, :, None],
+        keys.key,
+        keys.value,
+    ]
+    in_specs = [query_spec(K), query_spec(V), row_spec, row_spec, key_spec(K), key_spec(V)]
+    if queries.segments is not None and keys.segments is not None:
+        inputs += [queries.segments[:, None], jnp.broadcast_to(keys.segments[:, :, None], (B, T, LANES))]
+        in_specs += [
+            pl.BlockSpec((None, 1, block), lambda b, g, r, t, i, _: (b, 0, i[t])),
+            pl.BlockSpec((None, block, LANES), lambda b, g, r, t, _, j: (b, j[t], 0)),
+        ]
+    head_index = lambda b, g, r, *_: (b, g * R + r, 0, 0)  # noqa: E731
+    group_index = lambda b, g, *_: (b, g, 0, 0)  # noqa: E731
+    outputs = [(H, T, K, head_index), (G, T, K, group_index), (G, T, V, group_index)]
+    out_shape = [jax.ShapeDtypeStruct((B, *shape), dtype) for *shape, _ in outputs]
+    products = 2 * block**2 * len(tiles) * B * H
+    kernel = pl.pallas_call(
+        functools.partial(_add_tile, rule=rule, block=block, query_lead=query_lead),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, G, R, len(tiles)),
+            in_specs=in_specs,
+            out_specs=[pl.BlockSpec((None, None, length, width), index_map) for _, length, width, index_map in outputs],
+            scratch_shapes=[pltpu.VMEM((length, width), jnp.float32) for _, length, width, _ in outputs],
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_vmem()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=products * (3 * K + 2 * V),
+            transcendentals=products // 2,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, *out_shape)),
+        ),
+        name="splash_backward",
+        interpret=not device_kind_or_default().startswith("TPU"),
+    )
+    tile_blocks = np.asarray(tiles, np.int32)
+    dq, dk, dv = kernel(jnp.asarray(tile_blocks[:, 0]), jnp.asarray(tile_blocks[:, 1]), *inputs)
+    return dq, dk, dv
+
+
+def _add_tile(query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block: int, query_lead: int) -> None:
+    """Add the gradients of one tile; scores and weights are [keys, queries], so numbers per query are rows."""
+    from jax.experimental import pallas as pl
+
+    query, d_out, logsumexp, delta, key, value, *segments = (ref[...] for ref in refs[:-6])
+    out, (dq, dk, dv) = refs[-6:-3], refs[-3:]
+    head, tile = pl.program_id(2), pl.program_id(3)
+    last_tile = pl.num_programs(3) - 1
+
+    @pl.when(tile == 0)
+    def _() -> None:
+        dq[...] = jnp.zeros_like(dq)
+
+    @pl.when((tile == 0) & (head == 0))
+    def _() -> None:
+        dk[...], dv[...] = jnp.zeros_like(dk), jnp.zeros_like(dv)
+
+    scores = _product(key, query, 1, 1)
+    # position of the query minus position of the key
+    gap = query_lead + (query_blocks[tile] - key_blocks[tile]) * block + _iota(1, block) - _iota(0, block)
+    masks = []
+    if rule.causal:
+        masks.append(gap >= 0)
+    if rule.window is not None:
+        masks.append(gap < rule.window)
+    if segments:
+        query_segments, key_segments = segments
+        masks.append(query_segments == key_segments[:, :1])
+    if masks:
+        scores = jnp.where(functools.reduce(jnp.logical_and, masks), scores, HIDDEN)
+    weights = jnp.exp(scores - logsumexp)
+    d_scores = (weights * (_product(value, d_out, 1, 1) - delta)).astype(query.dtype)
+    query_rows, key_rows = pl.ds(query_blocks[tile] * block, block), pl.ds(key_blocks[tile] * block, block)
+    dv[key_rows] += _product(weights.astype(d_out.dtype), d_out, 1, 0)
+    dk[key_rows] += _product(d_scores, query, 1, 0)
+    dq[query_rows] += _product(d_scores, key, 0, 0)
+
+    @pl.when(tile == last_tile)
+    def _() -> None:
+        out[0][...] = dq[...].astype(out[0].dtype)
+
+    @pl.when((tile == last_tile) & (head == pl.num_programs(2) - 1))
+    def _() -> None:
+        out[1][...], out[2][...] = dk[...].astype(out[1].dtype), dv[...].astype(out[2].dtype)
+
+
+def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
+    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _iota(dim: int, block: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (block, block), dim)
+
+
+def _vmem() -> int:
+    """Return how many bytes of VMEM the kernel may use: a core has 64 MiB or more, and 16 MiB up to TPU v4."""
+    return 16 * 2**20 if device_kind_or_default() in ("TPU v2", "TPU v3", "TPU v4") else 48 * 2**20

@@ -1,0 +1,222 @@
+"""The step of every worker, and the stale synchronous parallel bound, which decides who may start the next step."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+from shardopt.core._arguments import check_count, is_integer
+from shardopt.core._errors import format_error, plural
+
+CALLER = "parameter_server"
+
+Value = TypeVar("Value")
+_BITS = 6
+
+
+class PersistentMap(Mapping[int, Value]):
+    """An immutable mapping from integers; `put` and `drop` return a new mapping that shares most of its memory.
+
+    Keys that differ only in their last six bits share a bucket. A change copies one bucket and the table of buckets:
+    for n keys about n / 64 + 64 references, while a dict would copy n.
+
+    Example:
+      >>> first = PersistentMap().put(3, "a")
+      >>> second = first.put(70, "b").drop(3)
+      >>> dict(first), dict(second), len(second)
+      ({3: 'a'}, {70: 'b'}, 1)
+    """
+
+    __slots__ = ("_buckets", "_size")
+
+    def __init__(self, _buckets: dict[int, dict[int, Value]] | None = None, _size: int = 0):
+        self._buckets, self._size = _buckets or {}, _size
+
+    def __getitem__(self, key: int) -> Value:
+        return self._buckets[key >> _BITS][key]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, int) and key in self._buckets.get(key >> _BITS, ())
+
+    def __iter__(self) -> Iterator[int]:
+        return (key for bucket in self._buckets.values() for key in bucket)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"PersistentMap({dict(self)})"
+
+    def put(self, key: int, value: Value) -> "PersistentMap[Value]":
+        """Return a mapping with this entry added or replaced."""
+        old = self._buckets.get(key >> _BITS, {})
+        bucket, buckets = old.copy(), self._buckets.copy()
+        bucket[key] = value
+        buckets[key >> _BITS] = bucket
+        return PersistentMap(buckets, self._size + (key not in old))
+
+    def drop(self, key: int) -> "PersistentMap[Value]":
+        """Return a mapping without this key; the same mapping if it does not have the key."""
+        if key not in self:
+            return self
+        bucket, buckets = self._buckets[key >> _BITS].copy(), self._buckets.copy()
+        del bucket[key]
+        if bucket:
+            buckets[key >> _BITS] = bucket
+        else:
+            del buckets[key >> _BITS]
+        return PersistentMap(buckets, self._size - 1)
+
+
+class Clock(NamedTuple):
+    """The number of steps that each worker has finished. It is immutable: every function below returns a new clock.
+
+    A worker that has finished c steps is *at clock c*, and its next step is step c. Its **staleness** when it starts
+    that step is c minus the clock of the slowest worker. The parameters that it reads contain every update of the steps
+    0 .. c - staleness - 1, and maybe some later updates. It may start while staleness <= max_staleness. The slowest
+    worker may always start, so no worker waits for ever.
+
+    Attributes:
+      max_staleness: the bound, in clocks; None for no bound.
+      steps: worker -> steps finished.
+      counts: clock -> number of workers at this clock.
+      slowest: the least clock of any worker; it never decreases. Without workers, the clock of the next worker to join.
+      fastest: the greatest clock that any worker ever had.
+    """
+
+    max_staleness: int | None
+    steps: PersistentMap[int] = PersistentMap()
+    counts: Mapping[int, int] = {}
+    slowest: int = 0
+    fastest: int = 0
+
+
+def make_clock(max_staleness: int | None) -> Clock:
+    """Return a clock without workers.
+
+    Raises:
+      TypeError: if `max_staleness` is neither an integer nor None.
+      ValueError: if it is negative.
+
+    Example:
+      >>> clock = join(join(make_clock(1), 0), 1)
+      >>> clock = tick(tick(clock, 0), 0)  # worker 0 finishes two steps, worker 1 none
+      >>> staleness(clock, 0), may_start(clock, 0), may_start(clock, 1)
+      (2, False, True)
+
+    References:
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
+    """
+    check_max_staleness(CALLER, max_staleness)
+    return Clock(None if max_staleness is None else int(max_staleness))
+
+
+def join(clock: Clock, worker: int) -> Clock:
+    """Add a worker at the clock of the slowest: it need not wait, and other workers need not wait longer."""
+    check_count(CALLER, "worker", worker, minimum=0)
+    if worker in clock.steps:
+        problem = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
+        raise ValueError(
+            format_error(CALLER, problem, fix="let it leave first, or give the newcomer a number of its own.")
+        )
+    first_step = clock.slowest
+    return clock._replace(
+        steps=clock.steps.put(worker, first_step),
+        counts={**clock.counts, first_step: clock.counts.get(first_step, 0) + 1},
+    )
+
+
+def leave(clock: Clock, worker: int) -> Clock:
+    """Remove a worker; if it was the slowest, other workers may start now.
+
+    After the last worker has left, the next worker to join starts at the greatest clock that any worker ever had. So no
+    worker does two steps of the same number.
+    """
+    finished_steps = clock_of(clock, worker)
+    counts = _decrement(clock.counts, finished_steps)
+    return clock._replace(steps=clock.steps.drop(worker), counts=counts, slowest=min(counts, default=clock.fastest))
+
+
+def tick(clock: Clock, worker: int) -> Clock:
+    """Count a step that a worker has finished."""
+    step = clock_of(clock, worker)
+    counts = _decrement(clock.counts, step)
+    counts[step + 1] = counts.get(step + 1, 0) + 1
+    # If no worker is left at the least clock, the new least clock is one more: this worker is there.
+    slowest = step + 1 if step == clock.slowest and step not in counts else clock.slowest
+    steps = clock.steps.put(worker, step + 1)
+    return Clock(clock.max_staleness, steps, counts, slowest, max(clock.fastest, step + 1))
+
+
+def staleness(clock: Clock, worker: int) -> int:
+    """Return by how many steps the slowest worker is behind this one."""
+    return clock_of(clock, worker) - clock.slowest
+
+
+def may_start(clock: Clock, worker: int) -> bool:
+    """Return whether a worker may start its next step."""
+    return clock.max_staleness is None or staleness(clock, worker) <= clock.max_staleness
+
+
+def clock_of(clock: Clock, worker: int) -> int:
+    """Return the number of steps that a worker has finished."""
+    if worker not in clock.steps:
+        worker_list = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
+        problem = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({worker_list or 'none'})."
+        raise ValueError(format_error(CALLER, problem, fix="let it join; what a worker pushes after it left is lost."))
+    return clock.steps[worker]
+
+
+def _decrement(counts: Mapping[int, int], step: int) -> dict[int, int]:
+    """Return the counts with one worker less at a clock, and without the clock if no worker is left there."""
+    new_counts = dict(counts)
+    new_counts[step] -= 1
+    if not new_counts[step]:
+        del new_counts[step]
+    return new_counts
+
+
+_UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."
+
+
+def check_max_staleness(caller: str, max_staleness: int | None) -> None:
+    """Refuse a bound that is neither None nor an integer of at least 0."""
+    if max_staleness is None:
+        return
+    if not is_integer(max_staleness):
+        problem = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
+        raise TypeError(format_error(caller, problem, fix=_UNBOUNDED_FIX))
+    if max_staleness < 0:
+        raise ValueError(
+            format_error(caller, f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX)
+        )
+
+
+def should_sync(step: int, max_staleness: int) -> bool:
+    """Return whether a worker that may be `max_staleness` steps behind fetches the parameters before this step.
+
+    It fetches them at every step with step mod (max_staleness + 1) = 0: every step if max_staleness = 0. The parameters
+    are used for this step and the max_staleness steps after it.
+
+    Args:
+      step: the worker's step, counted from 0.
+      max_staleness: the number of further steps for which fetched parameters may be used.
+
+    Returns:
+      Whether to fetch.
+
+    Raises:
+      TypeError: if an argument is not an integer.
+      ValueError: if an argument is negative.
+
+    Example:
+      >>> [should_sync(step, 2) for step in range(7)]
+      [True, False, False, True, False, False, True]
+      >>> [should_sync(step, 0) for step in range(3)]
+      [True, True, True]
+
+    References:
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 3:
+      the cache of a worker is read until it is too old.
+    """
+    check_count("should_sync", "step", step, minimum=0)
+    check_count("should_sync", "max_staleness", max_staleness, minimum=0)
+    return bool(step % (max_staleness + 1) == 0)

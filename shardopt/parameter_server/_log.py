@@ -1,0 +1,213 @@
+"""The event log of a run, from which the run can be repeated bit for bit."""
+
+import json
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from shardopt.core._errors import format_error
+
+KINDS = ("join", "pull", "push", "refuse", "leave", "resume")
+
+
+class Event(NamedTuple):
+    """One entry of the log.
+
+    Attributes:
+      kind: "join", "pull", "push" or "leave"; "refuse" for a push that was not used because it was not finite; "resume"
+        for a worker that continues after the server was restored from a checkpoint, and gives up its step in flight.
+      worker: the number of the worker.
+      clock: the step that a pull begins or a push finishes; for other kinds the worker's next step.
+      version: the number of updates applied to the parameters, after this event.
+      pulled: for a push, the version that it was computed from; otherwise `version`.
+      staleness: by how many *clocks* the worker was ahead of the slowest when it began this step: 0 to max_staleness.
+      time: seconds since the run began, measured or virtual. The mathematics does not depend on it.
+      waited: for a pull or a leave, for how many seconds before it the bound held back the worker, which was ready.
+    """
+
+    kind: str
+    worker: int
+    clock: int
+    version: int
+    pulled: int
+    staleness: int = 0
+    time: float = 0.0
+    waited: float = 0.0
+
+    def without_times(self) -> "Event":
+        """Return the event with its times set to 0, as the server makes it."""
+        return self._replace(time=0.0, waited=0.0)
+
+    @property
+    def delay(self) -> int:
+        """Versions that passed between the pull and the push, without the version that the push made.
+
+        With a bound of s clocks and n workers that stay, the delay is at most (n - 1)(2s + 1). Each of the other workers
+        may be s steps behind at the pull and s + 1 steps ahead at the push. With max_staleness=0 the delay is 0, because
+        all pushes of a clock are applied as one update.
+        """
+        return max(0, self.version - self.pulled - (self.kind == "push"))
+
+
+FORMAT = 1
+_COLUMNS = ("kind", "worker", "clock", "version", "pulled", "staleness", "time", "waited")
+
+
+Header = Mapping[str, Any]
+"""The settings of a run, and checksums of its parameters, as JSON."""
+
+
+class Log:
+    """The events of a run in order, and the settings of the run. An event takes about 64 bytes of memory.
+
+    Attributes:
+      header: the settings that a replay needs, and checksums of the parameters. The settings are `max_staleness`, `rule`,
+        `nonfinite`, `rng` and the `devices` of each worker. The checksums are `initial` and `final`, which is None for a
+        run that was interrupted.
+
+    Example:
+      >>> from shardopt.parameter_server._log import Event
+      >>> log = Log({"max_staleness": 0})
+      >>> log.append(Event("join", worker=0, clock=0, version=0, pulled=0))
+      >>> len(log), log[0].kind
+      (1, 'join')
+    """
+
+    def __init__(self, header: Header):
+        self.header = dict(header)
+        self._integers = tuple(array("q") for _ in range(6))
+        self._times, self._waits = array("d"), array("d")
+
+    def append(self, event: Event) -> None:
+        """Add an event at the end."""
+        values = (KINDS.index(event.kind), *event[1:6])
+        for column, value in zip(self._integers, values, strict=True):
+            column.append(value)
+        self._times.append(event.time)
+        self._waits.append(event.waited)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return a copy of the events as arrays, one for each field of `Event`; kinds are numbers."""
+        values = (*self._integers, self._times, self._waits)
+        return {name: np.array(value) for name, value in zip(_COLUMNS, values, strict=True)}
+
+    @classmethod
+    def from_columns(cls, header: Header, columns: Mapping[str, np.ndarray]) -> "Log":
+        """Return the log that has these `columns`."""
+        log = cls(header)
+        for name, column in zip(_COLUMNS, (*log._integers, log._times, log._waits), strict=True):
+            column.frombytes(np.ascontiguousarray(columns[name], column.typecode).tobytes())
+        return log
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def __getitem__(self, index: int) -> Event:
+        kind, worker, clock, version, pulled, behind = (column[index] for column in self._integers)
+        return Event(KINDS[kind], worker, clock, version, pulled, behind, self._times[index], self._waits[index])
+
+    def __iter__(self) -> Iterator[Event]:
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Log):
+            return NotImplemented
+        contents, other_contents = ((log.header, log._integers, log._times, log._waits) for log in (self, other))
+        return contents == other_contents
+
+    __hash__ = None  # type: ignore[assignment]  # a log is mutable
+
+    def __repr__(self) -> str:
+        return f"Log({len(self)} events, max_staleness={self.header.get('max_staleness')})"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON lines: the header, then one list per event, in the order that the header's `columns` names.
+
+        The lines are written to a temporary file, which is then moved to `path`. So a file at `path` is always complete.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary_path.open("w", encoding="utf-8") as file:
+            header = {"format": FORMAT, "events": len(self), "columns": _COLUMNS, **self.header}
+            file.write(json.dumps(header) + "\n")
+            file.writelines(json.dumps(event, separators=(",", ":")) + "\n" for event in self)
+        temporary_path.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Log":
+        """Read a log that `save` wrote.
+
+        Raises:
+          FileNotFoundError: if there is no such file.
+          ValueError: if the file is not a log, is cut off, or a line cannot be read.
+        """
+        caller = "parameter_server.Log.load"
+        with Path(path).open(encoding="utf-8") as file:
+            lines = file.read().splitlines()
+        header = _parse(lines[0]) if lines else None
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            problem = f"{os.fspath(path)} is no event log of format {FORMAT}."
+            raise ValueError(format_error(caller, problem, fix="pass a file that Log.save wrote."))
+        count = header.pop("events")
+        del header["format"], header["columns"]
+        log = cls(header)
+        for number, line in enumerate(lines[1:], start=2):
+            event = _parse(line)
+            if not _is_event(event):
+                raise ValueError(
+                    format_error(caller, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}.")
+                )
+            log.append(Event(*event))
+        if len(log) != count:
+            raise ValueError(
+                format_error(caller, f"{os.fspath(path)} has {len(log)} events, and its header says {count}.")
+            )
+        return log
+
+
+def _parse(line: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def _is_event(value: object) -> TypeGuard[list[Any]]:
+    return (
+        isinstance(value, list)
+        and len(value) == len(_COLUMNS)
+        and value[0] in KINDS
+        and all(type(number) is int for number in value[1:-2])
+        and all(type(number) in (int, float) for number in value[-2:])
+    )
+
+
+class Positions:
+    """The position of each worker in its data, in rounds that it has finished.
+
+    A round that was in flight when the worker left or was resumed is not counted, so that it is drawn again.
+
+    Example:
+      >>> positions = Positions([Event(kind, 0, 0, 0, 0) for kind in ("join", "pull", "push", "pull", "leave", "join")])
+      >>> positions.of(0)
+      1
+    """
+
+    def __init__(self, events: Iterable[Event] = ()):
+        self._finished_rounds: Counter[int] = Counter()
+        for event in events:
+            self.record(event)
+
+    def record(self, event: Event) -> None:
+        """Count an event."""
+        self._finished_rounds[event.worker] += event.kind in ("push", "refuse")
+
+    def of(self, worker: int) -> int:
+        """Return the number of rounds that a worker has finished."""
+        return self._finished_rounds[worker]

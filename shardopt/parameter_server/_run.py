@@ -1,0 +1,406 @@
+"""A run: its description, its server and log while it trains, its result, and its snapshots.
+
+Threads, Ray and the simulation all drive a `Run`. It is the only mutable object in this module.
+"""
+
+import base64
+import io
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.core._errors import CheckpointError, format_error
+from shardopt.core._types import PyTree, TrainState
+from shardopt.parameter_server._apply import Mathematics
+from shardopt.parameter_server._clock import PersistentMap, make_clock
+from shardopt.parameter_server._log import Event, Header, Log, Positions
+from shardopt.parameter_server._server import Server, ServerState
+from shardopt.parameter_server._updates import Update, check_params, digest
+from shardopt.parameter_server._views import Status, WorkerStats, summarize
+
+BatchesOf = Callable[[int], Iterable[PyTree]]
+"""`batches_of(worker)` returns the batches of a worker."""
+
+Availability = Mapping[int, Sequence[tuple[float, float]]]
+"""worker -> periods `(from, to)`, in versions, in which it works."""
+
+
+class Compute(NamedTuple):
+    """The work of the workers, without their communication with the server.
+
+    Attributes:
+      begin: `begin(worker, position)`, at each join: the worker's batches continue after `position` rounds.
+      next_batch: `next_batch(worker) -> batch`, or None at the end of the data.
+      update: `update(worker, params, batch, clock) -> Update`, fully computed, on the device of the server.
+      on_server: `on_server(tree) -> tree`, moved to the device of the server: the first device of the first worker.
+      ahead: `ahead(worker, batch)`: do the steps of a round that do not need its pull, while this pull and the previous
+        push travel. None if every step needs the pull.
+    """
+
+    begin: Callable[[int, int], None]
+    next_batch: Callable[[int], PyTree | None]
+    update: Callable[[int, PyTree, PyTree, int], Update | None]
+    on_server: Callable[[PyTree], PyTree]
+    ahead: Callable[[int, PyTree], None] | None = None
+
+
+class MakeServer(Protocol):
+    """Makes the server of a run."""
+
+    def __call__(self, *, donate: bool, mathematics: Mathematics | None = None) -> Server:
+        """Return a new server; see `make_server`."""
+        ...
+
+
+class MakeCompute(Protocol):
+    """Makes the workers of a run."""
+
+    def __call__(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
+        """Return all workers, in this process; or one worker, which has a process to itself."""
+        ...
+
+
+class RunSpec(NamedTuple):
+    """The description of a run without its data: threads, Ray, replays and simulations start from it.
+
+    Attributes:
+      caller: the function that the user called, for messages.
+      num_workers: the number of workers.
+      make_server: `make_server(donate=...) -> Server`.
+      make_compute: `make_compute(batches_of, key, worker=None) -> Compute`.
+      header: the settings of the workers that the log records, without the random key.
+      backend: "threads" or "ray". On Ray the functions above are pickled and sent to other processes.
+      devices: on Ray, the number of devices of each worker's process.
+      address: the address of the Ray cluster; None for a local one.
+      max_restarts: on Ray, how often each worker that was killed is restarted.
+      check_params: `check_params(caller, params)` refuses parameters that this run cannot train.
+      servers: the number of servers that the parameters are sharded over.
+      hosts: on Ray, the number of processes of each worker, each with its `devices`.
+      hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for never.
+    """
+
+    caller: str
+    num_workers: int
+    make_server: MakeServer
+    make_compute: MakeCompute
+    header: Mapping[str, Any] = {}
+    backend: str = "threads"
+    devices: Sequence[int] = ()
+    address: str | None = None
+    max_restarts: int = 0
+    check_params: Callable[[str, PyTree], None] = check_params
+    servers: int = 1
+    hosts: int = 1
+    hang_timeout: float | None = None
+
+    def settings(self, key: np.ndarray) -> Header:
+        """Return the settings of the workers that the log records, with this random key data."""
+        return {"rng": key.tolist(), **self.header}
+
+
+class Job(NamedTuple):
+    """The arguments of one call of `RunFn`.
+
+    Attributes:
+      params: the initial parameters.
+      batches_of: the data.
+      key: the data of the random key.
+      num_updates: the version to stop at.
+      availability: the periods in which each worker works.
+      log_path: the file to write the log to, or None.
+    """
+
+    params: PyTree
+    batches_of: BatchesOf
+    key: np.ndarray
+    num_updates: int
+    availability: Availability
+    log_path: str | os.PathLike[str] | None
+
+
+class AsyncResult(NamedTuple):
+    """The result of an asynchronous run.
+
+    Attributes:
+      params: the parameters on the server; None from a simulation of time only.
+      log: the event log, for `parameter_server.replay` and `Log.save`.
+      metrics: a dict of the entries below.
+
+    The metrics are those of `parameter_server.summarize(log)`: rates, histograms of staleness (clocks) and delay (versions),
+    and the seconds that each worker waited. In addition:
+
+    - "stopped": "completed" (num_updates reached), "exhausted" (no worker is left, or the data is at its end), "early" (early
+      stopping) or "until" (the time limit of a simulation).
+    - "push_bytes": bytes of the encoded gradients that were pushed since the run last began.
+    - "history": the loss and aux metrics of every update, as arrays [updates].
+    - "unsent", with error feedback: {worker: norm of its error memory}, relative to the norm of its last pushed gradient.
+    - "lost_memory", with error feedback: {worker: [norm of the memory at each leave or resume]}, in the same units.
+    """
+
+    params: PyTree
+    log: Log
+    metrics: dict[str, Any]
+
+
+_IN_FLIGHT = 128
+"""A number of updates that is larger than the number that a device has in flight at once."""
+
+
+class Run:
+    """A server, its state, and its log. Not thread-safe: callers that share it must hold a lock.
+
+    Args:
+      server: a new server.
+      params: the initial parameters.
+      header: the settings of the workers that the log records.
+      now: `now() -> seconds` since the run began.
+    """
+
+    def __init__(self, server: Server, params: PyTree, header: Header, now: Callable[[], float]):
+        self.server, self.now = server, now
+        self.state: ServerState = server.init(params)
+        settings = {
+            "max_staleness": server.max_staleness,
+            "rule": {"name": server.rule.name, "config": dict(server.rule.config)},
+            "nonfinite": server.nonfinite,
+        }
+        settings |= {"servers": server.servers} if server.servers > 1 else {}
+        initial = None if params is None else digest(self.params)
+        self.log = Log({**settings, **header, "initial": initial, "final": None})
+        self.positions, self.stats = Positions(), WorkerStats()
+        self.push_bytes = 0
+        self.unsent: dict[int, jax.Array | float] = {}  # worker -> relative norm of its error memory
+        self.lost_memory: dict[int, list[float]] = {}
+        self._history: list[Mapping[str, np.ndarray]] = []  # metrics of old updates, which are certainly computed
+        self._recent: list[Mapping[str, jax.Array]] = []  # metrics of later updates, which may be in flight
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters as users know them, even if several servers share them."""
+        return self.server.whole(self.state.params)
+
+    def join(self, worker: int) -> Event:
+        """Let a worker join."""
+        return self._record(*self.server.join(self.state, worker))
+
+    def may_pull(self, worker: int) -> bool:
+        """Return whether a worker may start its next step now."""
+        return self.server.may_pull(self.state, worker)
+
+    def pull(self, worker: int, asked_at: float) -> Event:
+        """Begin a step that the worker asked for at the time `asked_at`; its parameters are `state.params`."""
+        return self._record(*self.server.pull(self.state, worker), asked_at)
+
+    def push(self, worker: int, update: Update | None, pulled_version: int) -> Event:
+        """Take the result of a step."""
+        event = self._record(*self.server.push(self.state, worker, update, pulled_version))
+        if update is not None:
+            self.push_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(update.grads))
+            if update.unsent is not None:
+                self.unsent[worker] = update.unsent
+        return event
+
+    def leave(self, worker: int, asked_at: float | None = None) -> Event:
+        """Let a worker leave; `asked_at` is the time since which it has waited for a step, None if it has not."""
+        self._drop_memory(worker)
+        return self._record(*self.server.leave(self.state, worker), asked_at)
+
+    def resume(self, worker: int) -> Event:
+        """Let a worker continue after `restore_run`."""
+        self._drop_memory(worker)
+        return self._record(*self.server.resume(self.state, worker))
+
+    def status(self, num_updates: int) -> Status:
+        """Return the current activity of every worker."""
+        now = self.now()
+        workers = self.stats.workers(now, lambda worker: not self.may_pull(worker))
+        return Status(now, self.state.version, num_updates, workers)
+
+    def history(self, since: int = 0) -> list[Mapping[str, jax.Array | np.ndarray]]:
+        """Return the metrics of each update after version `since`; the latest may still be in flight."""
+        return [*self._history[since:], *self._recent[max(0, since - len(self._history)) :]]
+
+    def finish(self, stopped: str, **more_metrics: object) -> AsyncResult:
+        """Return the result of a run whose workers have all ended."""
+        params = self.params
+        if params is not None:
+            params = jax.block_until_ready(params)
+            self.log.header["final"] = digest(params)
+        metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes}
+        metrics |= {"history": _as_arrays(self.history()), **more_metrics}
+        if self.server.reducer is not None:
+            metrics["unsent"] = {worker: float(value) for worker, value in sorted(self.unsent.items())}
+            metrics["lost_memory"] = dict(sorted(self.lost_memory.items()))
+        return AsyncResult(params, self.log, metrics)
+
+    def restore(
+        self, state: ServerState, log: Log, history: Sequence[Mapping[str, np.ndarray]], unsent: Mapping[int, float]
+    ) -> None:
+        """Continue an earlier run; times continue from the last time in its log."""
+        self.unsent, self.lost_memory = dict(unsent), {}
+        last_time, now = log[len(log) - 1].time if len(log) else 0.0, self.now
+        start = now()
+        self.now = lambda: last_time + now() - start
+        self.state, self.log, self.positions, self.stats = state, log, Positions(log), WorkerStats(log)
+        self._history, self._recent = list(history), []
+
+    def _drop_memory(self, worker: int) -> None:
+        """Record the error memory of a worker as lost: the worker joins or resumes with an empty one."""
+        if worker in self.unsent:
+            self.lost_memory.setdefault(worker, []).append(float(self.unsent.pop(worker)))
+
+    def _record(self, state: ServerState, event: Event, asked_at: float | None = None) -> Event:
+        if state.version > self.state.version and state.metrics:
+            self._recent.append(state.metrics)
+            if len(self._recent) == 2 * _IN_FLIGHT:  # so that `device_get` does not wait for updates in flight
+                self._history += jax.device_get(self._recent[:_IN_FLIGHT])
+                del self._recent[:_IN_FLIGHT]
+        now = self.now()
+        event = event._replace(time=now, waited=0.0 if asked_at is None else now - asked_at)
+        self.state = state
+        self.log.append(event)
+        self.positions.record(event)
+        self.stats.record(event)
+        return event
+
+
+def _as_arrays(history: Sequence[Mapping[str, jax.Array | np.ndarray]]) -> dict[str, np.ndarray]:
+    rows = jax.device_get(history)
+    return {name: np.asarray([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+class CheckpointStore(Protocol):
+    """The interface of `shardopt.Checkpoints` that a run uses; this package must not import `shardopt.checkpoint`."""
+
+    directory: Path
+    every: int
+    resume: bool
+
+    def save(self, state: PyTree, *, step: int, metrics: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Write in the background."""
+        ...
+
+    def restore(self, target: PyTree, *, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
+        """Return a state and the `extra` that was saved with it."""
+        ...
+
+    def latest(self) -> int | None:
+        """Return the newest step."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all saves are committed."""
+        ...
+
+
+class RunSnapshot(NamedTuple):
+    """A copy of a run right after an update, from which `restore_run` continues.
+
+    Attributes:
+      state: the server's arrays: `step` is the version, `opt_state` has the states of the optimizer and of the rule.
+      record: clocks, log and history, as JSON.
+    """
+
+    state: TrainState
+    record: dict[str, Any]
+
+
+def take_snapshot(run: Run) -> RunSnapshot:
+    """Copy a run right after an update, when no push waits for others.
+
+    The optimizer's state is copied, because the next update takes over its memory. The parameters are not copied.
+    """
+    state, clock = run.state, run.state.clock
+    if state.waiting:
+        raise AssertionError("a snapshot is taken right after an update, when no push waits")
+    params, optimizer, rule = run.server.copy(state)
+    states = {"optimizer": optimizer, "rule": rule}
+    train_state = TrainState(np.int32(state.version), params, states, np.zeros(2, np.uint32))
+    record = {
+        "header": run.log.header,
+        "steps": sorted(clock.steps.items()),
+        "fastest": clock.fastest,
+        "slowest": clock.slowest,
+        "unsent": sorted((worker, float(value)) for worker, value in run.unsent.items()),
+        "arrays": _pack(run),
+    }
+    return RunSnapshot(train_state, record)
+
+
+def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
+    """Continue from a snapshot with a new run."""
+    state, record = snapshot
+    saved, current = record["header"], run.log.header
+    _check_settings(caller, saved, current)
+    if "devices" in saved:
+        saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
+    steps: PersistentMap[int] = PersistentMap()
+    for worker, finished_steps in record["steps"]:
+        steps = steps.put(worker, finished_steps)
+    clock = make_clock(run.server.max_staleness)._replace(
+        slowest=record["slowest"], fastest=record["fastest"], counts=dict(Counter(steps.values())), steps=steps
+    )
+    log, history = _unpack(record["arrays"], saved)
+    optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
+    restored = run.server.adopt(ServerState(state.params, optimizer, rule, int(state.step), clock))
+    run.restore(restored, log, history, dict(record.get("unsent", ())))
+
+
+def load_snapshot(caller: str, checkpoints: CheckpointStore, server: Server, params: PyTree, step: int) -> RunSnapshot:
+    """Read a snapshot from a checkpoint, onto the device of the parameters."""
+
+    def initial_state(params: PyTree) -> TrainState:
+        server_state = server.init(params)
+        states = {"optimizer": server_state.opt_state, "rule": server_state.rule_state}
+        return TrainState(jnp.int32(0), server_state.params, states, jnp.zeros(2, jnp.uint32))
+
+    abstract_state = jax.eval_shape(initial_state, params)
+    (device,) = jax.tree.leaves(params)[0].devices()
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state)
+    state, extra = checkpoints.restore(target, step=step)
+    if "server" not in extra:
+        problem = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."
+        raise CheckpointError(format_error(caller, problem, fix="choose another folder."))
+    return RunSnapshot(state, extra["server"])
+
+
+def _check_settings(caller: str, saved: Header, current: Header) -> None:
+    names = [name for name in {**saved, **current} if name not in ("initial", "final", "devices")]
+    differences = [
+        f"{name}: {saved.get(name)} in the checkpoint, {current.get(name)} now"
+        for name in names
+        if saved.get(name) != current.get(name)
+    ]
+    devices = zip(saved.get("devices") or [], current.get("devices") or [], strict=False)
+    differences += [f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b]
+    if differences:
+        problem = "the checkpoint is of a run with other settings."
+        raise ValueError(format_error(caller, problem, differences, "use the same settings, or another folder."))
+
+
+def _pack(run: Run) -> str:
+    """Return the log and the history as text: 15 to 20 bytes per event."""
+    columns: dict[str, Any] = {  # numpy's file format has no bfloat16
+        f"history/{name}": column.astype(np.float32) if column.dtype.kind == "V" else column
+        for name, column in _as_arrays(run.history()).items()
+    }
+    columns |= {f"log/{name}": value for name, value in run.log.columns().items()}
+    file = io.BytesIO()
+    np.savez_compressed(file, **columns)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _unpack(text: str, header: Header) -> tuple[Log, list[Mapping[str, np.ndarray]]]:
+    with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
+        arrays = dict(file)
+    log = Log.from_columns(header, {name[4:]: value for name, value in arrays.items() if name.startswith("log/")})
+    history = {name[8:]: value for name, value in arrays.items() if name.startswith("history/")}
+    length = len(next(iter(history.values()), ()))
+    return log, [{name: value[i] for name, value in history.items()} for i in range(length)]

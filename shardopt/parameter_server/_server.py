@@ -1,0 +1,325 @@
+"""The parameter server as a pure state machine: join, pull, push, leave."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree
+from shardopt.engine._config import check_optimizer
+from shardopt.parameter_server import _clock as clocks
+from shardopt.parameter_server._apply import Mathematics, UnshardedMathematics, copy_states
+from shardopt.parameter_server._clock import Clock, PersistentMap
+from shardopt.parameter_server._fragments import FragmentMathematics, FragmentPlan
+from shardopt.parameter_server._log import Event
+from shardopt.parameter_server._sharded import Devices, ShardedMathematics, ShardPrograms
+from shardopt.parameter_server._updates import (
+    NO_WEIGHT,
+    NonFiniteUpdateError,
+    Update,
+    check_params,
+    faults,
+    trained,
+)
+from shardopt.parameter_server.rules import Rule, plain
+from shardopt.reducers import Reducer, compressor
+
+CALLER = "parameter_server"
+
+
+class Pulled(NamedTuple):
+    """The server's record of a step in flight: its version and staleness, and the parameters if the rule needs them."""
+
+    version: int
+    staleness: int
+    params: PyTree
+
+
+class Waiting(NamedTuple):
+    """A push of the open clock, with max_staleness=0: it waits for the pushes of the other workers."""
+
+    clock: int
+    worker: int
+    update: Any
+
+
+class ServerState(NamedTuple):
+    """The complete state of the server. It is immutable: every transition returns a new state.
+
+    Attributes:
+      params: the parameters, trained or not; with several servers `sharded.ServerShards`.
+      opt_state: the state of the optax transformation (over the trained leaves).
+      rule_state: the state of the staleness rule.
+      version: updates applied so far.
+      clock: the step of each worker.
+      working: worker -> the record of its pull, for each worker with a step in flight.
+      waiting: pushes of the open clock, with max_staleness=0.
+      metrics: the loss and aux metrics of the last update.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    rule_state: PyTree
+    version: int
+    clock: Clock
+    working: PersistentMap[Pulled] = PersistentMap()
+    waiting: tuple[Waiting, ...] = ()
+    metrics: Mapping[str, jax.Array] = {}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A state machine: its methods take a `ServerState` and return a new one; see `make_server`.
+
+    Attributes:
+      mathematics: how updates change the state; None if the server only counts updates and clocks.
+      max_staleness: the bound in clocks; None for no bound.
+      rule: the staleness rule.
+      nonfinite: "raise" or "skip".
+      reducer: the name of the reducer that encodes pushes; None without a reducer.
+      servers: the number of servers that the parameters are sharded over.
+      fragments: the assignment of parameters to fragments, if they are pushed and pulled in fragments.
+    """
+
+    mathematics: Mathematics | None
+    max_staleness: int | None
+    rule: Rule
+    nonfinite: str
+    reducer: str | None = None
+    servers: int = 1
+    fragments: FragmentPlan | None = None
+
+    @property
+    def programs(self) -> ShardPrograms | None:
+        """The programs of one of several servers in this process; None if there are none."""
+        return self.mathematics.programs if isinstance(self.mathematics, ShardedMathematics) else None
+
+    def init(self, params: PyTree) -> ServerState:
+        """Return the first state, with a copy of the parameters."""
+        clock = clocks.make_clock(self.max_staleness)
+        if self.mathematics is None:
+            return ServerState(None, None, None, 0, clock)
+        check_params(CALLER, params)
+        return ServerState(*self.mathematics.begin(params), 0, clock)
+
+    def join(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Add a worker, at the clock of the slowest."""
+        clock = clocks.join(state.clock, worker)
+        event = Event("join", worker, clock.steps[worker], state.version, state.version)
+        return state._replace(clock=clock), event
+
+    def may_pull(self, state: ServerState, worker: int) -> bool:
+        """Return whether the worker may start its next step."""
+        return clocks.may_start(state.clock, worker) and worker not in state.working
+
+    def pull(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Start the worker's next step; its parameters are `state.params`, their version is `event.version`."""
+        step, staleness = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
+        if worker in state.working:
+            problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
+            raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
+        if not clocks.may_start(state.clock, worker):
+            problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
+            raise ValueError(
+                format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix="ask may_pull first.")
+            )
+        is_needed = self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
+        pulled = Pulled(state.version, staleness, state.params if is_needed else None)
+        event = Event("pull", worker, step, state.version, state.version, staleness)
+        return state._replace(working=state.working.put(worker, pulled)), event
+
+    def push(
+        self, state: ServerState, worker: int, update: Update | None, pulled_version: int
+    ) -> tuple[ServerState, Event]:
+        """End the worker's step with its update, computed from the parameters of `pulled_version`."""
+        step = clocks.clock_of(state.clock, worker)
+        pulled = state.working.get(worker)
+        if pulled is None or pulled.version != pulled_version:
+            pulled_text = "nothing" if pulled is None else f"version {pulled.version}"
+            problem = (
+                f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
+            )
+            raise ValueError(
+                format_error(CALLER, problem, fix="push once for each pull, with the version of its event.")
+            )
+        refused = self._is_refused(state, worker, step, update)
+        state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
+        if not refused and self.max_staleness == 0:
+            state = state._replace(waiting=(*state.waiting, Waiting(step, worker, update)))
+        elif not refused:
+            state = self._apply(state, [update], pulled.params, state.version - pulled.version)
+        state = self._close_clock(state)
+        kind = "refuse" if refused else "push"
+        return state, Event(kind, worker, step, state.version, pulled.version, pulled.staleness)
+
+    def leave(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Remove a worker. Its step in flight is lost, its pushes stay."""
+        step = clocks.clock_of(state.clock, worker)
+        clock = clocks.leave(state.clock, worker)
+        state = self._close_clock(state._replace(clock=clock, working=state.working.drop(worker)))
+        return state, Event("leave", worker, step, state.version, state.version)
+
+    def resume(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
+        """Start a worker again. Its step in flight is lost, its clock stays."""
+        step = clocks.clock_of(state.clock, worker)
+        state = state._replace(working=state.working.drop(worker))
+        return state, Event("resume", worker, step, state.version, state.version)
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Return `state.params` as users know them, even if several servers share them."""
+        return params if self.mathematics is None else self.mathematics.full_params(params)
+
+    def adopt(self, state: ServerState) -> ServerState:
+        """Place a state from a checkpoint on the devices or processes of the servers."""
+        if self.mathematics is None:
+            return state
+        return ServerState(*self.mathematics.adopt(state[:3]), *state[3:])
+
+    def copy(self, state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
+        """Return copies of parameters and states for a checkpoint, which the next update does not overwrite."""
+        copy_arrays = copy_states if self.mathematics is None else self.mathematics.copy
+        return copy_arrays(state[:3])
+
+    def _is_refused(self, state: ServerState, worker: int, step: int, update: Update | None) -> bool:
+        if self.mathematics is not None:
+            update = self.mathematics.check(update, state.params, worker)
+        reasons = self._faults(state, update)
+        if self.max_staleness == 0:  # a push of weight 0 adds nothing to the mean of the clock, and is no error
+            reasons = [reason for reason in reasons if reason != NO_WEIGHT]
+        return self._refuse_or_raise(worker, step, reasons)
+
+    def _faults(self, state: ServerState, update: Any) -> list[str]:
+        if self.mathematics is None:
+            return []
+        return faults(update, trained(self.mathematics.pushed_params(update, state.params)))
+
+    def _refuse_or_raise(self, worker: int, step: int, reasons: list[str]) -> bool:
+        """Return whether there is a reason to refuse a push; raise with nonfinite="raise"."""
+        if reasons and self.nonfinite == "raise":
+            problem = f"the push of worker {worker} at its step {step} was refused:"
+            fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
+            raise NonFiniteUpdateError(format_error(CALLER, problem, reasons, fix), worker=worker, clock=step)
+        return bool(reasons)
+
+    def _close_clock(self, state: ServerState) -> ServerState:
+        """With max_staleness=0, apply the mean of the open clock once all present workers have pushed."""
+        is_open = state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
+        if not state.waiting or is_open:
+            return state
+        ordered = sorted(state.waiting, key=lambda waiting: waiting.worker)
+        updates, state = [waiting.update for waiting in ordered], state._replace(waiting=())
+        weightless = all(NO_WEIGHT in self._faults(state, update) for update in updates)
+        if weightless and self._refuse_or_raise(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
+            return state
+        return self._apply(state, updates, None, 0)
+
+    def _apply(self, state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
+        state = state._replace(version=state.version + 1)
+        if self.mathematics is None:
+            return state
+        return state._replace(**self.mathematics.apply(state[:3], updates, pulled, delay)._asdict())
+
+
+def make_server(
+    tx: optax.GradientTransformation | None,
+    *,
+    max_staleness: int | None = 0,
+    rule: Rule | None = None,
+    nonfinite: str = "raise",
+    donate: bool = False,
+    reducer: Reducer | None = None,
+    servers: int = 1,
+    devices: Devices = (),
+    mathematics: Mathematics | None = None,
+    fragments: FragmentPlan | None = None,
+) -> Server:
+    """Return a parameter server: a state machine without threads, wall-clock time or randomness.
+
+    With max_staleness = 0 the pushes of one clock are averaged in the order of the workers' numbers. The mean is applied
+    once, when all present workers have pushed. Otherwise each push is applied when it arrives: w <- w + tx.update(rule(g)).
+
+    Args:
+      tx: any optax transformation that needs no more than gradient, parameters, `value` and `grad`. With None the server
+        only counts updates and clocks, and its parameters and updates are None.
+      max_staleness: the bound in clocks; None for no bound.
+      rule: the treatment of late gradients, from `parameter_server.rules`; None for none.
+      nonfinite: the treatment of a push that is not finite. "raise" raises `NonFiniteUpdateError`. "skip" drops the push,
+        which still counts as a step of the worker, and is a "refuse" in the log.
+      reducer: the reducer that encodes pushes: `update.grads` is the message of its `so.reducers.compressor`.
+      donate: let each update take over the memory of the previous optimizer state, which must not be used afterwards.
+      servers: n, the number of servers that leaves are sharded over; see `so.async_sgd`.
+      devices: the devices of the servers, in turn; by default the device on which `init` finds the parameters.
+      mathematics: the functions of servers in other processes, for internal use.
+      fragments: the assignment of parameters to fragments, with one server: a push then updates one fragment. By default
+        a push updates all parameters.
+
+    Returns:
+      A `Server`.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if `max_staleness` is negative, `nonfinite` is unknown, or a reducer is combined with several servers.
+        With several servers `init` raises it if the optimizer or the rule is not proved to act element by element.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, shardopt as so
+      >>> server = so.parameter_server.make_server(optax.sgd(0.5), max_staleness=1)
+      >>> state = server.init({"w": jnp.array(1.0)})
+      >>> state, _ = server.join(state, 0)
+      >>> state, pulled = server.pull(state, 0)
+      >>> gradient = so.parameter_server.make_update({"w": 2 * state.params["w"]})
+      >>> state, pushed = server.push(state, 0, gradient, pulled.version)
+      >>> float(state.params["w"]), pushed.version, pushed.staleness, pushed.delay
+      (0.0, 1, 0, 0)
+
+    **Equivalence**: the same events in the same order give the same bits. With max_staleness=0, equal to `ddp` on the
+    union batch.
+
+    **Staleness** has two measures:
+
+    - In *clocks*: a worker begins step c only while the slowest worker has finished at least c - max_staleness steps. Each
+      event records c minus the clock of the slowest, so 0 <= staleness <= max_staleness.
+    - In *versions*: `event.delay`, the tau of the rules, counts the updates between pull and push. See `Event.delay`
+      for its bound.
+
+    **Placement**: one copy of parameters and optimizer state, on the device on which `init` finds the parameters. With
+    several servers each has an equal range of every leaf, and the optimizer state of this range. Server i of n has the
+    elements i ceil(size / n) to (i + 1) ceil(size / n), padded with zeros.
+
+    References:
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013; Li et al.,
+      "Scaling Distributed Machine Learning with the Parameter Server", 2014.
+    """
+    if tx is not None:
+        check_optimizer(CALLER, tx)
+    max_staleness = clocks.make_clock(max_staleness).max_staleness  # checked, and an int
+    rule = plain() if rule is None else rule
+    if not isinstance(rule, Rule):
+        problem = f"rule must be a Rule or None, got {type(rule).__name__}."
+        raise TypeError(
+            format_error(CALLER, problem, fix="call one of parameter_server.rules, such as rules.dc_asgd().")
+        )
+    try:
+        json.dumps(dict(rule.config))
+    except TypeError:
+        problem = f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
+        raise TypeError(format_error(CALLER, problem, fix="keep plain numbers and strings in it.")) from None
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(f"{CALLER}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
+    check_count(CALLER, "servers", servers, minimum=1)
+    codec = None if reducer is None else compressor(reducer)
+    if codec is not None and servers > 1:
+        problem = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
+        raise ValueError(format_error(CALLER, problem, fix="leave out servers or reducer."))
+    if mathematics is None and tx is not None:
+        if servers > 1:
+            mathematics = ShardedMathematics(ShardPrograms(tx, rule, servers, donate), devices)
+        else:
+            mathematics = UnshardedMathematics(tx, rule, donate, codec)
+        mathematics = mathematics if fragments is None else FragmentMathematics(mathematics, fragments)
+    return Server(mathematics, max_staleness, rule, nonfinite, codec and codec.name, int(servers), fragments)

@@ -1,0 +1,371 @@
+"""Views of a run: the summary, the timeline and the plot of its log, and the current activity of its workers."""
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from shardopt.core._errors import format_error
+from shardopt.core._extras import is_installed, require
+from shardopt.parameter_server._log import Event
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+
+
+def summarize(log: Iterable[Event]) -> dict[str, Any]:
+    """Return the summary of a run: counts, rates, histograms and waiting times.
+
+    Args:
+      log: the event log.
+
+    Returns:
+      A dict with these entries.
+
+      - "seconds", "updates" (versions of the parameters), "pushes" (without refused ones) and "refused";
+      - "updates_per_second" and "pushes_per_second";
+      - "staleness" {clocks: pushes} and "delay" {versions: pushes};
+      - "wait_seconds" {worker: seconds in which the bound held it back};
+      - "step_seconds" {worker: seconds between pulls and their pushes};
+      - "data_seconds" {worker: seconds between its steps, without waiting}.
+
+    Example:
+      >>> import shardopt as so
+      >>> workers = [so.parameter_server.SimulatedWorker(step_seconds=s) for s in (1.0, 3.0)]
+      >>> result = so.parameter_server.simulate(workers, num_updates=4)
+      >>> {name: result.metrics[name] for name in ("seconds", "pushes", "staleness", "wait_seconds")}
+      {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
+    """
+    staleness, delay, kinds = Counter(), Counter(), Counter()
+    seconds, updates, workers = 0.0, 0, set()
+    events = list(log)
+    for event in events:
+        kinds[event.kind] += 1
+        seconds, updates = event.time, event.version
+        workers.add(event.worker)
+        if event.kind in ("push", "refuse"):
+            staleness[event.staleness] += 1
+            delay[event.delay] += 1
+    seconds_doing = {doing: dict.fromkeys(sorted(workers), 0.0) for doing in ("wait", "step", "data", "lost")}
+    for segment in timeline(events):
+        seconds_doing[segment.doing][segment.worker] += segment.end - segment.start
+    rate = 1 / seconds if seconds > 0 else 0.0
+    return {
+        "seconds": seconds,
+        "updates": updates,
+        "pushes": kinds["push"],
+        "refused": kinds["refuse"],
+        "updates_per_second": updates * rate,
+        "pushes_per_second": kinds["push"] * rate,
+        "staleness": dict(sorted(staleness.items())),
+        "delay": dict(sorted(delay.items())),
+        "wait_seconds": seconds_doing["wait"],
+        "step_seconds": seconds_doing["step"],
+        "data_seconds": seconds_doing["data"],
+    }
+
+
+_SHORTEST = 1e-9
+"""Seconds; a shorter segment is only a rounding error of a difference of times."""
+
+
+class Segment(NamedTuple):
+    """A period of a worker's time.
+
+    Attributes:
+      worker: the number of the worker.
+      doing: "step", from a pull to its push, with transfers; "lost", a step that was never pushed; "wait", when the bound
+        held it back; "data", between its steps without waiting, for instance while it loads its next batch.
+      start: seconds since the run began.
+      end: seconds since the run began.
+    """
+
+    worker: int
+    doing: str
+    start: float
+    end: float
+
+
+def timeline(log: Iterable[Event]) -> list[Segment]:
+    """Return the periods in which each worker computed or waited, in the order of their ends.
+
+    Example:
+      >>> import shardopt as so
+      >>> result = so.parameter_server.simulate(2, num_updates=1)
+      >>> timeline(result.log)[0]
+      Segment(worker=0, doing='step', start=0.0, end=1.0)
+    """
+    segments: list[Segment] = []
+    since: dict[int, tuple[str, float]] = {}  # worker -> ("step" or "between" steps, the time since which it is)
+    last_time = 0.0
+
+    def add(worker: int, doing: str, start: float, end: float) -> None:
+        if end - start > _SHORTEST:
+            segments.append(Segment(worker, doing, start, end))
+
+    for event in log:
+        worker, last_time = event.worker, event.time
+        if worker in since:
+            activity, start = since.pop(worker)
+            if activity == "step":
+                add(worker, "lost" if event.kind in ("leave", "resume") else "step", start, last_time)
+            else:
+                asked_at = last_time - event.waited
+                asked_at = start if asked_at - start <= _SHORTEST else asked_at
+                add(worker, "data", start, asked_at)
+                add(worker, "wait", asked_at, last_time)
+        if event.kind != "leave":
+            since[worker] = ("step" if event.kind == "pull" else "between", last_time)
+    for worker, (activity, start) in sorted(since.items()):
+        add(worker, "lost" if activity == "step" else "wait", start, last_time)
+    return segments
+
+
+_COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
+_NAMES = {
+    "step": "step, from pull to push",
+    "wait": "waits for others",
+    "data": "gets its data",
+    "lost": "step never pushed",
+}
+_INK, _IDLE = "#22272e", "#eceef2"
+_MAX_ROWS = 64  # more rows cannot be told apart
+
+
+def plot_timeline(
+    log: Iterable[Event], path: str | os.PathLike[str] | None = None, *, until: float | None = None
+) -> "Figure":
+    """Plot the periods in which each worker computed or waited.
+
+    Args:
+      log: the event log of a run, or of a simulation.
+      path: the file to write the picture to; its suffix gives the format.
+      until: plot this many seconds from the start; by default all.
+
+    Returns:
+      The matplotlib figure.
+
+    Raises:
+      ValueError: if the log has no events, or more than 64 workers.
+
+    Example:
+      >>> import shardopt as so
+      >>> result = so.parameter_server.simulate(2, num_updates=3)
+      >>> plot_timeline(result.log).axes[0].get_title(loc="left")
+      '3 updates in 3 s, 2 workers'
+    """
+    events, caller = list(log), "plot_timeline"
+    require("matplotlib", extra="plot", caller=caller)
+    from matplotlib.figure import Figure  # not pyplot: no backend, no window, nothing to close
+    from matplotlib.patches import Patch
+
+    workers = sorted({event.worker for event in events})
+    if not events:
+        raise ValueError(f"{caller}: the log has no events.")
+    if len(workers) > _MAX_ROWS:
+        problem = f"{len(workers)} workers are more rows than can be told apart, at most {_MAX_ROWS}."
+        raise ValueError(format_error(caller, problem, fix="pick some: [event for event in log if event.worker < 32]."))
+    summary, segments = summarize(events), timeline(events)
+    end = summary["seconds"] if until is None else until
+    figure = Figure(figsize=(11, 0.34 * len(workers) + 1.5), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for row, worker in enumerate(workers):
+        axes.broken_barh([(0, end)], (row - 0.4, 0.8), facecolor=_IDLE, zorder=0)
+        for doing, color in _COLORS.items():
+            row_segments = [s for s in segments if (s.worker, s.doing) == (worker, doing) and s.start < end]
+            bars = [(segment.start, min(segment.end, end) - segment.start) for segment in row_segments]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.3)
+    _style_axes(axes, workers, summary, end)
+    handles = [Patch(facecolor=color, label=_NAMES[doing]) for doing, color in _COLORS.items()]
+    handles.append(Patch(facecolor=_IDLE, label="not there"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, labelcolor=_INK)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _style_axes(axes: "Axes", workers: list[int], summary: dict[str, Any], end: float) -> None:
+    title = f"{summary['updates']} updates in {summary['seconds']:.3g} s, {len(workers)} workers"
+    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
+    axes.set_xlim(0, end or 1.0)
+    axes.set_ylim(len(workers) - 0.5, -0.5)
+    axes.set_yticks(range(len(workers)), [f"worker {worker}" for worker in workers])
+    axes.set_xlabel("seconds", color=_INK, fontsize=8, loc="left")
+    axes.tick_params(length=0, labelsize=8, labelcolor=_INK)
+    axes.spines[:].set_visible(False)
+
+
+class WorkerStatus(NamedTuple):
+    """The current activity of one worker.
+
+    Attributes:
+      worker: the number of the worker.
+      doing: "computes", "waits" (held back by the bound), "loads" (between its steps, without waiting) or "gone".
+      seconds: for how long it has been doing that.
+      clock: the number of its current step.
+      staleness: by how many clocks it was ahead of the slowest when it began its last step.
+      pushes: the pushes taken from it so far, without refused ones.
+      waited: the seconds for which the bound has held it back.
+      is_new: whether it has pushed nothing since it joined, and may be compiling.
+    """
+
+    worker: int
+    doing: str
+    seconds: float
+    clock: int
+    staleness: int
+    pushes: int
+    waited: float
+    is_new: bool = False
+
+
+class Status(NamedTuple):
+    """The state of a run at one moment.
+
+    Attributes:
+      seconds: seconds since the run began.
+      updates: updates that the server has made.
+      num_updates: updates that the server will make in total.
+      workers: all workers that ever joined, in order.
+    """
+
+    seconds: float
+    updates: int
+    num_updates: int
+    workers: tuple[WorkerStatus, ...]
+
+
+class WorkerStats:
+    """The last event, the pushes and the waiting time of each worker, from the events so far.
+
+    Example:
+      >>> stats = WorkerStats([Event("join", 3, 0, 0, 0, time=1.0), Event("pull", 3, 0, 0, 0, time=2.5, waited=0.5)])
+      >>> stats.workers(now=4.0, waits=lambda worker: False)
+      (WorkerStatus(worker=3, doing='computes', seconds=1.5, clock=0, staleness=0, pushes=0, waited=0.5, is_new=True),)
+    """
+
+    def __init__(self, events: Iterable[Event] = ()):
+        self._last_event: dict[int, Event] = {}
+        self._pushes: dict[int, int] = {}
+        self._waited: dict[int, float] = {}
+        self._staleness: dict[int, int] = {}
+        self._new: set[int] = set()
+        for event in events:
+            self.record(event)
+
+    def record(self, event: Event) -> None:
+        """Count an event."""
+        worker = event.worker
+        self._last_event[worker] = event
+        self._pushes[worker] = self._pushes.get(worker, 0) + (event.kind == "push")
+        self._waited[worker] = self._waited.get(worker, 0.0) + event.waited
+        if event.kind == "pull":
+            self._staleness[worker] = event.staleness
+        elif event.kind in ("join", "resume"):
+            self._new.add(worker)
+        else:
+            self._new.discard(worker)
+
+    def workers(self, now: float, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
+        """Return the current status of each worker; `waits(worker)`: does the bound hold back a worker between its steps?"""
+
+        def status_of(worker: int) -> WorkerStatus:
+            last = self._last_event[worker]
+            between_steps = "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
+            doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between_steps)
+            step = last.clock + (last.kind in ("push", "refuse"))
+            staleness = self._staleness.get(worker, 0)
+            pushes, waited = self._pushes[worker], self._waited[worker]
+            return WorkerStatus(worker, doing, now - last.time, step, staleness, pushes, waited, worker in self._new)
+
+        return tuple(status_of(worker) for worker in sorted(self._last_event))
+
+
+class Show(Protocol):
+    """Shows a run. It may be called very often, and calls `status()` only when it shows the result."""
+
+    def __call__(self, status: Callable[[], Status], last: bool = False) -> None:
+        """Show the status if enough time has passed since the previous one, or if it is the `last`."""
+        ...
+
+
+_TABLE_SECONDS, _LINE_SECONDS = 0.25, 10.0
+_MAX_TABLE_ROWS = 32
+_STYLES = {"computes": "green", "waits": "yellow", "loads": "blue", "gone": "dim"}
+
+
+@contextmanager
+def show_workers(caller: str, *, shown: bool, console: "Console | None" = None) -> Iterator[Show]:
+    """Show a run as long as the context lasts: as a table on a terminal, elsewhere as lines."""
+    if not shown:
+        yield lambda status, last=False: None
+        return
+    if console is None and not is_installed("rich"):
+        yield _show_every(
+            _LINE_SECONDS, lambda status: print(progress_line(caller, status), file=sys.stderr, flush=True)
+        )
+        return
+    from rich.console import Console
+
+    output = console or Console(stderr=True)
+    if not (output.is_terminal or output.is_jupyter):
+        yield _show_every(
+            _LINE_SECONDS, lambda status: output.print(progress_line(caller, status), markup=False, highlight=False)
+        )
+        return
+    from rich.live import Live
+
+    with Live(console=output, auto_refresh=False) as live:
+        yield _show_every(_TABLE_SECONDS, lambda status: live.update(progress_table(caller, status), refresh=True))
+
+
+def progress_line(caller: str, status: Status) -> str:
+    """Return the state of a run as one line."""
+    activities = Counter(worker.doing for worker in status.workers)
+    workers = ", ".join(
+        f"{count} {doing.removesuffix('s') if count > 1 else doing}" for doing, count in activities.items()
+    )
+    return f"{caller}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s  workers: {workers}"
+
+
+def progress_table(caller: str, status: Status) -> "Table":
+    """Return the state of a run as a table with one row per worker: at most the 32 that have pushed least."""
+    from rich.table import Table
+
+    seconds = max(status.seconds, 1e-9)
+    title = f"{caller}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s, {seconds:.0f} s"
+    table = Table(title=title, title_justify="left")
+    for name in ("worker", "doing", "for s", "step", "ahead", "pushes", "pushes/s", "waited"):
+        table.add_column(name, justify="left" if name == "doing" else "right")
+    slowest = sorted(status.workers, key=lambda worker: worker.pushes)[:_MAX_TABLE_ROWS]
+    for worker in sorted(slowest):
+        rate, waited = f"{worker.pushes / seconds:.3g}", f"{worker.waited / seconds:.0%}"
+        numbers = (worker.clock, worker.staleness, worker.pushes, rate, waited)
+        doing = f"[{_STYLES[worker.doing]}]{worker.doing}[/]"
+        table.add_row(str(worker.worker), doing, f"{worker.seconds:.1f}", *map(str, numbers))
+    if len(status.workers) > _MAX_TABLE_ROWS:
+        table.caption = f"and {len(status.workers) - _MAX_TABLE_ROWS} more"
+    return table
+
+
+def _rate(status: Status) -> float:
+    """Return the pushes per second of all workers together."""
+    return sum(worker.pushes for worker in status.workers) / max(status.seconds, 1e-9)
+
+
+def _show_every(seconds: float, show: Callable[[Status], None]) -> Show:
+    last_shown = [-float("inf")]
+
+    def show_if_due(status: Callable[[], Status], last: bool = False) -> None:
+        now = time.monotonic()
+        if last or now - last_shown[0] >= seconds:
+            last_shown[0] = now
+            show(status())
+
+    return show_if_due

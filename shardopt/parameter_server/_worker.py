@@ -1,0 +1,466 @@
+"""The loop of a worker, in a thread or a process: enter, pull, compute the gradient of a batch, push."""
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks, takes_rng
+from shardopt.core._errors import NotSeparableError, format_error
+from shardopt.core._types import PyTree, abstract, leaves_with_paths
+from shardopt.engine._batch_dims import num_rows, resized, row_counts, row_dim
+from shardopt.engine._batches import as_arrays
+from shardopt.engine._config import DDP, StrategyConfig, check_config
+from shardopt.engine._inputs import check_batch, check_keys, place_batch
+from shardopt.engine._loss import LossParts, loss_parts
+from shardopt.engine._separable import find_mixing, find_trained_weight
+from shardopt.mesh import make_mesh, on_mesh
+from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
+from shardopt.parameter_server._server import make_server
+from shardopt.parameter_server._settings import capture_settings
+from shardopt.parameter_server._sharded import Devices, check_shardable
+from shardopt.parameter_server._sparse import check_matches, is_rows, to_sparse_rows
+from shardopt.parameter_server._updates import Update, check_params, finiteness, replace_trained, trained
+from shardopt.parameter_server.rules import Rule, plain
+from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
+from shardopt.reducers._reducer import check_reducer
+
+if TYPE_CHECKING:
+    from shardopt.parameter_server._coordinator import WorkerTask
+    from shardopt.parameter_server._ray_groups import CoordinatorClient
+
+
+def run_worker(coordinator: "CoordinatorClient", compute: Compute, worker: int, incarnation: int = 0) -> None:
+    """Run a worker through all its periods of availability; `incarnation` is the number of its restarts."""
+    if compute.ahead is not None:
+        run_ahead(coordinator, compute, compute.ahead, worker, incarnation)
+        return
+    while (position := coordinator.enter(worker, incarnation)) is not None:
+        compute.begin(worker, position)
+        goes_on = True
+        while goes_on:
+            batch = compute.next_batch(worker)
+            task = coordinator.pull(worker, incarnation, batch is not None)
+            if task is None:
+                break
+            update = compute.update(worker, task.params, batch, task.clock)
+            goes_on = coordinator.push(worker, incarnation, update, task.version)
+
+
+def run_ahead(
+    coordinator: "CoordinatorClient",
+    compute: Compute,
+    ahead: Callable[[int, PyTree], None],
+    worker: int,
+    incarnation: int,
+) -> None:
+    """Run a worker like `run_worker`, but take the first steps of a round while its pull and the previous push travel."""
+    communicator, settings = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}"), capture_settings()
+
+    def send(update: Update | None, version: int) -> bool:
+        with settings():
+            return coordinator.push(worker, incarnation, update, version)
+
+    def pull(pushed: "Future[bool] | None", ready: bool) -> "WorkerTask | None":
+        if pushed is not None and not pushed.result():  # the communicator has one thread, so the push has ended
+            return None
+        with settings():
+            return coordinator.pull(worker, incarnation, ready)
+
+    try:
+        while (position := coordinator.enter(worker, incarnation)) is not None:
+            compute.begin(worker, position)
+            pushed = None
+            while True:
+                batch = compute.next_batch(worker)
+                pulled = communicator.submit(pull, pushed, batch is not None)
+                if batch is not None:
+                    ahead(worker, batch)
+                task = pulled.result()
+                if task is None:
+                    break
+                update = compute.update(worker, task.params, batch, task.clock)
+                pushed = communicator.submit(send, update, task.version)
+    finally:
+        communicator.shutdown(wait=False)  # without waiting, because after an error the server may never answer
+
+
+def sgd_spec(
+    caller: str,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    workers: Sequence[Mesh] | Sequence[int],
+    *,
+    max_staleness: int | None,
+    rule: Rule | None,
+    nonfinite: str,
+    reducer: Reducer | None,
+    sparse: Sequence[str] = (),
+    servers: int = 1,
+    devices: Devices = (),
+) -> RunSpec:
+    """Return the description of a run whose workers push gradients; arguments as in `async_sgd`, except for two.
+
+    `workers` has the mesh of each worker, or the number of devices of each worker's process. `devices` are the devices
+    of the servers.
+    """
+    make_gradients(caller, tx, loss_fn, local_meshes(workers[:1])[0], None)  # checks the optimizer and the loss
+    codec = check_codec(caller, reducer, sparse)
+    header = {"devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]}
+    header |= {"sparse": list(sparse)} if sparse else {}
+    return RunSpec(
+        caller,
+        len(workers),
+        partial(
+            make_server,
+            tx,
+            max_staleness=max_staleness,
+            rule=rule,
+            nonfinite=nonfinite,
+            reducer=reducer,
+            servers=servers,
+            devices=devices,
+        ),
+        partial(make_compute, caller, tx, loss_fn, workers, sparse, codec, max_staleness == 0),
+        header | codec_header(codec),
+        check_params=partial(check_sgd_params, tx, rule, servers),
+        servers=int(servers),
+    )
+
+
+def check_sgd_params(
+    tx: optax.GradientTransformation, rule: Rule | None, servers: int, caller: str, params: PyTree
+) -> None:
+    """Refuse parameters that cannot be trained, or that have random keys, which no update would change.
+
+    Raises:
+      TypeError: if a leaf is not an array or a number.
+      ValueError: if no leaf is floating, a leaf is a random key, or several servers cannot share the parameters.
+    """
+    check_params(caller, params)
+    check_keys(caller, abstract(params))
+    if servers > 1:
+        check_shardable(caller, tx, plain() if rule is None else rule, params, servers)
+
+
+def local_meshes(workers: Sequence[Mesh] | Sequence[int]) -> list[Mesh]:
+    """Return a mesh of this process for each worker, also for workers that run in other processes."""
+    devices = jax.local_devices()
+    return [
+        worker
+        if isinstance(worker, Mesh)
+        else make_mesh(data=min(worker, len(devices)), devices=devices[: int(worker)])
+        for worker in workers
+    ]
+
+
+def make_compute(
+    caller: str,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    workers: Sequence[Mesh] | Sequence[int],
+    sparse: Sequence[str],
+    codec: Compressor | None,
+    synchronous: bool,
+    batches_of: BatchesOf,
+    key: np.ndarray,
+    worker: int | None = None,
+) -> Compute:
+    """Return workers that push the gradient of a batch: all workers, or one on all devices of its process; see `sgd_spec`.
+
+    If the workers are synchronous, the loss must be a mean over the batches of all workers.
+    """
+    if worker is None:
+        meshes = dict(enumerate(local_meshes(workers)))
+    else:
+        meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
+    first_mesh = next(iter(meshes.values()))
+    streams, compressors = Streams(caller, batches_of), WorkerCompressors(codec)
+    gradients, server_device = (
+        make_gradients(caller, tx, loss_fn, first_mesh, key, num_workers=len(workers) if synchronous else 1),
+        first_mesh.devices.flat[0],
+    )
+
+    def update(worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
+        if sparse:
+            check_matches(caller, sparse, trained(params))
+        update = gradients(meshes[worker], params, batch, worker, clock)
+        if sparse:
+            update = update._replace(grads=to_sparse_rows(update.grads, sparse))
+        if codec is not None:  # on the first device of the worker: all its devices have the same gradient
+            update = compressors.encode(worker, to_device(update, meshes[worker].devices.flat[0]))
+        return jax.block_until_ready(to_device(update, server_device))
+
+    def begin(worker: int, position: int) -> None:
+        streams.begin(worker, position)
+        compressors.begin(worker)
+
+    return Compute(begin, streams.next_batch, update, lambda tree: jax.device_put(tree, server_device))
+
+
+def no_compute(*_: object) -> Compute:
+    """Return workers that compute nothing and have endless empty batches."""
+    return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
+
+
+Gradients = Callable[[Mesh, PyTree, PyTree, int, int], Update]
+"""`(mesh, params, batch, worker, clock) -> Update`, computed on this mesh."""
+
+
+def make_gradients(
+    caller: str,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    mesh: Mesh,
+    rng: np.ndarray | None,
+    *,
+    num_workers: int = 1,
+) -> Gradients:
+    """Return a function that computes an update, on any mesh whose devices share the rows of the batch.
+
+    It differentiates the loss total over all rows, in the global view. A loss with `rng` gets another key for each
+    clock and worker: the same key that `ddp` gives device `worker` at step `clock`.
+
+    Args:
+      caller: the function that the user called, for messages.
+      tx: the optimizer, which is checked.
+      loss_fn: the loss.
+      mesh: a mesh like the meshes that the function will get.
+      rng: the random key, as numbers.
+      num_workers: the loss must be a mean over the batches of so many workers.
+    """
+    check_loss = make_loss_check(num_workers)
+    prepared: dict[Mesh, tuple[StrategyConfig, Callable[..., Update]]] = {}
+    programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = {}
+
+    def prepare(mesh: Mesh) -> tuple[StrategyConfig, Callable[..., Update]]:
+        config = check_config(StrategyConfig(caller, tx, mesh, loss_fn, DDP, view="global"))
+        program = jax.jit(on_mesh(config.mesh, _program(config)))
+        # Several threads may be here at once: all of them use the program of the first one.
+        return prepared.setdefault(mesh, (config, programs.setdefault(config.mesh.abstract_mesh, program)))
+
+    def run(mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
+        config, program = prepared.get(mesh) or prepare(mesh)
+        batch = as_arrays(caller, batch)
+        check_batch(config, batch)
+        check_loss(config, params, batch)
+        params = jax.device_put(params, NamedSharding(config.mesh, PartitionSpec()))
+        batch = place_batch(config, batch)
+        update = program(params, batch, rng, np.int32(worker), np.int32(clock))
+        return update._replace(rows=num_rows(config, batch))
+
+    prepare(mesh)
+    return run
+
+
+def make_loss_check(num_workers: int) -> Callable[[StrategyConfig, PyTree, PyTree], None]:
+    """Return a function that refuses a loss whose gradient is not the sum of the pushes; it checks each batch shape once.
+
+    Args:
+      num_workers: the number of workers whose pushes are averaged.
+    """
+    checked: set[object] = set()
+
+    def check(config: StrategyConfig, params: PyTree, batch: PyTree) -> None:
+        shapes = abstract((params, batch))
+        key = jax.tree.structure(shapes), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
+        if key in checked:
+            return
+        rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(config.loss_fn) else None
+        if weight := find_trained_weight(config.loss_fn, *shapes, caller=config.strategy, key=rng):
+            problem = (
+                f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
+            )
+            fix = "stop_gradient on the weight, if its gradient is not wanted; or so.ddp, which takes it exactly."
+            raise NotSeparableError(format_error(config.strategy, problem, fix=fix))
+        if num_workers > 1 and len(row_counts(config, batch)) == 1:
+            _check_mean(config, shapes[0], shapes[1], num_workers, rng)
+        checked.add(key)
+
+    return check
+
+
+def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:
+    union = resized(config, batch, rows=num_workers * num_rows(config, batch))
+    dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
+    mixing = find_mixing(config.loss_fn, params, union, pieces=num_workers, dims=dims, caller=config.strategy, key=rng)
+    if mixing is None:
+        return
+    problem = (
+        f"{mixing.result} is not shown to be a (weighted) mean over rows, so with max_staleness=0 {num_workers} workers could train on "
+        f"another than so.ddp: {mixing.reason}"
+    )
+    fix = "so.ddp, which sees all rows; or max_staleness=1, with which the loss is that of each worker's own batch."
+    raise NotSeparableError(format_error(config.strategy, problem, mixing.lines, fix), operation=mixing.operation)
+
+
+def _program(config: StrategyConfig) -> Callable[..., Update]:
+    caller, loss_fn = config.strategy, config.loss_fn
+
+    def program(params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> Update:
+        key = _key(loss_fn, rng, worker, clock)
+
+        def loss_total(trained_params: PyTree) -> tuple[jax.Array, LossParts]:
+            parts = _loss(config, replace_trained(params, trained_params), batch, key)
+            if isinstance(parts.loss.total, tuple):
+                problem = (
+                    "a loss of several terms needs the weights of all workers before any of them differentiates it."
+                )
+                raise ValueError(format_error(caller, problem, fix="return so.Weighted with one total and one weight."))
+            return parts.loss.total, parts
+
+        grads, parts = jax.grad(loss_total, has_aux=True)(trained(params))
+        if parts.updates:
+            problem = "loss_fn returns so.Updated, for which asynchronous workers have no common value."
+            raise ValueError(
+                format_error(caller, problem, [*parts.updates], "train such leaves with ddp, zero or fsdp.")
+            )
+        if config.mesh.size > 1:
+            replicated = jax.tree.map(lambda _: PartitionSpec(), (grads, parts))
+            grads, parts = jax.lax.with_sharding_constraint((grads, parts), replicated)
+        update = Update(grads, parts.loss, parts.metrics, None)
+        return update._replace(is_finite=finiteness(update))
+
+    return program
+
+
+def _loss(config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
+    model, rows = as_block_model(config.loss_fn), num_rows(config, batch)
+    if model is not None:
+        return loss_parts(config.strategy, run_blocks(model, params, batch, key), rows)
+    return loss_parts(config.strategy, call(config.loss_fn, key, 0, params, batch), rows)
+
+
+def _key(loss_fn: LossFn, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> jax.Array | None:
+    if not takes_rng(loss_fn):
+        return None
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(rng)), clock)
+    return jax.random.fold_in(jax.random.fold_in(key, worker), 0)
+
+
+def to_device(update: Update, device: Any) -> Update:
+    """Move the arrays of an update to a device; its number of rows stays an int, and sparse leaves stay in numpy."""
+    put = lambda leaf: leaf if is_rows(leaf) else jax.device_put(leaf, device)  # noqa: E731
+    return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
+
+
+def key_data(caller: str, rng: jax.Array | None) -> np.ndarray:
+    """Return the data of the key from which a strategy that is initialised with `rng` draws."""
+    key = jax.random.key(0) if rng is None else rng
+    if not isinstance(key, jax.Array):
+        problem = f"rng must be a random key, got {type(rng).__name__}."
+        raise TypeError(format_error(caller, problem, fix="pass jax.random.key(seed)."))
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
+
+
+class Streams:
+    """The data of each worker, in rounds; a round is the data of one push.
+
+    A round is a batch, or with `sizes` a list of `sizes[worker]` batches. Batches at the end that do not fill a round are
+    not used.
+    """
+
+    def __init__(self, caller: str, batches_of: BatchesOf, sizes: Sequence[int] | None = None):
+        if not callable(batches_of):
+            problem = f"batches_of must be a function (worker) -> iterable of batches, got {type(batches_of).__name__}."
+            fix = "to share out one stream: lambda w: itertools.islice(stream(), w, None, n)."
+            raise TypeError(format_error(caller, problem, fix=fix))
+        self.caller, self.batches_of, self.sizes = caller, batches_of, sizes
+        self.streams: dict[int, Iterator[PyTree]] = {}
+
+    def begin(self, worker: int, position: int = 0) -> None:
+        """Start a worker's batches from the beginning, and skip the first `position` rounds."""
+        batches = self.batches_of(worker)
+        if not isinstance(batches, Iterable):
+            problem = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
+            raise TypeError(format_error(self.caller, problem))
+        skipped = position * (1 if self.sizes is None else self.sizes[worker])
+        self.streams[worker] = itertools.islice(batches, skipped, None) if skipped else iter(batches)
+
+    def next_batch(self, worker: int) -> PyTree | None:
+        """Return the next round, or None at the end of the data."""
+        if self.sizes is None:
+            return next(self.streams[worker], None)
+        batches = list(itertools.islice(self.streams[worker], self.sizes[worker]))
+        return batches if len(batches) == self.sizes[worker] else None
+
+
+@dataclass(frozen=True)
+class WorkerCompressors:
+    """The encoders of the workers' updates. Each has its own error feedback, on the device of its gradient.
+
+    With fragments, `worker` is a pair of the worker and the number of the fragment.
+
+    Attributes:
+      codec: the codec of all workers; None to leave the updates unchanged.
+      memories: the error memory of each worker.
+    """
+
+    codec: Compressor | None
+    memories: dict[Hashable, CompressorState] = field(default_factory=dict)
+
+    def begin(self, worker: Hashable) -> None:
+        """Clear the worker's error memory, at each join."""
+        self.memories.pop(worker, None)
+
+    def encode(self, worker: Hashable, update: Update) -> Update:
+        """Return the update with a message in place of the gradient."""
+        if self.codec is None:
+            return update
+        start, encode_update = _codec_programs(self.codec)
+        memory = self.memories.pop(worker, None)
+        memory = start(update.grads) if memory is None else memory
+        encoded, self.memories[worker] = encode_update(update._replace(rows=None), memory)
+        return encoded._replace(rows=update.rows)
+
+
+def check_codec(caller: str, reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
+    """Return the codec of a reducer; None without a reducer."""
+    if reducer is None:
+        return None
+    check_reducer(caller, reducer)
+    codec = compressor(reducer)
+    if sparse:
+        problem = f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
+        raise ValueError(format_error(caller, problem, fix="leave one of them out."))
+    return codec
+
+
+def codec_header(codec: Compressor | None) -> dict[str, str]:
+    """Return the settings of a codec that the log records."""
+    return {} if codec is None else {"reducer": codec.name}
+
+
+@functools.lru_cache(maxsize=16)
+def _codec_programs(
+    codec: Compressor,
+) -> tuple[Callable[[PyTree], CompressorState], Callable[..., tuple[Update, CompressorState]]]:
+    """Return the jitted initialization of an error memory and the jitted encoding of an update, cached between runs."""
+
+    def encode_update(update: Update, memory: CompressorState) -> tuple[Update, CompressorState]:
+        assert update.is_finite is not None
+        message, memory = codec.encode(update.grads, memory)
+        decoded = codec.decode(message, update.grads)
+        # A finite gradient may be too large for the dtype of the message.
+        finite = [jnp.ones(2, bool), *(jnp.isfinite(leaf).all()[None] for leaf in jax.tree.leaves(decoded))]
+        is_finite = update.is_finite & jnp.concatenate(finite)
+        unsent = _norm(memory.unsent) / jnp.maximum(_norm(update.grads), jnp.finfo(jnp.float32).tiny)
+        return update._replace(grads=message, is_finite=is_finite, unsent=unsent), memory
+
+    return jax.jit(codec.init), jax.jit(encode_update, donate_argnums=1)
+
+
+def _norm(tree: PyTree) -> jax.Array:
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf)).astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros(())))

@@ -1,0 +1,38 @@
+"""Shard optimizer state and updates by whole matrices: each block of a stack has one device as its owner."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from shardopt.partition._plan import LeafPlan
+
+TENSOR = "tensor"
+
+
+def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool) -> LeafPlan:
+    """Return the plan of a leaf with its optimizer state sharded by whole blocks, if the leaf is a stack of matrices.
+
+    Dim 0, which counts blocks, is then sharded over all axes that shard the leaf: pipeline, the axes of the placement,
+    and tensor if a rule names it. A leaf keeps its plan if it is not a stack of matrices, if it is replicated over
+    data, or if these axes do not divide its number of blocks.
+
+    Args:
+      plan: the plan of a leaf.
+      sizes: mesh axis name -> size.
+      scattered: whether gradients may be reduce-scattered by blocks directly, because parameters are not sharded over
+        data.
+    """
+    if not plan.stacked or plan.dim is None or len(plan.shape) < 3:
+        return plan
+    axes = plan.shard_axes
+    if plan.pipelined:
+        axes = ("pipeline", *axes)
+    if TENSOR in tuple(plan.tensor):
+        axes = (*axes, TENSOR)
+    if plan.shape[0] % math.prod(sizes[axis] for axis in axes):
+        return plan
+    block_entries = [None if entry == TENSOR else entry for entry in plan.spec(sharded=False)[1:]]
+    owner_spec = PartitionSpec(axes[0] if len(axes) == 1 else axes, *block_entries)
+    return dataclasses.replace(plan, owned=owner_spec, dim=0 if scattered and not plan.pipelined else plan.dim)

@@ -1,0 +1,364 @@
+"""Plan the sharding of leaves: which axis shards which dim of a parameter, or why none does, and of optimizer state."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import KeyPath
+
+from shardopt.core._block_model import BLOCKS
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, Rules, leaves_with_paths
+from shardopt.mesh import spec_axes
+from shardopt.partition._rules import match_rules
+
+COLUMNS = 1
+"""The dim of the columns of a table [V, D]."""
+EXPERT = "expert"
+
+
+class ShardAxes(NamedTuple):
+    """The mesh axes that a placement shards over; together they act as one axis.
+
+    Attributes:
+      names: data, and expert and context if the mesh has them.
+      size: the number of devices along these axes.
+    """
+
+    names: tuple[str, ...]
+    size: int
+
+    def without(self, axis: str, sizes: Mapping[str, int]) -> "ShardAxes":
+        """Return the axes except one."""
+        return shard_axes({name: sizes[name] for name in sizes if name != axis})
+
+    @property
+    def entry(self) -> str | tuple[str, ...]:
+        """The axes as an entry of a `PartitionSpec`, and as the axis of a collective."""
+        return self.names[0] if len(self.names) == 1 else self.names
+
+    def __str__(self) -> str:
+        return f"{' x '.join(self.names)}={self.size}"
+
+
+def shard_axes(sizes: Mapping[str, int]) -> ShardAxes:
+    """Return the axes to shard over on a mesh with these axis sizes."""
+    names = tuple(axis for axis in ("data", EXPERT, "context") if axis == "data" or axis in sizes)
+    return ShardAxes(names, math.prod(sizes[axis] for axis in names))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """The possible shardings of one parameter leaf. Not a pytree: a tree of plans mirrors the parameters.
+
+    Attributes:
+      path: the key path, such as "blocks/attention/qkv".
+      shape: the global shape, including the stacked dim if there is one.
+      dtype: the dtype.
+      tensor: the spec over the tensor axis alone, one entry per dim.
+      dim: the dim that is sharded over `axes` if a placement shards the leaf; None if it stays replicated.
+      reason: why `dim` is None; empty otherwise.
+      stacked: whether dim 0 counts blocks.
+      trainable: whether the optimizer updates the leaf.
+      pipelined: whether dim 0, which counts blocks, is sharded over the pipeline axis.
+      axes: the axes that a placement shards over, as in a `PartitionSpec`; for a leaf of experts all of them but
+        expert.
+      experts: whether the first dim (of a block) counts experts and is sharded over the expert axis.
+      owned: the spec of optimizer state and update if they are sharded by whole matrices; None if they use `spec`.
+      spread: the dim of a stacked leaf that is sharded over pipeline if stages have unequal numbers of blocks; else
+        None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    tensor: PartitionSpec
+    dim: int | None
+    reason: str
+    stacked: bool
+    trainable: bool
+    pipelined: bool = False
+    axes: str | tuple[str, ...] = "data"
+    experts: bool = False
+    owned: PartitionSpec | None = None
+    spread: int | None = None
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that a placement shards the leaf over, as a tuple."""
+        return (self.axes,) if isinstance(self.axes, str) else self.axes
+
+    def state_spec(self, *, sharded: bool) -> PartitionSpec:
+        """Return the spec of the update, and of optimizer state with the shape of the leaf: `owned` if set, else `spec`."""
+        return self.owned if sharded and self.owned is not None else self.spec(sharded=sharded)
+
+    def spec(self, *, sharded: bool) -> PartitionSpec:
+        """Return the full spec: tensor, pipeline and expert; if `sharded`, also the axes of the placement."""
+        return PartitionSpec(*map(_first_if_not_none, self.tensor, self.data_spec(sharded=sharded)))
+
+    def of_block(self) -> "LeafPlan":
+        """Return the plan of one block of a stacked leaf, without the stacked dim."""
+        dim = None if self.dim is None else self.dim - 1
+        block_fields = {"shape": self.shape[1:], "tensor": PartitionSpec(*self.tensor[1:]), "dim": dim}
+        return dataclasses.replace(self, **block_fields, stacked=False, pipelined=False, spread=None)
+
+    def data_spec(self, *, sharded: bool) -> PartitionSpec:
+        """Return the spec over all axes but tensor, for the per-device view."""
+        entries = [self.axes if sharded and dim == self.dim else None for dim in range(len(self.shape))]
+        if self.pipelined:
+            entries[0] = "pipeline"
+        if self.spread is not None:
+            entries[self.spread] = "pipeline"
+        if self.experts:
+            entries[int(self.stacked)] = EXPERT
+        return PartitionSpec(*entries)
+
+
+def _first_if_not_none(first: str | None, second: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    return second if first is None else first
+
+
+def plan_leaves(
+    abstract_params: PyTree,
+    *,
+    caller: str,
+    mesh: Mesh,
+    rules: Rules,
+    stacked: bool,
+    pipelined: bool = False,
+    even: bool = True,
+    min_shard_elements: int,
+    is_trainable: Callable[[str], bool],
+    tables: Sequence[str] = (),
+    expert_leaves: Sequence[str] = (),
+) -> PyTree:
+    """Plan every leaf: rules place tensor, and data shards the largest dim that it divides.
+
+    For expert leaves data shards the first dim that it divides. Kernels of grouped products read expert weights [E, D, F]
+    as they are stored. If the weights were gathered along F, they would be transposed before each product.
+
+    Args:
+      abstract_params: the parameters; only shapes and dtypes are read.
+      caller: the function that the user called, for messages.
+      mesh: the mesh.
+      rules: see `match_rules`; for stacked leaves rules describe one block.
+      stacked: whether the leaves of "blocks" are stacked along dim 0.
+      pipelined: whether the stacked leaves are sharded over the pipeline axis.
+      even: whether all pipeline stages have equally many blocks. If not, pipeline shards the largest free dim of a
+        block that it divides.
+      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
+      is_trainable: whether a floating leaf with this key path is trained.
+      tables: key paths of leaves [V, D] that data shards by columns, if it divides the columns and tensor does not
+        shard them.
+      expert_leaves: regexes of the key paths of leaves whose first dim (of a block) counts experts.
+
+    Returns:
+      A tree like the parameters, of `LeafPlan`.
+
+    Raises:
+      ValueError: if rules do not fit, or the axis size does not divide a dim that a rule names. If the tensor axis is
+        above 1 and shards no leaf. If the expert axis has the same problems with expert leaves.
+    """
+    leaves = leaves_with_paths(abstract_params)
+    is_stacked = [stacked and path.split("/")[0] == BLOCKS for path, _ in leaves]
+    shapes = [
+        leaf.shape[1:] if is_block else leaf.shape for (_, leaf), is_block in zip(leaves, is_stacked, strict=True)
+    ]
+    paths = [path for path, _ in leaves]
+    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
+        problem = f"{plural(len(repeated), 'key path')} written alike belong to several leaves."
+        raise ValueError(format_error(caller, problem, repeated, "rename a key; '/' in a key reads as nesting."))
+    specs = match_rules(rules, list(zip(paths, shapes, strict=True)), caller=caller)
+    _check_tensor(caller, paths, shapes, specs, mesh.shape.get("tensor", 1))
+    experts = _find_expert_leaves(caller, paths, shapes, specs, expert_leaves, mesh.shape.get(EXPERT))
+    plans, shard_axes_of_mesh = [], shard_axes(mesh.shape)
+    for (path, leaf), shape, spec, is_block in zip(leaves, shapes, specs, is_stacked, strict=True):
+        axes = shard_axes_of_mesh.without(EXPERT, mesh.shape) if path in experts else shard_axes_of_mesh
+        counts_experts = any(re.search(pattern, path) for pattern in expert_leaves)
+        if counts_experts and mesh.shape.get("tensor", 1) == 1:
+            # a tensor axis of size 1 splits nothing, so data may take the dim that it would split
+            spec = PartitionSpec(*[None] * len(shape))
+        spec_with_expert = PartitionSpec(EXPERT, *spec[1:]) if path in experts else spec
+        dim, reason = data_dim(shape, spec_with_expert, axes, min_shard_elements)
+        if dim is not None and counts_experts:
+            dim = min(divisible_dims(shape, axes.size, tuple(entry is not None for entry in spec_with_expert)))
+        if path in tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
+            dim = COLUMNS
+        spread = None
+        if is_block and pipelined and not even and math.prod(shape) >= min_shard_elements:
+            used = tuple(entry is not None or i == dim for i, entry in enumerate(spec_with_expert))
+            spread = largest_divisible_dim(shape, mesh.shape["pipeline"], used)
+        plans.append(
+            LeafPlan(
+                path=path,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                tensor=PartitionSpec(*([None] if is_block else []), *spec),
+                dim=None if dim is None else dim + is_block,
+                reason=reason,
+                stacked=is_block,
+                trainable=jnp.issubdtype(leaf.dtype, jnp.inexact) and is_trainable(path),
+                pipelined=is_block and pipelined and even,
+                axes=axes.entry,
+                experts=path in experts,
+                spread=None if spread is None else spread + 1,
+            )
+        )
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
+
+
+def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
+    """Return the largest free dim divisible by an axis size (the first of equal dims), or None."""
+    return max(divisible_dims(shape, size, taken), key=lambda dim: shape[dim], default=None)
+
+
+def divisible_dims(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> list[int]:
+    """Return the free dims divisible by an axis size."""
+    return [dim for dim, length in enumerate(shape) if length and length % size == 0 and not taken[dim]]
+
+
+def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, min_elements: int) -> tuple[int | None, str]:
+    """Return the dim that the axes shard and "", or None and the reason why the leaf stays replicated."""
+    elements = math.prod(shape)
+    taken = tuple(entry is not None for entry in spec)
+    if elements < min_elements:
+        return None, f"{plural(elements, 'element')}, fewer than min_shard_elements={min_elements}"
+    dim = largest_divisible_dim(shape, axes.size, taken)
+    if dim is not None:
+        return dim, ""
+    if largest_divisible_dim(shape, axes.size, (False,) * len(shape)) is not None:
+        names = " and ".join(dict.fromkeys(spec_axes(spec)))
+        return None, f"shape {shape}: the only dim divisible by {axes} is split over {names}"
+    return None, f"shape {shape}: no dim is divisible by {axes}"
+
+
+def _find_expert_leaves(
+    caller: str,
+    paths: list[str],
+    shapes: list[tuple[int, ...]],
+    specs: list[PartitionSpec],
+    patterns: Sequence[str],
+    size: int | None,
+) -> frozenset[str]:
+    """Return the key paths of the expert leaves; an empty set if the mesh has no expert axis."""
+    if unmatched := [repr(pattern) for pattern in patterns if not any(re.search(pattern, path) for path in paths)]:
+        problem = f"{plural(len(unmatched), 'pattern')} of expert_leaves matched no parameter."
+        fix = f"match a key path, such as: {', '.join(paths[:8])}."
+        raise ValueError(format_error(caller, problem, unmatched, fix))
+    if size is None:
+        return frozenset()
+    indivisible, already_split, expert_paths = [], [], []
+    for path, shape, spec in zip(paths, shapes, specs, strict=True):
+        if any(re.search(pattern, path) for pattern in patterns):
+            expert_paths.append(path)
+            if not shape or shape[0] % size:
+                reason = f"dim 0 is {shape[0]}, remainder {shape[0] % size}" if shape else "no dim counts experts"
+                indivisible.append(f"{path}: shape {shape}; {reason}")
+            elif spec[0] is not None:
+                already_split.append(f"{path}: shape {shape}")
+    axis = f"mesh axis 'expert' (size {size})"
+    if indivisible:
+        fix = "name in expert_leaves only leaves [experts, ...], or choose a size that divides the experts."
+        raise ValueError(
+            format_error(
+                caller, f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.", indivisible, fix
+            )
+        )
+    if already_split:
+        problem = f"rules split the first dim of {plural(len(already_split), 'leaf')} of experts, which {axis} splits."
+        raise ValueError(format_error(caller, problem, already_split, "let the rules name other dims of these leaves."))
+    if size > 1 and not expert_paths:
+        problem = f"{axis} is above 1, but no leaf is split over it."
+        fix = "name the leaves whose first dim counts experts, expert_leaves=[regex, ...], or make the mesh with expert=1."
+        raise ValueError(format_error(caller, problem, fix=fix))
+    return frozenset(expert_paths)
+
+
+def _check_tensor(
+    caller: str, paths: list[str], shapes: list[tuple[int, ...]], specs: list[PartitionSpec], size: int
+) -> None:
+    indivisible, is_split = [], False
+    for path, shape, spec in zip(paths, shapes, specs, strict=True):
+        for dim, entry in enumerate(spec):
+            if entry is not None:
+                is_split = True
+                if shape[dim] % size:
+                    indivisible.append(
+                        f"{path}: shape {shape}; dim {dim} is {shape[dim]}, remainder {shape[dim] % size}"
+                    )
+    if indivisible:
+        problem = f"{plural(len(indivisible), 'parameter leaf')} cannot be split over mesh axis 'tensor' (size {size})."
+        raise ValueError(
+            format_error(caller, problem, indivisible, "pad the dim, change the rule, or choose another tensor size.")
+        )
+    if size > 1 and not is_split:
+        problem = f"mesh axis 'tensor' (size {size}) is above 1, but nothing is split over it."
+        fix = "give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with tensor=1."
+        raise ValueError(format_error(caller, problem, fix=fix))
+
+
+def state_specs(
+    abstract_state: PyTree,
+    plans: Sequence[tuple[KeyPath, LeafPlan]],
+    *,
+    sharded: bool,
+    axes: ShardAxes,
+    sizes: Mapping[str, int],
+    min_shard_elements: int,
+) -> PyTree:
+    """Return the `PartitionSpec` of every leaf of an optimizer state.
+
+    - A leaf whose key path ends in the path of a parameter of the same shape (a moment) is sharded like the parameter.
+      So is a leaf with as many dims, if each dim is cut equally evenly (one scale for every 64 numbers of a moment).
+    - A leaf that belongs to a parameter on owners and has its blocks (a preconditioner [L, m, m]) is sharded by owners
+      too.
+    - Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is sharded over data on the largest dim
+      that data divides.
+
+    The update runs in the global view, so this choice never changes the numbers, only the bytes.
+
+    Args:
+      abstract_state: the state; only shapes are read.
+      plans: the key paths (as jax returns them) and plans of the trainable parameters.
+      sharded: whether the placement shards optimizer state over data.
+      axes: the axes that the placement shards over.
+      sizes: mesh axis name -> size.
+      min_shard_elements: leaves with fewer elements stay replicated.
+
+    Returns:
+      A tree like the state, of `PartitionSpec`.
+    """
+    by_path = {tuple(path): plan for path, plan in plans}
+
+    def place(path, leaf):
+        for start in range(len(path) + 1):  # the longest ending first
+            plan = by_path.get(tuple(path[start:]))
+            if plan is not None and (plan.shape == leaf.shape or _is_coarser(leaf.shape, plan, sharded, sizes)):
+                return plan.state_spec(sharded=sharded)
+        ends = range(len(path), 0, -1) if sharded and leaf.shape else ()
+        for plan in (by_path.get(tuple(path[start:end])) for end in ends for start in range(end)):
+            if plan is not None and plan.owned is not None and leaf.shape[0] % plan.shape[0] == 0:
+                return PartitionSpec(plan.owned[0], *[None] * (len(leaf.shape) - 1))
+        replicated = PartitionSpec(*[None] * len(leaf.shape))
+        dim, _ = data_dim(leaf.shape, replicated, axes, min_shard_elements) if sharded else (None, "")
+        return PartitionSpec(*(axes.entry if i == dim else None for i in range(len(leaf.shape))))
+
+    return jax.tree_util.tree_map_with_path(place, abstract_state)
+
+
+def _is_coarser(shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]) -> bool:
+    """Return whether a leaf has one number for each tile of a parameter, and shard borders fall between tiles."""
+    if len(shape) != len(plan.shape) or not all(
+        n and length % n == 0 for length, n in zip(plan.shape, shape, strict=True)
+    ):
+        return False
+    spec = plan.state_spec(sharded=sharded)
+    return math.prod(shape) > 1 and all(
+        n % math.prod(sizes[axis] for axis in spec_axes((entry,))) == 0 for n, entry in zip(shape, spec, strict=False)
+    )

@@ -1,0 +1,63 @@
+"""Blocks that do not divide into equal stages: a stage stores a slice of every block, and runs whole blocks.
+
+JAX cannot cut an array into unequal parts over a mesh axis. So a stack of such blocks, [L, ...], is sharded over pipeline on
+an inner dim, or not at all. One all-to-all a step brings each stage its whole blocks, and another one returns gradients.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardopt.collectives import shard_by_shard
+from shardopt.pipeline._cut import Counts, stage_rows
+from shardopt.pipeline._messages import PIPELINE
+from shardopt.pipeline._schedule import Schedule
+from shardopt.remat._split_backward import Arrays
+
+Dims = Sequence[int | None]
+"""The dim of each leaf that is sharded over pipeline; None if each stage stores the whole leaf."""
+
+
+def to_schedule(
+    schedule: Schedule, counts: Counts, leaves: Sequence[jax.Array], dims: Dims, specs: Sequence[PartitionSpec]
+) -> Arrays:
+    """Bring to each stage the blocks that it runs: [L, ..., d / S, ...] -> [chunks * k, ..., d, ...], with k the largest count.
+
+    A chunk with fewer than k blocks is padded with block 0, which nobody runs. `specs` say how leaves are sharded over tensor.
+    """
+    rows = jnp.asarray(stage_rows(schedule, counts)[0])
+    stage_blocks = rows[jax.lax.axis_index(PIPELINE)]
+    selected = [
+        jnp.take(x, stage_blocks if dim is None else rows.reshape(-1), axis=0)
+        for x, dim in zip(leaves, dims, strict=True)
+    ]
+
+    def redistribute(x: jax.Array, dim: int | None) -> jax.Array:
+        return x if dim is None else jax.lax.all_to_all(x, PIPELINE, 0, dim, tiled=True)
+
+    return _redistribute_each(redistribute, selected, dims, specs)
+
+
+def to_model(
+    schedule: Schedule, counts: Counts, leaves: Sequence[jax.Array], dims: Dims, specs: Sequence[PartitionSpec]
+) -> Arrays:
+    """Bring blocks, or their gradients, back to the stages that store them: the inverse of `to_schedule`."""
+
+    def redistribute(x: jax.Array, dim: int | None) -> jax.Array:
+        if dim is None:
+            return jax.lax.all_gather(x, PIPELINE, tiled=True)
+        return jax.lax.all_to_all(x, PIPELINE, dim, 0, tiled=True)
+
+    places = jnp.asarray(stage_rows(schedule, counts)[1])
+    return [jnp.take(x, places, axis=0) for x in _redistribute_each(redistribute, leaves, dims, specs)]
+
+
+def _redistribute_each(
+    redistribute: Callable[[jax.Array, int | None], jax.Array],
+    leaves: Sequence[jax.Array],
+    dims: Dims,
+    specs: Sequence[PartitionSpec],
+) -> Arrays:
+    return shard_by_shard(lambda xs: [redistribute(x, dim) for x, dim in zip(xs, dims, strict=True)], leaves, specs)

@@ -1,0 +1,285 @@
+"""Estimate the time of a compiled TPU program: walk its schedule with XLA's own estimates and published link rates."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Compiled, Lowered
+
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree
+from shardopt.hlo._hlo_text import Instruction
+from shardopt.hlo._program import CanLower, Program, read_program
+from shardopt.hlo._source_lines import Frames, op_name_of, read_frames, source_of
+from shardopt.hlo._walk import check_schedule
+from shardopt.pipeline import Schedule
+from shardopt.planning._hardware import Hardware, find_hardware, hardware_of
+from shardopt.planning._schedule_actions import Branch, Compute, Done, Loop, Reader, Start
+
+
+class Operation(NamedTuple):
+    """The time of one instruction in a step, all its calls together.
+
+    Attributes:
+      name: name of the instruction; for a collective its kind comes first.
+      seconds: seconds that the TensorCore computes it, or waits for it.
+      calls: calls per step.
+      waits: whether it is a collective that the TensorCore waits for.
+      op_name: its name in jax, such as "jit(step)/dot_general".
+      source: "file:line" of the user's code; "" if the program does not contain it.
+    """
+
+    name: str
+    seconds: float
+    calls: int
+    waits: bool
+    op_name: str
+    source: str
+
+
+class Span(NamedTuple):
+    """A bar of the timeline: `where` is "compute" or "exposed" on the TensorCore, or the mesh axes of a transfer."""
+
+    where: str
+    start: float
+    end: float
+
+
+class StepSeconds(NamedTuple):
+    """Estimated seconds of one execution of a compiled program on a device; `print` shows them.
+
+    Attributes:
+      total: compute + exposed. Without estimates `total`, `compute`, `exposed` and `hidden` are None.
+      compute: seconds that the TensorCore computes.
+      exposed: seconds that the TensorCore waits for other devices.
+      hidden: seconds of transfers that overlap with computation.
+      operations: the ten most expensive operations, exposed collectives included.
+      spans: the timeline, ordered by start time.
+      notes: assumptions of the estimate, as sentences.
+      reason: why there are no estimates; None if there are.
+    """
+
+    total: float | None
+    compute: float | None
+    exposed: float | None
+    hidden: float | None
+    operations: tuple[Operation, ...] = ()
+    spans: tuple[Span, ...] = ()
+    notes: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return a dict of plain numbers and strings, without the timeline."""
+        operations = [operation._asdict() for operation in self.operations]
+        return self._asdict() | {"operations": operations, "spans": len(self.spans)}
+
+    def __str__(self) -> str:
+        """Return the sums in one line, the most expensive operations as a table, and the assumptions."""
+        if self.total is None or self.compute is None or self.exposed is None or self.hidden is None:
+            return f"step time unknown: {self.reason}"
+        sums = (
+            f"{self.total * 1e3:.3f} ms per step, estimated: {self.compute * 1e3:.3f} compute, "
+            f"{self.exposed * 1e3:.3f} exposed communication ({self.hidden * 1e3:.3f} hidden)"
+        )
+        rows = [("ms", "share", "calls", "operation", "where")]
+        for operation in self.operations:
+            name = f"wait: {operation.name}" if operation.waits else operation.name
+            share = operation.seconds / self.total if self.total else 0.0
+            rows.append(
+                (f"{operation.seconds * 1e3:.3f}", f"{share:.1%}", str(operation.calls), name, _origin(operation))
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                [*(cell.rjust(w) for cell, w in zip(row[:3], widths[:3], strict=True)), row[3].ljust(widths[3]), row[4]]
+            )
+            for row in rows
+        ]
+        return "\n".join([sums, *(line.rstrip() for line in lines), *self.notes])
+
+
+def _origin(operation: Operation) -> str:
+    """Return the end of the path and the end of the jax name, which are the most specific parts."""
+    file = "/".join(operation.source.split("/")[-2:])
+    return " ".join(
+        part
+        for part in (file, operation.op_name if len(operation.op_name) <= 60 else f"...{operation.op_name[-57:]}")
+        if part
+    )
+
+
+def step_seconds(
+    program: CanLower | Lowered | Compiled | str,
+    *args: PyTree,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    hardware: str | Hardware | None = None,
+    schedule: Schedule | None = None,
+) -> StepSeconds:
+    """Estimate how long a compiled TPU program takes on a device, without running it.
+
+    The estimate is for comparing two programs.
+
+    Args:
+      program: the program, as in `so.audit`.
+      *args: arguments of the program, as in `so.audit`.
+      mesh: the mesh, as in `so.audit`.
+      hardware: the name of a chip, or a `Hardware` that describes one device; by default the chip of the mesh's
+        devices.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and counts in the ticks
+        when at least one stage runs it. Without `schedule` it counts in every tick.
+
+    Returns:
+      A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On
+      other platforms `.total` is None and `.reason` says why.
+
+    Raises:
+      TypeError: in the same cases as `so.audit`.
+      ValueError: in the same cases as `so.audit`.
+      ValueError: if the chip of a TPU program is neither passed nor known.
+      ValueError: if no loop of the program runs as often as `schedule` has ticks.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> print(step_seconds(jax.jit(jnp.dot), jnp.ones((8, 8)), jnp.ones((8, 8))))
+      step time unknown: the program holds no cycle estimates; only XLA:TPU writes them.
+
+    Note:
+      - The program is walked from its first instruction to its last. XLA:TPU writes `estimated_cycles` on the
+        instructions of its TensorCore, and these are added up. Loops count with their trip counts, branches as their
+        most expensive one.
+      - A collective takes its wire bytes over the published links. The number of torus axes comes from its emitter, or
+        from the size of its mesh axis. Between slices it uses the data-centre network.
+      - The TensorCore waits for a synchronous collective. An asynchronous one, also on the SparseCore, overlaps with
+        computation, and its `done` waits for it. Transfers over the same mesh axis run one after another.
+      - Pallas kernels have no estimate. Their stated flops or bytes are divided by the chip's peak. Splash attention
+        counts the flops of a causal mask.
+      - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around
+        links, other programs on the same links.
+    """
+    parsed = read_program("step_seconds", program, args, mesh=mesh)
+    check_schedule("step_seconds", parsed.module, schedule)
+    chip = find_hardware("step_seconds", hardware) if hardware is not None else hardware_of(parsed.devices)
+    return walk_schedule(parsed, chip, schedule)
+
+
+def walk_schedule(program: Program, chip: Hardware | None, schedule: Schedule | None = None) -> StepSeconds:
+    """Return the seconds of a parsed program; see `step_seconds`."""
+    if "estimated_cycles" not in program.text:
+        return _unknown("the program holds no cycle estimates; only XLA:TPU writes them.")
+    if chip is None:
+        fix = "pass hardware=, such as 'v5p', or the mesh of devices that it was compiled for."
+        raise ValueError(format_error("step_seconds", "cannot tell the chip of this program.", fix=fix))
+    if chip.clock is None:
+        return _unknown(f"{chip.name} has no clock in which XLA estimates; only TPUs have.")
+    walk = _Walk(Reader(program, chip, chip.clock, schedule))
+    walk.run(program.module.entry)
+    for key in list(walk.under_way):
+        walk.wait(key)
+    return walk.result(read_frames(program.text))
+
+
+def _unknown(reason: str) -> StepSeconds:
+    return StepSeconds(None, None, None, None, reason=reason)
+
+
+class _Cost(NamedTuple):
+    """The time of an instruction up to now; `kind` is the kind of a collective, or None."""
+
+    line: Instruction
+    kind: str | None
+    seconds: float = 0.0
+    calls: int = 0
+
+
+@dataclasses.dataclass
+class _Walk:
+    """The state of the walk.
+
+    `now` is the clock of the TensorCore, `links` the end of the last transfer over each mesh axis. `under_way` has the
+    transfers that are not finished. `costs` has the times of instructions up to now.
+    """
+
+    reader: Reader
+    now: float = 0.0
+    links: dict[str, float] = dataclasses.field(default_factory=dict)
+    under_way: dict[str, tuple[float, Start]] = dataclasses.field(default_factory=dict)
+    core: list[Span] = dataclasses.field(default_factory=list)
+    transfers: list[Span] = dataclasses.field(default_factory=list)
+    costs: dict[str, _Cost] = dataclasses.field(default_factory=dict)
+
+    def run(self, name: str, times: int = 1, *, branches: bool = True) -> None:
+        """Run a computation `times` times at once; without `branches`, skip the branches directly in it."""
+        for action in self.reader.read(name):
+            match action:
+                case Compute(line, seconds):
+                    self.spend("compute", seconds, line, times=times)
+                case Start():
+                    self.start(action)
+                case Done(key):
+                    self.wait(key)
+                case Branch(body) if branches:
+                    self.run(body, times)
+                case Loop(body, trip_count, taken) if body in self.reader.sending:
+                    for turn in range(trip_count):
+                        self.run(body, branches=turn < taken)
+                case Loop(body, trip_count):
+                    self.run(body, times * trip_count)
+
+    def start(self, action: Start) -> None:
+        """Begin a transfer as soon as the links of its mesh axes are free."""
+        begin = max([self.now, *(self.links.get(axis, 0.0) for axis in action.axes)])
+        end = begin + action.seconds
+        self.links.update(dict.fromkeys(action.axes, end))
+        self.under_way[action.key] = end, action
+        self.transfers.append(Span(" x ".join(action.axes), begin, end))
+
+    def wait(self, key: str) -> None:
+        """Wait for a transfer. The wait is zero if the transfer has ended or sends nothing."""
+        end, action = self.under_way.pop(key, (0.0, None))
+        if action is not None and end > self.now:
+            self.spend("exposed", end - self.now, action.line, kind=action.kind)
+
+    def spend(
+        self, span_name: str, seconds: float, line: Instruction, *, times: int = 1, kind: str | None = None
+    ) -> None:
+        """Advance the clock of the TensorCore."""
+        end = self.now + seconds * times
+        if self.core and self.core[-1].where == span_name:
+            self.core[-1] = self.core[-1]._replace(end=end)
+        else:
+            self.core.append(Span(span_name, self.now, end))
+        self.now = end
+        cost = self.costs.get(line.name, _Cost(line, kind))
+        self.costs[line.name] = cost._replace(seconds=cost.seconds + seconds * times, calls=cost.calls + times)
+
+    def result(self, frames: Frames) -> StepSeconds:
+        """Return the sums as a `StepSeconds`."""
+        exposed = math.fsum(cost.seconds for cost in self.costs.values() if cost.kind)
+        compute = math.fsum(cost.seconds for cost in self.costs.values() if not cost.kind)
+        most_expensive = sorted(self.costs.values(), key=lambda cost: -cost.seconds)[:_MAX_OPERATIONS]
+        return StepSeconds(
+            total=compute + exposed,
+            compute=compute,
+            exposed=exposed,
+            hidden=max(math.fsum(span.end - span.start for span in self.transfers) - exposed, 0.0),
+            operations=tuple(
+                Operation(
+                    f"{cost.kind} {cost.line.name}" if cost.kind else cost.line.name,
+                    cost.seconds,
+                    cost.calls,
+                    bool(cost.kind),
+                    op_name_of(cost.line),
+                    source_of(cost.line, frames),
+                )
+                for cost in most_expensive
+            ),
+            spans=tuple(sorted([*self.core, *self.transfers], key=lambda span: span.start)),
+            notes=tuple(
+                f"assumed: {count} x {assumption}" for assumption, count in sorted(self.reader.assumed.items())
+            ),
+        )
+
+
+_MAX_OPERATIONS = 10

@@ -1,0 +1,429 @@
+"""`Layout`: one way to distribute a model over chips; `place`: its bytes per device by the strategies' own rules."""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from shardopt.core._block_model import BlockModel
+from shardopt.core._errors import plural
+from shardopt.core._types import PyTree, Rules
+from shardopt.engine._config import PLACEMENTS, Placement, StrategyConfig
+from shardopt.engine._layout import make_layout
+from shardopt.engine._owned_update import layout_bytes
+from shardopt.mesh import spec_axes
+from shardopt.partition import COLUMNS, LayoutBytes, LeafPlan, ShardAxes, plan_leaves, shard_axes, state_specs
+from shardopt.partition._report import num_shards
+from shardopt.pipeline import Schedule, schedules
+from shardopt.planning._workload import Recompute, Workload
+
+CHUNKED = ("interleaved", "looped_breadth_first", "zero_bubble", "zero_bubble_lockstep")
+"""Schedules that take several chunks per stage."""
+
+ON_A_V = ("zero_bubble_v", "dual_pipe_v")
+"""Schedules that have two chunks per stage, arranged in a V: the first stage holds the first and the last chunk."""
+
+IN_LOCKSTEP = ("gpipe", "eager_one_f_one_b", "interleaved", "looped_breadth_first", "zero_bubble_lockstep")
+"""Schedules in which all stages run the same kind of pass in a tick; the others send their messages ahead."""
+
+
+class SearchArguments(NamedTuple):
+    """The arguments of `so.schedules.search`, for S stages and one micro-batch.
+
+    Attributes:
+      forward: seconds of the forward pass of each stage, [S].
+      backward: seconds of the gradient of the stage's input, [S].
+      weight: seconds of the gradient of the stage's weights, [S].
+      communication: seconds of one message.
+      memory: the largest number of activations that a stage may hold.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    communication: float
+    memory: int
+
+
+class Layout(NamedTuple):
+    """One way to distribute training: the arguments of `so.make_mesh` and `so.hybrid`, as plain values.
+
+    Attributes:
+      replica: size of the replica axis: copies of the shards.
+      data: size of the data axis. The rows of a batch are divided over replica x data devices.
+      pipeline: size of the pipeline axis: stages.
+      tensor: size of the tensor axis: devices that share every block.
+      placement: state that is sharded over data: "ddp", "zero1", "zero2" or "fsdp".
+      micro_batches: number of parts that a device's rows are cut into; the device computes them one after another.
+      schedule: name of a builder in `so.schedules`; None without a pipeline.
+      chunks: virtual stages per stage.
+      remat: whether the backward pass runs forwards again. "save:NAME,..." saves the values of these names.
+      gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
+      scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
+      context: size of the context axis: devices that share the positions of every row.
+      expert: size of the expert axis: devices that share the experts. Each also has rows of its own.
+      searched: the times and the memory for which the schedule "search" is searched; None for other schedules.
+      regather: whether fsdp in a pipeline gathers a block in every pass. False gathers it once per step.
+    """
+
+    replica: int = 1
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    placement: str = "fsdp"
+    micro_batches: int = 1
+    schedule: str | None = None
+    chunks: int = 1
+    remat: bool | str = False
+    gather_dtype: DTypeLike | None = None
+    scatter_dtype: DTypeLike | None = None
+    context: int = 1
+    expert: int = 1
+    searched: SearchArguments | None = None
+    regather: bool = True
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis to size, outermost first; expert and context where they are above 1."""
+        sizes = {"replica": self.replica, "data": self.data, "pipeline": self.pipeline}
+        sizes |= {axis: size for axis, size in (("expert", self.expert), ("context", self.context)) if size > 1}
+        return sizes | {"tensor": self.tensor}
+
+    @property
+    def num_chips(self) -> int:
+        """The product of the sizes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def pieces(self) -> int:
+        """The number of parts of a batch; a device computes one part at a time. Context cuts rows into positions."""
+        return self.replica * self.data * self.expert * self.context * self.micro_batches
+
+    @property
+    def shards(self) -> ShardAxes:
+        """The mesh axes that a placement shards over."""
+        return shard_axes(self.sizes)
+
+    def table(self) -> Schedule | None:
+        """Return the built schedule; None without a pipeline."""
+        if self.schedule is None:
+            return None
+        return _table(self.schedule, self.pipeline, self.micro_batches, self.chunks, self.searched)
+
+    def builder(self) -> Callable[[int, int], Schedule]:
+        """Return the builder that `so.hybrid` takes as `schedule`."""
+        return _builder(self.schedule or "eager_one_f_one_b", self.chunks, self.searched)
+
+    def strategy(self, rules: Rules, expert_leaves: Sequence[str] = ()) -> dict[str, Any]:
+        """Return keyword arguments of `so.hybrid`.
+
+        Tensor rules are passed if tensor is above 1, and expert leaves if expert is above 1.
+        """
+        optional: dict[str, Any] = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
+        if self.scatter_dtype is not None:
+            optional["scatter_dtype"] = self.scatter_dtype
+        if not self.regather:
+            optional["regather"] = False
+        if self.expert > 1:
+            optional["expert_leaves"] = tuple(expert_leaves)
+        return {
+            "schedule": self.builder(),
+            "micro_batches": self.micro_batches,
+            "placement": self.placement,
+            "remat": self.remat,
+            "rules": rules if self.tensor > 1 else (),
+            **optional,
+        }
+
+    def __str__(self) -> str:
+        """Return `data=64 tensor=8, fsdp, 4 micro-batches, remat`."""
+        axes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one chip"
+        words = [axes, self.placement + ("" if self.regather else " gathered once")]
+        if self.schedule is not None:
+            words.append(
+                self.schedule + (f" x {self.chunks}" if self.chunks > 1 and self.schedule not in ON_A_V else "")
+            )
+            words += [f"at most {plural(self.searched.memory, 'activation')}"] if self.searched is not None else []
+            words += ["sent ahead"] if self.schedule not in IN_LOCKSTEP else []
+        if self.micro_batches > 1:
+            words.append(f"{self.micro_batches} micro-batches")
+        return ", ".join([*words, *(["remat" if self.remat is True else self.remat] if self.remat else [])])
+
+
+@functools.lru_cache(maxsize=512)
+def _table(
+    name: str, num_stages: int, num_micro_batches: int, chunks: int, searched: SearchArguments | None
+) -> Schedule:
+    return _builder(name, chunks, searched)(num_stages, num_micro_batches)
+
+
+def _builder(name: str, chunks: int, searched: SearchArguments | None) -> Callable[[int, int], Schedule]:
+    builder = getattr(schedules, name)
+    if searched is not None:
+        builder = functools.partial(builder, **searched._asdict())
+    elif name in CHUNKED:
+        builder = functools.partial(builder, num_chunks=chunks)
+    return builder if name in IN_LOCKSTEP else schedules.send_ahead(builder)
+
+
+class ElementCounts(NamedTuple):
+    """Numbers of parameter elements on a device after tensor, pipeline and expert have split the leaves.
+
+    Attributes:
+      sharded_blocks: elements of block leaves that data can shard.
+      replicated_blocks: elements of block leaves that stay replicated over data.
+      sharded_outer: elements of outer leaves that data can shard.
+      replicated_outer: elements of outer leaves that stay replicated over data.
+      largest_outer: elements of the largest outer leaf that data can shard, without tables.
+      loss_outer: elements of the outer leaves that data can shard and the loss reads.
+      largest_loss: elements of the largest leaf in `loss_outer`.
+      tables: elements of the outer leaves that data shards by columns, for lookups.
+      expert_blocks: elements of expert leaves that the expert axis has split; data and context shard them further.
+      expert_axis_size: size of the expert axis.
+      data_sharded_experts: elements of expert leaves that data shards, with or without an expert axis.
+    """
+
+    sharded_blocks: int
+    replicated_blocks: int
+    sharded_outer: int
+    replicated_outer: int
+    largest_outer: int
+    loss_outer: int
+    largest_loss: int
+    tables: int
+    expert_blocks: int = 0
+    expert_axis_size: int = 1
+    data_sharded_experts: int = 0
+
+    def blocks(self, data: int = 1) -> float:
+        """Return the elements of blocks on one of `data` devices, expert leaves included."""
+        experts = self.expert_blocks / max(1, data // self.expert_axis_size)
+        return self.sharded_blocks / data + self.replicated_blocks + experts
+
+    def outer(self, data: int = 1) -> float:
+        """Return the elements of the outer parameters on one of `data` devices."""
+        return self.sharded_outer / data + self.replicated_outer
+
+    def total(self, data: int = 1) -> float:
+        """Return all elements on one of `data` devices."""
+        return self.blocks(data) + self.outer(data)
+
+
+class PlacedModel(NamedTuple):
+    """A workload under a layout.
+
+    Attributes:
+      workload: the model.
+      layout: mesh sizes, placement, schedule, micro-batches.
+      elements: elements on a device before data shards leaves.
+      params: bytes of parameters that a device holds.
+      opt_state: bytes of optimizer state that a device holds.
+      itemsize: bytes of one element of the parameters.
+      shards: whether the placement shards parameters, gradients and optimizer state.
+    """
+
+    workload: Workload
+    layout: Layout
+    elements: ElementCounts
+    params: int
+    opt_state: int
+    itemsize: int
+    shards: Placement
+
+    @property
+    def gathered_itemsize(self) -> int:
+        """Bytes per element in all-gathers of weights."""
+        dtype = self.layout.gather_dtype
+        return self.itemsize if dtype is None else jnp.dtype(dtype).itemsize
+
+    @property
+    def scattered_itemsize(self) -> int:
+        """Bytes per element in reduce-scatters of gradients."""
+        dtype = self.layout.scatter_dtype
+        return self.itemsize if dtype is None else jnp.dtype(dtype).itemsize
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """The work that the backward pass of a block runs again; None without remat."""
+        return self.workload.recompute(self.layout.remat)
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether the residuals of blocks contain no elementwise results, as under fsdp and in pipelines."""
+        return self.shards.params or self.layout.pipeline > 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks on a stage."""
+        return self.workload.num_blocks // self.layout.pipeline
+
+
+def abstract_opt_state(workload: Workload, tx: optax.GradientTransformation | None = None) -> PyTree:
+    """Return shapes and dtypes of the optimizer state from `tx.init`; by default of AdamW."""
+    return jax.eval_shape((optax.adamw(1e-3) if tx is None else tx).init, workload.params)
+
+
+class _MeshShape(NamedTuple):
+    """A mesh without devices: placement rules read its `shape` alone."""
+
+    shape: Mapping[str, int]
+
+
+def place(
+    workload: Workload, layout: Layout, opt_state: PyTree, *, min_shard_elements: int = 1024, tiled: bool = False
+) -> PlacedModel:
+    """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
+
+    Args:
+      workload: the model.
+      layout: mesh sizes, placement, schedule, micro-batches.
+      opt_state: abstract optimizer state.
+      min_shard_elements: smaller leaves stay replicated, as in strategies.
+      tiled: whether arrays are stored in tiles, as on a TPU.
+    """
+    mesh = cast(Mesh, _MeshShape(layout.sizes))
+    placement = PLACEMENTS[layout.placement]
+    tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
+    plan_tree = plan_leaves(
+        workload.params,
+        caller="plan",
+        mesh=mesh,
+        rules=workload.rules if layout.tensor > 1 else (),
+        stacked=True,
+        pipelined=layout.pipeline > 1,
+        min_shard_elements=min_shard_elements if placement.opt_state else 1,
+        is_trainable=lambda path: True,
+        tables=tables,
+        expert_leaves=() if workload.experts is None else workload.experts.leaves,
+    )
+    plans: list[LeafPlan] = jax.tree.leaves(plan_tree)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(workload.params)]
+    state_spec_tree = state_specs(
+        opt_state,
+        list(zip(paths, plans, strict=True)),
+        sharded=placement.opt_state,
+        axes=layout.shards,
+        sizes=layout.sizes,
+        min_shard_elements=min_shard_elements,
+    )
+    device_bytes = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)
+    return PlacedModel(
+        workload=(workload.tiled if layout.context > 1 else workload).over_experts(layout.expert, layout.tensor),
+        layout=layout,
+        elements=_elements(plans, mesh, workload, tables),
+        params=device_bytes(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
+        opt_state=device_bytes(
+            opt_state, jax.tree.leaves(state_spec_tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        ),
+        itemsize=jnp.dtype(plans[0].dtype).itemsize,
+        shards=placement,
+    )
+
+
+def state_layout_bytes(
+    workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int = 1024
+) -> LayoutBytes | None:
+    """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`; None without such work."""
+    placeholder = lambda *args: args[-1]  # noqa: E731
+    model = BlockModel(placeholder, placeholder, placeholder)  # never runs
+    config = StrategyConfig(
+        "plan",
+        tx,
+        cast(Mesh, _MeshShape(layout.sizes)),
+        model,
+        PLACEMENTS[layout.placement],
+        rules=workload.rules if layout.tensor > 1 else (),
+        min_shard_elements=min_shard_elements,
+        expert_leaves=() if workload.experts is None else workload.experts.leaves,
+        schedule=layout.table(),
+    )
+    return layout_bytes(config, make_layout(config, workload.params))
+
+
+def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]) -> ElementCounts:
+    expert_patterns = () if workload.experts is None else workload.experts.leaves
+    sizes = {plan.path: math.prod(plan.shape) // num_shards(plan.spec(sharded=False), mesh) for plan in plans}
+
+    def counts(*, stacked: bool, sharded: bool) -> list[int]:
+        return [
+            sizes[plan.path]
+            for plan in plans
+            if plan.stacked is stacked and not plan.experts and (plan.dim is not None) is sharded
+        ]
+
+    looked_up = [plan.path for plan in plans if plan.path in tables and plan.dim == COLUMNS]
+    gathered_outer = [
+        plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up
+    ]
+    loss_sizes = [sizes[plan.path] for plan in plans if plan.path in workload.loss_reads and plan.dim is not None]
+    expert_sizes = [
+        sizes[plan.path]
+        for plan in plans
+        if plan.dim is not None and any(re.search(pattern, plan.path) for pattern in expert_patterns)
+    ]
+    return ElementCounts(
+        sharded_blocks=sum(counts(stacked=True, sharded=True)),
+        replicated_blocks=sum(counts(stacked=True, sharded=False)),
+        sharded_outer=sum(counts(stacked=False, sharded=True)),
+        replicated_outer=sum(counts(stacked=False, sharded=False)),
+        largest_outer=max((sizes[plan.path] for plan in gathered_outer), default=0),
+        loss_outer=sum(loss_sizes),
+        largest_loss=max(loss_sizes, default=0),
+        tables=sum(sizes[path] for path in looked_up),
+        expert_blocks=sum(sizes[plan.path] for plan in plans if plan.experts),
+        expert_axis_size=mesh.shape.get("expert", 1),
+        data_sharded_experts=sum(expert_sizes),
+    )
+
+
+def _device_bytes(tree: PyTree, specs: list[PartitionSpec], *, sizes: Mapping[str, int], tiled: bool) -> int:
+    total = 0
+    for leaf, spec in zip(jax.tree.leaves(tree), specs, strict=True):
+        divisors = [math.prod(sizes[axis] for axis in spec_axes((entry,))) for entry in spec]
+        shape = tuple(dim // divisor for dim, divisor in itertools.zip_longest(leaf.shape, divisors, fillvalue=1))
+        size = leaf.dtype.itemsize
+        total += stored_bytes(shape, size) if tiled else math.prod(shape) * size
+    return total
+
+
+_LANES, _SUBLANES, _FLAT = 128, 8, 1024
+
+
+@functools.lru_cache(maxsize=4096)
+def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes of an array, or of one chip's shard, in a TPU's memory with the padding of its tiles.
+
+    XLA:TPU stores two dims in tiles of 8 x 128 numbers, or k x 128 if the first dim has only k = 1, 2 or 4. It chooses
+    the two dims that waste least. Flat arrays are stored in tiles of up to 1024. These rules come from the layouts that
+    XLA:TPU writes. They agree byte for byte with every compile of `benchmarks/pod.py`.
+
+    Example:
+      >>> stored_bytes((50257, 12), 4) == 50304 * 16 * 4
+      True
+    """
+    count = math.prod(shape)
+    if len(shape) < 2:
+        return _round_up(count, max(_LANES, min(_FLAT, _power_of_two(count)))) * itemsize
+    if count == 0:
+        return 0
+    return itemsize * min(
+        count // (rows * lanes) * _round_up(rows, min(_SUBLANES, _power_of_two(rows))) * _round_up(lanes, _LANES)
+        for rows, lanes in itertools.permutations(shape, 2)
+    )
+
+
+def _round_up(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
+
+
+def _power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,384 @@
+"""Decoder-only transformers described by their sizes, with closed-form costs, and published models by name."""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from shardopt.core._block_model import BlockModel
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, Rules, leaves_with_paths
+from shardopt.planning._attention_kernels import BACKWARD, FORWARD, splash_flops
+from shardopt.planning._workload import Attention, Bytes, Experts, NamedValue, Workload, tensor_sums
+
+RULES = (
+    ("^blocks/(q|kv)$", P(None, "tensor", None)),
+    ("^blocks/out$", P("tensor", None, None)),
+    ("^blocks/up$", P(None, None, "tensor")),
+    ("^blocks/down$", P("tensor", None)),
+    ("^(embedding|head)$", P("tensor", None)),
+)
+"""Column then row sharding, so each half of a block needs one sum over tensor (Shoeybi et al., 2019, section 3)."""
+_EXPERT_RULES = (
+    ("^blocks/experts_(gate|up)$", P(None, None, "tensor")),
+    ("^blocks/experts_down$", P(None, "tensor", None)),
+)
+EXPERT_LEAVES = ("^blocks/experts_",)
+"""Leaves whose first dim (of a block) counts experts."""
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values through narrow products.
+
+    Attributes:
+      query: width of the compressed vector that queries are computed from.
+      key: width of the compressed vector that keys and values are computed from.
+      rope: rotary dims of a head, in addition to `Transformer.head_dim`; all heads share their keys.
+    """
+
+    query: int
+    key: int
+    rope: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """The sizes of a decoder-only transformer: rotary or no position parameters, one norm before each half of a block.
+
+    Attributes:
+      name: for tables.
+      dim: D, width of the residual stream.
+      num_layers: L, blocks.
+      num_heads: H, query heads.
+      num_kv_heads: G, key and value heads; None is as many as query heads.
+      hidden: F, hidden units of the mlp.
+      vocab_size: V.
+      length: T, tokens of a row.
+      head_dim: K, width of a head; None is D / H.
+      gated: whether the mlp has a gate (SwiGLU): three matrices instead of two.
+      tied: whether the output projection is the embedding.
+      positions: learned positions, as rows of a table of width D; 0 without.
+      fused_attention: whether attention skips masked blocks and writes no scores to memory (FlashAttention).
+        Otherwise all T x T scores are computed, in fp32.
+      num_experts: E, experts of F hidden units each that replace the mlp; 0 for one mlp.
+      top_k: K, experts of a token.
+      shared_experts: additional experts that every token goes through.
+      expert_chunk: tokens per device in one dispatch, see `so.nn.mixture_of_experts`; None is all.
+      latent: sizes of latent attention; None computes queries, keys and values from the residual stream.
+      param_dtype: dtype of the parameters (the masters).
+      dtype: dtype of activations and inner products.
+
+    Raises:
+      ValueError: if a size is not positive, or `num_kv_heads` does not divide `num_heads`.
+
+    Example:
+      >>> shape = Transformer("tiny", dim=64, num_layers=2, num_heads=4, hidden=192, vocab_size=256, length=32)
+      >>> shape.num_parameters
+      139584
+    """
+
+    name: str
+    dim: int
+    num_layers: int
+    num_heads: int
+    hidden: int
+    vocab_size: int
+    length: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    gated: bool = True
+    tied: bool = False
+    positions: int = 0
+    fused_attention: bool = True
+    num_experts: int = 0
+    top_k: int = 2
+    shared_experts: int = 0
+    expert_chunk: int | None = None
+    latent: Latent | None = None
+    param_dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self):
+        sizes = ("dim", "num_layers", "num_heads", "kv_heads", "hidden", "vocab_size", "length", "width")
+        errors = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        if not errors and self.num_heads % self.kv_heads:
+            errors = [f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"]
+        if self.num_experts and not 0 < self.top_k <= self.num_experts:
+            errors.append(f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}")
+        if errors:
+            fix = "choose positive sizes, and heads in equal groups."
+            raise ValueError(format_error("Transformer", f"{plural(len(errors), 'size')} cannot be used.", errors, fix))
+
+    @property
+    def kv_heads(self) -> int:
+        """G, key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def width(self) -> int:
+        """K, width of a head."""
+        return self.dim // max(self.num_heads, 1) if self.head_dim is None else self.head_dim
+
+    @property
+    def mlps(self) -> int:
+        """The number of mlps of F hidden units that every token goes through."""
+        return self.shared_experts if self.num_experts else 1
+
+    @property
+    def num_parameters(self) -> int:
+        """L (2 D H K + 2 D G K + (3 or 2) D F + 2 D) + V D (twice if untied) + D, and positions.
+
+        With experts D E for the router is added, and each expert has the (3 or 2) D F of an mlp.
+        """
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params()))
+
+    @property
+    def active_parameters(self) -> int:
+        """The number of parameters that one token uses: without the experts that the token does not go to."""
+        idle = self.num_experts - self.top_k if self.num_experts else 0
+        return self.num_parameters - self.num_layers * idle * (2 + self.gated) * self.dim * self.hidden
+
+    @property
+    def rules(self) -> Rules:
+        """Tensor rules, as strategies take them."""
+        paths = [path for path, _ in leaves_with_paths(self.abstract_params())]
+        return tuple(rule for rule in (*RULES, *_EXPERT_RULES) if any(re.search(rule[0], path) for path in paths))
+
+    def abstract_params(self) -> dict[str, PyTree]:
+        """Return shapes and dtypes of the parameters, blocks stacked."""
+        L, D, H, G, K, F = self.num_layers, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
+
+        def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, self.param_dtype)
+
+        params: dict[str, PyTree] = {
+            "embedding": leaf(self.vocab_size, D),
+            "blocks": {"norms": leaf(L, 2, D), "out": leaf(L, H, K, D)},
+            "norm": leaf(D),
+        }
+        blocks = params["blocks"]
+        if self.latent is None:
+            blocks |= {"q": leaf(L, D, H, K), "kv": leaf(L, D, G, 2 * K)}
+        else:
+            q, kv, rope = self.latent
+            blocks |= {"q_down": leaf(L, D, q), "q": leaf(L, q, H, K + rope), "kv_down": leaf(L, D, kv + rope)}
+            blocks |= {"kv": leaf(L, kv, G, 2 * K), "latent_norms": leaf(L, q + kv)}
+        if self.mlps:
+            blocks |= {"up": leaf(L, D, 1 + self.gated, self.mlps * F), "down": leaf(L, self.mlps * F, D)}
+        if E := self.num_experts:
+            blocks |= {"experts_up": leaf(L, E, D, F), "experts_down": leaf(L, E, F, D)}
+            blocks |= {"experts_gate": leaf(L, E, D, F)} if self.gated else {}
+            blocks["router"] = leaf(L, D, E)
+        if not self.tied:
+            params["head"] = leaf(self.vocab_size, D)
+        if self.positions:
+            params["positions"] = leaf(self.positions, D)
+        return params
+
+    def workload(self) -> Workload:
+        """Return the costs of one row.
+
+        Note:
+          - Forward flops of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) for weights and 4 T^2 H K for attention. Fused
+            attention counts half of the latter.
+          - Forward flops of the head: 2 T D V.
+          - Residuals of a block per token, replicated over tensor: the input, the middle of the residual stream and
+            both norms (4 D).
+          - Residuals of a block per token, sharded over tensor: queries, keys, values and the result of attention
+            (2 H K + 2 G K). The inputs and outputs of the mlp's products are sharded too (3 F, without a gate 2 F). In
+            a pipeline a block stores the results of inner products alone.
+          - Values that remat can save by name: "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and
+            "mlp_hidden" (2 F, without a gate F). Each avoids the product that computes it, "attention" half of the T^2
+            flops.
+          - Experts: each token goes through `top_k` experts and the shared ones instead of one mlp. The router adds
+            2 T D E flops. Residuals are the arriving tokens (D per expert of a token, replicated over tensor) and the
+            hidden units (2 F per expert of a token, with a gate). Tokens that are dispatched in chunks are computed
+            again instead. The name of these values is "dispatched".
+          - Latent attention: its narrow products are counted in addition.
+        """
+        T, D, H, G, K, F = self.length, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
+        size, fp32_size, gate = jnp.dtype(self.dtype).itemsize, 4, int(self.gated)
+        params, token_bytes = self.abstract_params(), size * T
+        mlps, top_k = self.mlps, self.top_k if self.num_experts else 0
+        weight_flops = (
+            2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in params["blocks"].items() if name in _PRODUCTS)
+        )
+        expert_flops = 2 * T * D * (2 + gate) * F * top_k
+        weight_flops += expert_flops
+        score_flops = 4 * T * T * H * K
+        if self.latent is not None:
+            score_flops += 2 * T * T * H * self.latent.rope
+        arrived, hidden = top_k * token_bytes * D, top_k * token_bytes * (1 + gate) * F
+        expert_residuals = (0, 0) if self.expert_chunk is not None else (arrived, hidden)
+        scores = 0 if self.fused_attention else fp32_size * H * T * T
+        # cotangents at the widest point of a block, and of the scores
+        experts, working = None, Bytes(token_bytes * 2 * D, token_bytes * 2 * mlps * F + scores)
+        if self.num_experts:
+            share = 1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / T)
+            buffers = Bytes(share * arrived, share * hidden)
+            expert_working = Bytes(share * arrived, share * (hidden + 2 * top_k * token_bytes * F))
+            # rows, gradients of results and gradients of rows, each as it travels and as products read it
+            exchange_working = Bytes(6 * share * arrived).plus(buffers, -1)
+            in_one_chunk = self.expert_chunk is None
+            experts = Experts(
+                EXPERT_LEAVES,
+                self.num_experts,
+                self.top_k,
+                token_bytes * D,
+                buffers,
+                expert_working,
+                exchange_working,
+                saves_buffers=in_one_chunk,
+            )
+            working = working.plus(expert_working).plus(Bytes() if in_one_chunk else buffers)
+        attention_flops = score_flops / (2 if self.fused_attention else 1)
+        block_flops = weight_flops + attention_flops
+        rope = K if self.latent is None else self.latent.rope
+        widths = {"keys": K if self.latent is None else K + rope, "values": K}
+        rotated_heads = 0 if self.positions else H + (G if self.latent is None else 1)
+        # on TPU, rotary positions swap halves of a head by an inner product
+        rotation_flops = 2.0 * T * rope * rope * rotated_heads
+        forward, backward = (
+            splash_flops(*products, heads=H, length=T, **widths) + rotation_flops for products in (FORWARD, BACKWARD)
+        )
+        head_flops = 2 * T * D * self.vocab_size
+        return Workload(
+            name=self.name,
+            params=params,
+            rules=self.rules,
+            tokens=T,
+            block_flops=block_flops,
+            recompute_flops=block_flops - 2 * T * F * D * (mlps + top_k),
+            ends_flops=head_flops,
+            boundary_bytes=token_bytes * D,
+            residuals=Bytes(
+                token_bytes * 4 * D + expert_residuals[0],
+                token_bytes * (2 * H * K + 2 * G * K + (5 + gate) * mlps * F) + expert_residuals[1] + scores,
+            ),
+            stage_residuals=Bytes(
+                token_bytes * 2 * D + expert_residuals[0],
+                token_bytes * (2 * H * K + 2 * G * K + (1 + gate) * mlps * F) + expert_residuals[1] + scores,
+            ),
+            deferred=Bytes(
+                token_bytes * 2 * D + expert_residuals[0],
+                token_bytes * (H * K + 2 * G * K + (1 + gate) * mlps * F) + expert_residuals[1],
+            ),
+            working=working,
+            # logits in fp32; their gradient overwrites them
+            ends_working=Bytes(sharded=fp32_size * T * self.vocab_size),
+            tensor_sums=tensor_sums(params, self.rules, EXPERT_LEAVES),
+            model_flops=3 * (self.num_layers * (weight_flops + score_flops / 2) + head_flops),
+            itemsize=size,
+            loss_reads=("norm", "embedding" if self.tied else "head"),
+            tables=() if self.tied else ("embedding",),
+            table_ids=0.0 if self.tied else float(T),
+            table_numbers=0.0 if self.tied else float(T * D),
+            attention=Attention(
+                token_bytes * H * K, token_bytes * G * K, G, scores, attention_flops, (forward, backward)
+            ),
+            experts=experts,
+            named=(
+                NamedValue("qkv", Bytes(0, token_bytes * (H + 2 * G) * K), 2.0 * T * D * (H + 2 * G) * K, 0),
+                NamedValue("attention", Bytes(0, token_bytes * H * K), 2.0 * T * T * H * K, 0),
+                NamedValue("attention_out", Bytes(token_bytes * D, 0), 2.0 * T * D * H * K, 1),
+                *(
+                    [
+                        NamedValue(
+                            "mlp_hidden",
+                            Bytes(0, mlps * token_bytes * (1 + gate) * F),
+                            2.0 * T * D * mlps * (1 + gate) * F,
+                            0,
+                        )
+                    ]
+                    if mlps
+                    else []
+                ),
+            ),
+        )
+
+
+_PRODUCTS = ("q", "kv", "out", "up", "down", "q_down", "kv_down", "router")
+_llama = functools.partial(Transformer, num_kv_heads=8)
+_gpt = functools.partial(Transformer, gated=False, tied=True, vocab_size=50257, positions=1024, length=1024)
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2; released sizes
+        _gpt("gpt2", dim=768, num_layers=12, num_heads=12, hidden=3072),
+        _gpt("gpt2-xl", dim=1600, num_layers=48, num_heads=25, hidden=6400),
+        # Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and its published configuration
+        _llama("llama2-70b", dim=8192, num_layers=80, num_heads=64, hidden=28672, vocab_size=32000, length=4096),
+        # Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3
+        _llama("llama3-8b", dim=4096, num_layers=32, num_heads=32, hidden=14336, vocab_size=128256, length=8192),
+        _llama("llama3-70b", dim=8192, num_layers=80, num_heads=64, hidden=28672, vocab_size=128256, length=8192),
+        _llama("llama3-405b", dim=16384, num_layers=126, num_heads=128, hidden=53248, vocab_size=128256, length=8192),
+        # Jiang et al., "Mixtral of Experts", 2024, table 1; row length as in the published training configuration
+        _llama(
+            "mixtral-8x7b",
+            dim=4096,
+            num_layers=32,
+            num_heads=32,
+            hidden=14336,
+            vocab_size=32000,
+            length=4096,
+            num_experts=8,
+        ),
+        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2, without its 3 leading dense layers
+        Transformer(
+            "deepseek-v3",
+            dim=7168,
+            num_layers=58,
+            num_heads=128,
+            head_dim=128,
+            hidden=2048,
+            vocab_size=129280,
+            length=4096,
+            num_experts=256,
+            top_k=8,
+            shared_experts=1,
+            expert_chunk=512,
+            latent=Latent(query=1536, key=512, rope=64),
+        ),
+    )
+}
+"""Published models by name, with the sequence length of their training."""
+
+
+def find_model(caller: str, name: Any) -> Transformer:
+    """Return the published model with this name; return a `Transformer` unchanged.
+
+    Raises:
+      TypeError: if `name` is neither a string nor a `Transformer`.
+      ValueError: if there is no such name.
+
+    Example:
+      >>> round(find_model("plan", "llama3-8b").num_parameters / 1e9, 2)
+      8.03
+    """
+    if isinstance(name, Transformer):
+        return name
+    if not isinstance(name, str):
+        fix = "pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
+        shown = repr(name) if isinstance(name, int | float | None) else type(name).__name__
+        if isinstance(name, BlockModel):
+            fix = "pass so.planning.trace(model, abstract_params, abstract_batch), which counts what a row costs."
+        elif callable(name):
+            fix = (
+                "make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
+                "loss without blocks so.aot compiles one layout."
+            )
+        raise TypeError(
+            format_error(caller, f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix)
+        )
+    normalized_name = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
+    if normalized_name not in MODELS:
+        fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
+        raise ValueError(format_error(caller, f"unknown model {name!r}.", fix=fix))
+    return MODELS[normalized_name]

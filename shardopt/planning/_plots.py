@@ -1,0 +1,240 @@
+"""Plots: memory and traffic of plans, the timeline of a compiled step, and the placement of leaves on a mesh."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardopt.core._errors import format_error, plural
+from shardopt.core._extras import require
+from shardopt.core._types import PyTree
+from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.mesh import spec_axes
+from shardopt.planning._compiled_time import StepSeconds
+from shardopt.planning._search import Prediction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Path = str | os.PathLike[str] | None
+
+_MEMORY = {
+    "params": ("parameters", "#33608c"),
+    "opt_state": ("optimizer state", "#6e94b8"),
+    "gradients": ("gradients", "#b3882f"),
+    "activations": ("activations", "#218c6b"),
+    "gathered": ("gathered weights", "#8fbfae"),
+    "working": ("working", "#c3c8d0"),
+}
+_AXES = {
+    "tensor": "#a34d7c",
+    "pipeline": "#218c6b",
+    "context": "#5aa0a6",
+    "expert": "#8c6bb1",
+    "data": "#33608c",
+    "replica": "#b3882f",
+}
+_INK, _LINE = "#22272e", "#9aa2ad"
+_MAX_BARS, _MAX_BOXES = 40, 64
+
+
+def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
+    """Draw the bytes per device as stacked bars, one bar per layout, one colour per purpose.
+
+    Args:
+      predictions: from `so.plan(...).ranked`, or `so.planning.predict`.
+      limit: bytes that may be used, drawn as a line.
+      path: file to save the picture to; the suffix chooses the format, PNG without one.
+
+    Returns:
+      A matplotlib figure.
+
+    Raises:
+      ValueError: if there are no predictions, or more than 40.
+    """
+    figure, axes = _figure(predictions, columns=1)
+    _memory(axes[0], predictions, limit)
+    return saved(figure, path)
+
+
+def plot_traffic(predictions: Sequence[Prediction], *, path: Path = None) -> "Figure":
+    """Draw the bytes that a device sends in a step as stacked bars, one bar per layout, one colour per mesh axis.
+
+    Args:
+      predictions: as for `plot_memory`.
+      path: file to save the picture to.
+
+    Returns:
+      A matplotlib figure.
+    """
+    figure, axes = _figure(predictions, columns=1)
+    _traffic(axes[0], predictions)
+    return saved(figure, path)
+
+
+def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None, path: Path = None) -> "Figure":
+    """Draw memory and traffic side by side.
+
+    Args:
+      predictions: as for `plot_memory`.
+      limit: as for `plot_memory`.
+      path: file to save the picture to.
+
+    Returns:
+      A matplotlib figure.
+    """
+    figure, axes = _figure(predictions, columns=2)
+    _memory(axes[0], predictions, limit)
+    _traffic(axes[1], predictions)
+    axes[1].set_yticklabels([])
+    return saved(figure, path)
+
+
+def _memory(axes: "Axes", predictions: Sequence[Prediction], limit: float | None) -> None:
+    gigabytes = {name: [getattr(prediction.memory, name) / 1e9 for prediction in predictions] for name in _MEMORY}
+    bars = [(*_MEMORY[name], gigabytes[name]) for name in _MEMORY]
+    if limit is not None:
+        axes.axvline(limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used")
+    _bars(axes, predictions, bars, "GB per device")
+
+
+def _traffic(axes: "Axes", predictions: Sequence[Prediction]) -> None:
+    sent_bytes = [prediction.wire_bytes for prediction in predictions]
+    axis_names = [axis for axis in _AXES if any(axis in row for row in sent_bytes)]
+    bars = [(f"over {axis}", _AXES[axis], [row.get(axis, 0.0) / 1e9 for row in sent_bytes]) for axis in axis_names]
+    _bars(axes, predictions, bars, "GB sent per device and step")
+
+
+def _bars(
+    axes: "Axes", predictions: Sequence[Prediction], bars: list[tuple[str, str, list[float]]], label: str
+) -> None:
+    """Draw one row per prediction, with (name, colour, lengths) bars next to each other."""
+    starts = [0.0] * len(predictions)
+    for name, color, values in bars:
+        axes.barh(range(len(values)), values, left=starts, height=0.7, color=color, label=name)
+        starts = [start + value for start, value in zip(starts, values, strict=True)]
+    axes.set_xlabel(label, color=_INK)
+    axes.set_yticks(
+        range(len(predictions)), [str(prediction.layout) for prediction in predictions], fontsize=8, color=_INK
+    )
+    axes.set_ylim(len(predictions) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+
+
+def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
+    require("matplotlib", extra="plot", caller="plot")
+    from matplotlib.figure import Figure  # not pyplot, which chooses a backend and must be closed
+
+    if not 1 <= len(predictions) <= _MAX_BARS:
+        problem = f"there are {len(predictions)} predictions to draw."
+        raise ValueError(
+            format_error("plot", problem, fix=f"pass between 1 and {_MAX_BARS}, such as plans.ranked[:10].")
+        )
+    figure = Figure(figsize=(4.4 + 4.2 * columns, 1.7 + 0.38 * len(predictions)), dpi=160, layout="constrained")
+    return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+
+
+def saved(figure: "Figure", path: Path) -> "Figure":
+    """Save the figure if there is a path, and return it."""
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def plot_timeline(step: StepSeconds, *, path: Path = None) -> "Figure":
+    """Draw the timeline of a compiled step: computation and waiting of the TensorCore, and transfers of each mesh axis.
+
+    Args:
+      step: the result of `so.planning.step_seconds`, or `AotReport.step_seconds`.
+      path: file to save the picture to.
+
+    Returns:
+      A matplotlib figure.
+
+    Raises:
+      ValueError: if the program holds no estimates.
+    """
+    require("matplotlib", extra="plot", caller="plot_timeline")
+    from matplotlib.figure import Figure
+
+    if step.total is None:
+        fix = "compile for a TPU, such as with so.aot."
+        raise ValueError(format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix))
+    core = {"compute": "#33608c", "exposed": "#c0392b"}
+    transfers = sorted({span.where for span in step.spans} - core.keys())
+    rows = dict.fromkeys(core, 0) | {name: row for row, name in enumerate(transfers, 1)}
+    figure = Figure(figsize=(11, 1.5 + 0.5 * (1 + len(transfers))), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for name, row in rows.items():
+        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in step.spans if span.where == name]
+        color = core.get(name, _AXES.get(name, _LINE))
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, label=name if name in core else None)
+    labels = ["TensorCore", *(f"over {name}" for name in transfers)]
+    axes.set_yticks(range(1 + len(transfers)), labels, fontsize=8, color=_INK)
+    axes.set_ylim(len(transfers) + 0.5, -0.5)
+    axes.set_xlim(0, step.total * 1e3 or 1)
+    axes.set_xlabel("ms, estimated", color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+    return saved(figure, path)
+
+
+def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: Path = None) -> "Figure":
+    """Draw the placement of each parameter leaf on the mesh: one row per leaf, one strip per axis that shards it.
+
+    The boxes of the last strip are the shards. A grey row is replicated on every device. The text next to a row says
+    how many devices hold each shard. At most 64 boxes are drawn.
+
+    Args:
+      opt: a strategy from `so.ddp`, `so.zero`, `so.fsdp` or `so.hybrid`.
+      abstract_params: shapes of the parameters; by default the last parameters that the strategy has seen.
+      path: file to save the picture to.
+
+    Returns:
+      A matplotlib figure.
+    """
+    require("matplotlib", extra="plot", caller="plot_placement")
+    from matplotlib.figure import Figure
+
+    rows = (opt.config.report() if abstract_params is None else opt.config.report(abstract_params)).rows
+    shape = dict(opt.mesh.shape)
+    figure = Figure(figsize=(10, 1.2 + 0.36 * len(rows)), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for i, row in enumerate(rows):
+        names = spec_axes(row.params)
+        num_shards = _strips(axes, i, [(name, shape[name]) for name in names])
+        num_copies = opt.mesh.size // num_shards
+        devices, sharding = plural(num_copies, "device"), " x ".join(f"{name}={shape[name]}" for name in names)
+        text = f"replicated: {row.bytes_per_device:,} bytes on each of {devices}"
+        if names:
+            text = f"{sharding}: {plural(num_shards, 'shard')} of {row.bytes_per_device:,} bytes, each on {devices}"
+        axes.text(1.01, i, text, va="center", fontsize=7, color=_INK)
+    axes.set_yticks(range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows], fontsize=7, color=_INK)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1.6)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    mesh = " x ".join(f"{name}={size}" for name, size in shape.items() if size > 1) or "one device"
+    axes.set_title(f"parameters on {mesh}", loc="left", fontsize=9, color=_INK)
+    return saved(figure, path)
+
+
+def _strips(axes: "Axes", row: int, sharding: list[tuple[str, int]]) -> int:
+    """Draw one strip per axis that shards a leaf, and return the number of shards.
+
+    Each strip cuts the boxes of the strip above it.
+    """
+    height, num_shards = 0.72 / max(len(sharding), 1), 1
+    if not sharding:
+        axes.broken_barh([(0, 1)], (row - 0.36, 0.72), facecolor=_LINE)
+    for i, (name, size) in enumerate(sharding):
+        num_shards *= size
+        num_boxes = min(num_shards, _MAX_BOXES)
+        boxes = [(box / num_boxes, 1 / num_boxes) for box in range(num_boxes)]
+        vertical_range = (row - 0.36 + i * height, height)
+        axes.broken_barh(boxes, vertical_range, facecolor=_AXES[name], edgecolor="white", linewidth=0.8)
+    return num_shards

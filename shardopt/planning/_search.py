@@ -1,0 +1,531 @@
+"""`plan`: rank all layouts of a model on a machine by predicted step time, and drop layouts that do not fit."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, Rules
+from shardopt.engine._config import PLACEMENTS
+from shardopt.partition import LayoutBytes
+from shardopt.pipeline import schedules as known_schedules
+from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, step_time, traffic
+from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
+from shardopt.planning._layout import (
+    CHUNKED,
+    ON_A_V,
+    Layout,
+    PlacedModel,
+    abstract_opt_state,
+    place,
+    state_layout_bytes,
+)
+from shardopt.planning._models import Transformer, find_model
+from shardopt.planning._searched import with_search_arguments
+from shardopt.planning._workload import Workload
+
+SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep", "zero_bubble_v", "search")
+"""No other schedule is predicted to be faster than all of these with the same memory."""
+
+
+class Prediction(NamedTuple):
+    """A layout and its predicted memory, traffic and time.
+
+    Attributes:
+      layout: mesh sizes, placement, schedule, micro-batches.
+      memory: bytes per device at the worst moment of a step, by purpose.
+      transfers: collectives of a step.
+      time: seconds of a step, by cause.
+      mfu: model flops utilisation, from 0 to 1.
+      tokens_per_second: tokens per second of all chips together.
+      rules: tensor rules of the workload.
+      expert_leaves: regexes of the key paths of its expert leaves.
+    """
+
+    layout: Layout
+    memory: Footprint
+    transfers: tuple[Transfer, ...]
+    time: StepTime
+    mfu: float
+    tokens_per_second: float
+    rules: Rules
+    expert_leaves: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keyword arguments of `so.make_mesh`."""
+        return self.layout.sizes
+
+    @property
+    def strategy(self) -> dict[str, Any]:
+        """Keyword arguments of `so.hybrid`."""
+        return self.layout.strategy(self.rules, self.expert_leaves)
+
+    @property
+    def wire_bytes(self) -> dict[str, float]:
+        """Bytes that a device sends in a step, by mesh axis."""
+        return by_axis(self.transfers, self.mesh)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the prediction as a dict of plain numbers and strings."""
+        dtypes = {"gather_dtype": self.layout.gather_dtype, "scatter_dtype": self.layout.scatter_dtype}
+        return {
+            "layout": self.layout._asdict()
+            | {name: None if dtype is None else str(dtype) for name, dtype in dtypes.items()},
+            "memory": self.memory._asdict() | {"total": self.memory.total},
+            "wire_bytes": self.wire_bytes,
+            "seconds": self.time._asdict() | {"total": self.time.total},
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+class Dropped(NamedTuple):
+    """A layout that cannot be used.
+
+    Attributes:
+      layout: the layout.
+      why: the reason, as a sentence.
+      missing_bytes: bytes by which it exceeds the memory; 0 if it is dropped for another reason.
+    """
+
+    layout: Layout
+    why: str
+    missing_bytes: float
+
+
+class Plans(NamedTuple):
+    """The result of `plan`; `print` shows a table.
+
+    Attributes:
+      ranked: the layouts that fit, the fastest first.
+      dropped: the layouts that do not fit, the smallest `missing_bytes` first.
+      workload: the model.
+      hardware: the chip.
+      chips: number of chips.
+      batch_size: rows of the global batch.
+      limit: bytes of a chip's memory that may be used.
+      state_layouts: bytes that work on matrices sends under the fastest layout with each `opt_state_layout`, and the
+        recommended one; None if the optimizer does not work on matrices.
+    """
+
+    ranked: tuple[Prediction, ...]
+    dropped: tuple[Dropped, ...]
+    workload: Workload
+    hardware: Hardware
+    chips: int
+    batch_size: int
+    limit: float
+    state_layouts: LayoutBytes | None = None
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest layout."""
+        return self.ranked[0]
+
+    def table(self, count: int = 10) -> str:
+        """Return a table of the fastest `count` layouts, and how many were dropped."""
+        return _table(self, count)
+
+    def __str__(self) -> str:
+        """Return a table of the ten fastest layouts."""
+        return self.table()
+
+
+def plan(
+    model: str | Transformer | Workload,
+    *,
+    hardware: str | Hardware,
+    chips: int,
+    batch_size: int,
+    tx: optax.GradientTransformation | None = None,
+    slices: int = 1,
+    placements: Sequence[str] = ("ddp", "zero1", "zero2", "fsdp"),
+    schedules: Sequence[str] = SCHEDULES,
+    remat: Sequence[bool | str] | None = None,
+    gather_dtype: DTypeLike | None = jnp.bfloat16,
+    scatter_dtype: DTypeLike | None = None,
+    headroom: float = 0.1,
+) -> Plans:
+    """Rank all ways to distribute a model over chips by their predicted step time. No device is needed.
+
+    Args:
+      model: a name such as "llama3-8b", a `so.planning.Transformer`, or a `Workload` from `so.planning.trace(...)`.
+      hardware: a name such as "v5p", or a `so.planning.Hardware`.
+      chips: number of chips.
+      batch_size: rows (sequences) of the global batch.
+      tx: any optax transformation, for the bytes of its state and of its work on matrices; by default `optax.adamw`.
+      slices: number of pods, joined by the data-centre network; each has an equal number of chips.
+      placements: placements to try, among "ddp", "zero1", "zero2" and "fsdp".
+      schedules: names of `so.schedules` to try, for layouts with a pipeline. "search" runs `so.schedules.search` with
+        the predicted times and the activations that fit. It is tried on layouts that are fastest, or nearly fit, with
+        another schedule. Schedules that do not run in lockstep are predicted with `so.schedules.send_ahead`.
+      remat: values of `remat` to try: False recomputes nothing, True recomputes all, "save:NAME,..." saves the values
+        of these names. By default all three are tried. Names of the model's blocks that avoid most flops per byte are
+        saved first, so the fastest layout is the one that fits and recomputes least. Names are not tried in pipelines.
+        Offloading is never tried.
+      gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
+      scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
+      headroom: share of a chip's memory that stays free for costs that the formulas do not count.
+
+    Returns:
+      `Plans`: `.best` and `.ranked` have `.mesh` for `so.make_mesh(**...)` and `.strategy` for
+      `so.hybrid(tx, mesh, model, **...)`.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if a name is unknown (the message lists the known names), or a number is out of range.
+      ValueError: if nothing fits; the message gives the missing bytes and a remedy.
+
+    Example:
+      >>> import shardopt as so
+      >>> plans = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128)
+      >>> plans.best.mesh["data"] * plans.best.mesh["tensor"] * plans.best.mesh["pipeline"]
+      64
+      >>> plans.best.memory.total < 95 * 2**30
+      True
+
+    Note:
+      Sizes of replica, data, tensor, pipeline, context and expert are combined with placement, schedule, micro-batches
+      and rematerialisation. Memory and traffic are closed forms of the strategies' own rules (`footprint`, `traffic`).
+      Time is a roofline of published peaks (`step_time`), not fitted to any run. Trust the order of the layouts more
+      than the seconds.
+    """
+    workload = model if isinstance(model, Workload) else find_model("plan", model).workload()
+    chip = find_hardware("plan", hardware)
+    _check(chips, batch_size, slices, placements, schedules, headroom)
+    opt_state = abstract_opt_state(workload, tx)
+    limit = chip.memory_bytes * (1 - headroom)
+    fitting, dropped = [], []
+    remat_choices = workload.remat_choices() if remat is None else tuple(remat)
+    for choice in remat_choices:
+        workload.recompute(choice)  # raises for names that blocks do not have
+    dtypes = gather_dtype, scatter_dtype
+    machine = {"hardware": chip, "batch_size": batch_size, "slices": slices}
+    placed_models: dict[object, PlacedModel] = {}
+
+    def placed_as(layout: Layout) -> PlacedModel:
+        """Layouts that differ in schedule, micro-batches and remat alone have equal parameters: reuse them."""
+        key = layout.placement, *layout.sizes.items()
+        if key not in placed_models:
+            placed_models[key] = place(workload, layout, opt_state, tiled=chip.torus_dims > 0)
+        return placed_models[key]._replace(layout=layout)
+
+    def rank(layouts: Iterable[Layout]) -> None:
+        for layout in layouts:
+            try:
+                if layout.schedule == "search":
+                    layout = with_search_arguments(placed_as(layout), **machine, limit=limit)
+                prediction = predict(workload, layout, **machine, placed=placed_as(layout))
+            except ValueError as error:  # a dim that tensor does not divide
+                dropped.append(Dropped(layout, str(error).splitlines()[0].removeprefix("plan: "), 0.0))
+                continue
+            if prediction.memory.total > limit:
+                missing = prediction.memory.total - limit
+                dropped.append(Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a chip has", missing))
+            else:
+                fitting.append(prediction)
+
+    fixed_schedules = [name for name in schedules if name != "search"]
+    tried_schedules = fixed_schedules or SCHEDULES[:1]
+    rank(_layouts(workload, chips, batch_size, slices, placements, tried_schedules, remat_choices, dtypes))
+    # "search" and gathering once are tried on the best layouts alone
+    if "search" in schedules:
+        rank(_layouts_to_search(fitting, dropped))
+    rank(_gathered_once(fitting))
+    if not fixed_schedules:
+        fitting = [prediction for prediction in fitting if prediction.layout.schedule in (None, "search")]
+    dropped.sort(key=lambda entry: entry.missing_bytes or float("inf"))
+    fitting.sort(key=lambda prediction: (prediction.time.total, prediction.memory.total))
+    plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
+    if not fitting:
+        raise ValueError(_nothing_fits(plans))
+    if tx is None:
+        return plans
+    return plans._replace(state_layouts=state_layout_bytes(workload, plans.best.layout, tx))
+
+
+_SCHEDULE_NAMES = tuple(
+    name
+    for name in known_schedules.__all__
+    if name not in ("Schedule", "balance", "from_order", "from_ticks", "send_ahead")
+)
+
+
+_MAX_TRIES = 6
+
+
+def _layouts_to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]) -> list[Layout]:
+    """Return the layouts with the schedule "search": the fastest pipelines, and pipelines that almost fit."""
+    almost_fitting = sorted((entry for entry in dropped if entry.missing_bytes), key=lambda entry: entry.missing_bytes)
+    pipelines = (
+        [entry.layout for entry in entries if entry.layout.schedule] for entries in (_fastest(fitting), almost_fitting)
+    )
+    searched = ([layout._replace(schedule="search", chunks=1) for layout in layouts] for layouts in pipelines)
+    return [layout for layouts in searched for layout in list(dict.fromkeys(layouts))[:_MAX_TRIES]]
+
+
+def _gathered_once(fitting: Sequence[Prediction]) -> list[Layout]:
+    """Return the fastest pipelines of fsdp, changed to gather blocks once per step."""
+    fastest = [prediction.layout for prediction in _fastest(fitting)]
+    layouts = [layout for layout in fastest if layout.pipeline > 1 and layout.placement == "fsdp"]
+    return [layout._replace(regather=False) for layout in layouts[:_MAX_TRIES]]
+
+
+def _fastest(fitting: Sequence[Prediction]) -> list[Prediction]:
+    return sorted(fitting, key=lambda prediction: prediction.time.total)
+
+
+def _check(
+    chips: int, batch_size: int, slices: int, placements: Sequence[str], schedules: Sequence[str], headroom: float
+) -> None:
+    for name, value in {"chips": chips, "batch_size": batch_size, "slices": slices}.items():
+        check_count("plan", name, value)
+    if chips % slices:
+        problem = f"{chips} chips cannot be spread evenly over {plural(slices, 'slice')}."
+        raise ValueError(format_error("plan", problem, fix=f"choose chips divisible by {slices}."))
+    if unknown := [name for name in placements if name not in PLACEMENTS]:
+        fix = f"use some of {', '.join(PLACEMENTS)}."
+        raise ValueError(format_error("plan", f"unknown placement {', '.join(map(repr, unknown))}.", fix=fix))
+    if unknown := [name for name in schedules if name not in _SCHEDULE_NAMES]:
+        fix = f"use some of {', '.join(_SCHEDULE_NAMES)}."
+        raise ValueError(format_error("plan", f"unknown schedule {', '.join(map(repr, unknown))}.", fix=fix))
+    if not 0 <= headroom < 1:
+        raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}.")
+
+
+_MAX_SIZE = 64
+"""The largest sizes of tensor and pipeline, and the largest number of micro-batches, that are tried."""
+
+
+def _layouts(
+    workload: Workload,
+    chips: int,
+    batch_size: int,
+    slices: int,
+    placements: Sequence[str],
+    schedules: Sequence[str],
+    remat: Sequence[bool | str],
+    dtypes: tuple[DTypeLike | None, DTypeLike | None],
+) -> Iterator[Layout]:
+    """Yield the layouts of `chips` chips whose sizes divide the model and the batch.
+
+    - tensor and pipeline: powers of two up to 64, or small divisors of the number of chips. Stages divide the blocks.
+    - replica: 1, or one copy per slice.
+    - context: divisors of the positions, if there are fewer rows than chips or rows of more than 16,384 positions.
+    - expert: divisors of the number of experts.
+    - data: the remaining chips.
+    - micro-batches: powers of two, with at least one row per device; in a pipeline at least one per stage.
+    """
+    # fsdp computes elementwise operations again, so saving all inner products equals remat=False
+    redundant = [
+        choice
+        for choice in remat
+        if False in remat and isinstance(choice, str) and not _recompute_flops(workload, choice)
+    ]
+    for tensor in _divisors(chips // slices, _MAX_SIZE if any(workload.tensor_sums) else 1):
+        stages = [n for n in _divisors(chips // slices // tensor, _MAX_SIZE) if workload.num_blocks % n == 0]
+        inner_sizes = itertools.product(stages, _contexts(workload, chips, batch_size), _experts(workload, chips))
+        for pipeline, context, expert in inner_sizes:
+            copies, remainder = divmod(chips // slices // tensor, pipeline * context * expert)
+            if remainder or batch_size % (copies * slices * expert):
+                continue
+            copies *= slices
+            micro_batches = [
+                m
+                for m in _divisors(batch_size // copies // expert, _MAX_SIZE, small=0)
+                if pipeline == 1 or m >= pipeline
+            ]
+            for replica in sorted({1, slices}):
+                if copies % replica:
+                    continue
+                data = copies // replica
+                can_shard = data * context * expert > 1
+                tried_remat = [choice for choice in remat if pipeline == 1 or isinstance(choice, bool)]
+                options = (placements if can_shard else ("ddp",), schedules if pipeline > 1 else (None,), tried_remat)
+                for m, placement, schedule, choice in itertools.product(micro_batches, *options):
+                    if placement == "fsdp" and choice in redundant:
+                        continue
+                    gather_dtype = dtypes[0] if placement == "fsdp" else None
+                    scatter_dtype = dtypes[1] if placement != "ddp" else None
+                    for chunks in _chunks(workload, pipeline, m, schedule):
+                        sizes = replica, data, pipeline, tensor
+                        yield Layout(
+                            *sizes, placement, m, schedule, chunks, choice, gather_dtype, scatter_dtype, context, expert
+                        )
+
+
+_LONG_ROW = 16_384
+
+
+def _contexts(workload: Workload, chips: int, batch_size: int) -> list[int]:
+    if workload.attention is None or (batch_size >= chips and workload.tokens <= _LONG_ROW):
+        return [1]
+    return [n for n in _divisors(chips, _MAX_SIZE, small=0) if workload.tokens % n == 0]
+
+
+def _experts(workload: Workload, chips: int) -> list[int]:
+    if workload.experts is None:
+        return [1]
+    return [n for n in _divisors(chips, _MAX_SIZE, small=0) if workload.experts.num_experts % n == 0]
+
+
+def _recompute_flops(workload: Workload, remat: bool | str) -> float:
+    recompute = workload.recompute(remat)
+    return 0.0 if recompute is None else recompute.flops
+
+
+def _divisors(count: int, largest: int, small: int = 8) -> list[int]:
+    """Return the powers of two that divide a count, and its other divisors up to `small`."""
+    return [n for n in range(1, min(count, largest) + 1) if count % n == 0 and (n & (n - 1) == 0 or n <= small)]
+
+
+def _chunks(workload: Workload, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
+    if schedule in ON_A_V:
+        return [2] if workload.num_blocks % (2 * pipeline) == 0 else []
+    if schedule not in CHUNKED:
+        return [1]
+    two_chunks = [2] if workload.num_blocks % (2 * pipeline) == 0 and micro_batches % pipeline == 0 else []
+    return two_chunks if schedule in ("interleaved", "looped_breadth_first") else [1, *two_chunks]
+
+
+def predict(
+    workload: Workload,
+    layout: Layout,
+    *,
+    hardware: Hardware,
+    batch_size: int,
+    tx: optax.GradientTransformation | None = None,
+    opt_state: PyTree = None,
+    slices: int = 1,
+    placed: PlacedModel | None = None,
+) -> Prediction:
+    """Predict the memory, traffic and time of one layout.
+
+    Args:
+      workload: the model.
+      layout: mesh sizes, placement, schedule, micro-batches.
+      hardware: the chip.
+      batch_size: rows of the global batch.
+      tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
+      opt_state: abstract optimizer state, if it is known already.
+      slices: number of pods; each has an equal number of chips.
+      placed: the result of `place` for the layout, if it is known already.
+
+    Raises:
+      ValueError: if tensor does not divide a parameter as its rule says, or the schedule does not accept the sizes.
+      ValueError: if `layout.remat` names values that blocks do not have, or names any values in a pipeline.
+
+    Example:
+      >>> from shardopt.planning import HARDWARE, Layout, find_model
+      >>> work = find_model("plan", "llama3-8b").workload()
+      >>> prediction = predict(work, Layout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
+      >>> round(prediction.memory.params / 1e9, 3), 0.5 < prediction.mfu < 1
+      (0.502, True)
+    """
+    if isinstance(layout.remat, str) and layout.pipeline > 1:
+        problem = f"what remat={layout.remat!r} keeps in a pipeline is not predicted."
+        raise ValueError(format_error("plan", problem, fix="use remat=True or False there."))
+    if placed is None:
+        state = abstract_opt_state(workload, tx) if opt_state is None else opt_state
+        placed = place(workload, layout, state, tiled=hardware.torus_dims > 0)
+    transfers = traffic(placed, batch_size=batch_size)
+    time = step_time(placed, transfers, hardware, batch_size=batch_size, slices=slices)
+    return Prediction(
+        layout=layout,
+        memory=footprint(placed, batch_size=batch_size),
+        transfers=transfers,
+        time=time,
+        mfu=workload.model_flops * batch_size / (time.total * layout.num_chips * hardware.flops),
+        tokens_per_second=workload.tokens * batch_size / time.total,
+        rules=workload.rules,
+        expert_leaves=() if workload.experts is None else workload.experts.leaves,
+    )
+
+
+def _nothing_fits(plans: Plans) -> str:
+    chip, limit = plans.hardware, plans.limit
+    rows = plural(plans.batch_size, "row")
+    title = f"{plans.workload.name} on {plural(plans.chips, 'chip')} of {chip.name} with {rows} per batch"
+    too_large = [entry for entry in plans.dropped if entry.missing_bytes]
+    if not too_large:
+        fix = f"choose a batch_size that {plans.chips} chips divide evenly, or other chips."
+        return format_error("plan", f"{title}: no layout divides evenly.", [entry.why for entry in plans.dropped], fix)
+    lines = [f"{entry.layout}: {entry.missing_bytes:,.0f} bytes too many" for entry in too_large[:3]]
+    need = limit + too_large[0].missing_bytes
+    share = limit / chip.memory_bytes
+    larger = sorted(
+        (known.memory_bytes, name) for name, known in HARDWARE.items() if known.memory_bytes * share >= need
+    )
+    other = f", chips with more memory ({larger[0][1]})" if larger else ""
+    fix = f"use about {-(-plans.chips * need // limit):.0f} chips or more{other}, or fewer rows per batch."
+    return format_error("plan", f"{title}: nothing fits into {limit:,.0f} bytes per chip; the nearest are:", lines, fix)
+
+
+def _table(plans: Plans, count: int) -> str:
+    predictions = plans.ranked[:count]
+    columns = ["context"] * any(prediction.layout.context > 1 for prediction in predictions)
+    columns += ["expert"] * any(prediction.layout.expert > 1 for prediction in predictions)
+    header = [
+        "layout",
+        "memory",
+        "step",
+        "MFU",
+        "compute",
+        "tensor",
+        "data",
+        "pipeline",
+        "bubble",
+        *columns,
+    ]
+    rows = [header, *(_row(prediction, columns) for prediction in predictions)]
+    first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ["  ".join([row[0].ljust(first_width), *map(str.rjust, row[1:], widths)]) for row in rows]
+    model, batch = plans.workload, plural(plans.batch_size, "row")
+    machine = f"{plural(plans.chips, 'chip')} of {plans.hardware.name}"
+    unlisted = len(plans.ranked) - count
+    too_large = sum(entry.missing_bytes > 0 for entry in plans.dropped)
+    uneven = len(plans.dropped) - too_large
+    return "\n".join(
+        [
+            f"{model.name} ({_count(model.num_parameters)} parameters) on {machine}, {batch} per batch",
+            *lines,
+            *([f"... and {unlisted} more that fit"] if unlisted > 0 else []),
+            f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per chip may be used)",
+            *([f"{plural(uneven, 'layout')} dropped for sizes that do not divide"] if uneven else []),
+            *([] if plans.state_layouts is None else [str(plans.state_layouts)]),
+        ]
+    )
+
+
+def _row(prediction: Prediction, columns: Sequence[str]) -> list[str]:
+    time, memory = prediction.time, prediction.memory.total
+    extra_seconds = [getattr(time, name) for name in columns]
+    parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble, *extra_seconds)
+    return [
+        str(prediction.layout),
+        f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.1f} MB",
+        _duration(time.total),
+        f"{prediction.mfu:.1%}",
+        *(f"{part / time.total:.0%}" for part in parts),
+    ]
+
+
+def _count(number: int) -> str:
+    """Return `8.03 billion`, `124 million` or the number itself."""
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

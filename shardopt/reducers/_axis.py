@@ -1,0 +1,213 @@
+"""The axis that a reduction runs over: whether it is bound, whether values vary along it, and its collectives."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, abstract
+
+AxisName = str | tuple[str, ...]
+"""The name of a mesh axis, or a tuple of names that act as one axis; the last name varies fastest."""
+
+T = TypeVar("T")
+
+
+def axis_names(caller: str, axis_name: AxisName) -> tuple[str, ...]:
+    """Return the axis name, or the several axis names, as a tuple of strings."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
+        problem = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
+        raise TypeError(format_error(caller, problem, fix='pass the name of a mesh axis, such as "data".'))
+    if len(set(names)) < len(names):
+        raise ValueError(format_error(caller, f"axis names must differ, got {tuple(names)!r}."))
+    return tuple(names)
+
+
+def axis_size(caller: str, axis_name: AxisName) -> int:
+    """Return the number of devices along the axis."""
+    names = axis_names(caller, axis_name)
+    if unbound := [name for name in names if not is_bound(name)]:
+        quoted = ", ".join(repr(name) for name in unbound)
+        problem = f"axis {quoted} {'is' if len(unbound) == 1 else 'are'} not bound here."
+        fix = (
+            f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the partitioner), "
+            f"or inside jax.pmap or jax.vmap with axis_name={quoted if len(unbound) == 1 else names}."
+        )
+        raise ValueError(format_error(caller, problem, fix=fix))
+    return math.prod(jax.lax.axis_size(name) for name in names)
+
+
+def is_bound(name: str) -> bool:
+    """Return whether the axis is bound, so that collectives over it can be called."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def tracks_varying(axis_name: AxisName) -> bool:
+    """Return whether types record along which axes values vary.
+
+    They do only in `shard_map` with `check_vma=True`.
+    """
+    return bool(varying(jax.lax.axis_index(axis_name)))
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """Return the axes along which a value varies according to its type; empty where types do not track this."""
+    return jax.typeof(x).mat.varying
+
+
+def check_not_summed(caller: str, axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None:
+    """Raise an error for gradients that JAX has already summed over the axis.
+
+    Nothing is checked where types do not track along which axes values vary.
+    """
+    names = axis_names(caller, axis_name)
+    if not tracks_varying(names):
+        return
+    summed = [path for path, leaf in zip(paths, leaves, strict=True) if not varying(leaf) >= set(names)]
+    if summed:
+        quoted = " or ".join(repr(name) for name in names)
+        problem = (
+            f"{plural(len(summed), 'gradient leaf')} {'does' if len(summed) == 1 else 'do'} not vary along {quoted}: "
+            "under check_vma=True the gradient of a replicated parameter arrives summed already."
+        )
+        fix = (
+            f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'), or use check_vma=False."
+        )
+        raise ValueError(format_error(caller, problem, summed, fix))
+
+
+def agreeing_cond(
+    predicate: jax.Array | bool, if_true: Callable[..., T], if_false: Callable[..., T], *args: PyTree
+) -> T:
+    """Return `jax.lax.cond` of two branches whose results may vary along different axes.
+
+    A result that varies along an axis in one branch is cast to vary along that axis in the other branch too.
+    The predicate must be the same on all devices, because the branches may run collectives.
+    Double-precision arguments (a state made elsewhere) are cast to single precision where `jax_enable_x64` is off.
+    The cast applies to both branches, whether or not a branch computes with the argument.
+    """
+    args = jax.tree.map(
+        lambda x, abstract_x: x if x.dtype == abstract_x.dtype else x.astype(abstract_x.dtype), args, abstract(args)
+    )
+    if not any(varying(leaf) for leaf in jax.tree.leaves(args)):
+        return jax.lax.cond(predicate, if_true, if_false, *args)
+
+    def varying_axes(branch):
+        axes_of_leaves = []
+        jax.eval_shape(lambda: axes_of_leaves.extend(varying(leaf) for leaf in jax.tree.leaves(branch(*args))))
+        return axes_of_leaves
+
+    common_axes = [
+        true_axes | false_axes
+        for true_axes, false_axes in zip(varying_axes(if_true), varying_axes(if_false), strict=True)
+    ]
+
+    def cast_results(branch):
+        def run(*args):
+            leaves, treedef = jax.tree.flatten(branch(*args))
+            missing_axes = [tuple(axes - varying(leaf)) for leaf, axes in zip(leaves, common_axes, strict=True)]
+            pairs = zip(leaves, missing_axes, strict=True)
+            return treedef.unflatten([jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in pairs])
+
+        return run
+
+    return jax.lax.cond(predicate, cast_results(if_true), cast_results(if_false), *args)
+
+
+# Collectives over several arrays at once: arrays of one dtype share a buffer.
+
+
+def all_to_all_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Send row i of each array [N, k] to device i; row j of each result came from device j."""
+    return _packed(arrays, lambda buffer: _all_to_all(buffer, axis_name))
+
+
+def all_gather_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Send each array [1, k] to all devices; row j of each result [N, k] came from device j."""
+    return _packed(arrays, lambda buffer: _all_gather(buffer, axis_name))
+
+
+def all_reduce_padded(flat: jax.Array, axis_name: AxisName, axis_size: int) -> jax.Array:
+    """Sum a flat array over the axis; padding gives each device an equal chunk in the ring all-reduce."""
+    padding = -flat.size % axis_size
+    padded = jnp.pad(flat, (0, padding)) if padding else flat
+    return jax.lax.psum(padded, axis_name)[: flat.size]
+
+
+def _packed(arrays: Sequence[jax.Array], collective: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Concatenate the arrays of each dtype, run the collective once on each buffer, and split the results."""
+    bit_arrays = [_as_bits(array) for array in arrays]
+    results = list(arrays)
+    for dtype in dict.fromkeys(array.dtype for array in bit_arrays):
+        members = [i for i, array in enumerate(bit_arrays) if array.dtype == dtype]
+        buffer = (
+            bit_arrays[members[0]] if len(members) == 1 else jnp.concatenate([bit_arrays[i] for i in members], axis=1)
+        )
+        received, start = collective(buffer), 0
+        for i in members:
+            stop = start + arrays[i].shape[1]
+            results[i] = _from_bits(received[:, start:stop], arrays[i].dtype)
+            start = stop
+    return results
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Return half-precision floats as uint16 bits: XLA:CPU would widen them to fp32 on the wire."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
+        return jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return x
+
+
+def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    def axis_by_axis(names):
+        sizes = [jax.lax.axis_size(name) for name in names]
+        grid = x.reshape(*sizes, *x.shape[1:])
+        for dim, name in enumerate(names):
+            grid = jax.lax.all_to_all(grid, name, dim, dim, tiled=True)
+        return grid.reshape(x.shape)
+
+    return _over_axes(axis_name, lambda names: jax.lax.all_to_all(x, names, 0, 0, tiled=True), axis_by_axis)
+
+
+def _all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    # The gathered value is equal on all devices; its type says so if types track varying axes.
+    to = "invarying" if varying(x) else "varying"
+
+    def gather(x, names):
+        return jax.lax.all_gather(x, names, axis=0, tiled=True, to=to)
+
+    return _over_axes(
+        axis_name, lambda names: gather(x, names), lambda names: functools.reduce(gather, reversed(names), x)
+    )
+
+
+def _over_axes(
+    axis_name: AxisName,
+    as_one_axis: Callable[[AxisName], jax.Array],
+    axis_by_axis: Callable[[tuple[str, ...]], jax.Array],
+) -> jax.Array:
+    """Run a collective over several axes as if they were one axis.
+
+    jax.vmap has no batching rule for a collective over several axes: under vmap the axes are taken one after another.
+    That costs no communication, because vmap sends nothing.
+    """
+    if isinstance(axis_name, str) or len(axis_name) == 1:
+        return as_one_axis(axis_name)
+    try:
+        return as_one_axis(tuple(axis_name))
+    except AssertionError:
+        return axis_by_axis(tuple(axis_name))

@@ -1,0 +1,151 @@
+"""Compress the gradient of a single sender, for a server: no mesh axis averages it."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree, abstract, wide_dtype
+from shardopt.reducers._reducer import (
+    Reducer,
+    check_leaves,
+    check_reducer,
+    keep_if_finite,
+    narrow,
+    real_dtype,
+    real_shape,
+    widen,
+    zeros_like,
+)
+
+
+class CompressorState(NamedTuple):
+    """The state of a sender between its messages.
+
+    Attributes:
+      unsent: the residual that earlier messages left out, a tree like the gradients in fp32 or wider; () without
+        `error_feedback`.
+      state: the state of the reducer itself, such as the factors of `power_sgd`.
+    """
+
+    unsent: PyTree
+    state: PyTree
+
+
+class Compressor(NamedTuple):
+    """Pure functions by which one sender encodes gradients and any receiver decodes them; see `compressor`.
+
+    Attributes:
+      name: the name of the reducer.
+      init: `init(params) -> CompressorState`. It reads only shapes and dtypes.
+      encode: `encode(grads, memory) -> (message, memory)`. The message is a tree of compact arrays; the new memory is for
+        the next message.
+      decode: `decode(message, like) -> grads`. `like` is a tree of the gradients' shapes and dtypes.
+      message: `message(abstract_params) -> ` the message as `jax.ShapeDtypeStruct`s.
+      nbytes: `nbytes(abstract_params) -> int`, the bytes of a message.
+    """
+
+    name: str
+    init: Callable[[PyTree], CompressorState]
+    encode: Callable[[PyTree, CompressorState], tuple[PyTree, CompressorState]]
+    decode: Callable[[PyTree, PyTree], PyTree]
+    message: Callable[[PyTree], PyTree]
+    nbytes: Callable[[PyTree], int]
+
+
+def compressor(reducer: Reducer) -> Compressor:
+    """Return the functions by which a single sender compresses gradients in the way of a reducer.
+
+    A reducer averages over an axis, but a worker that pushes to a server sends alone. Its message holds the same arrays
+    as the first phase of the mean:
+
+    - `exact`: rounded numbers;
+    - `int8` and `sign`: 8-bit codes or signs, with their scales;
+    - `top_k`: the largest entries, with their indices;
+    - `power_sgd`: the two factors of the sender's own power iteration.
+
+    Args:
+      reducer: a reducer of this package, which may be wrapped in `error_feedback`.
+
+    Returns:
+      A `Compressor`.
+
+    Raises:
+      TypeError: if `reducer` is not a `Reducer`.
+      ValueError: if a single sender cannot use the reducer: `warm_up`, or a custom reducer without a `codec`.
+
+    Example:
+      >>> import jax.numpy as jnp, shardopt as so
+      >>> compressor = so.reducers.compressor(so.reducers.error_feedback(so.reducers.top_k(density=0.5)))
+      >>> grads = {"w": jnp.array([3.0, 2.0])}
+      >>> memory = compressor.init(grads)
+      >>> for _ in range(2):
+      ...     message, memory = compressor.encode(grads, memory)
+      ...     print(compressor.decode(message, grads)["w"], memory.unsent["w"], compressor.nbytes(grads))
+      [3. 0.] [0. 2.] 8
+      [0. 4.] [3. 0.] 8
+
+    **Equivalence**: with `error_feedback` the sum is conserved: sum_t decode(message_t) + unsent = sum_t g_t, up to
+    rounding of sums. With the momentum of `top_k`, g_t are the momentum-corrected gradients. A NaN or inf in a
+    gradient makes the decoded leaf non-finite (for `int8` and `sign` its whole bucket). The memory stays as it was.
+
+    **Placement**: the memory is local to the sender, and is lost with the sender.
+
+    **Communication**: `nbytes` per message, for Psi elements of b bytes:
+
+    - `exact(dtype)`: Psi times the bytes of the dtype;
+    - `int8`: (1 + 4/block_size) Psi;
+    - `sign`: (1/8 + 4/block_size) Psi;
+    - `top_k`: density (4 + b) Psi;
+    - `power_sgd`: 4 rank (rows + columns) for each matrix that it compresses.
+
+    References:
+      Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+      Speech DNNs", 2014 (error feedback of one sender). Each reducer lists its own references.
+    """
+    check_reducer("compressor", reducer)
+    codec, name = reducer.codec, reducer.name
+    if codec is None:
+        fix = "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
+        raise ValueError(format_error("compressor", f"{name} has no form that a single sender can write.", fix=fix))
+
+    def init(params):
+        check_leaves(name, params)
+        return CompressorState(
+            zeros_like(abstract(params)) if codec.error_feedback else (), codec.init(abstract(params))
+        )
+
+    def encode(grads, memory):
+        check_leaves(name, grads)
+        leaves, treedef = jax.tree.flatten(grads)
+        values, state = widen(leaves), memory.state
+        if codec.correct_momentum is not None:
+            values, state = codec.correct_momentum(values, state)
+        if codec.error_feedback:
+            unsent = widen(jax.tree.leaves(memory.unsent))
+            values = [value + residual for value, residual in zip(values, unsent, strict=True)]
+        message, state = codec.write(values, [real_dtype(leaf.dtype) for leaf in leaves], state)
+        decoded_grads, unsent = decode(message, grads), ()
+        if codec.error_feedback:
+            residuals = [
+                value - decoded for value, decoded in zip(values, widen(jax.tree.leaves(decoded_grads)), strict=True)
+            ]
+            unsent = treedef.unflatten(narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves]))
+        return message, keep_if_finite((grads, decoded_grads), CompressorState(unsent, state), memory)
+
+    def decode(message, like):
+        leaves, treedef = jax.tree.flatten(like)
+        shapes = [jax.ShapeDtypeStruct(real_shape(x), real_dtype(wide_dtype(x.dtype))) for x in leaves]
+        values = codec.read(message, shapes, [real_dtype(leaf.dtype) for leaf in leaves])
+        return treedef.unflatten(narrow(values, [leaf.dtype for leaf in leaves]))
+
+    def message(params):
+        grads = abstract(params)
+        return jax.eval_shape(lambda grads: encode(grads, init(grads))[0], grads)
+
+    def nbytes(params):
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(message(params)))
+
+    return Compressor(name, init, encode, decode, message, nbytes)

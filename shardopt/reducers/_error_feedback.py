@@ -1,0 +1,175 @@
+"""Two wrappers of reducers: `error_feedback` and `warm_up`.
+
+`error_feedback` sends later what compression left out. `warm_up` sends exact means first and compressed means later.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree, abstract
+from shardopt.reducers._axis import agreeing_cond
+from shardopt.reducers._device_state import ErrorFeedback
+from shardopt.reducers._mean import exact
+from shardopt.reducers._reducer import Reducer, check_leaves, check_reducer, keep_if_finite, zeros_like
+
+
+class ErrorFeedbackState(NamedTuple):
+    """The state of `error_feedback`.
+
+    Attributes:
+      memory: the residual that this device has not sent, a tree like the gradients in fp32 or wider. It differs between
+        devices.
+      inner: the state of the wrapped reducer.
+    """
+
+    memory: ErrorFeedback
+    inner: PyTree
+
+
+def error_feedback(reducer: Reducer) -> Reducer:
+    """Add to each gradient the residual of earlier calls, and remember the residual of this call.
+
+    With e_d the memory of device d, reduce g_d + e_d to a mean. The new memory is the residual that `reducer.transmit`
+    returns. It contains all errors: the error of each device's own compression, and the error of the compressed mean,
+    which the device that compressed the mean remembers.
+
+    Args:
+      reducer: any reducer of this package.
+
+    Returns:
+      A `Reducer`.
+
+    Raises:
+      TypeError: if `reducer` is not a `Reducer`.
+      ValueError: if it has error feedback already.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> reducer = so.reducers.error_feedback(so.reducers.top_k(density=0.5))
+      >>> def two_calls(g):
+      ...     first, state = reducer.reduce(g, reducer.init(g), "data")
+      ...     return first, reducer.reduce(g, state, "data")[0]
+      >>> first, second = jax.jit(jax.vmap(two_calls, axis_name="data"))(jnp.array([[3.0, 2.0]]))
+      >>> print(first, second)
+      [[3. 0.]] [[0. 4.]]
+
+    **Equivalence**: the sum is conserved: N sum_t mean_t + sum_d e_d = sum_t sum_d g_d, up to rounding of sums. With
+    the momentum of `top_k`, g_d are the momentum-corrected gradients. A call whose mean is not finite returns that mean
+    and leaves the state as it was, so skipping such a step loses nothing else.
+
+    A value that the optimizer clips off the mean is not remembered. A mean can be larger than the gradients, because it
+    includes residuals of earlier calls: do not clip it as tightly as exact means.
+
+    **Placement**: the memory is local to each device, as large as its gradients in fp32. The file
+    `shardopt.reducers._device_state` stores it, splits it over the axis, and carries it to another axis size.
+
+    **Communication**: the communication of the wrapped reducer.
+
+    References:
+      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 2;
+      Tang et al., "DoubleSqueeze", 2019, for the errors of both phases.
+    """
+    check_reducer("error_feedback", reducer)
+    name = f"error_feedback({reducer.name})"
+    if reducer.name.startswith("error_feedback("):
+        problem = f"{reducer.name} has error feedback already."
+        raise ValueError(format_error("error_feedback", problem, fix="wrap a reducer once."))
+
+    def init(params):
+        check_leaves(name, params)
+        return ErrorFeedbackState(ErrorFeedback(zeros_like(abstract(params))), reducer.init(params))
+
+    def reduce(grads, state, axis_name):
+        mean, residual, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
+        return mean, keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(residual), inner), state)
+
+    def transmit(grads, memory, state, axis_name):
+        raise ValueError(format_error(name, "what it does not send is in its state, there is nothing to hand on."))
+
+    codec = None if reducer.codec is None else reducer.codec._replace(error_feedback=True)
+    return Reducer(name, init, reduce, reducer.wire_bytes, transmit, codec)
+
+
+class WarmUpState(NamedTuple):
+    """The state of `warm_up`.
+
+    Attributes:
+      step: the number of earlier calls, int32.
+      inner: the state of the wrapped reducer.
+    """
+
+    step: jax.Array
+    inner: PyTree
+
+
+def warm_up(reducer: Reducer, steps: int) -> Reducer:
+    """Send exact means in the first `steps` calls, and use another reducer afterwards.
+
+    Compression does the most harm when training begins. Gradients are largest then, and the moments of an optimizer
+    such as Adam are furthest from their later values. Wrap the result in `error_feedback`, not the other way round.
+
+    Args:
+      reducer: any reducer of this package except `error_feedback`.
+      steps: the number of calls that send exact means, at least 0.
+
+    Returns:
+      A `Reducer`.
+
+    Raises:
+      TypeError: if `reducer` is not a `Reducer` or `steps` not an integer.
+      ValueError: if `steps` is negative, or the reducer has error feedback.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> reducer = so.reducers.error_feedback(so.reducers.warm_up(so.reducers.top_k(density=0.5), steps=1))
+      >>> def two_calls(g):
+      ...     first, state = reducer.reduce(g, reducer.init(g), "data")
+      ...     return first, reducer.reduce(g, state, "data")[0]
+      >>> first, second = jax.jit(jax.vmap(two_calls, axis_name="data"))(jnp.array([[3.0, 2.0]]))
+      >>> print(first, second)
+      [[3. 2.]] [[3. 0.]]
+
+    **Equivalence**: equal to `exact` before call number `steps` (counted from 0), and to `reducer` from then on.
+
+    **Placement**: the state of `reducer`, and a counter. The state of `reducer` does not change during the first calls,
+    nor does the velocity of `top_k`.
+
+    **Communication**: the communication of `exact` at first, which `wire_bytes` does not count; later that of `reducer`.
+    One program contains both, and each call runs one of them.
+
+    References:
+      Lin et al., "Deep Gradient Compression", 2018, section 3.3, which increases the sparsity step by step; Tang et al.,
+      "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
+    """
+    check_reducer("warm_up", reducer)
+    check_count("warm_up", "steps", steps, minimum=0)
+    if reducer.name.startswith("error_feedback("):
+        problem = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
+        raise ValueError(format_error("warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."))
+    exact_reducer = exact()
+
+    def init(params):
+        return WarmUpState(jnp.zeros((), jnp.int32), reducer.init(params))
+
+    def transmit(grads, memory, state, axis_name):
+        def send_exact(grads, memory, inner):
+            mean, residual, _ = exact_reducer.transmit(grads, memory, (), axis_name)
+            return mean, residual, inner
+
+        def send_compressed(grads, memory, inner):
+            return reducer.transmit(grads, memory, inner, axis_name)
+
+        mean, residual, inner = agreeing_cond(
+            state.step < steps, send_exact, send_compressed, grads, memory, state.inner
+        )
+        return mean, residual, WarmUpState(state.step + 1, inner)
+
+    def reduce(grads, state, axis_name):
+        mean, _, state = transmit(grads, None, state, axis_name)
+        return mean, state
+
+    return Reducer(f"warm_up({reducer.name}, steps={steps})", init, reduce, reducer.wire_bytes, transmit)

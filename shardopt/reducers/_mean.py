@@ -1,0 +1,253 @@
+"""The mean over an axis: `exact`, and the two-phase mean of rounded or encoded numbers.
+
+Let x_d be the values of device d, cut into N chunks x_d[c], and C a codec. Device c is the owner of chunk c.
+
+1. The owner c receives C(x_d[c]) from every other device d. It has its own x_c[c] exactly.
+2. The owner sends C(m_c) to all devices, where m_c is the mean of chunk c.
+
+Each phase makes an error that one device knows:
+
+- The sender knows x_d[c] - C(x_d[c]).
+- The owner knows N (m_c - C(m_c)), in units of the sum.
+
+The two errors of a device belong to different chunks, since no device sends its own chunk in the first phase. So one
+memory as large as the gradient holds both, and N mean + the sum of memories equals the sum of the values exactly.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from shardopt.collectives._buckets import Bucket, plan_buckets
+from shardopt.core._errors import format_error
+from shardopt.core._types import wide_dtype
+from shardopt.reducers._axis import AxisName, all_gather_packed, all_reduce_padded, all_to_all_packed
+from shardopt.reducers._axis import axis_size as size_of
+from shardopt.reducers._reducer import MessageCodec, Reducer, make_reducer, real_dtype, real_shape
+
+BUCKET_ELEMENTS = 2**23
+"""The size at which a bucket is full: 32 MiB in fp32. A larger leaf has its own bucket, and is not copied."""
+
+
+def exact(dtype: DTypeLike | None = None) -> Reducer:
+    """Average gradients as they are, or rounded to a dtype on the wire.
+
+    mean = round(sum_d round(g_d) / N), where round is to the dtype on the wire. Sums are in fp32 or wider.
+
+    Args:
+      dtype: the dtype on the wire, such as `jnp.bfloat16`; by default the dtype of each leaf. A leaf is never widened.
+
+    Returns:
+      A `Reducer`.
+
+    Raises:
+      TypeError: if `dtype` is not a dtype.
+      ValueError: if `dtype` is not a real floating one of 16 bits or more.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> reducer = so.reducers.exact(jnp.bfloat16)
+      >>> reducer.wire_bytes({"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, axis_size=4)
+      6144
+      >>> mean = jax.jit(jax.vmap(lambda g: reducer.reduce(g, (), "data")[0], axis_name="data"))(jnp.array([1.0, 2.0]))
+      >>> print(mean)
+      [1.5 1.5]
+
+    **Equivalence**: equal to the mean up to summation order where nothing is rounded. Otherwise each number is rounded
+    at most twice, for any number of devices.
+
+    **Placement**: no state.
+
+    **Communication** per call and device, for Psi elements of b bytes: 2(N-1)/N Psi b, as one all-reduce per bucket.
+    A dtype on the wire that is narrower than fp32 takes an all-to-all and an all-gather of N equal chunks instead, with
+    the same bytes: XLA:CPU would widen the dtype in an all-reduce.
+    """
+    requested = None if dtype is None else _checked_dtype(dtype)
+    name = "exact()" if requested is None else f"exact({requested.name})"
+
+    def wire_dtype(leaf_dtype):
+        value_dtype = real_dtype(leaf_dtype)
+        return value_dtype if requested is None or requested.itemsize >= value_dtype.itemsize else requested
+
+    def send(values, dtypes, state, axis_name):
+        means, residuals = mean_of(values, [wire_dtype(leaf_dtype) for leaf_dtype in dtypes], axis_name)
+        return means, residuals, state
+
+    def count_bytes(params, axis_size):
+        leaves = jax.tree.leaves(params)
+        sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
+        wide = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
+        return mean_bytes(sizes, wide, [wire_dtype(leaf.dtype) for leaf in leaves], axis_size)
+
+    def write(values, dtypes, state):
+        return [value.astype(wire_dtype(dtype)) for value, dtype in zip(values, dtypes, strict=True)], state
+
+    def read(message, shapes, dtypes):
+        return [array.astype(shape.dtype) for array, shape in zip(message, shapes, strict=True)]
+
+    return make_reducer(name, send=send, count_bytes=count_bytes, codec=MessageCodec(write, read))
+
+
+def _checked_dtype(dtype: DTypeLike) -> np.dtype:
+    try:
+        wire_dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        fix = "pass one such as jax.numpy.bfloat16."
+        raise TypeError(format_error("exact", f"dtype must be a dtype, got {dtype!r}.", fix=fix)) from error
+    if not jnp.issubdtype(wire_dtype, jnp.floating) or wire_dtype.itemsize < 2:
+        problem = f"dtype must be a floating dtype of 16 bits or more, got {wire_dtype.name}."
+        raise ValueError(format_error("exact", problem, fix="use bfloat16, or so.reducers.int8() for fewer bits."))
+    return wire_dtype
+
+
+def mean_of(
+    values: Sequence[jax.Array], dtypes: Sequence[np.dtype], axis_name: AxisName
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Average real arrays over an axis; return (means, residuals).
+
+    An array that is sent in its own dtype takes an all-reduce, and its residual is zero. An array that is rounded takes
+    two phases: sums are in its own dtype, and each number is rounded twice instead of once per hop. Its residual is the
+    error of that rounding.
+
+    Args:
+      values: real arrays, in fp32 or wider.
+      dtypes: the dtype on the wire of each array.
+      axis_name: the axis.
+    """
+    num_devices = size_of("mean_of", axis_name)
+
+    def average(flat, key):
+        value_dtype, wire_dtype = key
+        if wire_dtype.itemsize >= value_dtype.itemsize:
+            return all_reduce_padded(flat, axis_name, num_devices) / num_devices, jnp.zeros_like(flat)
+        return two_phase_mean(flat, _cast_codec(wire_dtype), axis_name)
+
+    return in_buckets(values, list(zip([value.dtype for value in values], dtypes, strict=True)), average)
+
+
+def mean_bytes(
+    sizes: Sequence[int], value_dtypes: Sequence[np.dtype], wire_dtypes: Sequence[np.dtype], axis_size: int
+) -> int:
+    """Return the number of bytes that a device sends in `mean_of`.
+
+    An all-reduce sends 2 (N - 1) / N of the padded buffer.
+
+    Args:
+      sizes: the number of elements of each array.
+      value_dtypes: the dtype of each array.
+      wire_dtypes: the dtype on the wire of each array.
+      axis_size: N, the number of devices.
+    """
+    num_bytes = 0
+    for bucket in buckets_of(sizes, list(zip(value_dtypes, wire_dtypes, strict=True))):
+        value_dtype, wire_dtype = bucket.key
+        if wire_dtype.itemsize >= value_dtype.itemsize:
+            num_bytes += 2 * (axis_size - 1) * -(-bucket.size // axis_size) * value_dtype.itemsize
+        else:
+            num_bytes += two_phase_bytes(bucket.size, _cast_codec(wire_dtype), axis_size, value_dtype)
+    return num_bytes
+
+
+def in_buckets(
+    values: Sequence[jax.Array],
+    keys: Sequence[Hashable],
+    average: Callable[[jax.Array, Hashable], tuple[jax.Array, jax.Array]],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Apply `average(flat, key) -> (mean, residual)`, all flat arrays, to each bucket; return (means, residuals)."""
+    means, residuals = list(values), [jnp.zeros_like(value) for value in values]
+    for bucket in buckets_of([value.size for value in values], keys):
+        bucket_mean, bucket_residual = average(join_bucket(values, bucket), bucket.key)
+        for i, mean, residual in zip(
+            bucket.members, split_bucket(bucket_mean, bucket), split_bucket(bucket_residual, bucket), strict=True
+        ):
+            means[i], residuals[i] = mean.reshape(values[i].shape), residual.reshape(values[i].shape)
+    return means, residuals
+
+
+def buckets_of(sizes: Sequence[int], keys: Sequence[Hashable]) -> list[Bucket]:
+    """Group arrays, given by their sizes, into buckets; arrays with different keys share no bucket."""
+    return plan_buckets(sizes, keys, BUCKET_ELEMENTS)
+
+
+def join_bucket(values: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
+    """Concatenate the values of a bucket into one flat array."""
+    pieces = [values[i].reshape(-1) for i in bucket.members]
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+def split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
+    """Split the flat array of a bucket into the flat values of its members."""
+    stops = np.cumsum(bucket.sizes).tolist()
+    return [flat[stop - size : stop] for stop, size in zip(stops, bucket.sizes, strict=True)]
+
+
+class Codec(NamedTuple):
+    """Functions that encode rows of numbers in few bytes.
+
+    Attributes:
+      padded_length: `padded_length(n)`: the length of a chunk of n elements after padding.
+      encode: `encode(rows, valid) -> parts`: rows [R, C] to arrays [R, k]; `valid` [R, C] is False for padding.
+      decode: `decode(parts, length, dtype) -> rows`.
+      nbytes: `nbytes(length, dtype)`: the bytes of one encoded row.
+    """
+
+    padded_length: Callable[[int], int]
+    encode: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]
+    decode: Callable[[Sequence[jax.Array], int, np.dtype], jax.Array]
+    nbytes: Callable[[int, np.dtype], int]
+
+
+def two_phase_mean(flat: jax.Array, codec: Codec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """Return the mean of flat arrays [n] over an axis, and this device's residual.
+
+    The mean has the same bits on all devices.
+    """
+    num_devices, n, dtype = size_of("two_phase_mean", axis_name), flat.size, flat.dtype
+    length = _chunk_length(n, num_devices, codec)
+    rows = jnp.pad(flat, (0, num_devices * length - n)).reshape(num_devices, length)
+    num_valid = jnp.asarray(np.clip(n - np.arange(num_devices) * length, 0, length), jnp.int32)
+    valid = jnp.arange(length)[None, :] < num_valid[:, None]
+    device_index = jax.lax.axis_index(axis_name)
+    is_owned = (jnp.arange(num_devices) == device_index)[:, None]
+    owned_row = jax.lax.dynamic_slice_in_dim(rows, device_index, 1)
+
+    parts = codec.encode(rows, valid)
+    received_rows = codec.decode(all_to_all_packed(parts, axis_name), length, dtype)
+    owned_valid = jax.lax.dynamic_slice_in_dim(valid, device_index, 1)
+    # A codec may decode padding to a nonzero number, which must not count in the mean.
+    chunk_mean = jnp.where(
+        owned_valid, jnp.where(is_owned, owned_row, received_rows).sum(axis=0, keepdims=True) / num_devices, 0
+    )
+    encoded_mean = codec.encode(chunk_mean, owned_valid)
+    means = codec.decode(all_gather_packed(encoded_mean, axis_name), length, dtype)
+
+    sending_error = rows - codec.decode(parts, length, dtype)
+    mean_error = num_devices * (chunk_mean - codec.decode(encoded_mean, length, dtype))
+    residual = jnp.where(is_owned, mean_error, sending_error)
+    return means.reshape(-1)[:n], residual.reshape(-1)[:n]
+
+
+def two_phase_bytes(n: int, codec: Codec, axis_size: int, dtype: np.dtype) -> int:
+    """Return the bytes that a device sends for n elements: N - 1 chunks in an all-to-all, N - 1 in an all-gather."""
+    return 2 * (axis_size - 1) * codec.nbytes(_chunk_length(n, axis_size, codec), dtype)
+
+
+def _chunk_length(n: int, axis_size: int, codec: Codec) -> int:
+    return codec.padded_length(-(-n // axis_size))
+
+
+def _cast_codec(wire_dtype: np.dtype) -> Codec:
+    """Return the codec that rounds to a narrower floating dtype."""
+
+    def encode(rows, valid):
+        return (rows.astype(wire_dtype),)
+
+    def decode(parts, length, dtype):
+        return parts[0].astype(dtype)
+
+    return Codec(lambda n: n, encode, decode, lambda length, dtype: length * wire_dtype.itemsize)

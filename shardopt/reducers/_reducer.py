@@ -1,0 +1,281 @@
+"""The `Reducer` type, and `make_reducer`, which makes a reducer from functions over lists of real arrays."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
+from shardopt.reducers._axis import AxisName, axis_size, check_not_summed
+
+Values = list[jax.Array]
+"""Real arrays, fp32 or wider; a complex leaf [...] comes as [..., 2]."""
+Dtypes = list[np.dtype]
+"""The dtypes of the leaves; for a complex leaf, the dtype of its real part."""
+
+
+class MessageCodec(NamedTuple):
+    """Functions by which one sender writes its values and any receiver reads them, without an axis.
+
+    Attributes:
+      write: `write(values, dtypes, state) -> (message, state)`. The message is any tree of compact arrays.
+      read: `read(message, shapes, dtypes) -> values`. `shapes` are values, or `jax.ShapeDtypeStruct`s like them.
+      init: `init(params) -> state`.
+      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the residual of earlier messages
+        is added; None for no correction.
+      error_feedback: whether the residual of a message is added to the next message.
+    """
+
+    write: Callable[[Values, Dtypes, PyTree], tuple[PyTree, PyTree]]
+    read: Callable[[PyTree, Sequence[jax.Array | jax.ShapeDtypeStruct], Dtypes], Values]
+    init: Callable[[PyTree], PyTree] = lambda params: ()
+    correct_momentum: Callable[[Values, PyTree], tuple[Values, PyTree]] | None = None
+    error_feedback: bool = False
+
+
+class Reducer(NamedTuple):
+    """Pure functions that average gradients over an axis, and that count the bytes sent.
+
+    `reduce` runs where the axis is bound: in `jax.shard_map` (manual over this axis), `jax.pmap` or
+    `jax.vmap(axis_name=...)`. All three give the same result. Leaves must be floating or complex, else an error is raised.
+
+    Attributes:
+      name: the call that makes the reducer, such as "int8(block_size=256)".
+      init: `init(params) -> state`. It reads only shapes and dtypes, so `params` may be abstract. State that differs
+        between devices is marked as `PerDevice` or `ErrorFeedback`; see `shardopt.reducers._device_state`.
+      reduce: `reduce(grads, state, axis_name) -> (mean, state)`. The mean over the axis of each device's gradients has
+        their dtypes, and is the same on all devices bit for bit. `axis_name` is a string or a tuple of strings.
+      wire_bytes: `wire_bytes(abstract_params, axis_size) -> int`: the bytes that each device sends in a call, counted as
+        `so.audit` does (ring collectives). The calls of a warm-up are not counted.
+      transmit: `transmit(grads, memory, state, axis_name) -> (mean, residual, state)`. As `reduce`, but this device's
+        `memory` (a tree like the gradients, or None) is added before anything is sent. The next call must add
+        `residual`, so that nothing is lost: N mean + sum of residuals over devices = sum of (grads + memory).
+      codec: the functions by which a single sender writes its gradients, for `so.reducers.compressor`; None for a
+        reducer that a single sender cannot use.
+    """
+
+    name: str
+    init: Callable[[PyTree], PyTree]
+    reduce: Callable[[PyTree, PyTree, AxisName], tuple[PyTree, PyTree]]
+    wire_bytes: Callable[[PyTree, int], int]
+    transmit: Callable[[PyTree, PyTree, PyTree, AxisName], tuple[PyTree, PyTree, PyTree]]
+    codec: MessageCodec | None = None
+
+
+def make_reducer(
+    name: str,
+    *,
+    send: Callable[[Values, Dtypes, PyTree, AxisName], tuple[Values, Values, PyTree]],
+    count_bytes: Callable[[PyTree, int], int],
+    init: Callable[[PyTree], PyTree] = lambda params: (),
+    correct_momentum: Callable[[Values, PyTree], tuple[Values, PyTree]] | None = None,
+    codec: MessageCodec | None = None,
+) -> Reducer:
+    """Make a reducer from functions over lists of real arrays.
+
+    Args:
+      name: the call that makes the reducer, such as "int8(block_size=256)".
+      send: `send(values, dtypes, state, axis_name) -> (means, residuals, state)`. `values` are real arrays, in fp32 or
+        wider; a complex leaf [...] comes as [..., 2]. `dtypes` are the dtypes of the leaves, or of their real parts.
+      count_bytes: `count_bytes(abstract_params, axis_size)`, the bytes that a device sends in a call.
+      init: `init(params) -> state`.
+      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the memory is added.
+      codec: the `write` and `read` of a single sender. Its fields `init` and `correct_momentum` are set here.
+    """
+    codec = None if codec is None else codec._replace(init=init, correct_momentum=correct_momentum)
+
+    def transmit(grads, memory, state, axis_name):
+        check_leaves(name, grads)
+        axis_size(name, axis_name)
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+        check_not_summed(name, axis_name, [path for path, _ in leaves_with_paths(grads)], leaves)
+        values, old_state = widen(leaves), state
+        if correct_momentum is not None:
+            values, state = correct_momentum(values, state)
+        if memory is not None:
+            check_alike(name, "the memory", grads, memory)
+            values = [value + residual for value, residual in zip(values, widen(jax.tree.leaves(memory)), strict=True)]
+        means, residuals, new_state = send(values, [real_dtype(leaf.dtype) for leaf in leaves], state, axis_name)
+        mean = narrow(means, [leaf.dtype for leaf in leaves])
+        # Rounding the mean to the dtype of the gradients makes the same error on all N devices, so each remembers it.
+        residuals = [
+            residual + (wide - rounded) for residual, wide, rounded in zip(residuals, means, widen(mean), strict=True)
+        ]
+        narrow_residuals = narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves])
+        return treedef.unflatten(mean), treedef.unflatten(narrow_residuals), keep_if_finite(mean, new_state, old_state)
+
+    def reduce(grads, state, axis_name):
+        mean, _, state = transmit(grads, None, state, axis_name)
+        return mean, state
+
+    def checked_init(params):
+        check_leaves(name, params)
+        return init(abstract(params))
+
+    def wire_bytes(abstract_params, axis_size):
+        check_count(name, "axis_size", axis_size)
+        check_leaves(name, abstract_params)
+        return count_bytes(abstract(abstract_params), int(axis_size))
+
+    return Reducer(name, checked_init, reduce, wire_bytes, transmit, codec)
+
+
+def keep_if_finite(mean: PyTree, new_state: PyTree, old_state: PyTree) -> PyTree:
+    """Return the new state, or the old state if the mean has a NaN or inf, which must not reach later calls.
+
+    The mean is equal on all devices, so all devices choose the same state.
+    """
+    leaves_are_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(mean)]
+    if not leaves_are_finite or not jax.tree.leaves(new_state):
+        return new_state
+    is_finite = jnp.all(jnp.stack(leaves_are_finite))
+    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_state, old_state)
+
+
+def check_reducer(caller: str, reducer: object) -> None:
+    """Raise TypeError if this is not a `Reducer`."""
+    if not isinstance(reducer, Reducer):
+        type_name = getattr(reducer, "__name__", type(reducer).__name__)
+        fix = "pass one such as so.reducers.int8(), called."
+        raise TypeError(format_error(caller, f"reducer must be a Reducer, got {type_name}.", fix=fix))
+
+
+def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) -> Reducer:
+    """Return a reducer of lists of leaves that puts leaves with different keys into different buffers.
+
+    Leaves in one buffer can share the scale of a block. A leaf that is sharded over another mesh axis must not share a
+    scale with a leaf that is replicated over it: each shard would scale the replicated leaf differently.
+
+    Args:
+      reducer: any reducer.
+      keys: the key of each leaf.
+      paths: the key path of each leaf in the parameters, all different. Some reducers treat a leaf by its path.
+
+    Returns:
+      A `Reducer`. Its state is a tuple with one state of the wrapped reducer per group, over dicts by key path.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, shardopt as so
+      >>> from shardopt.reducers._reducer import grouped
+      >>> reducer = grouped(so.reducers.int8(block_size=4), ["sharded", "replicated"], ["kernel", "bias"])
+      >>> leaves = [jnp.array([[127.0]]), jnp.array([[1.0, 2.0]])]
+      >>> mean, _ = jax.jit(jax.vmap(lambda g: reducer.reduce(g, reducer.init(g), "data"), axis_name="data"))(leaves)
+      >>> print(mean[1][0])
+      [1.007874 2.      ]
+    """
+    indices_by_key = {key: [i for i, leaf_key in enumerate(keys) if leaf_key == key] for key in dict.fromkeys(keys)}
+
+    def split_by_group(leaves: Sequence[PyTree]) -> list[dict[str, PyTree]]:
+        return [{paths[i]: leaves[i] for i in indices} for indices in indices_by_key.values()]
+
+    def merge_groups(groups: Sequence[dict[str, PyTree]]) -> list[PyTree]:
+        leaf_by_path = {path: leaf for group in groups for path, leaf in group.items()}
+        return [leaf_by_path[path] for path in paths]
+
+    def init(params):
+        return tuple(reducer.init(group) for group in split_by_group(params))
+
+    def reduce(grads, state, axis_name):
+        results = [
+            reducer.reduce(group, group_state, axis_name)
+            for group, group_state in zip(split_by_group(grads), state, strict=True)
+        ]
+        return merge_groups([mean for mean, _ in results]), tuple(group_state for _, group_state in results)
+
+    def transmit(grads, memory, state, axis_name):
+        memories = [None] * len(indices_by_key) if memory is None else split_by_group(memory)
+        group_args = zip(split_by_group(grads), memories, state, strict=True)
+        means, residuals, states = [], [], []
+        for mean, residual, new_state in (
+            reducer.transmit(group, group_memory, old_state, axis_name) for group, group_memory, old_state in group_args
+        ):
+            means.append(mean)
+            residuals.append(residual)
+            states.append(new_state)
+        return merge_groups(means), merge_groups(residuals), tuple(states)
+
+    def wire_bytes(abstract_params, axis_size):
+        return sum(reducer.wire_bytes(group, axis_size) for group in split_by_group(abstract_params))
+
+    return Reducer(reducer.name, init, reduce, wire_bytes, transmit)
+
+
+# From gradient trees to lists of real arrays that are wide enough to be summed, and back.
+
+
+def check_leaves(caller: str, tree: PyTree) -> None:
+    """Raise TypeError if a leaf is not a floating or complex array: only these have a mean."""
+    wrong = [
+        f"{path or 'the tree itself'}: {leaf.dtype if is_array_like(leaf) else type(leaf).__name__}"
+        for path, leaf in leaves_with_paths(tree)
+        if not is_array_like(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        problem = f"{plural(len(wrong), 'leaf')} cannot be reduced: a mean needs floating or complex arrays."
+        raise TypeError(format_error(caller, problem, wrong, "leave such leaves out, for instance with optax.masked."))
+
+
+def check_alike(caller: str, reference_name: str, tree: PyTree, reference: PyTree) -> None:
+    """Raise ValueError if a tree of gradients does not have the structure and shapes of the reference tree.
+
+    Args:
+      caller: the caller, for the message.
+      reference_name: the name of the reference tree, for the message.
+      tree: the gradients.
+      reference: the tree that they must be like.
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(reference):
+        raise ValueError(format_error(caller, f"the gradients have another tree structure than {reference_name}."))
+    pairs = zip(leaves_with_paths(tree), jax.tree.leaves(reference), strict=True)
+    wrong = [
+        f"{path}: {leaf.shape}, was {reference_leaf.shape}"
+        for (path, leaf), reference_leaf in pairs
+        if jnp.shape(leaf) != reference_leaf.shape
+    ]
+    if wrong:
+        problem = (
+            f"{plural(len(wrong), 'gradient leaf')} {'has' if len(wrong) == 1 else 'have'} "
+            f"another shape than {reference_name}."
+        )
+        raise ValueError(format_error(caller, problem, wrong))
+
+
+def zeros_like(tree: PyTree) -> PyTree:
+    """Return zeros with the shapes of a tree, which may be abstract, in dtypes wide enough for sums."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)), tree)
+
+
+def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return leaves as real arrays in dtypes wide enough for sums; a complex [...] becomes [..., 2]."""
+    return [_as_real(leaf.astype(wide_dtype(leaf.dtype))) for leaf in leaves]
+
+
+def narrow(values: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> list[jax.Array]:
+    """Convert real arrays to leaves of these dtypes, the inverse of `widen`."""
+    return [_as_complex(value, dtype).astype(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+
+
+def real_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of the real and imaginary parts of a complex dtype; a real dtype as it is."""
+    return jnp.finfo(dtype).dtype
+
+
+def real_shape(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Return the shape of a leaf as a real array: a complex leaf [...] has [..., 2]."""
+    return (*leaf.shape, 2) if _is_complex(leaf.dtype) else tuple(leaf.shape)
+
+
+def _is_complex(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _as_real(x: jax.Array) -> jax.Array:
+    return jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1) if _is_complex(x.dtype) else x
+
+
+def _as_complex(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return jax.lax.complex(x[..., 0], x[..., 1]) if _is_complex(dtype) else x

@@ -1,0 +1,211 @@
+"""This process as one of a job: join the others, report a failure, end at once, return freed memory."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import jax
+
+from shardopt.runtime import _progress as progress
+from shardopt.runtime._compiled import share_compiled_programs
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+_CLUSTER_VARIABLES = (
+    "SLURM_JOB_ID",
+    "OMPI_MCA_orte_hnp_uri",
+    "OMPI_COMM_WORLD_SIZE",
+    "JAX_COORDINATOR_ADDRESS",
+    "JOB_COMPLETION_INDEX",
+    "TPU_WORKER_HOSTNAMES",
+    "MEGASCALE_COORDINATOR_ADDRESS",
+    "CLOUD_TPU_TASK_ID",
+)
+_PLACE_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""All variables that `initialize` needs. `shardopt launch` sets them, and any other launcher can."""
+_CONNECT_SECONDS = 20.0
+"""Seconds for which the address of process 0 is tried. Then jax tries it, and raises if it cannot be reached."""
+_PIPE_VARIABLE = "SHARDOPT_FAILURES"
+"""The environment variable with the descriptor of the pipe of `failures`."""
+
+
+def initialize(
+    coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Join this process to the other processes of the job; call it before any code uses a device.
+
+    Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, if all three are set; `shardopt launch` sets them. Otherwise the cluster is detected from the
+    environment (SLURM, Open MPI, indexed jobs of Kubernetes, Cloud TPU). On a single machine without a launcher it
+    does nothing. On CPU, collectives between processes use gloo.
+
+    Under `shardopt launch`:
+
+    - An uncaught error ends this process at once. It does not wait for the other processes, which may be waiting for
+      it.
+    - If the launcher dies, this process dies too.
+    - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which would ignore
+      SIGTERM, is switched off.
+
+    Args:
+      coordinator_address: `"host:port"` of process 0.
+      num_processes: how many processes the job has.
+      process_id: the number of this process, from 0.
+
+    Raises:
+      ValueError: if only some of the three arguments are passed.
+      RuntimeError: if devices were already used in this process.
+    """
+    arguments = (coordinator_address, num_processes, process_id)
+    if any(value is not None for value in arguments) and any(value is None for value in arguments):
+        raise ValueError(
+            "initialize: coordinator_address, num_processes and process_id go together, got "
+            f"{coordinator_address!r}, {num_processes!r}, {process_id!r}.\n"
+            "Fix: give all three, or none where SLURM, Open MPI, Kubernetes or Cloud TPU started the job."
+        )
+    if coordinator_address is None and all(name in os.environ for name in _PLACE_VARIABLES):
+        address, count, rank = (os.environ[name] for name in _PLACE_VARIABLES)
+        coordinator_address, num_processes, process_id = address, int(count), int(rank)
+    if coordinator_address is None and not any(name in os.environ for name in _CLUSTER_VARIABLES):
+        return
+    if "SHARDOPT_LAUNCHED" in os.environ:
+        _follow_launcher()
+        share_compiled_programs()
+    if "JAX_PROCESS_ID" in os.environ:
+        progress.start_reports(int(os.environ["JAX_PROCESS_ID"]))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    with progress.waiting("join"):
+        if coordinator_address is not None and process_id:
+            _wait_for_address(coordinator_address)
+        jax.distributed.initialize(coordinator_address, num_processes, process_id)
+    if "SHARDOPT_LAUNCHED" in os.environ and threading.current_thread() is threading.main_thread():
+        # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's handler.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
+def _wait_for_address(address: str) -> None:
+    """Wait a limited time until process 0 listens: gRPC retries only a second after a failed connection."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+            return
+        except (OSError, ValueError):  # jax reports an invalid address
+            time.sleep(0.01)
+
+
+def _follow_launcher() -> None:
+    """Make this process end at once when it fails, and when its launcher dies."""
+
+    def hook(error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        report_failure()
+        sys.__excepthook__(error_type, error, traceback)
+        end_at_once(1)
+
+    sys.excepthook = hook
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(int(os.environ["SHARDOPT_LAUNCHED"]), 0)  # the launcher may have died while this process was importing
+    except ProcessLookupError:
+        sys.exit("initialize: the launcher of this process has died.")
+    except PermissionError:  # the launcher lives, and belongs to another user
+        pass
+
+
+def num_processes() -> int:
+    """Return how many processes the job has; unlike `jax.process_count()`, it starts no backend."""
+    from jax._src.distributed import global_state  # jax.process_count() would start a backend
+
+    return global_state.num_processes or 1
+
+
+def end_at_once(code: int) -> None:
+    """End this process if it is one of several, without the exit handlers that wait for the others; else return.
+
+    At exit jax waits until all processes of the job have reached their exit. A process that failed would wait minutes
+    for the others, and they for it.
+    """
+    if jax.distributed.is_initialized():
+        report_failure()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Failures:
+    """The launcher's end of a pipe that all processes inherit, through which a process reports that it fails.
+
+    When a process fails, the kernel closes its connections before it reports the exit. So on a busy machine another
+    process can notice, fail and end before the launcher learns of the first one. A process therefore reports its
+    failure itself first.
+
+    Args:
+      reading: the descriptor that the launcher reads from.
+      writing: the descriptor that the processes write to.
+
+    Attributes:
+      environment: the environment variable through which a process finds the pipe.
+      descriptor: the descriptor that a process inherits.
+    """
+
+    def __init__(self, reading: int, writing: int):
+        self._reading, self.descriptor = reading, writing
+        self.environment = {_PIPE_VARIABLE: str(writing)}
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that reported a failure since the last call, in order."""
+        received = b""
+        with contextlib.suppress(BlockingIOError):  # the pipe is empty
+            while True:
+                received += os.read(self._reading, 4096)
+        return [int(line) for line in received.split()]
+
+
+@contextlib.contextmanager
+def failures() -> Iterator[Failures]:
+    """Open the pipe for the processes of a job; close it at the end."""
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(reading, False)
+        yield Failures(reading, writing)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def report_failure() -> None:
+    """Tell the launcher that this process fails, if a launcher listens."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ[_PIPE_VARIABLE])
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):  # the number may belong to another file by now
+            os.write(descriptor, f"{int(os.environ['JAX_PROCESS_ID'])}\n".encode())
+
+
+def trim_malloc() -> None:
+    """Return freed memory to the operating system, if the C library supports it (glibc).
+
+    XLA's compiler uses hundreds of megabytes for the step of a small model, and gigabytes for the step of a large
+    model. After they are freed, glibc keeps them for the process, in addition to all later allocations of training.
+
+    References:
+      malloc_trim(3), Linux man-pages.
+    """
+    _trim()(0)
+
+
+@functools.cache
+def _trim() -> Callable[[int], int]:
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, without this function
+        return ctypes.CDLL(None).malloc_trim
+    return lambda _: 0

@@ -1,0 +1,441 @@
+"""Find hangs: collect the reports of a job's processes, and find the process that lags behind or is slow.
+
+`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of the reports. A rank hangs if it has
+begun nothing new for longer than the timeout *and no rank is behind it*: ranks that wait for it in a collective are
+ahead of it. A rank without reports is stopped, cut off, or in native code that holds the interpreter lock. Messages
+are JSON, over connections whose peers have proved (HMAC, both ways) that they know the run's token.
+
+It is also a program, for `so.runtime.watchdog`: `python _watch.py COUNT TIMEOUT PORT`. This file imports only the standard
+library.
+"""
+
+import contextlib
+import json
+import re
+import secrets
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":  # the program starts without importing shardopt
+    sys.path.insert(0, str(Path(__file__).parent))
+    from _messages import Server  # pyright: ignore[reportMissingImports]
+    from _progress import ADDRESS, BEAT, MAIN, START, TOKEN, Mark  # pyright: ignore[reportMissingImports]
+else:
+    from shardopt.runtime._messages import Server
+    from shardopt.runtime._progress import ADDRESS, BEAT, MAIN, START, TOKEN, Mark
+
+FIRST_TIME_FACTOR = 10
+"""A phase may take this many timeouts the first time, since it may compile; so may the start of a process."""
+
+_MESSAGE_BYTES = 2**19
+_WINDOW_STEPS = 20
+"""Steps over which ranks are compared, to find a slow one."""
+_SHOWN_FRAMES = 8
+"""Frames of a stack in the message; the file holds the complete stack."""
+_ANSWER_SECONDS = 5.0
+"""Seconds for which the program waits for stacks."""
+
+
+class RankReport(NamedTuple):
+    """The last report of a rank.
+
+    Attributes:
+      ago: seconds since the report arrived.
+      lanes: the last mark of each lane; `began` is in seconds before the report was made.
+      own_seconds: seconds of the rank's own work since it began.
+      steps: steps taken since it began.
+      pid: the process on its host.
+      host: the name of the host.
+      probes: how often the devices were probed.
+      devices: seconds of each device in the last probe.
+    """
+
+    ago: float
+    lanes: dict[str, Mark]
+    own_seconds: float
+    steps: int
+    pid: int
+    host: str
+    probes: int = 0
+    devices: tuple[float, ...] = ()
+
+
+class Hang(NamedTuple):
+    """A hang of a job.
+
+    Attributes:
+      ranks: the ranks that lag behind; all ranks if none lags.
+      silent: whether no reports arrive from these ranks.
+      lane: the lane where they lag.
+      seconds: the duration so far.
+    """
+
+    ranks: tuple[int, ...]
+    silent: bool
+    lane: str
+    seconds: float
+
+
+def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_start: float) -> Hang | None:
+    """Return the hang of a job, or None.
+
+    Args:
+      reports: the last report by rank; None for a rank that never reported. Ranks that have ended are left out.
+      timeout: seconds without progress that count as a hang. A phase that may compile gets `FIRST_TIME_FACTOR` times
+        as long. A phase that took longer before, such as writing a large checkpoint, gets the time in its mark.
+      since_start: seconds since the job started.
+    """
+    known_reports = {rank: report for rank, report in reports.items() if report is not None}
+    missing_ranks = tuple(rank for rank in reports if rank not in known_reports)
+    if (
+        not all(map(_is_starting, known_reports.values()))
+        and missing_ranks
+        and since_start > FIRST_TIME_FACTOR * timeout
+    ):
+        return Hang(missing_ranks, True, MAIN, since_start)
+    lane_hangs = []
+    for lane in sorted({lane for report in known_reports.values() for lane in report.lanes}):
+        marks = {rank: report.lanes[lane] for rank, report in known_reports.items() if lane in report.lanes}
+        lowest_position = min((mark.step, mark.number) for mark in marks.values())
+        behind = {rank: mark for rank, mark in marks.items() if (mark.step, mark.number) == lowest_position}
+        seconds = max(mark.began + known_reports[rank].ago for rank, mark in behind.items())
+        allowed_seconds = max(
+            timeout * FIRST_TIME_FACTOR if mark.expected_seconds < 0 else max(timeout, mark.expected_seconds)
+            for mark in behind.values()
+        )
+        has_begun = any(mark.phase != START for mark in marks.values())
+        if has_begun and all(mark.phase for mark in behind.values()) and seconds > allowed_seconds:
+            lane_hangs.append(Hang(tuple(behind), False, lane, seconds))
+    # A rank without reports, while others wait, stopped at the same mark as they did.
+    silent_ranks = tuple(
+        rank for rank, report in known_reports.items() if report.ago > (timeout / 2 if lane_hangs else timeout)
+    )
+    if silent_ranks:
+        return Hang(silent_ranks, True, MAIN, max(known_reports[rank].ago for rank in silent_ranks))
+    if lane_hangs and missing_ranks:  # the others wait for a rank that stopped before its first report
+        return Hang(missing_ranks, True, MAIN, max(hang.seconds for hang in lane_hangs))
+    # Prefer the lane with the fewest lagging ranks: if all ranks wait, the lane does not show the cause.
+    return min(lane_hangs, key=lambda hang: len(hang.ranks), default=None)
+
+
+def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
+    """Return the ranks whose own work delays all others.
+
+    The own work of such a rank is more than twice the median of the others, and exceeds it by more than a tenth of a
+    step.
+
+    Args:
+      own_seconds: by rank, seconds of its own work in a step.
+      step: seconds of a step.
+
+    Example:
+      >>> find_slow({0: 0.01, 1: 0.05, 2: 0.01}, step=0.1)
+      [1]
+    """
+    slow = []
+    for rank, seconds in own_seconds.items():
+        other_seconds = [value for other_rank, value in own_seconds.items() if other_rank != rank]
+        median_seconds = statistics.median(other_seconds) if other_seconds else seconds
+        if seconds > 2 * median_seconds and seconds - median_seconds > 0.1 * step:
+            slow.append(rank)
+    return slow
+
+
+def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
+    """Return the ranks with a slow device.
+
+    It takes more than 1.5 times the median over the other ranks of their slowest device.
+
+    Args:
+      devices: by rank, seconds of each of its devices for the same work.
+
+    Example:
+      >>> find_slow_devices({0: [0.010, 0.011], 1: [0.010, 0.018], 2: [0.010, 0.010]})
+      [1]
+    """
+    slow = []
+    for rank, seconds in devices.items():
+        other_maxima = [max(other_seconds) for other_rank, other_seconds in devices.items() if other_rank != rank]
+        if other_maxima and max(seconds) > 1.5 * statistics.median(other_maxima):
+            slow.append(rank)
+    return slow
+
+
+class Watch:
+    """Collects the reports of the processes of one attempt, on threads, until `close`.
+
+    Args:
+      count: how many processes.
+      timeout: seconds without progress that count as a hang.
+      host: the address to listen on.
+      port: the port to listen on; 0 for any free port.
+      say: prints a message.
+
+    Attributes:
+      environment: the environment variables through which a process finds the watch.
+      port: the port on which it listens.
+      stacks: by rank, the stacks that a process sent.
+    """
+
+    def __init__(
+        self, count: int, timeout: float, *, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], None]
+    ):
+        self._timeout, self._say, self._start = timeout, say, time.monotonic()
+        self._last_reports: dict[int, tuple[float, RankReport] | None] = dict.fromkeys(range(count))
+        self._connections: dict[int, Connection] = {}
+        self._window_values: dict[int, tuple[float, int]] = {}
+        self._window_start, self._slow, self._warned_no_reports = self._start, [], False
+        self._probes, self._suspects, self._slow_devices = 0, [], []
+        self.stacks: dict[int, str] = {}
+        token = secrets.token_hex(16)
+        self._server = Server(self._serve, token, host=host, port=port)
+        self.port = self._server.port
+        address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
+        beat = max(0.05, min(1.0, timeout / 10))
+        self.environment = {ADDRESS: address, TOKEN: token, BEAT: str(beat)}
+
+    def check(self) -> Hang | None:
+        """Return the hang of the job, or None. Name slow ranks and slow devices."""
+        self._check_speed()
+        self._check_devices()
+        since_start = time.monotonic() - self._start
+        reports = self.reports()
+        if (
+            since_start > FIRST_TIME_FACTOR * self._timeout
+            and not self._warned_no_reports
+            and reports
+            and all(map(_is_starting, reports.values()))
+        ):
+            self._warned_no_reports = True
+            text = (
+                f"launch: no process has reported progress for {since_start:.0f} s, so that none can be seen to hang."
+            )
+            self._say(
+                f"{text}\nFix: call so.initialize() in each, and so.fit, or so.runtime.report_progress in a loop of your own."
+            )
+        return find_hang(reports, self._timeout, since_start)
+
+    def reports(self) -> dict[int, RankReport | None]:
+        """Return the last report of each rank that has not ended; None if it never reported."""
+        now = time.monotonic()
+        return {rank: last and last[1]._replace(ago=now - last[0]) for rank, last in list(self._last_reports.items())}
+
+    def forget(self, rank: int) -> None:
+        """Stop watching a rank that has ended."""
+        self._last_reports.pop(rank, None)
+
+    def ask(self, request: bytes) -> None:
+        """Send a request to all processes: b"stacks" or b"end"."""
+        for connection in list(self._connections.values()):
+            with contextlib.suppress(OSError, ValueError):
+                connection.send_bytes(request)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    def _serve(self, connection: Connection) -> None:
+        while True:
+            message = json.loads(connection.recv_bytes(_MESSAGE_BYTES))
+            rank = int(message["rank"])
+            if rank not in self._last_reports:  # the rank has ended, or is not a rank of this job
+                return
+            self._connections[rank] = connection
+            if message.get("bye"):
+                self.forget(rank)
+            elif "stacks" in message:
+                self.stacks[rank] = str(message["stacks"])
+            else:
+                self._last_reports[rank] = time.monotonic(), _read(message)
+
+    def _check_speed(self) -> None:
+        values = {rank: (last.own_seconds, last.steps) for rank, last in self.reports().items() if last is not None}
+        if values.keys() != self._window_values.keys() or not values:
+            self._window_values, self._window_start = values, time.monotonic()
+            return
+        steps = {rank: count - self._window_values[rank][1] for rank, (_, count) in values.items()}
+        if min(steps.values()) < _WINDOW_STEPS:
+            return
+        own_seconds = {
+            rank: (seconds - self._window_values[rank][0]) / steps[rank] for rank, (seconds, _) in values.items()
+        }
+        step_seconds = (time.monotonic() - self._window_start) / min(steps.values())
+        slow = find_slow(own_seconds, step_seconds)
+        if slow != self._slow:
+            for rank in slow:
+                median_seconds = statistics.median(
+                    seconds for other_rank, seconds in own_seconds.items() if other_rank != rank
+                )
+                self._say(
+                    f"launch: process {rank} is slow: {own_seconds[rank]:.3g} s of its own in each step (drawing batches, "
+                    f"logging), the others {median_seconds:.3g} s; a step takes {step_seconds:.3g} s."
+                )
+            if not slow:
+                self._say(f"launch: process {' and '.join(map(str, self._slow))} is slow no more.")
+        self._window_values, self._window_start, self._slow = values, time.monotonic(), slow
+
+    def _check_devices(self) -> None:
+        """Name the ranks that were slow in two consecutive probes of all ranks."""
+        reports = {rank: report for rank, report in self.reports().items() if report is not None and report.devices}
+        if (
+            len(reports) < len(self._last_reports)
+            or min((report.probes for report in reports.values()), default=0) <= self._probes
+        ):
+            return
+        self._probes = max(report.probes for report in reports.values())
+        device_seconds = {rank: report.devices for rank, report in reports.items()}
+        suspects = find_slow_devices(device_seconds)
+        slow = [rank for rank in suspects if rank in self._suspects]
+        for rank in [rank for rank in slow if rank not in self._slow_devices]:
+            longest = max(device_seconds[rank])
+            median_seconds = statistics.median(
+                max(other_seconds) for other_rank, other_seconds in device_seconds.items() if other_rank != rank
+            )
+            self._say(
+                f"launch: process {rank} computes slowly: its device {device_seconds[rank].index(longest)} on {reports[rank].host} needs "
+                f"{longest:.2g} s for products that take the others {median_seconds:.2g} s. All wait for it in each step."
+            )
+        for rank in [rank for rank in self._slow_devices if rank not in suspects]:
+            self._say(f"launch: process {rank} computes slowly no more.")
+        still_slow = [rank for rank in self._slow_devices if rank in suspects]
+        self._suspects, self._slow_devices = suspects, sorted({*slow, *still_slow})
+
+
+def _is_starting(report: RankReport | None) -> bool:
+    return report is None or all(mark.phase == START for mark in report.lanes.values())
+
+
+def _read(message: Mapping) -> RankReport:
+    lanes = {}
+    for name, (step, number, phase, began, expected_seconds, thread) in message["lanes"].items():
+        lanes[str(name)] = Mark(int(step), int(number), str(phase), float(began), float(expected_seconds), int(thread))
+    own_seconds, steps = float(message["own"]), int(message["steps"])
+    probes, devices = message["devices"]
+    process_info = int(message["pid"]), str(message["host"]), int(probes), tuple(map(float, devices))
+    return RankReport(0.0, lanes, own_seconds, steps, *process_info)
+
+
+def describe(
+    caller: str,
+    hang: Hang,
+    reports: Mapping[int, RankReport | None],
+    count: int,
+    stacks: Mapping[int, str],
+    states: Mapping[int, str],
+) -> str:
+    """Return the message about a hang: the ranks that lag, their phase, their stacks, and the position of the others.
+
+    Args:
+      caller: "launch" or "watchdog".
+      hang: the hang.
+      reports: the last report by rank.
+      count: how many processes the job has.
+      stacks: the output of faulthandler by rank; "" or missing if there is none.
+      states: for ranks on this host, the letter of their state in /proc/PID/stat.
+    """
+    names = " and ".join(map(str, hang.ranks))
+    are_several = len(hang.ranks) > 1
+    first_report = reports.get(hang.ranks[0])
+    lines = []
+    if len(hang.ranks) == count and not hang.silent:
+        position = _position_text(first_report, hang.lane)
+        lines.append(
+            f"{caller}: all {count} processes wait for {hang.seconds:.0f} s, {position}, and none lags behind."
+        )
+        lines.append("A connection between them may be lost, or they have entered different collectives.")
+    else:
+        symptom = "not heard of" if hang.silent else "without progress"
+        position = f", last {_position_text(first_report, hang.lane)}" if first_report else ", and never was"
+        lines.append(
+            f"{caller}: process {names} of {count} hang{'' if are_several else 's'}: {symptom} for {hang.seconds:.0f} s{position}."
+        )
+    for rank in hang.ranks[:4]:
+        lines += _stack_lines(rank, hang, reports.get(rank), stacks.get(rank, ""), states.get(rank, ""))
+    other_ranks = [rank for rank in reports if rank not in hang.ranks]
+    if other_ranks:
+        lines.append("The others:")
+    for rank in other_ranks[:8]:
+        innermost_frame = main_frames(stacks.get(rank, ""), reports[rank], MAIN)[:1]
+        lines.append(
+            f"  process {rank}: {_position_text(reports[rank], MAIN)}{', in ' + innermost_frame[0] if innermost_frame else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _stack_lines(rank: int, hang: Hang, report: RankReport | None, stacks: str, state: str) -> list[str]:
+    lines = []
+    if state == "T":
+        lines.append(f"Process {rank} is stopped by a signal (SIGSTOP), so its stack cannot be taken.")
+    elif hang.silent and state == "D":
+        lines.append(f"Process {rank} waits in the kernel, for a disk or a file system.")
+    elif hang.silent and stacks:
+        lines.append(f"Process {rank} is alive: it is cut off from the watch, or native code keeps its interpreter.")
+    elif hang.silent and not state:
+        lines.append(
+            f"Process {rank} does not answer: its host or network is lost, it is stopped, or native code keeps its interpreter."
+        )
+    if frames := main_frames(stacks, report, hang.lane):
+        lines += [f"Process {rank} is in:", *(f"  {frame}" for frame in frames[:_SHOWN_FRAMES])]
+    elif state != "T" and (state or stacks):
+        lines.append(f"Process {rank} did not give its stack.")
+    return lines
+
+
+def _position_text(report: RankReport | None, lane: str) -> str:
+    mark = report.lanes.get(lane) if report else None
+    return (
+        f"at step {mark.step} in {mark.phase or 'nothing that is watched'!r}" if mark else "before it reported anything"
+    )
+
+
+def main_frames(stacks: str, report: RankReport | None, lane: str) -> list[str]:
+    """Return the frames of a lane's thread from the output of faulthandler, the innermost first."""
+    mark = report.lanes.get(lane) if report else None
+    if mark is None:
+        return []
+    for block in re.split(r"\n\s*\n", stacks):
+        head, *frames = block.strip().splitlines() or [""]
+        thread_id = re.search(r"hread 0x([0-9a-f]+)", head)
+        if thread_id and int(thread_id[1], 16) == mark.thread:
+            return [frame.strip() for frame in frames if frame.strip().startswith("File ")]
+    return []
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of a process on this host (/proc/PID/stat): R, S, D, T (stopped), Z; "" if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Watch the processes of a cluster until this program's input ends; print a hang and end the job."""
+    count, timeout, port = int(arguments[0]), float(arguments[1]), int(arguments[2])
+    watch = Watch(count, timeout, host="0.0.0.0", port=port, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps({"port": watch.port, **watch.environment}), flush=True)
+    input_ended = threading.Event()
+    threading.Thread(target=lambda: sys.stdin.read() is not None and input_ended.set(), daemon=True).start()
+    while not input_ended.wait(min(0.5, timeout / 10)):
+        hang = watch.check()
+        if hang is None:
+            continue
+        reports = watch.reports()
+        watch.ask(b"stacks")
+        input_ended.wait(_ANSWER_SECONDS)
+        print(describe("watchdog", hang, reports, count, watch.stacks, {}), file=sys.stderr, flush=True)
+        for rank, text in sorted(watch.stacks.items()):
+            print(f"watchdog: the stacks of process {rank}:\n{text}", file=sys.stderr, flush=True)
+        watch.ask(b"end")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

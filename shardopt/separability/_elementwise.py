@@ -1,0 +1,287 @@
+"""Rules of equations that work entry by entry."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.core._primitives import IDENTITIES
+from shardopt.separability._numbers import relation_of_numbers
+from shardopt.separability._relations import (
+    Columns,
+    Extreme,
+    Known,
+    OperandSite,
+    Relation,
+    Same,
+    Shifted,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    is_exactly_same,
+    sizes_of_dim,
+)
+
+LINEAR = IDENTITIES | {"neg", "real", "imag", "conj", "reduce_precision", "convert_element_type"}
+"""f(r a) = r f(a), and f(a + b) = f(a) + f(b)."""
+ADDITIVE = frozenset(["add", "sub", "add_any", "complex"])
+"""f(a + c, b + d) = f(a, b) + f(c, d), and f(r a, r b) = r f(a, b)."""
+HOMOGENEOUS = frozenset(["abs", "max", "min", "clamp", "rem"])
+"""f(r a, r b) = r f(a, b) for r > 0."""
+UNSCALED = frozenset(["sign", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "atan2"])
+"""f(r a, r b) = f(a, b) for r > 0."""
+POWERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "sqrt": lambda params: 0.5,
+    "rsqrt": lambda params: -0.5,
+    "cbrt": lambda params: 1 / 3,
+    "square": lambda params: 2.0,
+    "integer_pow": lambda params: params["y"],
+}
+"""f(r a) = r^k f(a) for r > 0."""
+SELECT = "select_n"
+
+
+def elementwise(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Return the relations of the results of an equation that works entry by entry."""
+    return [_elementwise(site, relations)] * site.num_results
+
+
+def first_unknown(relations: Sequence[Relation]) -> Unknown | None:
+    """Return the first `Unknown` among relations; None if there is none."""
+    return next((relation for relation in relations if isinstance(relation, Unknown)), None)
+
+
+def unknown_results(site: Site, relations: Sequence[Relation], reason: str = "mixes") -> list[Relation]:
+    """Return `Unknown` for each result: the first `Unknown` of the operands, or else this equation."""
+    return [first_unknown(relations) or site.unknown(reason)] * site.num_results
+
+
+def resolve_numbers(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Return the relations of operands; known numbers are replaced by the relation that follows from them."""
+    return [
+        relation_of_numbers(relation, site.operand_shapes(i), site.num_pieces, _operand_dtype(site, i))
+        if isinstance(relation, Known)
+        else relation
+        for i, relation in enumerate(relations)
+    ]
+
+
+def is_zero(relation: Relation) -> bool:
+    """Return whether the trace says that a value is 0, in the whole batch and in every piece."""
+    return isinstance(relation, Known) and relation.all_zero
+
+
+def not_linear(site: Site, relation: Relation) -> Unknown:
+    """Return `Unknown` for an equation that cannot take a total or an extreme."""
+    op = (
+        relation.total.op
+        if isinstance(relation, Shifted)
+        else relation.op
+        if isinstance(relation, Total | Extreme)
+        else None
+    )
+    return Unknown("mixes", op or site.op, site.op)
+
+
+def join(site: Site, relations: Sequence[Relation]) -> Relation:
+    """Return the relation of a result whose entries are taken from the operands, or are their sums."""
+    return unify(site, resolve_numbers(site, relations), [is_zero(relation) for relation in relations])
+
+
+def unify(site: Site, relations: Sequence[Relation], zeros: Sequence[bool] | None = None) -> Relation:
+    """Return the relation that all of several values have.
+
+    Zeros have every relation: 0 = r 0, and zeros concatenated or added are 0. A value S that is the same in all pieces
+    is also the total (1/n) (S + ... + S).
+
+    Args:
+      site: the equation.
+      relations: the relations of the values, without `Known`.
+      zeros: whether each value is zero; by default none is.
+    """
+    drawn = any(isinstance(relation, Same) and relation.drawn for relation in relations)
+    zeros = [False] * len(relations) if zeros is None else zeros
+    operands = [relation for relation, zero in zip(relations, zeros, strict=True) if not zero]
+    if unknown := first_unknown(operands):
+        return unknown
+    for operand in operands:
+        if not isinstance(operand, Same | Split | Total):
+            return not_linear(site, operand)
+    terms = [term for term in operands if isinstance(term, Same | Split | Total)]
+    totals = [term for term in terms if isinstance(term, Total)]
+    splits = [term for term in terms if isinstance(term, Split)]
+    if len({term.place for term in splits}) > 1:
+        return site.unknown("mixes")
+    if totals and splits:
+        return _add_rows_and_totals(site, operands)
+    ratios = [term.ratio / site.num_pieces if totals and isinstance(term, Same) else term.ratio for term in terms]
+    if not all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios):
+        return Unknown("count", totals[0].op or site.op if totals else site.op, site.op if totals else None)
+    return (totals or splits or [Same(ratios[0] if ratios else 1.0, drawn)])[0]
+
+
+def _add_rows_and_totals(site: Site, operands: Sequence[Relation]) -> Relation:
+    """Return the relation of rows plus totals. Terms that are the same in all pieces count as rows."""
+    if site.name not in ADDITIVE:
+        return not_linear(site, next(operand for operand in operands if isinstance(operand, Total)))
+    total = unify(site, [operand for operand in operands if isinstance(operand, Total)])
+    split = unify(site, [operand for operand in operands if not isinstance(operand, Total)])
+    if isinstance(total, Total) and isinstance(split, Split):
+        return Shifted(split, total)
+    return total if isinstance(total, Unknown) else split
+
+
+def _elementwise(site: Site, relations: Sequence[Relation]) -> Relation:
+    if unknown := first_unknown(relations):
+        return unknown
+    for i, relation in enumerate(relations):  # a piece of one row must not be broadcast to several rows
+        if isinstance(relation, Split) and sizes_of_dim(site.operand_shapes(i), relation.dim) != sizes_of_dim(
+            site.result_shapes(), relation.dim
+        ):
+            return site.unknown("position")
+    name = site.name
+    if len(relations) == 1 and isinstance(relations[0], Columns) and name in ("convert_element_type", "copy"):
+        return relations[0]
+    if name in ADDITIVE or (name == SELECT and isinstance(_resolve_operand(site, relations, 0), Same)):
+        # an addition; or a choice of one case for each entry, with the same choice in the whole trace and in the pieces
+        return _select(site, relations) if name == SELECT else join(site, relations)
+    operands = resolve_numbers(site, relations)
+    if unknown := first_unknown(operands):
+        return unknown
+    for operand in operands:
+        if isinstance(operand, Columns | Shifted):
+            return not_linear(site, operand)
+        if isinstance(operand, Extreme):
+            return _apply_to_extreme(site, operands)
+        if isinstance(operand, Total):
+            return _apply_to_total(site, operand, operands)
+    scaled = [operand for operand in operands if isinstance(operand, Same | Split)]
+    ratio = _result_ratio(site, scaled, [is_zero(relation) for relation in relations])
+    if ratio is None:
+        return site.unknown("count")
+    splits = [operand for operand in scaled if isinstance(operand, Split)]
+    if len({operand.place for operand in splits}) > 1:
+        return site.unknown("mixes")
+    if splits:
+        split = splits[0]
+        return Split(split.dim, split.blocks, ratio, split.order)
+    return Same(ratio, any(isinstance(operand, Same) and operand.drawn for operand in scaled))
+
+
+def _resolve_operand(site: Site, relations: Sequence[Relation], i: int) -> Relation:
+    relation = relations[i]
+    return (
+        relation_of_numbers(relation, site.operand_shapes(i), site.num_pieces, _operand_dtype(site, i))
+        if isinstance(relation, Known)
+        else relation
+    )
+
+
+def _select(site: Site, relations: Sequence[Relation]) -> Relation:
+    predicate = _resolve_operand(site, relations, 0)
+    assert isinstance(predicate, Same)
+    if not site.equal_ratios(predicate.ratio, 1.0):
+        return site.unknown("count")
+    joined = join(OperandSite(site, 1), relations[1:])
+    return Same(joined.ratio, True) if predicate.drawn and isinstance(joined, Same) else joined
+
+
+def _result_ratio(site: Site, operands: Sequence[Same | Split], zeros: Sequence[bool]) -> float | None:
+    """Return the ratio of the result in the whole trace to the result in a piece; None if there is no fixed ratio.
+
+    Args:
+      site: the equation.
+      operands: the relations of the operands.
+      zeros: whether each operand is zero, so that any ratio is right for it.
+    """
+    name, ratios = site.name, [operand.ratio for operand in operands]
+    if name == "mul":
+        return ratios[0] * ratios[1]
+    if name == "div" and np.issubdtype(site.dtype, np.inexact):
+        return ratios[0] / ratios[1] if ratios[1] else None
+    if name in LINEAR and _stays_floating(site):
+        return ratios[0]
+    if all(site.equal_ratios(ratio, 1.0) for ratio in ratios):
+        return 1.0
+    if name in POWERS and ratios[0] > 0 and np.issubdtype(site.dtype, np.inexact):
+        return ratios[0] ** POWERS[name](site.params)
+    nonzero = [ratio for ratio, zero in zip(ratios, zeros, strict=True) if not zero]
+    if name == SELECT:
+        nonzero = [ratio for ratio, zero in zip(ratios[1:], zeros[1:], strict=True) if not zero]
+        if not site.equal_ratios(ratios[0], 1.0):
+            return None
+        return _common_ratio(site, nonzero)
+    if name in HOMOGENEOUS or name in UNSCALED:
+        shared_ratio = _common_ratio(site, nonzero)
+        if shared_ratio is None or not shared_ratio > 0:
+            return None
+        return shared_ratio if name in HOMOGENEOUS else 1.0
+    return None
+
+
+def _common_ratio(site: Site, ratios: Sequence[float]) -> float | None:
+    if not ratios:
+        return 1.0
+    return ratios[0] if all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios) else None
+
+
+def _stays_floating(site: Site) -> bool:
+    if site.name != "convert_element_type":
+        return True
+    dtype = site.params["new_dtype"]
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    source_dtype = site.whole_eqn.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    from_integers = jnp.issubdtype(dtype, jnp.integer) and (
+        source_dtype == jnp.bool_ or jnp.issubdtype(source_dtype, jnp.integer)
+    )
+    return from_integers and dtype.itemsize >= source_dtype.itemsize  # no integer is cut off
+
+
+def _apply_to_total(site: Site, total: Total, operands: Sequence[Relation]) -> Relation:
+    """Return the relation of f(total): f(c sum P_i) = c sum f(P_i) if f is linear.
+
+    A product is linear in one factor if the other factor is the same in all pieces. So is a quotient in its numerator.
+    """
+    if site.name in LINEAR and _stays_floating(site):
+        return total
+    if site.name == "mul":
+        other_factors = [operand for operand in operands if operand is not total]
+        if len(other_factors) == 1 and isinstance(other_factors[0], Same):
+            return total.scaled(other_factors[0].ratio)
+    if site.name == "div" and operands[0] is total and np.issubdtype(site.dtype, np.inexact):
+        divisor = operands[1]
+        if isinstance(divisor, Same) and divisor.ratio:
+            return total.scaled(1 / divisor.ratio)
+    return not_linear(site, total)
+
+
+def _keeps_order(site: Site) -> bool:
+    if site.name != "convert_element_type":
+        return False
+    dtype, source_dtype = site.params["new_dtype"], site.whole_eqn.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    return (
+        jnp.issubdtype(dtype, jnp.inexact)
+        or source_dtype == jnp.bool_
+        or (dtype == jnp.int32 and source_dtype.kind in "iu")
+    )
+
+
+def _apply_to_extreme(site: Site, operands: Sequence[Relation]) -> Relation:
+    """Return the relation of f(extreme): f must preserve the order of numbers, or be a minus, which reverses it."""
+    extreme = next(operand for operand in operands if isinstance(operand, Extreme))
+    if len(operands) == 1:
+        if site.name == "neg" and site.dtype.kind != "u":
+            return Extreme("min" if extreme.kind == "max" else "max", extreme.op)
+        if site.name in IDENTITIES or site.name == "reduce_precision" or _keeps_order(site):
+            return extreme
+        return not_linear(site, extreme)
+    kind = {"max": "max", "or": "max", "min": "min", "and": "min"}.get(site.name)
+    is_combined = kind == extreme.kind and all(operand == extreme or is_exactly_same(operand) for operand in operands)
+    return extreme if is_combined else not_linear(site, extreme)
+
+
+def _operand_dtype(site: Site, i: int) -> Any:
+    return getattr(site.whole_eqn.invars[i].aval, "dtype", None)

@@ -1,0 +1,264 @@
+"""Rules of `scan`, `while` and `cond`.
+
+A relation of a carry must hold before every turn. A scan may also take one row a turn.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from shardopt.core._jaxprs import scan_carry
+from shardopt.separability._elementwise import first_unknown, is_zero, resolve_numbers, unify, unknown_results
+from shardopt.separability._proof import Proof, open_jaxpr
+from shardopt.separability._relations import (
+    Columns,
+    Known,
+    OperandSite,
+    Relation,
+    Same,
+    Shifted,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    is_exactly_same,
+)
+
+MAX_ROUNDS = 8
+"""The number of rounds after which the search for relations that hold before every turn gives up."""
+
+
+def scan(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    """Follow a scan that has equally many turns in both traces, or that takes one row a turn."""
+    bodies = site.both_params("jaxpr")
+    num_carry, num_consts = scan_carry(site.whole_eqn, open_jaxpr(bodies[0]))
+    num_turns = site.both_params("length")
+    if site.params["reverse"] != site.piece_eqn.params["reverse"]:
+        return [site.unknown("traces")] * site.num_results
+    if num_turns[0] != num_turns[1]:
+        return _scan_over_rows(proof, site, relations, num_carry, num_consts)
+    consts, carry, scanned = (
+        relations[:num_consts],
+        relations[num_consts : num_consts + num_carry],
+        relations[num_consts + num_carry :],
+    )
+    turn_operands = [_operand_of_turn(site, relation, num_consts + num_carry + i) for i, relation in enumerate(scanned)]
+    carry, turn_results = _fixed_point(proof, site, bodies, consts, carry, turn_operands)
+    return [*carry, *[_stack_turns(site, relation) for relation in turn_results]]
+
+
+def _operand_of_turn(site: Site, relation: Relation, i: int) -> Relation:
+    """Return the relation of the part of a scanned operand that a turn takes."""
+    if isinstance(relation, Known):
+        (relation,) = resolve_numbers(OperandSite(site, i), [relation])
+    if isinstance(relation, Split):  # the scanned dim has one length in both traces, so it is not the split dim
+        return relation.moved_to(relation.dim - 1)
+    return site.unknown("shape") if isinstance(relation, Columns | Shifted) else relation
+
+
+def _stack_turns(site: Site, relation: Relation) -> Relation:
+    """Return the relation of the stacked results of all turns. A known number is the number of one turn only."""
+    if isinstance(relation, Split):
+        return relation.moved_to(relation.dim + 1)
+    if isinstance(relation, Known):
+        return relation.as_same()
+    return site.unknown("shape") if isinstance(relation, Columns | Shifted) else relation
+
+
+def _fixed_point(
+    proof: Proof,
+    site: Site,
+    bodies: Sequence[Any],
+    consts: list[Relation],
+    carry: list[Relation],
+    turn_operands: list[Relation],
+) -> tuple[list[Relation], list[Relation]]:
+    """Return the relations of the carry that hold before every turn, and the relations of the other results of a turn.
+
+    By induction: the relations hold before the first turn, and if they hold before a turn, they hold after it.
+    """
+    for _ in range(MAX_ROUNDS):
+        results = proof.relate(site, bodies[0], bodies[1], [*consts, *carry, *turn_operands])
+        after = [_common_relation(site, *pair) for pair in zip(carry, results[: len(carry)], strict=True)]
+        if all(a is b or a == b for a, b in zip(carry, after, strict=True)):
+            return after, results[len(carry) :]
+        carry = after
+    unknown = site.unknown("loop")
+    return [unknown] * len(carry), [unknown] * (site.num_results - len(carry))
+
+
+def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
+    """Return a relation that both values have. Known numbers that differ become the relation that both numbers have."""
+    if before is after or before == after:
+        return before
+    if unknown := first_unknown([before, after]):
+        return unknown
+    relations = []
+    for relation in (before, after):
+        if isinstance(relation, Known):
+            if not relation.same_numbers:
+                return Unknown("count", relation.op)
+            relation = Same()
+        relations.append(relation)
+    if not all(isinstance(relation, Same | Split | Total) for relation in relations):
+        return relations[0] if relations[0] == relations[1] else site.unknown("loop")
+    return unify(site, relations, [is_zero(before), is_zero(after)])
+
+
+def while_loop(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    """Follow a loop whose condition is the same in the whole trace and in every piece, so that it has equally many turns."""
+    num_cond_consts, num_body_consts = site.params["cond_nconsts"], site.params["body_nconsts"]
+    cond_consts, body_consts, start = (
+        relations[:num_cond_consts],
+        relations[num_cond_consts : num_cond_consts + num_body_consts],
+        relations[num_cond_consts + num_body_consts :],
+    )
+    carry, _ = _fixed_point(proof, site, site.both_params("body_jaxpr"), body_consts, start, [])
+    (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
+    if is_exactly_same(condition) or (isinstance(condition, Known) and condition.same_numbers):
+        return carry
+    unknown = condition if isinstance(condition, Unknown) else site.unknown("loop")
+    return [unknown] * site.num_results
+
+
+def cond(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    """Follow all branches. The index of the branch must be the same in the whole trace and in every piece."""
+    branch_index, operands = relations[0], relations[1:]
+    branches = list(zip(*site.both_params("branches"), strict=True))
+    if isinstance(branch_index, Known) and branch_index.same_numbers and branch_index.whole_values.size == 1:
+        return proof.relate(
+            site, *branches[int(np.clip(branch_index.whole_values.item(), 0, len(branches) - 1))], operands
+        )
+    returning_branches = [branch for branch in branches if not _raises(branch[0])]
+    if len(returning_branches) == 1 < len(branches):  # the other branches end the run, whichever piece takes them
+        return proof.relate(site, *returning_branches[0], operands)
+    index_relation = resolve_numbers(site, relations)[0]
+    if not is_exactly_same(index_relation):
+        return unknown_results(site, [index_relation])
+    branch_results = [proof.relate(site, *branch, operands) for branch in branches]
+    results = []
+    for alternatives in zip(*branch_results, strict=True):
+        relation = alternatives[0]
+        for alternative in alternatives[1:]:
+            relation = _common_relation(site, relation, alternative)
+        if isinstance(relation, Known):  # a number of one branch: another branch may give another number
+            relation = relation.as_same()
+        results.append(relation)
+    return results
+
+
+def _raises(branch: Any) -> bool:
+    """Return whether a branch is the branch of `equinox.error_if` that raises an error."""
+    callbacks = [eqn.params.get("callback") for eqn in open_jaxpr(branch).eqns if eqn.primitive.name == "pure_callback"]
+    functions = [getattr(callback, "callback_func", None) for callback in callbacks]
+    return any(getattr(function, "__module__", "") == "equinox._errors" for function in functions)
+
+
+# --- scans that take one row a turn -----------------------------------------------------------------------------------
+
+ADDING = frozenset(["add", "add_any", "sub", "scatter-add", "scatter_add"])
+
+
+def _scan_over_rows(
+    proof: Proof, site: Site, relations: list[Relation], num_carry: int, num_consts: int
+) -> list[Relation]:
+    """Follow a scan that takes one row a turn, and has as many turns as there are rows.
+
+    Every turn must do the same in the whole trace as in a piece.
+
+    - A result that does not depend on other turns belongs to the row of its turn, so the stacked results are split.
+    - A carry is a sum over rows if it begins at 0, and each turn adds a term of its row to it.
+    """
+    bodies = site.both_params("jaxpr")
+    consts, start, scanned = (
+        relations[:num_consts],
+        relations[num_consts : num_consts + num_carry],
+        relations[num_consts + num_carry :],
+    )
+    unknown = first_unknown([*consts, *scanned]) or site.unknown("loop")
+    const_relations = [resolve_numbers(OperandSite(site, i), [relation])[0] for i, relation in enumerate(consts)]
+    row_relations = [
+        resolve_numbers(OperandSite(site, num_consts + num_carry + i), [relation])[0]
+        for i, relation in enumerate(scanned)
+    ]
+    unscaled = all(map(is_exactly_same, const_relations))
+    unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in row_relations)
+    body = open_jaxpr(bodies[0])
+    if not unscaled or not all(map(_equals_piece, proof.relate(site, *bodies, [Same()] * len(body.invars)))):
+        return [unknown] * site.num_results
+    carry_vars = body.invars[num_consts : num_consts + num_carry]
+    added_terms = [_terms_added_to_carry(body, var, out) for var, out in zip(carry_vars, body.outvars, strict=False)]
+    start_relations = [
+        resolve_numbers(OperandSite(site, num_consts + i), [relation])[0] for i, relation in enumerate(start)
+    ]
+    changing_vars = {
+        var
+        for var, out, relation in zip(carry_vars, body.outvars, start_relations, strict=False)
+        if var is not out or relation != Same()
+    }
+    turn_dependent = _variables_following_from(body, changing_vars)
+    results: list[Relation] = []
+    for relation, var, out, terms in zip(start, carry_vars, body.outvars, added_terms, strict=False):
+        if var is out:
+            results.append(relation)
+        elif (
+            terms is not None
+            and is_zero(relation)
+            and not (terms & turn_dependent)
+            and len(set(site.result_shapes(len(results)))) == 1
+        ):
+            results.append(Total(1.0, site.op))
+        else:
+            results.append(unknown)
+    for i, out in enumerate(body.outvars[num_carry:]):
+        from_row = not isinstance(out, Literal) and out not in turn_dependent
+        shapes = site.result_shapes(num_carry + i)
+        has_all_rows = shapes[0][0] == shapes[1][0] * site.num_pieces and shapes[0][1:] == shapes[1][1:]
+        results.append(Split(0) if from_row and has_all_rows else unknown)
+    return results
+
+
+def _equals_piece(relation: Relation) -> bool:
+    """Return whether W = P_i, for a value that does not follow from the random key."""
+    return relation == Same() or (isinstance(relation, Known) and relation.same_numbers)
+
+
+def _terms_added_to_carry(body: Jaxpr, var: Any, out: Any) -> set[Any] | None:
+    """Return the variables that a turn adds to a carry; None if the turn does anything else with the carry.
+
+    Args:
+      body: the jaxpr of a turn.
+      var: the carry before the turn.
+      out: the carry after the turn.
+    """
+    if sum(result is out for result in body.outvars) > 1:
+        return None
+    while True:
+        uses = [eqn for eqn in body.eqns if any(atom is var for atom in eqn.invars)]
+        if len(uses) != 1 or any(result is var for result in body.outvars):
+            return None
+        eqn = uses[0]
+        if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != var.aval.dtype:
+            break
+        var = eqn.outvars[0]  # this conversion only drops the weak type, which changes no number
+    positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
+    name = eqn.primitive.name
+    if (
+        name not in ADDING
+        or eqn.outvars[0] is not out
+        or len(positions) != 1
+        or (positions[0] != 0 and name not in ("add", "add_any"))
+    ):
+        return None
+    return {atom for i, atom in enumerate(eqn.invars) if i != positions[0] and not isinstance(atom, Literal)}
+
+
+def _variables_following_from(body: Jaxpr, variables: set[Any]) -> set[Any]:
+    """Return all variables of a jaxpr that follow from some of its variables, including these."""
+    following = set(variables)
+    for eqn in body.eqns:
+        if any(not isinstance(atom, Literal) and atom in following for atom in eqn.invars):
+            following.update(eqn.outvars)
+    return following

@@ -1,0 +1,213 @@
+"""Computes numbers that follow from the trace alone, such as 1/B, arange(B) and masks, with numpy on the host.
+
+An array has size 1 along dims along which all its numbers are equal.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from shardopt.separability._relations import (
+    Known,
+    Relation,
+    Same,
+    Shapes,
+    Site,
+    Split,
+    Unknown,
+    close,
+    differing_dims,
+    growth,
+    ratio_tolerance,
+)
+
+MAX_SIZE = 1 << 21
+"""The size of the largest array that is computed."""
+MAX_EQUAL_SIZE = 1 << 12
+"""The size of the largest array that is computed if it is equal in both traces: hardly any rule needs such numbers."""
+
+ENTRY_BY_ENTRY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "max": np.maximum,
+    "min": np.minimum,
+    "pow": np.power,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "square": np.square,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.bitwise_not,
+    "rem": np.fmod,
+    "copy": lambda x: x,
+    "copy_p": lambda x: x,
+    "stop_gradient": lambda x: x,
+    "name": lambda x: x,
+    "convert_element_type": lambda x: x,
+    "select_n": lambda index, *cases: np.select([index == i for i in range(len(cases))], cases, 0),
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+    "div": lambda x, y: np.trunc(np.divide(x, y)) if x.dtype.kind in "biu" else np.divide(x, y),
+}
+REDUCE = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min, "reduce_and": np.all, "reduce_or": np.any}
+
+
+def as_numbers(value: Any) -> np.ndarray | None:
+    """Return a literal or a constant of a trace as a numpy array; None if it is too large or numpy has no such dtype."""
+    if getattr(value, "size", 1) > MAX_SIZE or (
+        hasattr(value, "dtype") and getattr(value.dtype, "kind", "?") not in "biufcV"
+    ):
+        return None
+    array = np.asarray(value)
+    if array.dtype == jax.dtypes.float0:  # the tangents of integers, which hold no numbers
+        return np.zeros(array.shape, bool)
+    if array.dtype.kind == "V":  # bfloat16 and similar dtypes
+        return array.astype(np.float32)
+    return array if array.dtype.kind in "biufc" else None
+
+
+def fold_constants(site: Site, relations: Sequence[Relation]) -> Known | None:
+    """Return the numbers that an equation computes; None if an operand is not known or the computation is too large."""
+    if site.num_results != 1 or not all(isinstance(relation, Known) for relation in relations):
+        return None
+    known = [relation for relation in relations if isinstance(relation, Known)]
+    arrays = []
+    max_size = (
+        MAX_SIZE
+        if len(set(site.result_shapes())) > 1 or any(not numbers.same_numbers for numbers in known)
+        else MAX_EQUAL_SIZE
+    )
+    with np.errstate(all="ignore"):
+        for eqn, shape, args in (
+            (site.whole_eqn, site.result_shapes()[0], [numbers.whole_values for numbers in known]),
+            (site.piece_eqn, site.result_shapes()[1], [numbers.piece_values for numbers in known]),
+        ):
+            array = _compute(eqn, shape, args, max_size)
+            if array is None or array.size > max_size:
+                return None
+            arrays.append(_compress(array))
+    op = next((numbers.op for numbers in known if numbers.op is not None), site.op)
+    return Known(arrays[0], arrays[1], op)
+
+
+def _compress(array: np.ndarray) -> np.ndarray:
+    """Return an array with size 1 along dims along which all its numbers are equal."""
+    for dim, size in enumerate(array.shape):
+        if size > 1:
+            first = array.take([0], dim)
+            if np.array_equal(array, np.broadcast_to(first, array.shape)):
+                array = first
+    return array
+
+
+def _compute(eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int) -> np.ndarray | None:
+    name, params = eqn.primitive.name, eqn.params
+    dtype = getattr(eqn.outvars[0].aval, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "biufcV":
+        return None
+    if name in ENTRY_BY_ENTRY or name == "integer_pow":
+        if math.prod(np.broadcast_shapes(*(arg.shape for arg in args))) > max_size:
+            return None
+        array = np.asarray(
+            args[0].astype(float) ** params["y"] if name == "integer_pow" else ENTRY_BY_ENTRY[name](*args)
+        )
+        array = array.astype(np.float32 if dtype.kind == "V" else dtype)
+        return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+    if name == "iota":
+        size, dim = shape[params["dimension"]], params["dimension"]
+        if size > max_size:
+            return None
+        return np.arange(size).astype(dtype).reshape([-1 if i == dim else 1 for i in range(len(shape))])
+    if name == "broadcast_in_dim":
+        sizes = [1] * len(shape)
+        for size, dim in zip(args[0].shape, params["broadcast_dimensions"], strict=True):
+            sizes[dim] = size
+        return args[0].reshape(sizes)
+    if name == "squeeze":
+        return args[0].squeeze(params["dimensions"])
+    if name == "transpose":
+        return args[0].transpose(params["permutation"])
+    if name in ("reshape", "concatenate", "slice", "rev"):
+        if name == "reshape" and args[0].size == 1:
+            return args[0].reshape((1,) * len(shape))
+        full_args = [np.broadcast_to(arg, var.aval.shape) for arg, var in zip(args, eqn.invars, strict=True)]  # pyright: ignore
+        if sum(array.size for array in full_args) > max_size:
+            return None
+        if name == "slice":
+            strides = params["strides"] or (1,) * len(shape)
+            return full_args[0][tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
+        if name == "rev":
+            return np.flip(full_args[0], params["dimensions"])
+        return full_args[0].reshape(shape) if name == "reshape" else np.concatenate(full_args, params["dimension"])
+    if name in REDUCE:
+        full_shape = eqn.invars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        reduced = REDUCE[name](args[0], axis=tuple(params["axes"]))
+        num_repeats = math.prod(full_shape[dim] for dim in params["axes"] if args[0].shape[dim] == 1)
+        return reduced * num_repeats if name == "reduce_sum" else reduced
+    return None
+
+
+def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: Any) -> Relation:
+    """Return `Same` or `Split` for known numbers, by comparing the numbers; `Unknown` if neither is right.
+
+    Args:
+      known: the numbers in the whole trace and in the piece trace.
+      shapes: the shapes of the value in the whole trace and in the piece trace.
+      num_pieces: n. All pieces have the same numbers.
+      dtype: the dtype of the value, for the tolerance of the ratio.
+    """
+    whole_values, piece_values, dims = known.whole_values, known.piece_values, differing_dims(shapes)
+    if whole_values.shape == piece_values.shape:  # with size 1 along dims where the shapes differ: equal entries
+        ratio = _common_ratio(whole_values, piece_values, ratio_tolerance(dtype))
+        if ratio is not None and all(whole_values.shape[dim] == 1 for dim in dims):
+            return Same(ratio)
+    for dim in dims:
+        if growth(shapes, [dim]) != num_pieces or any(whole_values.shape[i] > 1 for i in dims if i != dim):
+            continue
+        if piece_values.shape[dim] == shapes[1][dim]:
+            repeated = np.concatenate([piece_values] * num_pieces, dim)
+            if repeated.shape == whole_values.shape and np.array_equal(repeated, whole_values):
+                return Split(dim)
+    return Unknown("position" if dims else "count", known.op)
+
+
+def _common_ratio(whole_values: np.ndarray, piece_values: np.ndarray, tolerance: float) -> float | None:
+    """Return the only number r with whole_values = r * piece_values; None if there is none."""
+    if np.array_equal(whole_values, piece_values, equal_nan=whole_values.dtype.kind in "fc"):
+        return 1.0
+    if whole_values.dtype.kind not in "iuf" or not np.array_equal(whole_values != 0, piece_values != 0):
+        return None
+    with np.errstate(all="ignore"):
+        ratios = (whole_values / piece_values)[piece_values != 0].astype(float)
+    ratio = float(ratios.flat[0])
+    if not math.isfinite(ratio) or not all(
+        close(ratio, float(extreme), tolerance) for extreme in (ratios.min(), ratios.max())
+    ):
+        return None
+    return ratio
+
+
+def row_numbers(indices: np.ndarray, size: int) -> np.ndarray | None:
+    """Return indices into a dim as a flat array; None if an index is out of bounds, where gathers clamp, wrap or fill."""
+    rows = indices.reshape(-1)
+    if rows.dtype.kind not in "iu" or (rows.size and (rows.min() < 0 or rows.max() >= size)):
+        return None
+    return rows

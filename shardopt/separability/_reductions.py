@@ -1,0 +1,264 @@
+"""Rules of reductions and of other equations along dims: sums, extremes, sorts, windows, matrix products, convolutions."""
+
+from collections.abc import Callable, Sequence
+
+from shardopt.separability._elementwise import join, not_linear
+from shardopt.separability._relations import (
+    Extreme,
+    Relation,
+    Same,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    differing_dims,
+    dim_after_removal,
+    growth,
+)
+
+Rule = Callable[[Site, Sequence[Relation]], list[Relation]]
+
+
+def reduce_sum(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Add entries up.
+
+    Over the split dim, sum_W = r (sum_P0 + ... + sum_Pn-1). Over a dim of equal entries, the sum is an entry times the size.
+    """
+    relation, dims = relations[0], site.params["axes"]
+    if site.dtype.kind in "iu" and site.dtype.itemsize < 4:
+        return [site.unknown("count")]  # small integers overflow, and the whole batch does so earlier than a piece
+    equal_dims = [
+        dim
+        for dim in differing_dims(site.operand_shapes())
+        if dim in dims and not (isinstance(relation, Split) and dim == relation.dim)
+    ]
+    factor = growth(site.operand_shapes(), equal_dims)
+    if isinstance(relation, Split) and relation.dim in dims:
+        return [Total(relation.ratio * factor, site.op)]
+    if isinstance(relation, Split):
+        return [Split(dim_after_removal(relation.dim, dims), relation.blocks, relation.ratio * factor, relation.order)]
+    assert isinstance(relation, Same | Total)
+    return [relation.scaled(factor)]
+
+
+EXTREMES = {"reduce_max": "max", "reduce_or": "max", "reduce_min": "min", "reduce_and": "min"}
+
+
+def reduce_extreme(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Take the largest or smallest entry.
+
+    Over the split dim, the extreme of the whole batch is the extreme of the pieces' extremes.
+    """
+    relation, dims = relations[0], site.params["axes"]
+    if isinstance(relation, Extreme) and EXTREMES.get(site.name) == relation.kind:
+        return [relation]
+    if isinstance(relation, Total | Extreme):
+        return [not_linear(site, relation)]
+    assert isinstance(relation, Same | Split)
+    if not relation.ratio > 0:
+        return [site.unknown("count")]
+    if isinstance(relation, Split) and relation.dim in dims:
+        return [Extreme(EXTREMES[site.name], site.op) if relation.ratio == 1.0 else site.unknown("count")]
+    if isinstance(relation, Split):
+        return [relation.moved_to(dim_after_removal(relation.dim, dims))]
+    return [relation]
+
+
+def reduce_other(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Reduce dims that have one size in both traces, with any function."""
+    dims = site.params["axes"]
+    if not site.differing_operand_dims.isdisjoint(dims):
+        return [_mixed(site, relations)] * site.num_results
+    return _row_by_row(
+        site, relations, lambda split: Split(dim_after_removal(split.dim, dims), split.blocks, 1.0, split.order)
+    )
+
+
+def argmax(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Find the index of the largest or smallest entry, which a positive ratio does not change."""
+    relation = relations[0]
+    if isinstance(relation, Same | Split) and relation.ratio > 0:
+        relation = relation.scaled(1 / relation.ratio)
+    return reduce_other(site, [relation])
+
+
+def rule_along(param: str, linear: bool = False) -> Rule:
+    """Return the rule of a primitive that works along a dim, which must have one size in both traces.
+
+    Args:
+      param: the parameter that holds the dim, or a tuple of dims.
+      linear: whether the primitive is linear.
+    """
+
+    def rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+        relation, dims = relations[0], site.params[param]
+        dims = dims if isinstance(dims, tuple | list) else (dims,)
+        if not site.differing_operand_dims.isdisjoint(dims):
+            return [_mixed(site, relations)] * site.num_results
+        if linear and isinstance(relation, Same | Split | Total):
+            return [relation]
+        return _row_by_row(site, relations)
+
+    return rule
+
+
+def top_k(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Take the largest entries along a dim, which must have one size in both traces."""
+    dim = site.params.get("axis", -1) % len(site.operand_shapes()[0])
+    if dim in differing_dims(site.operand_shapes()):
+        return [_mixed(site, relations)] * site.num_results
+    return _row_by_row(site, relations)
+
+
+def _row_by_row(
+    site: Site, relations: Sequence[Relation], result_of_split: Callable[[Split], Relation] = lambda split: split
+) -> list[Relation]:
+    """Return the results of an equation that applies one function to each row. Operands must have ratio 1 and one place.
+
+    Args:
+      site: the equation.
+      relations: the relations of the operands.
+      result_of_split: the relation of a result for the common `Split` of the operands; by default the same.
+    """
+    for relation in relations:
+        if isinstance(relation, Total):
+            return [not_linear(site, relation)] * site.num_results
+    if not all(map(site.is_unscaled, relations)):
+        return [site.unknown("count")] * site.num_results
+    joined = join(site, relations)
+    return [result_of_split(joined) if isinstance(joined, Split) else joined] * site.num_results
+
+
+def _mixed(site: Site, relations: Sequence[Relation]) -> Unknown:
+    """Return `Unknown` for an equation along dims of rows; if an operand is a total, the message names the sum."""
+    total = next((relation for relation in relations if isinstance(relation, Total)), None)
+    return site.unknown("mixes") if total is None else not_linear(site, total)
+
+
+def window(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Reduce sliding windows, which must hold one entry along dims of rows."""
+    params, dims = site.params, {dim for i in range(len(relations)) for dim in differing_dims(site.operand_shapes(i))}
+
+    def has_own_windows(dim: int) -> bool:
+        dilations = [params[name][dim] for name in ("base_dilation", "window_dilation") if params.get(name)]
+        sizes = [params["window_dimensions"][dim], params["window_strides"][dim], *dilations]
+        return all(size == 1 for size in sizes) and tuple(params["padding"][dim]) == (0, 0)
+
+    if not all(map(has_own_windows, dims)):
+        return [site.unknown("mixes")] * site.num_results
+    if site.name == "reduce_window_sum" and isinstance(relations[0], Same | Split | Total):
+        return [relations[0]]
+    return _row_by_row(site, relations)
+
+
+def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Decompose matrices. The last two dims are the dims of a matrix, all other dims are batch dims."""
+    min_ndim = min(len(site.operand_shapes(i)[0]) for i in range(len(relations)))
+    result_ndims = [len(site.result_shapes(i)[0]) for i in range(site.num_results)]
+    num_matrix_dims = 1 if site.name == "lu_pivots_to_permutation" else 2
+    if any(
+        dim >= len(shapes[0]) - num_matrix_dims
+        for i in range(len(relations))
+        for shapes in [site.operand_shapes(i)]
+        for dim in differing_dims(shapes)
+    ):
+        return [site.unknown("mixes")] * site.num_results
+    if any(isinstance(relation, Split) and relation.dim >= min(min_ndim, *result_ndims) for relation in relations):
+        return [site.unknown("shape")] * site.num_results
+    return _row_by_row(site, relations)
+
+
+def fft(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Transform the last dims, which must not be dims of rows. A Fourier transform is linear."""
+    relation, num_transformed_dims = relations[0], len(site.params["fft_lengths"])
+    if any(
+        dim >= len(site.operand_shapes()[0]) - num_transformed_dims for dim in differing_dims(site.operand_shapes())
+    ):
+        return [site.unknown("mixes")]
+    return [relation]
+
+
+def dot_general(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Multiply two arrays and add up over the contracted dims.
+
+    If the split dim is contracted, the result is a sum over rows: both operands are split, or the other operand has equal
+    entries along this dim. If the split dim is a batch dim, or a dim of one operand only, the result is split.
+    """
+    contract_dims, batch_dims = site.params["dimension_numbers"]
+    left_relation, right_relation = relations
+    if isinstance(left_relation, Total) or isinstance(right_relation, Total):
+        total, factor_relation = (
+            (left_relation, right_relation) if isinstance(left_relation, Total) else (right_relation, left_relation)
+        )
+        if not isinstance(factor_relation, Same):
+            return [not_linear(site, total)]
+    assert isinstance(left_relation, Same | Split | Total) and isinstance(right_relation, Same | Split | Total)  # noqa: PT018
+    splits = {side: relation for side, relation in enumerate(relations) if isinstance(relation, Split)}
+    uneven_contract_dims = [dim for dim in differing_dims(site.operand_shapes()) if dim in contract_dims[0]]
+    ratio = left_relation.ratio * right_relation.ratio
+    if not splits:
+        scaled = left_relation if isinstance(left_relation, Total) else right_relation
+        factor = ratio / scaled.ratio if scaled.ratio else 0.0
+        drawn = any(isinstance(relation, Same) and relation.drawn for relation in relations)
+        product = scaled.scaled(factor * growth(site.operand_shapes(), uneven_contract_dims))
+        return [Same(product.ratio, drawn) if isinstance(product, Same) else product]
+    places = set()
+    for side, relation in splits.items():
+        if relation.dim in contract_dims[side]:
+            places.add(("sum", contract_dims[side].index(relation.dim), *relation.place[1:]))
+        elif relation.dim in batch_dims[side]:
+            places.add(("batch", batch_dims[side].index(relation.dim), *relation.place[1:]))
+        else:
+            places.add(("free", side, *relation.place[1:]))
+    if len(places) > 1:
+        return [site.unknown("mixes")]
+    kind, index = places.pop()[:2]
+    relation = next(iter(splits.values()))
+    if kind == "sum":
+        equal_dims = [dim for dim in uneven_contract_dims if dim != contract_dims[0][index]]
+        return [Total(ratio * growth(site.operand_shapes(), equal_dims), site.op)]
+    ratio *= growth(site.operand_shapes(), uneven_contract_dims)
+    if kind == "batch":
+        return [Split(index, relation.blocks, ratio, relation.order)]
+    free_dims = [
+        [
+            dim
+            for dim in range(len(site.operand_shapes(side)[0]))
+            if dim not in (*contract_dims[side], *batch_dims[side])
+        ]
+        for side in (0, 1)
+    ]
+    result_dim = len(batch_dims[0]) + (len(free_dims[0]) if index else 0) + free_dims[index].index(relation.dim)
+    return [Split(result_dim, relation.blocks, ratio, relation.order)]
+
+
+def convolution(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Convolve images with a kernel.
+
+    Rows may be the batch dim of the images. Or they are the feature dim of both operands, over which the convolution sums:
+    so does the gradient of a kernel.
+    """
+    numbers, params = site.params["dimension_numbers"], site.params
+    image, kernel = relations
+    assert isinstance(image, Same | Split | Total) and isinstance(kernel, Same | Split | Total)  # noqa: PT018
+    ratio = image.ratio * kernel.ratio
+    uneven_dims = differing_dims(site.operand_shapes(0)), differing_dims(site.operand_shapes(1))
+    ungrouped = params["batch_group_count"] == params["feature_group_count"] == 1
+    if uneven_dims == ((), ()):
+        if isinstance(image, Total) != isinstance(kernel, Total):
+            total, factor_relation = (image, kernel) if isinstance(image, Total) else (kernel, image)
+            return [total.scaled(factor_relation.ratio)]
+        return [
+            Same(ratio, image.drawn or kernel.drawn)
+            if isinstance(image, Same) and isinstance(kernel, Same)
+            else site.unknown("mixes")
+        ]
+    if uneven_dims == ((numbers.lhs_spec[0],), ()) and params["batch_group_count"] == 1 and isinstance(kernel, Same):
+        if isinstance(image, Split):
+            return [Split(numbers.out_spec[0], image.blocks, ratio, image.order)]
+        return [image.scaled(kernel.ratio)]
+    if not (isinstance(image, Split) and isinstance(kernel, Split) and image.place[1:] == kernel.place[1:]):
+        return [site.unknown("mixes")]
+    if uneven_dims == ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) and ungrouped:
+        return [Total(ratio, site.op)]
+    return [site.unknown("mixes")]

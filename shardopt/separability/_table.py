@@ -1,0 +1,267 @@
+"""The table of rules: the effect of each primitive of jax on relations. A primitive that is not in the table is unknown."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardopt.core._primitives import ARITHMETIC, DECOMPOSITIONS, IDENTITIES, SPECIAL
+from shardopt.separability import _lookups as lookups
+from shardopt.separability import _moves as moves
+from shardopt.separability import _reductions as reductions
+from shardopt.separability._elementwise import (
+    elementwise,
+    first_unknown,
+    not_linear,
+    resolve_numbers,
+    unify,
+    unknown_results,
+)
+from shardopt.separability._numbers import fold_constants
+from shardopt.separability._relations import (
+    Columns,
+    Extreme,
+    Known,
+    Relation,
+    Same,
+    Shifted,
+    Site,
+    Split,
+    Total,
+    differing_dims,
+    growth,
+)
+
+
+class Rule(NamedTuple):
+    """The rule of a primitive.
+
+    Attributes:
+      results: `results(site, relations)` returns the relations of the results from the relations of the operands.
+      size_params: the parameters that may differ between the two traces, because `results` checks them.
+      accepts: the relations that `results` can handle. With any other operand the result is unknown. Not used if `raw`.
+      raw: whether `results` gets all relations, `Known` and `Unknown` included. If False, known numbers are replaced by the
+        relation that follows from them, and only relations that `results` accepts reach it.
+    """
+
+    results: Callable[[Site, Sequence[Relation]], list[Relation]]
+    size_params: frozenset[str] = frozenset()
+    accepts: tuple[type, ...] = (Same, Split, Total)
+    raw: bool = False
+
+
+PLACEMENT_PARAMS = frozenset(
+    ["sharding", "out_sharding", "device", "devices", "srcs", "dst_sharding", "src_sharding", "layout"]
+)
+"""Parameters that place values on devices, and do not change the values."""
+
+
+def apply_rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Return the relations of the results of an equation, from the relations of its operands."""
+    if (numbers := fold_constants(site, relations)) is not None:
+        return [numbers]
+    rule = TABLE.get(site.name)
+    if rule is None:
+        return unknown_results(site, relations, "primitive")
+    if not all(
+        name in rule.size_params | PLACEMENT_PARAMS or equal_params(*site.both_params(name)) for name in site.params
+    ):
+        return unknown_results(site, relations, "count")
+    if any(isinstance(relation, Shifted) for relation in relations):
+        return [_apply_to_parts(site, rule, relations)] * site.num_results
+    if not rule.raw:
+        relations = resolve_numbers(site, relations)
+        if unknown := first_unknown(relations):
+            return [unknown] * site.num_results
+        for relation in relations:
+            if not isinstance(relation, rule.accepts):
+                return [not_linear(site, relation)] * site.num_results
+    return rule.results(site, relations)
+
+
+LINEAR_IN_ONE = frozenset(
+    """neg mul div convert_element_type reduce_precision copy name sharding_constraint stop_gradient reduce_sum reshape
+    squeeze expand_dims transpose broadcast_in_dim""".split()  # noqa: SIM905
+)
+"""Primitives that are linear in one operand if all other operands are the same in all pieces."""
+
+
+def _apply_to_parts(site: Site, rule: Rule, relations: Sequence[Relation]) -> Relation:
+    """Return the relation of f(Q + T) for rows Q and a total T. If f is linear, it is f(Q) + f(T)."""
+    if unknown := first_unknown(relations):
+        return unknown
+    added_relations = [relation for relation in resolve_numbers(site, relations) if not isinstance(relation, Shifted)]
+    if len(added_relations) != len(relations) - 1 or (site.name == "div" and not isinstance(relations[0], Shifted)):
+        return site.unknown("mixes")
+    shifted = next(relation for relation in relations if isinstance(relation, Shifted))
+    parts: list[Relation] = []
+    for part in (shifted.split, shifted.total):
+        operands = [part if isinstance(relation, Shifted) else relation for relation in relations]
+        if site.name in ("add", "sub", "add_any"):  # the other operand is added to Q or to T
+            adds_total = isinstance(added_relations[0], Total)
+            parts.append(rule.results(site, operands)[0] if isinstance(part, Total) == adds_total else part)
+        elif site.name in LINEAR_IN_ONE and all(isinstance(relation, Same) for relation in added_relations):
+            parts.append(rule.results(site, operands if rule.raw else resolve_numbers(site, operands))[0])
+    if len(parts) == 2 and isinstance(parts[0], Split) and isinstance(parts[1], Total):
+        return Shifted(parts[0], parts[1])
+    if len(parts) == 2 and isinstance(parts[0], Total):
+        return unify(site, parts)
+    return first_unknown(parts) or not_linear(site, shifted.total)
+
+
+def equal_params(whole_param: Any, piece_param: Any) -> bool:
+    """Return whether a parameter of an equation is the same in both traces."""
+    if whole_param is piece_param:
+        return True
+    if isinstance(whole_param, np.ndarray | jax.Array) or isinstance(piece_param, np.ndarray | jax.Array):
+        return np.array_equal(np.asarray(whole_param), np.asarray(piece_param), equal_nan=True)
+    if (
+        isinstance(whole_param, float)
+        and isinstance(piece_param, float)
+        and whole_param != whole_param
+        and piece_param != piece_param
+    ):  # both NaN
+        return True
+    try:
+        return bool(whole_param == piece_param)
+    except Exception:
+        return False
+
+
+def _random(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Draw random numbers from a key.
+
+    Each piece has another key of the loss, so its random numbers for rows are split. Any other key gives all pieces the same
+    numbers, but the rows of the whole batch get different numbers.
+    """
+    key = relations[0]
+    shapes = site.result_shapes()
+    dims = differing_dims(shapes)
+    if isinstance(key, Split):
+        return [Split(key.dim, key.blocks, 1.0, key.order) if dims == (key.dim,) else site.unknown("shape")]
+    if not isinstance(key, Same):
+        return [site.unknown("mixes")]
+    if not dims:
+        return [key]
+    if not key.drawn:
+        return [site.unknown("position")]
+    return [Split(dims[0]) if len(dims) == 1 and growth(shapes, dims) == site.num_pieces else site.unknown("shape")]
+
+
+def _fold_in(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Make a new key of a key and a number. From the key of the loss and a known number, each piece makes another key."""
+    key = relations[0]
+    if isinstance(key, Same) and key.drawn and isinstance(relations[1], Known):
+        return _random(site, [key])
+    return elementwise(site, relations)
+
+
+def _threefry(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Make random bits of a key and a counter, as in `_fold_in`."""
+    if any(isinstance(key, Same) and key.drawn for key in relations[:2]):
+        return _random(site, [Same(1.0, True)]) * site.num_results
+    return elementwise(site, relations)
+
+
+def _iota(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Count along a dim. Along a dim of rows, all pieces but the first count other numbers than the whole batch."""
+    del relations
+    return [site.unknown("position") if site.params["dimension"] in differing_dims(site.result_shapes()) else Same()]
+
+
+def _identities(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Return each operand unchanged."""
+    del site
+    return list(relations)
+
+
+def _no_results(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Print, and return nothing."""
+    del site, relations
+    return []
+
+
+def _bitcast(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Read the bits of each entry as another dtype of the same width."""
+    if len(site.operand_shapes()[0]) != len(site.result_shapes()[0]):
+        return unknown_results(site, relations, "shape")
+    return elementwise(site, relations)
+
+
+def _any_of_scalar(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Follow `equinox`'s any and all over vmapped dims: a single number stays as it is."""
+    return list(relations) if not site.operand_shapes()[0] else [site.unknown("primitive")]
+
+
+def _attention_kernel(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    """Follow cuDNN's attention on operands [rows, ...]: the result of a row follows from this row alone."""
+    dims = site.differing_operand_dims
+    dims |= {dim for shapes in map(site.result_shapes, range(site.num_results)) for dim in differing_dims(shapes)}
+    places = {relation.place for relation in relations if isinstance(relation, Split)}
+    if not dims <= {0} or not all(map(site.is_unscaled, relations)) or places != {(0, 1, None)}:
+        return [site.unknown("mixes")] * site.num_results
+    has_rows = [0 in differing_dims(site.result_shapes(i)) for i in range(site.num_results)]
+    return [Split(0) if rows else site.unknown("mixes") for rows in has_rows]
+
+
+def _rules(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+MOVABLE = (Same, Split, Total, Extreme)
+"""The relations that hold for moved entries as well."""
+
+_ENTRY_BY_ENTRY = (ARITHMETIC | SPECIAL | IDENTITIES) - {"bitcast_convert_type"}
+
+TABLE: dict[str, Rule] = {
+    **dict.fromkeys(_ENTRY_BY_ENTRY, Rule(elementwise, raw=True)),
+    **_rules(Rule(_bitcast), "bitcast_convert_type"),
+    **_rules(Rule(moves.reshape, frozenset(["new_sizes"]), accepts=MOVABLE), "reshape"),
+    **_rules(Rule(moves.broadcast, frozenset(["shape"]), accepts=MOVABLE), "broadcast_in_dim"),
+    **_rules(Rule(moves.transpose, accepts=MOVABLE), "transpose"),
+    **_rules(Rule(moves.squeeze, accepts=MOVABLE), "squeeze"),
+    **_rules(Rule(moves.expand_dims, accepts=MOVABLE), "expand_dims"),
+    **_rules(Rule(moves.slice_entries, frozenset(["start_indices", "limit_indices", "strides"]), accepts=(*MOVABLE, Columns)), "slice"),
+    **_rules(Rule(moves.rev, accepts=MOVABLE), "rev"),
+    **_rules(Rule(moves.tile, frozenset(["reps"]), accepts=MOVABLE), "tile"),
+    **_rules(Rule(moves.pad, raw=True), "pad"),
+    **_rules(Rule(moves.concatenate, raw=True), "concatenate"),
+    **_rules(Rule(moves.split, frozenset(["sizes"]), accepts=MOVABLE), "split"),
+    **_rules(Rule(moves.stack, raw=True), "stack"),
+    **_rules(Rule(moves.unstack, accepts=MOVABLE), "unstack"),
+    **_rules(Rule(reductions.reduce_sum), "reduce_sum"),
+    **_rules(Rule(reductions.reduce_extreme, accepts=MOVABLE), "reduce_max reduce_min reduce_or reduce_and"),
+    **_rules(Rule(reductions.reduce_other), "reduce_prod reduce_xor"),
+    **_rules(Rule(reductions.argmax), "argmax argmin"),
+    **_rules(Rule(reductions.rule_along("axis", linear=True)), "cumsum"),
+    **_rules(Rule(reductions.rule_along("axis")), "cumprod cummax cummin cumlogsumexp"),
+    **_rules(Rule(reductions.rule_along("dimension")), "sort"),
+    **_rules(Rule(reductions.top_k), "top_k"),
+    **_rules(
+        Rule(reductions.window),
+        "reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add",
+    ),
+    **_rules(Rule(reductions.dot_general), "dot_general"),
+    **_rules(Rule(reductions.convolution, frozenset(["lhs_shape", "rhs_shape"])), "conv_general_dilated"),
+    **_rules(Rule(reductions.fft), "fft"),
+    **dict.fromkeys([*DECOMPOSITIONS, "lu_pivots_to_permutation"], Rule(reductions.batched)),
+    **_rules(Rule(lookups.gather, frozenset(["slice_sizes"]), raw=True), "gather"),
+    **_rules(
+        Rule(lookups.scatter, frozenset(["update_jaxpr"]), raw=True),
+        "scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max",
+    ),
+    **_rules(Rule(lookups.dynamic_slice, frozenset(["slice_sizes"]), raw=True), "dynamic_slice"),
+    **_rules(Rule(lookups.dynamic_update_slice, raw=True), "dynamic_update_slice"),
+    **_rules(Rule(_random, frozenset(["shape"])), "random_bits random_split"),
+    **_rules(Rule(_random), "random_wrap random_unwrap random_clone random_seed"),
+    **_rules(Rule(_fold_in, raw=True), "random_fold_in"),
+    **_rules(Rule(_threefry, raw=True), "threefry2x32"),
+    **_rules(Rule(_iota, frozenset(["shape"])), "iota"),
+    **_rules(Rule(_identities, raw=True), "optimization_barrier device_put"),
+    **_rules(Rule(_no_results, frozenset(["callback", "effect"]), raw=True), "debug_callback debug_print"),
+    **_rules(Rule(_any_of_scalar, accepts=MOVABLE), "unvmap_any unvmap_all"),
+    **_rules(
+        Rule(_attention_kernel), "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+    ),
+}  # fmt: skip

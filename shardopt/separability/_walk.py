@@ -1,0 +1,354 @@
+"""The proof: one walk over the whole trace and the piece trace, equation by equation."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from shardopt.core._jaxprs import CHECKPOINTS
+from shardopt.separability import _derivatives as derivatives
+from shardopt.separability import _loops as loops
+from shardopt.separability._elementwise import first_unknown, resolve_numbers, unify, unknown_results
+from shardopt.separability._numbers import as_numbers
+from shardopt.separability._proof import DifferentTracesError, Proof, open_jaxpr
+from shardopt.separability._relations import (
+    Extreme,
+    Known,
+    Relation,
+    Same,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    differing_dims,
+    is_exactly_same,
+)
+from shardopt.separability._single_rows import batched_product
+from shardopt.separability._table import apply_rule, equal_params
+
+POSITIONS, ATTENTION = "shardopt_positions", "shardopt_attention"
+"""Names of the jitted functions of `so.nn` that know the positions of a piece in its sequence, and combine all positions."""
+
+CALLS = frozenset(["pjit", "jit", "closed_call", "core_call", "remat", "named_call", "custom_lin", *CHECKPOINTS])
+CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
+
+
+def prove(
+    whole_jaxpr: Any,
+    piece_jaxpr: Any,
+    relations: Sequence[Relation],
+    *,
+    num_pieces: int,
+    row_axes: frozenset[str] = frozenset(),
+    other_axes: frozenset[str] = frozenset(),
+    positions: bool = False,
+    training: bool = False,
+) -> list[Relation]:
+    """Return the relations of the results of a loss.
+
+    Args:
+      whole_jaxpr: the trace of the loss on the whole batch.
+      piece_jaxpr: the trace of the loss on one of n equal pieces.
+      relations: the relations of the arguments.
+      num_pieces: n.
+      row_axes: the mesh axes that the pieces are spread over.
+      other_axes: mesh axes that divide the work of every piece in the same way.
+      positions: whether the pieces are pieces of sequences.
+      training: whether the loss is differentiated.
+
+    Raises:
+      DifferentTracesError: if the traces do not have the same equations.
+    """
+    return relate_jaxprs(
+        Proof(relate_jaxprs, num_pieces, row_axes, other_axes, positions, training), whole_jaxpr, piece_jaxpr, relations
+    )
+
+
+def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]) -> list[Relation]:
+    """Return the relations of the results of two traces of one function.
+
+    Args:
+      proof: the settings of the proof.
+      whole_jaxpr: the trace on the whole batch.
+      piece_jaxpr: the trace on a piece.
+      relations: the relations of the arguments.
+
+    Raises:
+      DifferentTracesError: if the traces do not have the same equations.
+    """
+    jaxprs = open_jaxpr(whole_jaxpr), open_jaxpr(piece_jaxpr)
+    relation_of: dict[Any, Relation] = dict(zip(jaxprs[0].invars, relations, strict=True))
+    consts = _constants(whole_jaxpr), _constants(piece_jaxpr)
+    if len(consts[0]) != len(consts[1]):
+        raise DifferentTracesError(None)
+    for var, *values in zip(jaxprs[0].constvars, *consts, strict=True):
+        relation_of[var] = _relation_of_constants(*values)
+
+    def read(whole_atom: Any, piece_atom: Any) -> Relation:
+        if isinstance(whole_atom, Literal) != isinstance(piece_atom, Literal):
+            raise DifferentTracesError(None)
+        if isinstance(whole_atom, Literal):
+            return _relation_of_constants(whole_atom.val, piece_atom.val)
+        return relation_of[whole_atom] if piece_var_of[whole_atom] is piece_atom else Unknown("traces")
+
+    piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
+    for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns):
+        site = Site(*eqns, proof.num_pieces, proof.callers)
+        operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
+        results = _relate_equation(proof, site, operands)
+        relation_of.update(zip(eqns[0].outvars, results, strict=True))
+        piece_var_of.update(zip(eqns[0].outvars, eqns[1].outvars, strict=True))
+    return [read(*atoms) for atoms in zip(jaxprs[0].outvars, jaxprs[1].outvars, strict=True)]
+
+
+def _matching_equations(
+    whole_eqns: Sequence[JaxprEqn], piece_eqns: Sequence[JaxprEqn]
+) -> Iterator[tuple[JaxprEqn, JaxprEqn]]:
+    """Yield each equation of the whole trace with the same equation of the piece trace.
+
+    Raises:
+      DifferentTracesError: at the first equation without a partner.
+    """
+    position = 0
+    for whole_eqn in whole_eqns:
+        if position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
+            yield whole_eqn, piece_eqns[position]
+            position += 1
+        elif (product := batched_product(whole_eqn, piece_eqns[position : position + 4])) is not None:
+            yield whole_eqn, product
+            position += 4
+        else:
+            raise DifferentTracesError(whole_eqn)
+    if position < len(piece_eqns):
+        raise DifferentTracesError(piece_eqns[position])
+
+
+def _constants(jaxpr: Any) -> Sequence[Any]:
+    return jaxpr.consts if hasattr(jaxpr, "consts") else ()
+
+
+def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
+    """Return whether two equations have one primitive, and operands and results of the same dtypes and ranks."""
+
+    def kind(eqn: JaxprEqn) -> tuple[Any, ...]:
+        types = [
+            (getattr(var.aval, "dtype", None), len(getattr(var.aval, "shape", ())))
+            for var in (*eqn.invars, *eqn.outvars)
+        ]
+        return eqn.primitive.name, len(eqn.invars), len(eqn.outvars), types
+
+    return kind(whole_eqn) == kind(piece_eqn)
+
+
+def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
+    """Return the relation of a literal or constant of both traces: `Same` for one array in both, else its numbers."""
+    shapes = np.shape(whole_value), np.shape(piece_value)
+    if whole_value is piece_value and shapes[0] != ():
+        return Same()
+    if (
+        all(isinstance(value, np.ndarray) for value in (whole_value, piece_value))
+        and shapes[0] == shapes[1] != ()
+        and np.array_equal(whole_value, piece_value)
+    ):
+        return Same()
+    local = all(not isinstance(value, jax.Array) or value.is_fully_addressable for value in (whole_value, piece_value))
+    numbers = [as_numbers(value) for value in (whole_value, piece_value)] if local else [None]
+    if any(value is None for value in numbers):
+        return Same() if whole_value is piece_value else Unknown("traces")
+    known = Known(*numbers)  # pyright: ignore[reportArgumentType]
+    return Same() if shapes[0] == shapes[1] != () and known.same_numbers else known
+
+
+def _relate_equation(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    if site.name == "scan":
+        return loops.scan(proof, site, relations)
+    if site.name == "while":
+        return loops.while_loop(proof, site, relations)
+    if site.name == "cond":
+        return loops.cond(proof, site, relations)
+    if site.name in COLLECTIVES:
+        return _collective(proof, site, relations)
+    if site.name == "custom_linear_solve":
+        return _linear_solve(proof, site, relations)
+    if site.name in CUSTOM:
+        return _custom(proof, site, relations)
+    if site.name in CALLS:
+        return _call(proof, site, relations)
+    return apply_rule(site, relations)
+
+
+def _function_param(site: Site) -> str | None:
+    """Return the name of the parameter that holds the function which an equation calls; None if there is none."""
+    return next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
+
+
+def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    """Follow the function that an equation calls. A few functions have rules, which are found by the function's name."""
+    name = site.params.get("name")
+    if proof.positions and name == POSITIONS:
+        return [Split(0)]
+    if proof.positions and name == ATTENTION:
+        return [_attention(site, relations)]
+    key = _function_param(site)
+    if key is None or len(open_jaxpr(site.params[key]).invars) != len(relations):
+        return unknown_results(site, relations, "primitive")
+    try:
+        return proof.relate(site, *site.both_params(key), relations)
+    except DifferentTracesError:
+        if name == "take_along_axis" and _written_by_jax(site):
+            return [_take_along_axis(site, relations)]
+        return unknown_results(site, relations, "traces")
+
+
+def _written_by_jax(site: Site) -> bool:
+    """Return whether all equations of a function come from `jax.numpy`, and not from a user's function of the same name."""
+    folder = str(Path(jax.__file__).parent / "_src" / "numpy")
+    for jaxpr in site.both_params("jaxpr"):
+        for eqn in open_jaxpr(jaxpr).eqns:
+            traceback = eqn.source_info.traceback
+            files = [frame.file_name for frame in traceback.frames] if traceback is not None else [""]
+            if not any(file.startswith(folder) for file in files[:12]):
+                return False
+    return True
+
+
+def _take_along_axis(site: Site, relations: Sequence[Relation]) -> Relation:
+    """Return the relation of the result of `jnp.take_along_axis`, which jax writes in another way for dims of size 1.
+
+    The result has the dims of the operands, and dims of size 1 are broadcast. So an index looks up an entry at its own place
+    along all dims but one.
+    """
+    gathers = [
+        [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "gather"] for jaxpr in site.both_params("jaxpr")
+    ]
+    if any(len(gather_eqns) != 1 for gather_eqns in gathers):
+        return site.unknown("traces")
+    (whole_gather,), (piece_gather,) = gathers
+    indexed_dims = [eqn.params["dimension_numbers"].start_index_map for eqn in (whole_gather, piece_gather)]
+    same_mode = all(
+        equal_params(whole_gather.params[name], piece_gather.params[name]) for name in ("mode", "fill_value")
+    )
+    operands = resolve_numbers(site, relations)
+    if indexed_dims[0] != indexed_dims[1] or len(indexed_dims[0]) != 1 or not same_mode or first_unknown(operands):
+        return first_unknown(operands) or site.unknown("traces")
+    (dim,) = indexed_dims[0]
+    if dim in differing_dims(site.operand_shapes(0)) or not all(
+        isinstance(operand, Same | Split) and operand.ratio == 1.0 for operand in operands
+    ):
+        return site.unknown("mixes")
+    for i, relation in enumerate(operands):
+        if isinstance(relation, Split):
+            sizes = [shape[relation.dim] for shape in (*site.operand_shapes(i), *site.result_shapes())]
+            if sizes[:2] != sizes[2:]:
+                return site.unknown("position")
+    return unify(site, operands)
+
+
+def _attention(site: Site, relations: Sequence[Relation]) -> Relation:
+    """Return the relation of the result of `so.nn.attention`.
+
+    The operands are query, key and value [B, T, ...], and position numbers [B, T] or [T]. The attention combines the
+    positions of all devices along context, so its result for a position is the same as on one device.
+    """
+    if unknown := first_unknown(relations):
+        return unknown
+    for i, relation in enumerate(resolve_numbers(site, relations)):
+        positions = min(1, len(site.operand_shapes(i)[0]) - 1)
+        if relation != Split(positions) and not (i > 2 and relation == Same()):
+            return site.unknown("shape")
+    return Split(1)
+
+
+# --- derivative rules -------------------------------------------------------------------------------------------------
+
+
+def _custom(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    """Follow a function with a custom derivative rule; follow the rule too if the loss is differentiated."""
+    key = _function_param(site)
+    if key is None:
+        return unknown_results(site, relations, "primitive")
+    results = proof.relate(site, *site.both_params(key), relations)
+    if not proof.training or all(isinstance(relation, Known) for relation in relations):
+        return results
+    if site.name == "custom_jvp_call":
+        return derivatives.follow_jvp(proof, site, relations, results)
+    return derivatives.follow_vjp(proof, site, relations, results)
+
+
+def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    """Follow `custom_linear_solve`: first its solver, then its other functions on the solution.
+
+    The derivative needs these other functions. Each must give the relation of the solution again.
+    """
+    const_counts = site.params["const_lengths"]
+    functions = {
+        name: [getattr(solver, name) for solver in site.both_params("jaxprs")] for name in const_counts._fields
+    }
+    start, consts = 0, {}
+    for name in const_counts._fields:
+        consts[name] = relations[start : start + getattr(const_counts, name)]
+        start += getattr(const_counts, name)
+    right_sides = relations[start:]
+    solution = proof.relate(site, functions["solve"][0], functions["solve"][1], [*consts["solve"], *right_sides])
+    for name, jaxprs in functions.items():
+        if name == "solve" or jaxprs[0] is None:
+            continue
+        results = proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *solution])
+        if any(result != solved for result, solved in zip(results, solution, strict=False)):
+            return unknown_results(site, results)
+    return solution
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+COLLECTIVES = frozenset(
+    """psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced reduce_scatter
+    psum_scatter all_to_all ragged_all_to_all ppermute pgather pbroadcast axis_index""".split()  # noqa: SIM905
+)
+SUMS = frozenset(["psum", "psum2", "psum_invariant"])
+
+
+def _collective(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+    """Follow a collective that the loss calls.
+
+    Over the axes of the pieces, which have size 1 in the whole trace, a collective combines all pieces:
+
+    - A sum over devices gives every piece the sum of all P_i, which is W / c.
+    - A gather gives every piece the rows of the whole batch.
+
+    Over other axes the collective does the same for every piece.
+    """
+    if unknown := first_unknown(relations):
+        return [unknown] * site.num_results
+    named_axes = site.params.get("axes", site.params.get("axis_name", ()))
+    axes = set(named_axes) if isinstance(named_axes, tuple | list | frozenset) else {named_axes}
+    relations = resolve_numbers(site, relations)
+    grouped = site.params.get("axis_index_groups") is not None
+    if axes <= proof.other_axes and not grouped and (site.name in SUMS or site.name == "ppermute"):
+        return [
+            relation if isinstance(relation, Same | Split | Total) else site.unknown("mixes") for relation in relations
+        ]
+    if axes != proof.row_axes or not axes or grouped:
+        return [site.unknown("primitive")] * site.num_results
+    return [_collective_over_pieces(site, relation, i) for i, relation in enumerate(relations)] or [
+        site.unknown("position")
+    ]
+
+
+def _collective_over_pieces(site: Site, relation: Relation, i: int) -> Relation:
+    if site.name in SUMS and isinstance(relation, Total):
+        return Same(relation.ratio)
+    if site.name in SUMS and isinstance(relation, Same) and not relation.drawn:
+        return Same(relation.ratio / site.num_pieces)
+    if site.name in ("pmax", "pmin") and isinstance(relation, Extreme) and site.name[1:] == relation.kind:
+        return Same()
+    if site.name in ("pmax", "pmin") and is_exactly_same(relation):
+        return Same()
+    if site.name == "all_gather" and isinstance(relation, Split) and site.params["tiled"]:
+        whole_shape, piece_shape = site.result_shapes(i)
+        if whole_shape == piece_shape and relation.place == (site.params["all_gather_dimension"], 1, None):
+            return Same(relation.ratio)
+    return site.unknown("mixes")

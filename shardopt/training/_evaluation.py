@@ -1,0 +1,155 @@
+"""An `evaluate` function for `fit`: each metric over a fixed set of batches of any sizes."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.core._block_model import LossFn
+from shardopt.core._errors import format_error
+from shardopt.core._types import Metric, PyTree, TrainState
+from shardopt.engine._config import check_evaluate_fn
+from shardopt.engine._evaluate import Totals
+from shardopt.engine._loss import LossParts
+from shardopt.engine._metrics import added, value_of
+from shardopt.engine._optimizer import ShardedOptimizer, check_is_strategy
+from shardopt.training._loggers import ShowBatches
+
+Evaluate = Callable[[TrainState], Mapping[str, float | np.ndarray | jax.Array]]
+
+
+def evaluation(
+    opt: ShardedOptimizer, batches: Iterable[PyTree], *, evaluate_fn: LossFn | None = None, prefix: str = "val_"
+) -> "Evaluation":
+    """Return `evaluate(state) -> metrics`: loss and aux metrics over the rows of all batches, of any sizes.
+
+    With local updates (`local_sgd`, `diloco`) the metrics belong to `state.params`, which change only when replicas
+    synchronize. For the mean of the replicas, call `evaluate(opt.synchronize(state))`.
+
+    Args:
+      opt: the optimizer that gives placement and loss.
+      batches: a list of batches, or another iterable that starts again each time. With several processes, pass the same
+        batches on each. Leaves are [rows, ...] with any number of rows.
+      evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of `so.ddp`. It gets
+        no random key.
+      prefix: put before the name of each metric, since training reports "loss" too.
+
+    Raises:
+      TypeError: if `opt` is no `ShardedOptimizer`, if `batches` is an iterator, which is empty the second time, or if
+        `evaluate_fn` is not a function.
+      ValueError: from the returned function, if there are no batches.
+      NotSeparableError: from the returned function, in the per-device view, if the loss is no (weighted) mean over
+        rows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: ((batch - params["mean"]) ** 2).mean()
+      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn)
+      >>> evaluate = evaluation(opt, [jnp.array([1.0, 3.0]), jnp.array([2.0])])
+      >>> evaluate(opt.init({"mean": jnp.array(2.0)}))["val_loss"] == 2 / 3
+      True
+
+    **Definition**: devices, micro-batches and batches cut the set into pieces p of n_p rows.
+
+    - A plain value v_p is a mean over rows; the metric is sum_p n_p v_p / sum_p n_p.
+    - For `so.Weighted`, totals and weights are summed over all batches and divided once at the end, in double
+      precision. So every token counts the same, however the tokens are batched.
+    - `so.Sum` adds up; `so.Max` and `so.Min` take the largest and the smallest value.
+
+    **Equivalence**: equal to one device on the complete set at once, up to summation order, if the loss is a
+    (weighted) mean over rows. A batch whose rows the devices do not divide, even with fewer rows than devices, is
+    padded with copies of a row; the copies do not count. Such a batch costs two more programs, each run once.
+    """
+    check_is_strategy("evaluation", opt)
+    if iter(batches) is batches:
+        problem = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
+        raise TypeError(format_error("evaluation", problem, fix="pass list(itertools.islice(batches, n))."))
+    config = opt.config if evaluate_fn is None else opt.config._replace(evaluate_fn=evaluate_fn)
+    check_evaluate_fn("evaluation", config)
+    return Evaluation(opt, batches, prefix, Totals(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The function that `evaluation` returns, with readable attributes.
+
+    Attributes:
+      opt: the optimizer that gives placement and loss.
+      batches: the batches.
+      prefix: the prefix of the metric names.
+      totals: the compiled programs.
+    """
+
+    opt: ShardedOptimizer
+    batches: Iterable[PyTree]
+    prefix: str
+    totals: Totals
+
+    def __call__(self, state: TrainState, *, show: ShowBatches | None = None) -> dict[str, float]:
+        """Return the metrics of a state over all batches; call `show(done, total)` for each batch."""
+        sums: dict[str, Metric] = {}
+        done, total = 0, len(self.batches) if isinstance(self.batches, Sized) else None
+        # Results are fetched one batch late: the device computes one batch while the host prepares the next. So the
+        # device holds at most two.
+        pending = None
+        for done, batch in enumerate(self.batches, 1):
+            if show is not None:
+                show(done - 1, total)
+            for parts in self.totals(state, batch):
+                finished, pending = pending, parts
+                _add(sums, finished)
+        _add(sums, pending)
+        if show is not None:
+            show(done, done)
+        if not sums:
+            problem = "there are no examples in batches."
+            raise ValueError(format_error("evaluation", problem, fix="pass at least one batch."))
+        with np.errstate(invalid="ignore", divide="ignore"):  # if the weights sum to zero, the metric is NaN
+            return {self.prefix + name: value_of(metric).item() for name, metric in sums.items()}
+
+
+def _add(sums: dict[str, Metric], parts: LossParts | None) -> None:
+    """Add the metrics of a batch to `sums`, in double precision; keep the largest and smallest."""
+    if parts is None:
+        return
+    for name, metric in jax.device_get({"loss": parts.loss, **parts.metrics}).items():
+        metric = jax.tree.map(lambda x: np.asarray(x, np.float64), metric)
+        sums[name] = added(sums[name], metric) if name in sums else metric
+
+
+def call_evaluate(
+    evaluate: Evaluate, state: TrainState, training_names: Collection[str], show: ShowBatches
+) -> dict[str, float]:
+    """Call the user's `evaluate` and return its metrics as numbers. The progress of an `Evaluation` is shown.
+
+    Args:
+      evaluate: the function of the user.
+      state: the state to evaluate.
+      training_names: the metric names that training reports.
+      show: shows the progress of an `Evaluation`.
+
+    Raises:
+      TypeError: if it does not return a dict of numbers.
+      ValueError: if a name is among `training_names`.
+    """
+    returned = evaluate(state, show=show) if isinstance(evaluate, Evaluation) else evaluate(state)
+    if not isinstance(returned, Mapping):
+        problem = f"evaluate must return a dict of numbers, got {type(returned).__name__}."
+        raise TypeError(format_error("fit", problem, fix='return {"val_loss": ...}.'))
+    values = jax.device_get(dict(returned))
+    if not_numbers := [f"{name!r}: {value!r:.80}" for name, value in values.items() if not _is_number(value)]:
+        problem = "evaluate must return a dict of numbers."
+        raise TypeError(format_error("fit", problem, not_numbers, "reduce each to one number."))
+    if clashing_names := sorted(set(values) & set(training_names)):
+        problem = f"evaluate returned {', '.join(map(repr, clashing_names))}, which training reports too."
+        raise ValueError(
+            format_error("fit", problem, fix=f"give it another name, such as {f'val_{clashing_names[0]}'!r}.")
+        )
+    return {name: float(values[name]) for name in returned}
+
+
+def _is_number(value: object) -> bool:
+    array = np.asarray(value)
+    return array.shape == () and (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool)

@@ -1,0 +1,448 @@
+"""`fit`: the training loop, and the checks of its arguments before a step runs."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.core._arguments import check_count
+from shardopt.core._early_stopping import EarlyStopping, best, check_metric, out_of_patience, update
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree, TrainState
+from shardopt.engine._batch_dims import num_rows
+from shardopt.engine._batches import as_arrays
+from shardopt.engine._optimizer import ShardedOptimizer
+from shardopt.runtime._probe import probe_or_warn
+from shardopt.runtime._progress import is_reported
+from shardopt.training._evaluation import Evaluate, Evaluation, call_evaluate
+from shardopt.training._goodput import Goodput, Ledger
+from shardopt.training._loggers import Log, as_loggers, open_log, show_progress
+from shardopt.training._metrics import Meter, check_state
+from shardopt.training._resume import (
+    END,
+    SIGNALS,
+    DeferredInit,
+    Stream,
+    begin,
+    catch_signals,
+    common_verdict,
+    finish_writes,
+    pack,
+    step_of,
+)
+from shardopt.training._tolerance import Tolerance
+
+
+class FitResult(NamedTuple):
+    """The result of `fit`.
+
+    Attributes:
+      state: the last train state; with local updates it is synchronized, so that its parameters are the mean of all
+        replicas.
+      step: total steps taken, including earlier runs.
+      stopped: "completed" (num_steps reached), "early" (early stopping), "sigterm", "interrupted" (Ctrl-C) or
+        "exhausted" (no more batches).
+      history: the metrics that this call logged, `{"step": n, "loss": ..., ...}` each.
+      best: `{"step": n, metric: value}`, the best value that early stopping saw, including earlier runs; None without
+        it.
+      goodput: the share of time spent on steps that count; on the first process it includes earlier attempts.
+    """
+
+    state: TrainState
+    step: int
+    stopped: str
+    history: list[dict[str, float]]
+    best: dict[str, float] | None
+    goodput: Goodput
+
+
+def fit(
+    opt: ShardedOptimizer,
+    state: TrainState | DeferredInit,
+    batches: Iterable[PyTree],
+    *,
+    num_steps: int,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int | None = None,
+    early_stopping: EarlyStopping | None = None,
+    checkpoints: Checkpoints | None = None,
+    log: Log | Sequence[Log] | None = None,
+    log_every: int = 10,
+    agree_every: int = 10,
+    progress: bool = True,
+) -> FitResult:
+    """Train until `num_steps` total steps are taken, or something ends the run earlier.
+
+    Each step is state, metrics = opt.step(state, batch). The host reads the loss of a step while the device computes
+    the next one. It waits only for an evaluation, a checkpoint, early stopping on a training metric, and the end. So
+    at most two steps are in progress.
+
+    **Resuming.** If `checkpoints.resume` is set and a checkpoint is newer than `state`, train state, position in the
+    batches and early stopping are restored. The run then equals an unbroken one (bit for bit on the same mesh).
+
+    - Batches with `get_state` and `set_state` (grain) continue from their saved state.
+    - For other batches pass a fresh iterator; the batches already used are drawn and dropped. It must give the same
+      order as before; if it does not, a UserWarning says so.
+    - With several processes, all restore the position of the first process.
+
+    **End of the run.** It ends at `num_steps`, at early stopping, at SIGTERM, at a first Ctrl-C (a second one raises
+    KeyboardInterrupt) and after the last batch. Then the step is finished, a last evaluation runs (not after a
+    signal), and a checkpoint is written. Signals are noticed only in the main thread.
+
+    **Local updates** (`local_sgd`, `diloco`). Evaluations during the run use `state.params` as last synchronized. The
+    returned state is `opt.synchronize` of the last state, and the last evaluation uses it. Checkpoints hold states
+    before synchronization, so a resumed run equals an unbroken one.
+
+    **Several processes.** All call `fit` with the same arguments and draw the same number of batches. A signal or early
+    stopping on one process stops all at the same step. The first process shows progress and writes logs.
+
+    Args:
+      opt: a strategy such as `so.ddp` or `so.fsdp`, or `so.local_sgd` or `so.diloco` of a strategy.
+      state: the state to start from; its memory is reused for the next state. Or `so.DeferredInit(params)`, or
+        `so.DeferredInit(init_fn, key)`: it is initialized only if no checkpoint is restored, so a restart saves that
+        time.
+      batches: an iterable of batches, pytrees with leaves [global batch, ...]; drawn one at a time, never ahead.
+      num_steps: the total step count, as in `state.step`, to train to: from step 40 to 100 there are 60 steps to take.
+      evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`; runs on every
+        process and must not donate the state.
+      evaluate_every: steps between evaluations; by default one with each checkpoint. A last one runs at the end.
+      early_stopping: when to stop; reads training metrics every `log_every` steps, other metrics at scheduled
+        evaluations.
+      checkpoints: where to save; a state that is not finite is never saved.
+      log: `log(step, metrics)`, or several: `so.training.jsonl`, `so.training.tensorboard` or any function.
+      log_every: steps between reports of `opt.step`'s metrics, steps_per_second, examples_per_second and goodput (see
+        `so.training.Goodput`).
+      agree_every: steps between agreements of several processes whether to stop.
+      progress: show a bar on a terminal, a second bar while `so.training.evaluation` runs, and lines elsewhere, on
+        standard error. Messages about resuming are printed even if False.
+
+    Returns:
+      A `FitResult`.
+
+    Raises:
+      NonFiniteLossError: if the loss is NaN or infinite, at most one step later; or if an update made the state NaN or
+        infinite. It is not raised for a step whose update `optax.apply_if_finite` skipped. After more than
+        `max_consecutive_errors` such steps in a row `apply_if_finite` applies updates again, and the error is raised.
+      TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of numbers.
+      ValueError: if one of these is true:
+
+        - a count is out of range, or the state was donated;
+        - the folder has checkpoints and `checkpoints.resume` is not set;
+        - the batches cannot be moved to the saved position;
+        - a metric is not a scalar, or `evaluate` returns the name of a training metric;
+        - early stopping watches an unknown metric;
+        - a run with local updates would end before the first synchronization, or early stopping would end it between
+          two.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
+      >>> loss_fn = lambda params, batch: ((batch["x"] * params["w"] - batch["y"]) ** 2).mean()
+      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn)
+      >>> batch = {"x": np.ones(4, np.float32), "y": np.full(4, 3, np.float32)}
+      >>> result = fit(opt, opt.init({"w": jnp.zeros(())}), [batch] * 50, num_steps=40, progress=False)
+      >>> result.stopped, result.step, round(float(result.state.params["w"]), 3)
+      ('completed', 40, 3.0)
+    """
+    _check_optimizer_and_state(opt, state)
+    _check_batches(batches)
+    check_count("fit", "num_steps", num_steps, minimum=0)
+    check_count("fit", "log_every", log_every)
+    check_count("fit", "agree_every", agree_every)
+    _check_evaluate(evaluate, evaluate_every, early_stopping)
+    _check_checkpoints(checkpoints)
+    as_loggers(log)
+    if not isinstance(progress, bool):
+        raise TypeError(f"fit: progress must be True or False, got {progress!r}.")
+    scheduled_every = checkpoints.every if evaluate_every is None and checkpoints is not None else evaluate_every
+    _check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
+
+    run = _Run(opt, num_steps, evaluate, evaluate_every, early_stopping, checkpoints, log_every, agree_every)
+    with ExitStack() as cleanup:
+        run.start(cleanup, state, batches, log, progress=progress)
+        del state  # a step donates it; parameters in a `DeferredInit` would stay in memory
+        while (batch := run.next_batch()) is not END:
+            run.take_step(batch)
+            run.evaluate_and_save()
+            run.agree()
+        final_state = run.finish()
+    run.ledger.write(ended_well=True)
+    best_metric, goodput = best(early_stopping, run.stopping_state), run.ledger.total()
+    return FitResult(final_state, run.step, run.stopped or "completed", run.history, best_metric, goodput)
+
+
+@dataclasses.dataclass
+class _Run:
+    """The arguments of `fit` and the state of its loop; the methods are the phases of the loop."""
+
+    opt: ShardedOptimizer
+    num_steps: int
+    evaluate: Evaluate | None
+    evaluate_every: int | None
+    early_stopping: EarlyStopping | None
+    checkpoints: Checkpoints | None
+    log_every: int
+    agree_every: int
+
+    def start(
+        self,
+        cleanup: ExitStack,
+        state: TrainState | DeferredInit,
+        batches: Iterable[PyTree],
+        log: Log | Sequence[Log] | None,
+        *,
+        progress: bool,
+    ) -> None:
+        """Catch signals, open the display and the logs until the end of the run, and restore the first state."""
+        self.received_signal = cleanup.enter_context(catch_signals())
+        self.display = cleanup.enter_context(show_progress(self.num_steps, shown=progress))
+        self.write_log = cleanup.enter_context(open_log(log))
+        self.ledger = Ledger(_goodput_folder(self.checkpoints))
+        cleanup.callback(self.ledger.enter, "")  # runs after the last checkpoint is written
+        self.ledger.enter("begin", step_of(state))
+        cleanup.enter_context(finish_writes(self.checkpoints))
+
+        self.stream, self.meter = Stream(batches), Meter(self.checkpoints)
+        self.history: list[dict[str, float]] = []
+        self.state, self.stopping_state = begin(
+            self.opt, state, self.stream, self.early_stopping, self.checkpoints, self.display.say
+        )
+        self.step, self.local_updates = int(jax.device_get(self.state.step)), self.opt.config.local_updates is not None
+        self.tolerance = Tolerance(self.opt.wrapped, self.state.opt_state)
+        self.saved_step = None if self.checkpoints is None else self.checkpoints.latest()
+        self.evaluation_metrics: dict[str, float] = {}
+        self.display.advance(self.step)
+        self.stopped = self.verdict(due=True)
+
+    def next_batch(self) -> PyTree:
+        """Return the next batch, or `END` if there is no next step."""
+        if self.stopped is not None or self.step >= self.num_steps:
+            return END
+        self.ledger.enter("data", self.step)
+        batch = self.stream.draw()
+        self.stopped = "exhausted" if batch is END else None
+        return batch
+
+    def take_step(self, batch: PyTree) -> None:
+        """Take a step, and report the step before it."""
+        batch = as_arrays("fit", batch)
+        self.ledger.enter("step")
+        self.state, device_metrics = self.opt.step(self.state, batch)
+        self.step += 1
+        step, checkpoints, evaluate_every = self.step, self.checkpoints, self.evaluate_every
+        self.logging, self.evaluation_metrics = step % self.log_every == 0, {}
+        self.saving = checkpoints is not None and checkpoints.due(step)
+        self.snapshotting = checkpoints is not None and checkpoints.due_in_memory(step)
+        self.scheduled = self.saving if evaluate_every is None else step % evaluate_every == 0
+        is_last = step == self.num_steps and not self.local_updates
+        self.evaluating = self.evaluate is not None and (self.scheduled or is_last)
+        self.ledger.enter("wait")
+        previous_report = self.meter.push(
+            step,
+            self.stream.drawn - 1,
+            device_metrics,
+            examples=num_rows(self.opt.config, batch),
+            reported=self.logging,
+            tolerated=self.tolerance(self.state.opt_state),
+        )
+        self.ledger.enter("log")
+        if previous_report is not None:
+            self.report(*previous_report)
+        self.display.advance(step)
+
+    def evaluate_and_save(self) -> None:
+        """Evaluate, observe and save the state if one of these is due; all of them wait for the step."""
+        observing = self.logging and self.early_stopping is not None
+        if not (self.saving or self.snapshotting or self.evaluating or observing):
+            return
+        self.ledger.enter("wait")
+        metrics = self.meter.settle()
+        if self.evaluate is not None and self.evaluating:
+            self.ledger.enter("evaluate")
+            self.evaluation_metrics = call_evaluate(self.evaluate, self.state, metrics, self.show_evaluation)
+        all_metrics = metrics | self.evaluation_metrics
+        self.ledger.enter("log")
+        if self.logging or self.evaluating:
+            self.report(self.step, all_metrics)
+        evaluations_scheduled = self.evaluate_every is not None or self.checkpoints is not None
+        if self.evaluating or self.evaluate is None or not evaluations_scheduled:
+            check_metric(self.early_stopping, known=all_metrics)
+        observed = (metrics if self.logging else {}) | (self.evaluation_metrics if self.scheduled else {})
+        self.stopping_state = update(self.early_stopping, self.stopping_state, self.step, observed)
+        if self.saving:
+            self.check_finite(metrics)
+            self.save(all_metrics)
+        if self.snapshotting and self.checkpoints is not None:
+            self.check_finite(metrics)
+            extra = pack(self.stream, self.early_stopping, self.stopping_state)
+            self.checkpoints.save_in_memory(self.state, step=self.step, extra=extra)
+        self.meter.restart()
+
+    def agree(self) -> None:
+        """Agree with all processes whether to stop, if that is due; now and then measure the speed of devices."""
+        self.ledger.enter("agree")
+        self.stopped = self.verdict(due=self.evaluating or self.step % self.agree_every == 0)
+        if self.step % (_PROBE_EVERY * self.agree_every) == 0 and jax.process_count() > 1 and is_reported():
+            self.ledger.enter("agree")  # no step is in progress: all processes have just exchanged verdicts
+            probe_or_warn()
+
+    def finish(self) -> TrainState:
+        """Evaluate, report and save the last state; return it, synchronized."""
+        self.ledger.enter("agree")
+        self.stopped = common_verdict(self.received_signal(), self.stopped, due=True)
+        final_state = self.opt.synchronize(self.state) if self.local_updates else self.state
+        if metrics := self.meter.settle():  # empty if no step was taken
+            last_metrics = {} if self.history and self.history[-1]["step"] == self.step else metrics
+            if self.evaluate is not None and not self.evaluation_metrics and self.stopped not in SIGNALS:
+                final_metrics = call_evaluate(self.evaluate, final_state, metrics, self.show_evaluation)
+                last_metrics = last_metrics | final_metrics
+                if not self.local_updates:  # otherwise the saved state is not the synchronized one
+                    self.evaluation_metrics = final_metrics
+            if last_metrics:
+                self.report(self.step, last_metrics)
+            self.check_finite(metrics)
+        self.save(metrics | self.evaluation_metrics)
+        if self.stopped is not None:
+            self.display.say(f"Stopped at step {self.step} of {self.num_steps}: {_STOP_TEXT[self.stopped]}.")
+        return final_state
+
+    def verdict(self, *, due: bool) -> str | None:
+        """Return the common verdict about signals and early stopping."""
+        early = out_of_patience(self.early_stopping, self.stopping_state)
+        return common_verdict(self.received_signal(), early, due=due)
+
+    def show_evaluation(self, done: int, total: int | None) -> None:
+        self.ledger.enter("evaluate")
+        self.display.evaluate(done, total)
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Add metrics to the history, log them and show them."""
+        if "steps_per_second" in metrics:
+            metrics = {**metrics, "goodput": self.ledger.total().fraction}
+        if self.history and self.history[-1]["step"] == step:
+            self.history[-1].update(metrics)
+        else:
+            self.history.append({"step": step, **metrics})
+        self.write_log(step, metrics)
+        self.display.report(step, metrics)
+
+    def check_finite(self, metrics: dict[str, float]) -> None:
+        self.ledger.enter("checkpoint")
+        position, checkpoints = self.stream.drawn - 1, self.checkpoints
+        check_state(self.state, metrics, step=self.step - 1, position=position, checkpoints=checkpoints)
+
+    def save(self, metrics: dict[str, float]) -> None:
+        if self.checkpoints is not None and self.saved_step != self.step:
+            extra = pack(self.stream, self.early_stopping, self.stopping_state)
+            self.checkpoints.save(self.state, step=self.step, metrics=metrics, extra=extra)
+            self.saved_step = self.step
+
+
+_PROBE_EVERY = 10
+"""Processes under a watch measure the speed of their devices after this many agreements."""
+
+_STOP_TEXT = {
+    "exhausted": "there are no more batches",
+    "early": "early stopping",
+    "interrupted": "interrupted from the keyboard",
+    "sigterm": "SIGTERM",
+}
+
+
+def _goodput_folder(checkpoints: Checkpoints | None) -> Path | None:
+    """Return the folder for the account of goodput, on the first process; None elsewhere."""
+    return None if checkpoints is None or jax.process_index() else Path(checkpoints.directory)
+
+
+def _check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | DeferredInit) -> None:
+    if not (callable(getattr(opt, "step", None)) and callable(getattr(opt, "init", None))):
+        fix = "pass what so.ddp, so.zero or so.fsdp returns."
+        raise TypeError(format_error("fit", f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
+    if isinstance(state, DeferredInit):
+        return
+    if not all(hasattr(state, field) for field in ("step", "params", "opt_state")):
+        problem = f"state must be a so.TrainState, got {type(state).__name__}."
+        raise TypeError(format_error("fit", problem, fix="pass opt.init(params)."))
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        problem = "the state was already used: a step takes over the memory of the state it is given."
+        fix = "pass the state that the last step or fit returned, or a new one."
+        raise ValueError(format_error("fit", problem, fix=fix))
+
+
+def _check_batches(batches: Iterable[PyTree]) -> None:
+    is_one_batch = isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array)
+    # isinstance(..., Iterable) only checks __iter__; a torch-style dataset or a grain MapDataset has only __getitem__.
+    if is_one_batch or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
+        problem = f"batches must be an iterable of batches, got {type(batches).__name__}."
+        fix = "pass a grain dataset, an iterator or a list; for one batch over and over itertools.repeat(batch)."
+        raise TypeError(format_error("fit", problem, fix=fix))
+
+
+def _check_evaluate(
+    evaluate: Evaluate | None, evaluate_every: int | None, early_stopping: EarlyStopping | None
+) -> None:
+    if evaluate is not None and not callable(evaluate):
+        problem = f"evaluate must be a callable (state) -> dict of numbers, got {type(evaluate).__name__}."
+        fix = "pass so.training.evaluation(opt, batches) or your own function."
+        raise TypeError(format_error("fit", problem, fix=fix))
+    if evaluate_every is not None:
+        check_count("fit", "evaluate_every", evaluate_every)
+        if evaluate is None:
+            raise ValueError(format_error("fit", "evaluate_every needs evaluate.", fix="pass evaluate, or drop it."))
+    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
+        problem = f"early_stopping must be a so.training.EarlyStopping, got {type(early_stopping).__name__}."
+        raise TypeError(format_error("fit", problem, fix='pass so.training.EarlyStopping("val_loss", patience=5).'))
+
+
+def _check_checkpoints(checkpoints: Checkpoints | None) -> None:
+    required_names = "directory every resume due due_in_memory memory_every save wait latest restore".split()  # noqa: SIM905
+    if checkpoints is not None and (
+        missing_names := [name for name in required_names if not hasattr(checkpoints, name)]
+    ):
+        problem = f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without {', '.join(missing_names)}."
+        path_text = repr(os.fspath(checkpoints)) if isinstance(checkpoints, str | os.PathLike) else "directory"
+        raise TypeError(format_error("fit", problem, fix=f"pass so.Checkpoints({path_text}, every=100, keep=3)."))
+
+
+def _check_rounds(
+    opt: ShardedOptimizer,
+    num_steps: int,
+    evaluate: Evaluate | None,
+    evaluate_every: int | None,
+    early_stopping: EarlyStopping | None,
+) -> None:
+    """Refuse a run that ends before replicas synchronize, or that early stopping would end in any case.
+
+    Between two synchronizations the evaluated parameters do not change, so early stopping sees no improvement.
+    """
+    local_updates = opt.config.local_updates
+    if local_updates is None:
+        return
+    # the first step after which the shared parameters of the replicas may have changed
+    first_change = 1 if local_updates.warmup_steps else local_updates.stride + local_updates.delay
+    caller, options_text = opt.config.strategy, f"sync_every={local_updates.sync_every}"
+    options_text += f", fragments={local_updates.fragments}" if local_updates.fragments > 1 else ""
+    options_text += f", delay={local_updates.delay}" if local_updates.delay else ""
+    if 0 < num_steps < first_change:
+        problem = f"num_steps={num_steps} ends before the replicas of {caller} first synchronize, at step {first_change} ({options_text})."
+        raise ValueError(
+            format_error("fit", problem, fix="train for as many steps at least, or make sync_every smaller.")
+        )
+    # Metrics of another function, and training metrics, may change between synchronizations.
+    if early_stopping is None or evaluate_every is None or not isinstance(evaluate, Evaluation):
+        return
+    unchanged_evaluations = max(first_change - 1, local_updates.stride) // evaluate_every
+    if early_stopping.metric.startswith(evaluate.prefix) and unchanged_evaluations > early_stopping.patience:
+        problem = (
+            f"early_stopping would end any run: evaluated every {plural(evaluate_every, 'step')}, "
+            f"{early_stopping.metric!r} stays as it is {unchanged_evaluations} times in a row, and patience={early_stopping.patience}. "
+            f"It is of the parameters that the replicas of {caller} share, which change every {plural(local_updates.stride, 'step')} "
+            f"({options_text})."
+        )
+        fix = f"evaluate every {local_updates.stride} steps, or have more patience, or make sync_every smaller."
+        raise ValueError(format_error("fit", problem, fix=fix))

@@ -1,0 +1,177 @@
+"""Goodput: the share of time spent on steps that count, and the causes of the lost time, across restarts.
+
+    goodput = seconds of steps taken for the first time / seconds since the run began
+
+Every second belongs to one cause. The account is in `goodput.json` next to the checkpoints, with one entry per
+attempt. The time between two attempts is lost too in two cases: the first attempt failed, or its launcher ended it to
+continue with more processes.
+"""
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from shardopt.runtime import _progress as progress
+from shardopt.runtime._files import write_atomic
+from shardopt.runtime._launch import BEGAN, HUNG_SECONDS, RESTART
+
+FILE = "goodput.json"
+
+CAUSES = ("start", "compile", "checkpoint", "evaluate", "redone", "restart", "hang")
+"""The causes of lost time, in the order of `Goodput.lost`."""
+
+_STEP_PHASES = ("data", "step", "wait", "log", "agree")
+"""The phases of `fit` that belong to a step."""
+
+_WRITE_SECONDS = 1.0
+"""Minimum seconds between writes. Time after the last write of a killed process counts as lost to the restart."""
+
+
+class Goodput(NamedTuple):
+    """How much of its time a run spent on steps that count.
+
+    Attributes:
+      fraction: `useful` / `seconds`.
+      useful: seconds of steps taken for the first time, including waits for batches and for other processes.
+      seconds: seconds since the run began, without the time after an attempt that ended normally or was told to end.
+      lost: seconds by cause, only causes with lost time:
+
+        - "start": until the first step began;
+        - "compile": the first step of each attempt, which compiles;
+        - "checkpoint": training waited for a checkpoint;
+        - "evaluate": evaluations;
+        - "redone": steps that an earlier attempt had already taken, after its last checkpoint;
+        - "restart": from the end of a failed attempt, or from its last write, until the next attempt has restored;
+        - "hang": until `shardopt launch --hang-timeout` noticed a hang.
+
+      restarts: attempts after the first.
+    """
+
+    fraction: float
+    useful: float
+    seconds: float
+    lost: dict[str, float]
+    restarts: int
+
+    def __str__(self) -> str:
+        lost = ", ".join(f"{name} {_percent(seconds / self.seconds)}" for name, seconds in self.lost.items())
+        return f"goodput {_percent(self.fraction)} of {self.seconds:.0f} s" + (f"; lost to {lost}" if lost else "")
+
+
+class _Attempt(NamedTuple):
+    began: float
+    until: float
+    step: int
+    ended_well: bool
+    seconds: dict[str, float]  # by cause, and "useful"
+
+
+class Ledger:
+    """The account of one call of `fit` and of the attempts before it. It also marks phases for the watch of the job.
+
+    Args:
+      folder: the folder of the run, whose account is continued; None keeps the account in memory only.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._path = None if folder is None else folder / FILE
+        self._earlier = _read(self._path)
+        self._highest_step = max((attempt.step for attempt in self._earlier), default=0)
+        relaunched = RESTART in os.environ and not _counted_starts
+        self._start_time = _start_of_job()
+        self._seconds: dict[str, float] = {}
+        previous = self._earlier[-1] if self._earlier else None
+        is_restart = previous is not None and (relaunched or not previous.ended_well)
+        if previous is not None and is_restart:
+            gap = max(0.0, self._start_time - previous.until)
+            hung_seconds = min(gap, float(os.environ.get(HUNG_SECONDS, "0")))
+            self._seconds = {"hang": hung_seconds, "restart": gap - hung_seconds}
+        self._first_cause = "restart" if is_restart else "start"
+        self._seconds[self._first_cause] = self._seconds.get(self._first_cause, 0.0) + time.time() - self._start_time
+        self._phase, self._phase_start = "begin", time.monotonic()
+        self._step, self._has_compiled, self._written = 0, False, 0.0
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Begin a phase of `fit`.
+
+        Args:
+          phase: the name of the phase.
+          step: the steps taken before it; by default the step of the previous phase.
+        """
+        progress.mark(phase, step)
+        now = time.monotonic()
+        cause = self._cause()
+        self._seconds[cause] = self._seconds.get(cause, 0.0) + now - self._phase_start
+        self._has_compiled = self._has_compiled or self._phase == "step"
+        self._phase, self._phase_start = phase, now
+        self._step = self._step if step is None else step
+        self.write()
+
+    def total(self) -> Goodput:
+        """Return the account so far, up to the last finished phase."""
+        attempts = [*self._earlier, self._attempt(ended_well=False)]
+        sums: dict[str, float] = {}
+        for attempt in attempts:
+            for name, seconds in attempt.seconds.items():
+                sums[name] = sums.get(name, 0.0) + seconds
+        useful, total_seconds = sums.get("useful", 0.0), max(sum(sums.values()), 1e-9)
+        lost = {name: sums[name] for name in CAUSES if sums.get(name, 0.0) > 0}
+        return Goodput(useful / total_seconds, useful, total_seconds, lost, len(self._earlier))
+
+    def write(self, *, ended_well: bool = False) -> None:
+        """Write the account, unless the last write was less than a second ago; always write if `ended_well`."""
+        if self._path is None or (not ended_well and time.monotonic() - self._written < _WRITE_SECONDS):
+            return
+        self._written = time.monotonic()
+        attempts = [attempt._asdict() for attempt in (*self._earlier, self._attempt(ended_well=ended_well))]
+        # A full disk or a deleted folder does not stop training; the code that needs the folder raises the error.
+        with contextlib.suppress(OSError):
+            write_atomic(self._path, json.dumps({"attempts": attempts}, indent=1) + "\n")
+
+    def _cause(self) -> str:
+        if self._phase == "begin":
+            return self._first_cause
+        if self._phase == "step" and not self._has_compiled:
+            return "compile"
+        if self._phase in _STEP_PHASES:
+            return "redone" if self._step < self._highest_step else "useful"
+        return self._phase if self._phase in CAUSES else "useful"
+
+    def _attempt(self, *, ended_well: bool) -> _Attempt:
+        steps_done = self._step + (self._has_compiled and self._phase not in ("data", "step", "wait"))
+        highest_step = max(steps_done, self._highest_step)
+        return _Attempt(self._start_time, time.time(), highest_step, ended_well, self._seconds)
+
+
+def _read(path: Path | None) -> list[_Attempt]:
+    """Return the earlier attempts, or [] if the account is missing or damaged: training does not depend on it."""
+    if path is None:
+        return []
+    try:
+        attempts = [_Attempt(**attempt) for attempt in json.loads(path.read_text())["attempts"]]
+        return [
+            attempt._replace(seconds={str(k): float(v) for k, v in attempt.seconds.items()}) for attempt in attempts
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+_counted_starts: list[float] = []
+
+
+def _start_of_job() -> float:
+    """Return when this attempt began, in seconds since 1970.
+
+    For the first `fit` of a launched process it is the start of the process, else now.
+    """
+    if BEGAN in os.environ and not _counted_starts:
+        _counted_starts.append(float(os.environ[BEGAN]))
+        return _counted_starts[0]
+    return time.time()
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%" if fraction < 0.1 else f"{100 * fraction:.0f}%"

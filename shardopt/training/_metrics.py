@@ -1,0 +1,184 @@
+"""Metrics from the device, read one step late so that the host never delays the device."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error
+from shardopt.core._types import PyTree, TrainState, is_array_like
+
+
+class Meter:
+    """Takes the metrics of each step as device arrays, and returns them as numbers once they have arrived.
+
+    `push` takes the metrics of a step that was just dispatched, and reads the previous step: it checks the loss. If
+    the step is to be reported, it fetches all metrics in one transfer. `settle` does the same for the newest step, so
+    it waits for the device. Call it when the host has to wait anyway, such as before a checkpoint.
+
+    Metrics include `steps_per_second` and `examples_per_second` since the last fetched metrics. The clock starts when
+    the first step is done, so compilation does not count.
+
+    Args:
+      checkpoints: named in the error for a loss that is not finite.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None = None):
+        self._checkpoints = checkpoints
+        self._pending: _Pending | None = None
+        self._newest_metrics: dict[str, float] = {}
+        self._measured_from: float | None = None
+        self._steps = self._examples = 0
+
+    def push(
+        self,
+        step: int,
+        position: int,
+        metrics: Mapping[str, jax.Array],
+        *,
+        examples: int,
+        reported: bool,
+        tolerated: jax.Array | None = None,
+    ) -> tuple[int, dict[str, float]] | None:
+        """Take a step whose scalar metrics are still being computed; return the metrics of the previous step, or None.
+
+        None if the previous step is not to be reported, or was already read by `settle`.
+
+        Args:
+          step: the count of steps, this one included.
+          position: how many batches were drawn before this step's batch.
+          metrics: scalars on the device.
+          examples: rows of the batch.
+          reported: whether all metrics of this step are to be returned.
+          tolerated: a boolean on the device; if true, a loss that is not finite does not end the run.
+
+        Raises:
+          NonFiniteLossError: if the loss of the previous step is not finite and not tolerated.
+        """
+        if self._pending is None and not self._newest_metrics:
+            _check_metrics(metrics)
+        previous, self._pending = self._pending, _Pending(step, position, metrics, examples, reported, tolerated)
+        if previous is None:
+            return None
+        fetched = self._fetch(previous, all_metrics=previous.reported)
+        return (previous.step, fetched) if previous.reported else None
+
+    def settle(self) -> dict[str, float]:
+        """Wait for the newest step and return its metrics; return {} if there was no step."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._newest_metrics = self._fetch(pending, all_metrics=True)
+        return self._newest_metrics
+
+    def restart(self) -> None:
+        """Start a new measurement of speed: the time since the last one was not spent on training."""
+        if self._measured_from is not None:
+            self._measured_from, self._steps, self._examples = time.perf_counter(), 0, 0
+
+    def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
+        requested = {"loss": pending.metrics["loss"]} | (dict(pending.metrics) if all_metrics else {})
+        fetched = jax.device_get(requested)
+        values = {name: fetched[name].item() for name in requested}  # jax sorts dicts; the loss should come first
+        if not math.isfinite(loss := values["loss"]) and not _is_true(pending.tolerated):
+            _fail(f"the loss became {loss}", pending.step - 1, pending.position, self._checkpoints)
+        return values | self._speed(pending.examples, finished=all_metrics)
+
+    def _speed(self, examples: int, *, finished: bool) -> dict[str, float]:
+        now = time.perf_counter()
+        if self._measured_from is None:
+            self._measured_from = now
+            return {}
+        self._steps, self._examples = self._steps + 1, self._examples + examples
+        if not finished:
+            return {}
+        seconds, steps, num_examples = max(now - self._measured_from, 1e-9), self._steps, self._examples
+        self._measured_from, self._steps, self._examples = now, 0, 0
+        return {"steps_per_second": steps / seconds, "examples_per_second": num_examples / seconds}
+
+
+class _Pending(NamedTuple):
+    step: int
+    position: int
+    metrics: Mapping[str, jax.Array]
+    examples: int
+    reported: bool
+    tolerated: jax.Array | None
+
+
+def _is_true(value: jax.Array | None) -> bool:
+    return value is not None and bool(jax.device_get(value))
+
+
+def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:
+    not_scalars = [
+        f"metrics[{name!r}]: {f'shape {value.shape}' if is_array_like(value) else type(value).__name__}"
+        for name, value in metrics.items()
+        if not is_array_like(value) or value.shape != ()
+    ]
+    if not_scalars:
+        fix = "reduce it to one number in the aux dict of loss_fn."
+        raise ValueError(format_error("fit", "metrics must be scalars.", not_scalars, fix))
+
+
+def check_state(
+    state: TrainState, metrics: Mapping[str, float], *, step: int, position: int, checkpoints: Checkpoints | None = None
+) -> None:
+    """Refuse a state with NaN or infinities from the last update, whose loss was finite before that update.
+
+    Two cases are refused:
+
+    - NaN anywhere in the parameters or the optimizer state;
+    - infinite parameters together with a gradient norm that is not finite.
+
+    Infinite parameters alone may be intended (a mask of -inf). So may a gradient that is not finite:
+    `optax.apply_if_finite` skips it.
+
+    Args:
+      state: the state after the step.
+      metrics: the metrics of the step, with "grad_norm" if it is reported.
+      step: the step that made the state, counted from 0.
+      position: how many batches were drawn before that step's batch.
+      checkpoints: named in the error, with the last saved step.
+
+    Raises:
+      NonFiniteLossError: in these two cases.
+    """
+    grad_norm = metrics.get("grad_norm")
+    any_nan, any_infinite = jax.device_get(_any_nan_or_infinite((state.params, state.opt_state), state.params))
+    if any_nan or (any_infinite and grad_norm is not None and not math.isfinite(grad_norm)):
+        kind = "NaN" if any_nan else "infinite"
+        norm = "" if grad_norm is None else f" (its gradient norm was {grad_norm})"
+        _fail(f"the update made parameters or optimizer state {kind}{norm}", step, position, checkpoints)
+
+
+@jax.jit
+def _any_nan_or_infinite(params_and_opt_state: PyTree, params: PyTree) -> tuple[jax.Array, jax.Array]:
+    def any_of(test, tree):
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        return jnp.stack([test(leaf).any() for leaf in leaves]).any() if leaves else jnp.zeros((), bool)
+
+    return any_of(jnp.isnan, params_and_opt_state), any_of(jnp.isinf, params)
+
+
+def _fail(cause: str, step: int, position: int, checkpoints: Checkpoints | None) -> NoReturn:
+    checkpoint_lines = ["checkpoints: none were asked for"]
+    if checkpoints is not None:
+        checkpoint_lines = []
+        try:
+            checkpoints.wait()  # a checkpoint may still be in progress
+        except CheckpointError as error:
+            checkpoint_lines = [f"a checkpoint could not be written: {error}"]
+        latest = checkpoints.latest()
+        checkpoint_lines += [
+            f"last checkpoint: {'none yet' if latest is None else f'step {latest}'}, in {checkpoints.directory}"
+        ]
+    fix = (
+        "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or look at the batch: "
+        f"next(itertools.islice(iter(batches), {position}, None)), with batches from their beginning."
+    )
+    problem = f"{cause} at step {step} (batch {position}, both counted from 0)."
+    raise NonFiniteLossError(format_error("fit", problem, checkpoint_lines, fix), step=step, position=position)

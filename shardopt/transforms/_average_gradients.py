@@ -1,0 +1,63 @@
+"""`average_gradients`: data parallelism as an optax transformation."""
+
+from typing import NamedTuple
+
+import optax
+
+from shardopt.core._types import PyTree
+from shardopt.reducers import Reducer, exact
+from shardopt.reducers._axis import AxisName, axis_names, axis_size
+from shardopt.reducers._reducer import check_reducer
+
+
+class AverageGradientsState(NamedTuple):
+    """The state of `average_gradients`, which is the state of its reducer."""
+
+    reducer: PyTree
+
+
+def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> optax.GradientTransformationExtraArgs:
+    """Replace each device's gradients by their mean over an axis.
+
+    g = mean_d g_d, computed by the reducer. Later transformations in the chain see the same gradients on all devices.
+
+    Args:
+      axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `update`.
+      reducer: the reducer that averages the gradients; by default `so.reducers.exact()`.
+
+    Returns:
+      An optax transformation.
+
+    Raises:
+      TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a gradient is not floating.
+      ValueError: in `update`, if the axis is not bound, or the types show that the gradients are summed already.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> tx = optax.chain(so.transforms.average_gradients("data"), optax.sgd(1.0))
+      >>> update = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+      >>> print(update(jnp.array([1.0, 3.0])))
+      [-2. -2.]
+
+    **Equivalence**: without a reducer, equal to one device on the union batch, up to summation order, if all devices have
+    equally many examples. With a reducer, see the reducer.
+
+    **Placement**: the state is the reducer's state. Error memories differ between devices: `so.reducers.init_state`,
+    `state_specs`, `own_state` and `stored_state` carry them in and out of `shard_map`.
+
+    **Communication**: the communication of the reducer; by default an all-reduce of the gradients.
+    """
+    caller = "average_gradients"
+    axis_names(caller, axis_name)
+    gradient_reducer = exact() if reducer is None else reducer
+    check_reducer(caller, gradient_reducer)
+
+    def init(params):
+        return AverageGradientsState(gradient_reducer.init(params))
+
+    def update(updates, state, params=None, **extra_args: PyTree):
+        axis_size(caller, axis_name)
+        mean, reducer_state = gradient_reducer.reduce(updates, state.reducer, axis_name)
+        return mean, AverageGradientsState(reducer_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
