@@ -5,7 +5,7 @@ from support.tiers import LONG, PATHS, TESTS, is_fast
 
 def test_what_is_listed_as_fast_exists():
     assert not [path for path in PATHS if not path.exists()]
-    assert is_fast(TESTS / "audit" / "test_any.py")
+    assert is_fast(TESTS / "hlo" / "test_any.py")
     assert not is_fast(TESTS / "strategies" / "test_contract_exact.py")
 
 

@@ -42,7 +42,7 @@ class Callbacks:
             problem = f"checkpoints must be a shardopt.Checkpoints, got {type(checkpoints).__name__}."
             raise TypeError(format_error(caller, problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
         if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
-            problem = f"early_stopping must be a shardopt.EarlyStopping, got {type(early_stopping).__name__}."
+            problem = f"early_stopping must be a shardopt.training.EarlyStopping, got {type(early_stopping).__name__}."
             raise TypeError(format_error(caller, problem, fix='pass so.training.EarlyStopping("loss", patience=5).'))
         if evaluate is not None and not callable(evaluate):
             raise TypeError(

@@ -201,7 +201,7 @@ def test_a_pickle_in_place_of_any_part_of_a_blob_is_never_opened(tmp_path, train
         try:
             from_bytes(opt, data)
             said.append("taken")
-        except shardopt.CheckpointError as error:
+        except shardopt.errors.CheckpointError as error:
             said.append(str(error).split(" ")[0])
         assert not (tmp_path / "ran").exists()
     assert said == ["from_bytes:"] * 3 + ["taken"] * 2  # as numbers, and as a text beside them

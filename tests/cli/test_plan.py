@@ -95,7 +95,7 @@ def test_plan_refuses(capsys, words, message):
     assert f"error: {message}" in err
 
 
-PROGRAM = Path(__file__).parents[1] / "audit" / "programs" / "v5e_fsdp.hlo"
+PROGRAM = Path(__file__).parents[1] / "hlo" / "programs" / "v5e_fsdp.hlo"
 
 
 def test_audit_prints_what_the_library_does(capsys):

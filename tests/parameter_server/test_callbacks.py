@@ -218,7 +218,7 @@ def test_refusals(regression, message_of):
         "Fix: pass so.Checkpoints(folder, every=100, keep=3)."
     )
     assert run(early_stopping="loss") == (
-        "async_sgd: early_stopping must be a shardopt.EarlyStopping, got str.\n"
+        "async_sgd: early_stopping must be a shardopt.training.EarlyStopping, got str.\n"
         'Fix: pass so.training.EarlyStopping("loss", patience=5).'
     )
     assert run(evaluate=3) == "async_sgd: evaluate must be a function (params) -> metrics, got int."

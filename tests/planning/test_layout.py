@@ -10,7 +10,7 @@ from shardopt.hlo._program import argument_padding
 from shardopt.planning import HARDWARE, Layout, find_model, predict
 from shardopt.planning._layout import stored_bytes
 
-PROGRAM = (Path(__file__).parents[1] / "audit" / "programs" / "v5e_fsdp.hlo").read_text()
+PROGRAM = (Path(__file__).parents[1] / "hlo" / "programs" / "v5e_fsdp.hlo").read_text()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_plans_are_ranked_by_time_and_fit():
     assert {one.layout for one in plans.ranked}.isdisjoint(one.layout for one in plans.dropped)
     kinds = {(one.layout.placement, one.layout.schedule, one.layout.remat) for one in plans.ranked}
     assert {placement for placement, _, _ in kinds} == {"zero1", "zero2", "fsdp", "ddp"}
-    assert {schedule for _, schedule, _ in kinds} == {None, *so.planning.search.SCHEDULES}
+    assert {schedule for _, schedule, _ in kinds} == {None, *so.planning._search.SCHEDULES}
 
 
 def test_the_fastest_recomputes_least_of_what_fits():

@@ -117,7 +117,7 @@ def test_experts_are_traced():
     work = so.planning.trace(model, params, {"x": jnp.zeros((4, 10, 16))}, expert_leaves=leaves)
     assert work.block_flops == 2 * 10 * (16 * 8 + 2 * 3 * 16 * 24)
     assert work.experts[:4] == (tuple(leaves), 8, 2, 10 * 16 * 4)
-    placed = so.planning.layout.place(work, so.planning.Layout(data=2, expert=4), {})
+    placed = so.planning._layout.place(work, so.planning.Layout(data=2, expert=4), {})
     assert placed.params == 3 * 4 * (8 * 3 * 16 * 24 // 8 + 16 * 8)  # the router is too small to be sharded
 
 

@@ -19,7 +19,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from shardopt.core import CheckpointError
-from shardopt.runtime import files as lock
+from shardopt.runtime import _files as lock
 
 mine = lock.acquire_lock("holder", Path(sys.argv[1]))
 if os.fork() == 0:
